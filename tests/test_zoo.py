@@ -27,11 +27,10 @@ from visspec.models.lowres.drafter import LowRes
 from visspec.types import Acceptance, Drafter, Order, Request, Sampling
 
 ROWS = [0, 1, 2]
-TEXT = {  # that text knows as well
-    "none", "ngram", "eagle", "eagle-head", "block-head", "jacobi", "suffix", "recycling", "layers",
-    "diffusion-lm",
-}  # fmt: skip
-TEXT_ALONE = {"eagle", "eagle-head", "block-head", "diffusion-lm", "layers"}
+OWN_TESTS = ("vectors", "scales", "any-order images")  # their drafters, with their rules
+ELSEWHERE = {name for name, entry in zoo.DRAFTERS.items() if entry.of in OWN_TESTS} | {"mtp"}  # a checkpoint's heads
+TEXT_ALONE = {name for name, entry in zoo.DRAFTERS.items() if entry.of == "text"} - ELSEWHERE
+TEXT = TEXT_ALONE | {name for name, entry in zoo.DRAFTERS.items() if not entry.of} | {"jacobi"}
 DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
     "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
@@ -51,10 +50,8 @@ DRAFTERS = {  # of the tiny image model, from options
         DistilledDrafter.for_model(made("janus").family, layers=1).head, made("janus").family, **options
     ),
 }
-# tests of their own have the drafters of vectors and of scales with their rules, a checkpoint's heads, and any order
-ELSEWHERE = {"continuous", "mar", "mtp", "ahead", "neighbours", "var"}
 TOKENS_ALONE = {"distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
-ANY_ORDER = {"spread", "halton"}  # orders of `test_any_order`
+ANY_ORDER = {name for name, entry in zoo.ORDERS.items() if entry.of}  # orders of `test_any_order`
 CODE_RULES = [
     name for name, entry in zoo.ACCEPTANCE.items() if zoo.load(entry.reference).traits.distribution is Categorical
 ]
