@@ -18,7 +18,7 @@ from visspec.io.checkpoint import read_json
 from visspec.io.included import load
 from visspec.types import Order
 
-SHIPPED = {name: row for name, row in included.table().models.items() if name in included.table().drafters}
+SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
 SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
     "int": (int, "a whole number"),

@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> None:
         for name, entry in entries.items():
             view.add_row(kind, name, str(entry))
     table = included.table()
-    for name in sorted(table.drafters, key=list(table.models).index):
+    for name in table.drafters:
         view.add_row("drafter", name, f"{table.models[name].what} {table.models[name].kind}, included")
     tables = presets.CODES, presets.ANY_ORDER, presets.VECTORS, presets.MAPS
     for name, preset in (item for table in tables for item in table.items()):

@@ -47,7 +47,7 @@ class Included:
     """The table. References are "module:name", loaded when they are needed."""
 
     models: Mapping[str, IncludedModel] = field(default_factory=dict)
-    drafters: frozenset[str] = frozenset()  # those of `models` that `drafter=` takes by name
+    drafters: tuple[str, ...] = ()  # those of `models` that `drafter=` takes by name
     text_model: str = ""  # of `models`: which one captions where none is named
     image_model: str = ""  # which one draws
     worlds: tuple[str, ...] = ()  # kinds of pictures, by name

@@ -31,7 +31,7 @@ DRAFTERS = {
 }
 INCLUDED = Included(
     models=MODELS | DRAFTERS,
-    drafters=frozenset(DRAFTERS),
+    drafters=tuple(DRAFTERS),
     text_model="captioner",
     image_model="painter",
     worlds=("shapes", "emoji"),
