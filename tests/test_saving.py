@@ -70,6 +70,7 @@ def test_what_is_given_wins_and_what_is_saved_again_replaces(tmp_path):
 
 def test_a_model_knows_its_drafter(tmp_path):
     """By `visspec.json` in its folder, or because one is included; what is given wins."""
+    pytest.importorskip("visspec.toys")
     for name, own in {"captioner": "vispec", "captioner-emoji": "vispec-emoji"}.items():
         asked = Namespace(model=name, drafter=None, device="cpu", dtype="auto", trust_remote_code=False)
         model, _, drafter = load(asked)
