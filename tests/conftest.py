@@ -36,6 +36,17 @@ def _seeded():
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def captioner():
+    """The included captioner and its processor. Tests must leave them as they found them."""
+    from visspec.api import loading
+
+    try:
+        return loading.load(None)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random model of the painter's kind, as a checkpoint folder."""

@@ -1,6 +1,6 @@
 """Compiled passes: the tokens of stock generate, no graph after the warm-up, and a model that is left as it was.
 
-Most tests stop before code is generated (`aot_eager`), which makes the same graphs and guards in less time.
+Most tests stop where the graphs and guards have been made (`eager`), or before code is generated (`aot_eager`).
 """
 
 import copy
@@ -29,7 +29,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
     monkeypatch.setattr(compiled, "WORTH", 1)
     yield
     torch._dynamo.reset()
@@ -54,7 +54,8 @@ def ids_of(length: int, rows: int = 1) -> dict:
 
 
 @pytest.mark.slow
-def test_one_row_then_several_in_two_graphs_each_and_the_model_is_left_as_it_was():
+def test_one_row_then_several_in_two_graphs_each_and_the_model_is_left_as_it_was(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     model = llama(seed=11)
     before = dressed(model)
     quick = visspec.accelerate(model, "ngram", compile=True, adaptive=False)
@@ -79,7 +80,8 @@ OTHERS = sorted(set(FAMILIES) - {"llama", *PROMPTLY})
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PROMPTLY, *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
-def test_every_family_in_every_shape_without_a_late_graph(name):
+def test_every_family_in_every_shape_without_a_late_graph(name, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager" if name in PROMPTLY else "aot_eager")
     quick = fast(name, Hostile(), compile=True)
     for rows in shapes(name):
         inputs = prompt(name, shapes(name)[rows])
@@ -265,8 +267,9 @@ def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, l
 
 
 @pytest.mark.slow
-def test_a_feature_drafter_drafts_the_same_through_graphs():
+def test_a_feature_drafter_drafts_the_same_through_graphs(monkeypatch):
     """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     model = model_of("llava")
     drafter = FeatureDrafter(FeatureHead(config_for(model)), model)
     eager = visspec.accelerate(model, drafter, adaptive=False)

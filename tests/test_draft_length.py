@@ -280,7 +280,7 @@ def looked_up(texts, careless):
 def test_no_pass_is_widened_by_look_ups_that_are_seldom_right():
     """One in 91 is."""
     random = Random(0)
-    texts = [[random.randrange(5, 96) for _ in range(100)] for _ in range(15)]
+    texts = [[random.randrange(5, 96) for _ in range(100)] for _ in range(30)]
     (widened, _), (careless, _) = looked_up(texts, False), looked_up(texts, True)
     assert widened <= 0.005 < careless, (widened, careless)
 

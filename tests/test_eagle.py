@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests.tiny import model_of, prompt, shapes
-from visspec.api import loading as targets
 from visspec.api.captions import prepare
 from visspec.api.train_drafter import request_of
 from visspec.io import included
@@ -391,11 +390,6 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
         first = drafter._catch_up(state.memory, 1)
         _, expected = whole_prefix(drafter, model, inputs, state)
         torch.testing.assert_close(first, expected, rtol=2e-4, atol=2e-5)
-
-
-@pytest.fixture(scope="module")
-def captioner():
-    return targets.load()
 
 
 def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captioner):

@@ -6,7 +6,6 @@ import pytest
 import transformers as tf
 
 import visspec
-from visspec.api import loading
 from visspec.api.captions import PROMPT, chat_prompt, prepare
 from visspec.toys.world.render import to_image
 from visspec.toys.world.scene import held_out_scenes
@@ -15,8 +14,8 @@ NEW = 12
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    model, processor = loading.load(None)
+def loaded(captioner):
+    model, processor = captioner
     return visspec.accelerate(model, "vispec"), processor, [to_image(scene) for scene in held_out_scenes(2)]
 
 

@@ -293,15 +293,13 @@ def plain():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_drafter_that_writes_into_what_it_is_handed_changes_nothing(way, plain):
-    """Two wishes at a time, in every call; what raises in the drafter is caught there, so that it goes on."""
-    names = [*IN_STATE, *IN_OBSERVE]
-    for n in range(0, len(names), 2):
-        wishes = names[n : n + 2]
-        vandal = Vandal(plain[way], wishes)
+    """One wish at a time, in every call; what raises in the drafter is caught there, so that it goes on."""
+    for wish in {**IN_STATE, **IN_OBSERVE}:
+        vandal = Vandal(plain[way], [wish])
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert WAYS[way](vandal) == plain[way], wishes
-        assert vandal.calls > 4, wishes
+            assert WAYS[way](vandal) == plain[way], wish
+        assert vandal.calls > 4, wish
         trees.static.cache_clear()
 
 
@@ -319,7 +317,7 @@ def test_lies_about_drafts_change_nothing(way, lie, plain):
         def propose(self, state, depth):
             return LIES[lie](self.right(state, depth), self.rng)
 
-    for seed in range(3):
+    for seed in range(6):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert WAYS[way](One(plain[way], (), random.Random(seed))) == plain[way]

@@ -45,14 +45,6 @@ SHORT = 12
 
 
 @pytest.fixture(scope="module")
-def captioner():
-    try:
-        return loading.load(None)
-    except ValueError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
 def endless(captioner):
     """The captioner as a model whose answers never end by themselves."""
     model, processor = loading.load(None)
@@ -625,7 +617,7 @@ def test_sixteen_clients_two_hundred_requests_one_cut_off(captioner, scenes):
         crowd(running, scenes, clients=16, requests=200)
 
 
-@settings(max_examples=150)
+@settings(max_examples=400)
 @given(st.data())
 def test_a_text_in_pieces_is_the_text(data):
     """Words, halves of characters and blanks as tokens. The first token that completes a stop text ends the text, which

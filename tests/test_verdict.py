@@ -76,12 +76,8 @@ def test_the_span_that_answers(text, answer):
 
 
 @pytest.fixture(scope="module")
-def captioner():
-    try:
-        model, processor = loading.load(None)
-    except ValueError as error:
-        pytest.skip(str(error))
-    return Member("captioner", visspec.accelerate(model, "none"), processor)
+def captioner(captioner):
+    return Member("captioner", visspec.accelerate(captioner[0], "none"), captioner[1])
 
 
 @pytest.fixture(scope="module")
