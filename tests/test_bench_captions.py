@@ -5,7 +5,7 @@ import json
 from tests.test_cli import refused
 from visspec.cli.bench_captions import asked, ratio
 from visspec.cli.main import main
-from visspec.toys.world.scene import held_out_scenes
+from visspec.io import included
 
 
 def test_it_writes_what_it_measured(tmp_path, capsys):
@@ -21,7 +21,7 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
 
 
 def test_a_share_of_the_prompts_asks_for_a_description():
-    scenes = held_out_scenes(200)
+    scenes = included.scenes().questions(200)
     found = asked(scenes, "describe .", 0.25)
     assert found == asked(scenes, "describe .", 0.25) and 30 < found.count("describe .") < 70
     assert asked(scenes[:3], "describe .", 1.0) == ["describe ."] * 3

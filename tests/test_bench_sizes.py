@@ -38,6 +38,13 @@ def tiny(name="qwen2.5-vl-7b", batch=2, **changes):
     return bench_sizes.SizeCase(size.model("cpu", torch.float32, 120), batch, 12, 40, 5)
 
 
+def options(size, batch, **more):
+    """Of a run of one tiny size."""
+    return bench_sizes.Options(
+        sizes=[size], batch=batch, acceptance=[0.5], prompt=8, repeats=1, tiny=True, dtype="float32", **more
+    )
+
+
 def test_it_writes_what_it_measured(tmp_path, capsys):
     file = tmp_path / "sizes.json"
     argv = [*OPTIONS, "--sizes", "qwen2.5-vl-7b", "llamagen-xl", "--batch", "1", "3", "--acceptance", "0.6", "0.9", "1"]
@@ -78,10 +85,7 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
 def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
     seen, by_tree = [], ragged.by_tree
     monkeypatch.setattr(ragged, "by_tree", lambda *args: seen.append(1) or by_tree(*args))
-    record = bench_sizes.bench_sizes(
-        ["qwen2.5-vl-7b"], [2], [0.5], prompt=8, max_new_tokens=12, repeats=1, changes=bench_sizes.TINY,
-        dtype=torch.float32, attention=way,
-    )  # fmt: skip
+    record = bench_sizes.bench_sizes(options("qwen2.5-vl-7b", [2], max_new_tokens=12, attention=way))
     assert bool(seen) == (way == "tree") and record["identical"] == record["compared"] == 8
     assert all(row["attention"] == ragged.WORDS[way] and row["law_error"] < 1e-4 for row in record["rows"])
 
@@ -89,7 +93,6 @@ def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
 def test_a_gpu_gets_times(monkeypatch):
     """The fields that a CPU has not, as if this were a GPU."""
     case = tiny(batch=1)
-    monkeypatch.setattr(bench_sizes.SizeCase, "wait", lambda self: None)
     monkeypatch.setattr(bench_sizes, "copy_bandwidth", lambda device, clock: 1e9)
     case.cuda = True
     rows = [{"size": "tiny", "layers": 2} | row for row in case.rows([0.8], 1)]
@@ -101,7 +104,7 @@ def test_a_gpu_gets_times(monkeypatch):
         assert row["compiled"] == (row["arm"] == "transformers_static")
     assert rows[3]["ms_per_round"] / rows[3]["ms_per_token"] == pytest.approx(rows[3]["tau"])
     assert rows[3]["over_pass"] == pytest.approx(rows[3]["pass_ms"] / rows[3]["ms_per_token"])
-    view = bench_sizes.table({"rows": rows, "prompt": 12, "max_new_tokens": 40})
+    view = bench_sizes.view({"rows": rows, "prompt": 12, "max_new_tokens": 40})
     assert [column.header for column in view.columns][-4:] == ["ms a token", "pass, ms", "host", "over bytes"]
 
 
@@ -169,14 +172,11 @@ def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
         return ours(self, ids, new)
 
     monkeypatch.setattr(bench_sizes.SizeCase, "ours", full)
-    record = bench_sizes.bench_sizes(
-        ["llamagen-xl"], [3, 1], [0.5], prompt=8, max_new_tokens=6, repeats=1, changes=bench_sizes.TINY,
-        dtype=torch.float32,
-    )  # fmt: skip
+    record = bench_sizes.bench_sizes(options("llamagen-xl", [3, 1], max_new_tokens=6))
     assert [row["batch_size"] for row in record["rows"]] == [1] * 4
     (failure,) = record["failures"]
     assert failure.startswith("llamagen-xl, batch 3: prompt 0: OutOfMemoryError: CUDA")
-    assert failure in bench_sizes.table(record).caption
+    assert failure in bench_sizes.view(record).caption
 
 
 @pytest.mark.parametrize(

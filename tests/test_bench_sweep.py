@@ -10,9 +10,12 @@ from visspec.api.images import ImagePipeline
 from visspec.cli import bench_image, bench_sweep
 from visspec.cli.main import main
 from visspec.distributions import Categorical
+from visspec.io import included
 from visspec.toys.world.worlds import known_to, world
 from visspec.tree import empty_draft
 from visspec.types import Capabilities, Scores
+
+PROMPTS = included.scenes().prompts()
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +27,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def few(monkeypatch):
-    rows = bench_image.suite()[:4]
-    monkeypatch.setattr(bench_image, "suite", lambda: rows)
+    rows = PROMPTS[:4]
+    monkeypatch.setattr(type(included.scenes()), "prompts", lambda self: rows)
     monkeypatch.setitem(bench_sweep.FAMILIES, "cool", ("cool:omega={},nu=0.7", (1.0, 3.0)))
 
 
@@ -67,7 +70,7 @@ def test_passes_of_an_image_are_those_of_its_rounds(model):
     """In a batch of two: tokens that were not drafted, one a round, and the prefill's."""
     pipe = ImagePipeline.from_pretrained(str(model))
     pipe.set_progress_bar_config(disable=True)
-    texts = [row["prompt"] for row in bench_image.suite()[:2]]
+    texts = [row["prompt"] for row in PROMPTS[:2]]
     out = pipe(texts, seed=[1, 2], batch_size=2, drafter="jacobi:redraw=maximal,window=4", acceptance="rejection")
     alone = [
         pipe(t, seed=s, drafter="jacobi:redraw=maximal,window=4", acceptance="rejection") for t, s in zip(texts, (1, 2))
@@ -115,4 +118,4 @@ def test_the_world_is_the_one_whose_words_the_model_knows(model):
 
     assert name(world("emoji").suite.vocabulary()) == "emoji"
     assert name(world("shapes").suite.vocabulary()) == "shapes" == name(["x"])
-    assert {row["tag"] for row in bench_image.spread(9, None, world("emoji"))} == {"single_object"}
+    assert {row["tag"] for row in bench_image.spread(included.scenes("emoji").prompts(), 9)} == {"single_object"}

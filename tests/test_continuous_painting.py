@@ -12,6 +12,7 @@ from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.cli import bench_image, bench_image_table
 from visspec.distributions import Denoising, DenoisingSteps, asked
+from visspec.io import included
 from visspec.models.continuous.drafter import ContinuousDrafter
 from visspec.models.continuous.model import ContinuousImageModel, Sampler
 from visspec.models.vectors.target import ContinuousAR
@@ -304,6 +305,6 @@ def test_the_bench_of_vectors(pipe):
 
 
 def test_prompts_of_some_tasks():
-    rows = bench_image.spread(10, ["colors", "single_object"])
+    rows = bench_image.spread(included.scenes().prompts(), 10, ["colors", "single_object"])
     assert len(rows) == 10 and {row["tag"] for row in rows} == {"colors", "single_object"}
     assert bench_image.chosen("coupled", "vectors")[1] == str(presets.VECTORS["coupled"])

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from argparse import Namespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.test_eagle_heads import make
 from tests.test_published import cache, cached, eagle_3, saved, speculators_dflash, z_lab  # noqa: F401
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import zoo
-from visspec.cli.arguments import load
+from visspec.cli.arguments import ModelOptions, load
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter
 
@@ -72,8 +71,7 @@ def test_a_model_knows_its_drafter(tmp_path):
     """By `visspec.json` in its folder, or because one is included; what is given wins."""
     pytest.importorskip("visspec.toys")
     for name, own in {"captioner": "vispec", "captioner-emoji": "vispec-emoji"}.items():
-        asked = Namespace(model=name, drafter=None, device="cpu", dtype="auto", trust_remote_code=False)
-        model, _, drafter = load(asked)
+        model, _, drafter = load(ModelOptions(model=name))
         assert (drafter, visspec.accelerate(model).name, visspec.accelerate(model, "ngram").name) == (own, own, "ngram")
     bare = model_of("llava")
     assert visspec.accelerate(bare).name == "ngram"

@@ -238,8 +238,9 @@ def test_reached_is_the_n_of_acceptance_by_depth():
         run(1, rounds=first),
         run(1, rounds=[Round(3, [4], [False]), Round(3, [1], [True]), Round(0, [1], [False])]),
     ]
-    assert bench.reached(runs) == [3, 2, 1]
-    assert bench.acceptance(runs) == pytest.approx([2 / 3, 1 / 2, 1.0])
+    found = speed.acceptance(runs)
+    assert found["reached_by_depth"] == [3, 2, 1]
+    assert found["acceptance_by_depth"] == pytest.approx([2 / 3, 1 / 2, 1.0])
 
 
 def test_texts_are_the_first_rows_in_pieces():

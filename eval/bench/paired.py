@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from visspec.types import Round
+from visspec.loop.stats import acceptance_by_depth, by_depth
+from visspec.types import Round, Trace
 
 
 @dataclass
@@ -33,9 +34,24 @@ class ArmRun:
     def count(self) -> int:
         return sum(map(len, self.tokens))
 
+    @classmethod
+    def of_trace(cls, seconds: float, tokens: list[list[int]], trace: Trace, first: float, **more: Any) -> ArmRun:
+        """A run of ours: what its trace has not timed is `other`."""
+        stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
+        return cls(seconds, tokens, first, stages, list(trace.rounds), **more)
+
 
 Arm = Callable[[Any], ArmRun]
 Kind = TypeVar("Kind", bound=Arm)
+Name = TypeVar("Name")
+
+
+def turns(names: Sequence[Name], count: int) -> Iterator[tuple[int, list[Name]]]:
+    """(number, names in their order of this turn): every second turn is in reverse, and the first place moves on."""
+    for i in range(count):
+        order = list(names) if i % 2 == 0 else list(names)[::-1]
+        shift = (i // 2) % len(names)
+        yield i, order[shift:] + order[:shift]
 
 
 def interleave(
@@ -51,10 +67,7 @@ def interleave(
                 arms[name](prompt)
     runs: dict[str, list[ArmRun]] = {name: [] for name in names}
     failures: list[str] = []
-    for i, prompt in enumerate(progress(prompts)):
-        order = names if i % 2 == 0 else names[::-1]
-        shift = (i // 2) % len(names)
-        order = order[shift:] + order[:shift]
+    for (i, order), prompt in zip(turns(names, len(prompts)), progress(prompts)):
         try:
             found = {name: arms[name](prompt) for name in order}
         except Exception as error:
@@ -121,6 +134,27 @@ def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = Fa
         "identical": sum(s.tokens == f.tokens for s, f in zip(slow, fast)),
         "compared": len(whole),
     }
+
+
+def over(name: str, slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
+    """The speed-up of `fast` over `slow` and its interval, as fields of this name."""
+    found = compare(slow, fast, per_token)
+    return {name: found["speedup"], f"{name}_ci95": found["speedup_ci95"]}
+
+
+def acceptance(runs: Sequence[ArmRun]) -> dict[str, Any]:
+    """Accepted / reached at each depth, over all runs; and the n of that: how many drafted nodes of each depth had all
+    nodes above them accepted.
+    """
+    rounds = [entry for run in runs for entry in run.rounds]
+    reached = [n for n in by_depth(rounds)[0] if n]
+    return {"acceptance_by_depth": acceptance_by_depth(rounds), "reached_by_depth": reached}
+
+
+def time_by_stage(runs: Sequence[ArmRun]) -> dict[str, float]:
+    """Seconds by stage, of all runs."""
+    names = sorted({stage for run in runs for stage in run.stages})
+    return {name: sum(run.stages.get(name, 0.0) for run in runs) for name in names}
 
 
 def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:

@@ -178,5 +178,10 @@ def _vocabulary(family: Family) -> Any:
     processor = getattr(family, "processor", None)
     tokenizer = getattr(processor, "tokenizer", processor)
     words = tokenizer.get_vocab() if tokenizer is not None and hasattr(tokenizer, "get_vocab") else None
-    embedding = family.decoder.get_input_embeddings()
-    return words, embedding.num_embeddings, getattr(family, "keeps", None), getattr(family, "pad", None)
+    embedding = getattr(family.decoder, "get_input_embeddings", lambda: None)()  # none of classes
+    return (
+        words,
+        getattr(embedding, "num_embeddings", None),
+        getattr(family, "keeps", None),
+        getattr(family, "pad", None),
+    )

@@ -27,6 +27,7 @@ from visspec.eval.report import data as report_data
 from visspec.eval.report import kernels as report_kernels
 from visspec.eval.report import page as report
 from visspec.eval.report import records
+from visspec.io import included
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import Raster, ZipAR
 from visspec.loop.setup import DecodingSetup
@@ -67,13 +68,14 @@ def image_record(tmp_path_factory):
     pipe = ImagePipeline.from_pretrained(str(home / "model"))
     pipe.set_progress_bar_config(disable=True)
     with pytest.MonkeyPatch.context() as patch:
-        few = bench_image.suite()[:6]
-        patch.setattr(bench_image, "suite", lambda: few)
+        scenes = included.scenes()
+        few = scenes.prompts()[:6]
+        patch.setattr(type(scenes), "prompts", lambda self: few)
         texts = [p["prompt"] for p in few[:2]]
         record = bench_image.bench(pipe, texts, SEEDS, {}, warmup=1)
-        bench_image.judge(pipe, record, SEEDS, {}, 2, 0, home / "pictures", home)
+        bench_image.judge(pipe, record, SEEDS, {}, scenes, 2, 0, home / "pictures", home)
         spare = {"rows": [{"name": "plain"}]}
-        bench_image.judge(pipe, spare, SEEDS, {}, 2, 0, None, home)
+        bench_image.judge(pipe, spare, SEEDS, {}, scenes, 2, 0, None, home)
     (home / "image.json").write_text(json.dumps(record))
     return SimpleNamespace(path=home / "image.json", record=json.loads(json.dumps(record)), spare=spare["rows"][0])
 

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from visspec.cli.arguments import add_hardware, positive, temperature
+from visspec.cli.arguments import HardwareOptions, JsonOption, Positive, SamplingOptions, Temperature, option
 from visspec.io.files import write_json
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("image", type=Path, help="a PNG, JPEG or WEBP file")
-    parser.add_argument("question", help="what to ask of it")
-    parser.add_argument(
-        "--drafts", nargs="+", required=True, metavar="MODEL", help="two or more: included names, folders or hub ids"
-    )
-    parser.add_argument("--model", required=True, help="the large model that decides")
-    parser.add_argument("--keep", type=positive, help="drafts that it reads (default: 3, or all if there are fewer)")
-    parser.add_argument("--template", help="what it is asked, with {question} and {paths}")
-    parser.add_argument(
-        "--drafter", default="auto", help="of all models: name with options (default: each model's own, else ngram)"
-    )
-    add_hardware(parser)
-    parser.add_argument("--max-new-tokens", type=positive, default=128)
-    parser.add_argument("--max-pixels", type=positive, default=64_000_000)
-    parser.add_argument("--temperature", type=temperature, default=0.0, help="of the drafts; 0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write drafts, scores and the answer to this file")
+@dataclass(kw_only=True)
+class Options(JsonOption, SamplingOptions, HardwareOptions):
+    image: Path = option("a PNG, JPEG or WEBP file", positional=True)
+    question: str = option("what to ask of it", positional=True)
+    drafts: list[str] = option("two or more: included names, folders or hub ids", metavar="MODEL")
+    model: str = option("the large model that decides")
+    keep: Positive | None = option("drafts that it reads (default: 3, or all if there are fewer)", None)
+    template: str | None = option("what it is asked, with {question} and {paths}", None)
+    drafter: str = option("of all models: name with options (default: each model's own, else ngram)", "auto")
+    max_pixels: Positive = option(default=64_000_000)
+    temperature: Temperature = option("of the drafts; 0 is greedy", 0.0)
+    json: Path | None = option("write drafts, scores and the answer to this file", None, writes="file")
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Options) -> None:
     from visspec.api import verdict
     from visspec.api.accelerate import accelerate
     from visspec.api.loading import load
@@ -40,16 +35,14 @@ def run(arguments: argparse.Namespace) -> None:
     loaded: dict[str, verdict.Member] = {}
     for name in (*arguments.drafts, arguments.model):
         if name not in loaded:
-            model, processor = load(
-                name, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code
-            )
+            model, processor = load(name, **arguments.hardware)
             loaded[name] = verdict.Member(name, accelerate(model, arguments.drafter), processor)
     keep = arguments.keep or min(3, len(arguments.drafts))
     panel = verdict.Panel(
         [loaded[name] for name in arguments.drafts], loaded[arguments.model], keep=keep,
         template=arguments.template or verdict.TEMPLATE,
     )  # fmt: skip
-    options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if arguments.temperature:
         options["temperature"] = arguments.temperature
     found = panel(image, arguments.question, seed=arguments.seed, **options)

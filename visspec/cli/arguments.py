@@ -1,90 +1,170 @@
-"""Arguments that several commands take, their types, the model they name, and what a run of records ends with. Imports
-nothing heavy.
+"""Options of commands as dataclasses: the parser is made of their fields. Options that several commands take, their
+types, the model they name, and what a run of records ends with. Imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from visspec.io.files import unwritable
 
 
-def positive(text: str) -> int:
-    """An argparse type. Raises ArgumentTypeError, which names the argument and exits with 2."""
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 1")
-    return value
+def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """An argparse type for numbers that fit. It raises ArgumentTypeError, which names the option and exits with 2."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
+        return value
+
+    return read
 
 
-def temperature(text: str) -> float:
-    """An argparse type, as `positive`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected 0 (greedy) or more")
-    return value
+Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number of at least 1")]
+Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
+Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
-def probability(text: str) -> float:
-    """An argparse type, as `positive`."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a probability")
-    return value
+def option(help: str = "", default: Any = MISSING, **more: Any) -> Any:
+    """A field of a dataclass of options; one without a default is required.
+
+    more: choices, metavar and nargs of argparse; `short` ("-o"); `positional`; `repeat`, for a list that is given item
+    by item; `writes`, "file" or "folder", for a path that is tried before any work; `command`, for `what`, the last
+    word of the command itself.
+    """
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": help, **more})
+    return field(default=default, metadata={"help": help, **more})
 
 
-def add_hardware(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser, record: type) -> None:
+    """The fields of a dataclass as a parser's options. A flag is a bool, a list takes several values, and an annotated
+    type reads its text itself.
+    """
+    hints = get_type_hints(record, include_extras=True)
+    for one in fields(record):
+        more = dict(one.metadata)
+        if more.pop("command", False):
+            continue
+        short, positional, repeat = (more.pop(name, None) for name in ("short", "positional", "repeat"))
+        more.pop("writes", None)
+        kind = hints[one.name]
+        if get_origin(kind) in (Union, UnionType):
+            kind = next(part for part in get_args(kind) if part is not type(None))
+        if get_origin(kind) is list:
+            (kind,) = get_args(kind)
+            more |= {"action": "append"} if repeat else {"nargs": more.get("nargs", "+")}
+        if kind is bool:
+            more["action"] = "store_true"
+        elif get_origin(kind) is Literal:
+            more["choices"] = get_args(kind)
+        else:
+            more["type"] = get_args(kind)[1] if get_origin(kind) is Annotated else kind
+        if positional:
+            parser.add_argument(one.name, **more)
+            continue
+        given = one.default if one.default_factory is MISSING else one.default_factory()
+        more |= {"required": True} if given is MISSING else {"default": given}
+        name = f"--{one.name.replace('_', '-')}" if len(one.name) > 1 else f"-{one.name}"
+        names = [name, short] if short else [name]
+        parser.add_argument(*names, dest=one.name, **more)
+
+
+def read_options(found: argparse.Namespace, record: type) -> Any:
+    """The dataclass of what a parser has read. Raises ValueError, before any work, for a file or folder that can't be
+    written.
+    """
+    options = record(**{one.name: getattr(found, one.name) for one in fields(record)})
+    for one in fields(record):
+        path, writes = getattr(options, one.name), one.metadata.get("writes")
+        folder = writes == "folder" or getattr(options, "ray", False)
+        if writes and path is not None and (why := unwritable(path, folder)) is not None:
+            raise ValueError(f"--{one.name}: {why}")
+    return options
+
+
+@dataclass(kw_only=True)
+class JsonOption:
+    json: Path | None = option("write the results to this file", None, writes="file")
+
+
+@dataclass(kw_only=True)
+class HardwareOptions:
     """Where and in which dtype a model runs."""
-    parser.add_argument(
-        "--device", default="cpu", help="of torch; auto: layers over all devices; tp: over the processes of torchrun"
-    )
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model (off)")
+
+    device: str = option("of torch; auto: layers over all devices; tp: over the processes of torchrun", "cpu")
+    dtype: Dtype = option(default="auto")
+    trust_remote_code: bool = option("run code that comes with the model (off)", False)
+
+    @property
+    def hardware(self) -> dict[str, Any]:
+        """Keyword arguments of what loads a model."""
+        return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
 
 
-def add_captioning(parser: argparse.ArgumentParser) -> None:
+@dataclass(kw_only=True)
+class TargetOptions(HardwareOptions):
+    """The model that captions."""
+
+    model: str | None = option("folder or hub id of a vision-language model (default: an included one)", None)
+
+
+@dataclass(kw_only=True)
+class ModelOptions(TargetOptions):
+    """The model that captions, its drafter and rule."""
+
+    drafter: str | None = option("name with options, or folder (default: the model's own, else ngram)", None)
+    acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
+
+
+@dataclass(kw_only=True)
+class SamplingOptions:
+    """How texts are decoded."""
+
+    max_new_tokens: Positive = option(default=128)
+    temperature: Temperature = option("0 is greedy", 0.0)
+    seed: int = option(default=0)
+
+
+@dataclass(kw_only=True)
+class CaptioningOptions(JsonOption, SamplingOptions, ModelOptions):
     """The model that captions, its drafter and rule, and how it decodes."""
-    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: an included one)")
-    parser.add_argument("--drafter", help="name with options, or folder (default: the model's own, else ngram)")
-    parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
-    add_hardware(parser)
-    parser.add_argument("--batch-size", type=positive, default=1)
-    parser.add_argument("--max-new-tokens", type=positive, default=128)
-    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompt", default=None, help="what to ask of each image")
-    parser.add_argument("--json", type=Path, help="write the results to this file")
+
+    batch_size: Positive = option(default=1)
+    prompt: str | None = option("what to ask of each image", None)
 
 
-def add_drawing(parser: argparse.ArgumentParser) -> None:
+@dataclass(kw_only=True)
+class DrawingOptions(JsonOption, HardwareOptions):
     """How images are drawn."""
-    parser.add_argument("--guidance-scale", type=float, help="default: the model's own")
-    parser.add_argument("--temperature", type=temperature, help="0 is greedy; default: the model's own")
-    parser.add_argument("--seed", type=int, default=0)
-    add_hardware(parser)
+
+    guidance_scale: float | None = option("default: the model's own", None)
+    temperature: Temperature | None = option("0 is greedy; default: the model's own", None)
+    seed: int = option(default=0)
 
 
-def add_ray(parser: argparse.ArgumentParser) -> None:
+@dataclass(kw_only=True)
+class RayOptions:
     """Work in several processes, with Ray Data."""
-    parser.add_argument(
-        "--ray", action="store_true",
-        help="--workers processes, each with its own model, write parquet shards into the folder --out, on the machines"
+
+    ray: bool = option(
+        "--workers processes, each with its own model, write parquet shards into the folder --out, on the machines"
         " of RAY_ADDRESS or on this one (pip install 'visspec[ray]')",
-    )  # fmt: skip
-    parser.add_argument("--threads", type=positive, default=1, help="of each process, with --ray")
-    parser.add_argument("--shard", type=positive, default=64, help="records of a shard, with --ray")
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="take the records that failed out of --out, to make them again"
+        False,
     )
+    threads: Positive = option("of each process, with --ray", 1)
+    shard: Positive = option("records of a shard, with --ray", 64)
+    retry_failed: bool = option("take the records that failed out of --out, to make them again", False)
 
 
 def exit_code(count: int, failed: int, twice: int = 0) -> int:
@@ -101,11 +181,10 @@ def earlier(there: int, failed: int, twice: int) -> str:
     return found + (f", {twice} ids came twice" if twice else "")
 
 
-def load(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
-    """(model, processor, drafter name) of the vision-language model that `arguments` name."""
+def load(options: ModelOptions) -> tuple[Any, Any, str]:
+    """(model, processor, drafter name) of the vision-language model that `options` name."""
     from visspec.api import loading
     from visspec.api.accelerate import default_drafter
 
-    hardware = {name: getattr(arguments, name) for name in ("device", "dtype", "trust_remote_code")}
-    model, processor = loading.load(arguments.model, **hardware)
-    return model, processor, arguments.drafter or default_drafter(model)
+    model, processor = loading.load(options.model, **options.hardware)
+    return model, processor, options.drafter or default_drafter(model)

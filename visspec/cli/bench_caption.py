@@ -6,33 +6,30 @@ prompt. Every arm goes through the same `model.generate` entry, so preparation a
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from PIL import Image
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from visspec import tree as trees
-from visspec.api import loading, requests, zoo
+from visspec.api import loading, requests
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.cli.arguments import add_captioning, load, positive
+from visspec.cli.arguments import CaptioningOptions, Positive, load, option
+from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, groups_of, measured_on
 from visspec.cli.bench_compiled import compilations
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.paired import ArmRun
+from visspec.eval.bench.table import Cell, table
 from visspec.eval.report.images import small_png
-from visspec.io.files import write_json
-from visspec.io.provenance import provenance
-from visspec.loop.stats import acceptance_by_depth, by_depth, text_pieces
+from visspec.io import included
+from visspec.loop.stats import text_pieces
 from visspec.models.runner.compiled import stepwise
-from visspec.toys.world.worlds import WORLDS, known_to, world
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
@@ -41,29 +38,24 @@ OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than 
 FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=positive, default=64, help="how many held-out scenes")
-    parser.add_argument("--world", choices=WORLDS, help="of the scenes; default: the one whose words the model knows")
-    parser.add_argument("--threads", type=positive, help="torch threads")
-    parser.add_argument("--compile", action="store_true", help="ours compiled, and transformers compiled beside it")
-    add_captioning(parser)
+@dataclass(kw_only=True)
+class Options(ScenesOptions, CaptioningOptions):
+    images: Positive = option("how many held-out scenes", 64)
+    compile: bool = option("ours compiled, and transformers compiled beside it", False)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+def run(arguments: Options) -> None:
+    arguments.begin()
     model, processor, drafter = load(arguments)
-    small = zoo.CHECKPOINTS / "captioner-small"
-    assistant = loading.load(str(small))[0] if not arguments.model and small.is_dir() else None
-    place = world(arguments.world) if arguments.world else known_to(processor, lambda w: w.captions.vocabulary())
+    small = None if arguments.model else included.made_for("assistant", model)
+    assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
     record = bench_caption(
-        model, processor, [place.to_image(scene) for scene in place.scenes(arguments.images)], drafter=drafter,
-        assistant=assistant, acceptance=arguments.acceptance, batch_size=arguments.batch_size,
-        max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature, seed=arguments.seed,
-        request=arguments.prompt or PROMPT, compile=arguments.compile,
+        model, processor, arguments.scenes(processor).images(arguments.images), drafter=drafter, assistant=assistant,
+        acceptance=arguments.acceptance, batch_size=arguments.batch_size, max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature, seed=arguments.seed, request=arguments.prompt or PROMPT,
+        compile=arguments.compile,
     )  # fmt: skip
-    Console().print(table(record))
-    write_json(arguments.json, record)
+    arguments.end(record, view(record))
 
 
 def bench_caption(
@@ -76,7 +68,7 @@ def bench_caption(
     assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
     compile: ours runs compiled; a further arm is transformers' generate with a static cache and compiled steps.
     """
-    groups = [images[i : i + batch_size] for i in range(0, len(images), batch_size)]
+    groups = groups_of(images, batch_size)
     prompts = [(i, prepare(processor, group, request, model)) for i, group in enumerate(groups)]
     base: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
@@ -104,48 +96,11 @@ def bench_caption(
         record["speedup_over_compiled"] = record["baselines"]["transformers_compiled"]["ours_is_faster_by"]
         record |= compilations(arms["ours"].fast.setup)
     record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, model.dtype)
-    return record | {
-        "target": getattr(model.config, "_name_or_path", ""), "drafter": str(drafter), "acceptance": acceptance,
-        "n_prompts": len(images), "batch_size": batch_size, "max_new_tokens": max_new_tokens,
-        "temperature": temperature, "seed": seed, "provenance": provenance(model, seed=seed),
+    return record | measured_on(model, seed=seed) | {
+        "drafter": str(drafter), "acceptance": acceptance, "n_prompts": len(images), "batch_size": batch_size,
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
         "texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups),
     }  # fmt: skip
-
-
-class StockCaptionArm:
-    """transformers' own generate. `first` is a call of its own that stops after one token: nothing rides along."""
-
-    def __init__(self, model, options: dict[str, Any], seed: int):
-        self.model, self.options, self.seed = model, options, seed
-
-    def __call__(self, prompt) -> ArmRun:
-        index, inputs = prompt
-        torch.manual_seed(self.seed + index)
-        start = time.perf_counter()
-        out = self.model.generate(**inputs, **self.options)
-        seconds = time.perf_counter() - start
-        self.model.generate(**inputs, **(self.options | {"max_new_tokens": 1}))
-        first = time.perf_counter() - start - seconds
-        return ArmRun(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
-
-
-class CaptionArm:
-    """The same through `fast.generate`; a row's seed is its own, so that arms with equal seeds can be compared."""
-
-    def __init__(self, fast: Accelerated, options: dict[str, Any], seed: int):
-        self.fast, self.options, self.seed = fast, options, seed
-
-    def __call__(self, prompt) -> ArmRun:
-        index, inputs = prompt
-        row_seeds = [1000 * (self.seed + index) + row for row in range(inputs["input_ids"].shape[0])]
-        start = time.perf_counter()
-        result = self.fast.run(**inputs, **self.options, seed=row_seeds)
-        seconds = time.perf_counter() - start
-        state, trace = result.state, result.state.trace
-        first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
-        stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
-        drift, origin = result.stats.drift_per_token, [list(o) for o in trace.origin]
-        return ArmRun(seconds, [list(t) for t in state.tokens], first, stages, list(trace.rounds), drift, origin)
 
 
 def equality_tiers(
@@ -167,16 +122,6 @@ def equality_tiers(
     return tiers.record()
 
 
-def trimmed(new: torch.Tensor, config) -> list[list[int]]:
-    """Rows of new ids up to and including their first end token."""
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    rows = []
-    for row in new.tolist():
-        stop = next((i for i, t in enumerate(row) if t in ends), len(row) - 1)
-        rows.append(row[: stop + 1])
-    return rows
-
-
 def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperature: float) -> dict[str, Any]:
     """Ratios of every arm to ours, tau, the gap to ideal, times by stage."""
     ours, plain, sampled = runs["ours"], runs["plain"], temperature > 0
@@ -184,7 +129,6 @@ def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperat
     fast = arms["ours"].fast
     setup = fast.setup
     count = max(len(ours), 1)
-    names = {stage for run in ours for stage in run.stages}
     baselines = {}
     for name, found in runs.items():
         if name == "ours":
@@ -198,7 +142,6 @@ def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperat
             "identical": ratio["identical"],
             "options": {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float))},
         }
-    without = speed.compare(runs["transformers_generate"], plain, per_token=sampled)
     over = speed.compare(plain, ours)  # ideal and tau count in passes of our own plain loop
     record = {
         "bench": "caption",
@@ -207,16 +150,14 @@ def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperat
         **against,
         "identical_to": "transformers_generate",
         **speed.tau(ours),
-        "acceptance_by_depth": acceptance(ours),
-        "reached_by_depth": reached(ours),
+        **speed.acceptance(ours),
         "nfe_plain": speed.tau(plain)["nfe"],
         **speed.ideal(plain, ours),
         "over_plain": over["speedup"],
         "over_plain_ci95": over["speedup_ci95"],
-        "plain_over_transformers": without["speedup"],
-        "plain_over_transformers_ci95": without["speedup_ci95"],
+        **speed.over("plain_over_transformers", runs["transformers_generate"], plain, per_token=sampled),
         "drift_per_token": speed.drift(ours),
-        "time_s": {name: sum(r.stages.get(name, 0.0) for r in ours) for name in sorted(names)},
+        "time_s": speed.time_by_stage(ours),
         "tokens_per_prompt": sum(r.count for r in ours) / count,
         "baselines": baselines,
         "failures": failures,
@@ -231,16 +172,6 @@ def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperat
     return record
 
 
-def acceptance(runs: Sequence[ArmRun]) -> list[float]:
-    """Accepted / reached at each depth, over all runs."""
-    return acceptance_by_depth([entry for run in runs for entry in run.rounds])
-
-
-def reached(runs: Sequence[ArmRun]) -> list[int]:
-    """How many drafted nodes of each depth had all nodes above them accepted: the n of `acceptance_by_depth`."""
-    return [n for n in by_depth(entry for run in runs for entry in run.rounds)[0] if n]
-
-
 def texts(runs: Sequence[ArmRun], tokenizer) -> list[list[tuple[str, str]]]:
     """The first captions in pieces of (text, origin), for the report. Decoded here, outside the clocks."""
     rows = [(tokens, origin) for run in runs[:TEXTS] for tokens, origin in zip(run.tokens, run.origin)]
@@ -253,24 +184,22 @@ def thumbnails(runs: Sequence[ArmRun], groups: Sequence[Sequence]) -> list[str |
     return [small_png(image) if isinstance(image, Image.Image) else None for image in shown[:TEXTS]]
 
 
-def table(record: dict[str, Any]) -> Table:
-    """A rich table of a record, for the terminal."""
-    view = Table(
-        title=f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
-    )
-    for column in ("against", "ms / prompt", "ours is faster by", "95 %", "identical"):
-        view.add_column(column, justify="left" if column == "against" else "right", no_wrap=column == "against")
-    for name, row in record["baselines"].items():
-        low, high = row["ci95"]
-        view.add_row(
-            name, f"{1e3 * row['seconds_per_prompt']:.1f}", f"{row['ours_is_faster_by']:.2f}",
-            f"{low:.2f}..{high:.2f}", f"{row['identical']}/{record['compared']}",
-        )  # fmt: skip
+COLUMNS: dict[str, Cell] = {
+    "against": "{name}", "ms / prompt": lambda row: f"{1e3 * row['seconds_per_prompt']:.1f}",
+    "ours is faster by": "{ours_is_faster_by:.2f}", "95 %": "{ci95[0]:.2f}..{ci95[1]:.2f}",
+    "identical": "{identical}/{compared}",
+}  # fmt: skip
+
+
+def view(record: dict[str, Any]) -> Table:
+    """The table of a record."""
     by_law = record["guarantee"] != "approximate" and not record["promises_tokens"]
-    view.caption = (
+    return table(
+        f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}",
+        [{"name": name, "compared": record["compared"], **row} for name, row in record["baselines"].items()],
+        COLUMNS,
         f"ours: {record['in_words']}; tau {record['tau']:.2f} (without bonus {record['tau_without_bonus']:.2f}); "
         f"decode only {record['speedup_decode_only']:.2f}, ideal {record['ideal_speedup']:.2f}; "
         f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
-        f"\nequality: {OTHER_TOKENS if by_law else equality.in_words(record['equality'])}"
+        f"\nequality: {OTHER_TOKENS if by_law else equality.in_words(record['equality'])}",
     )
-    return view

@@ -8,76 +8,63 @@ prompts; passes alternate in order, and ratios are medians over passes.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from rich.console import Console
 from rich.table import Table
 
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.cli.arguments import add_captioning, load, positive
-from visspec.cli.bench_caption import trimmed
-from visspec.io.files import write_json
-from visspec.io.provenance import provenance
-from visspec.toys.world.captions import questions
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
+from visspec.cli.arguments import CaptioningOptions, Positive, load, option
+from visspec.cli.bench import BenchOptions, groups_of, measured_on, trimmed
+from visspec.eval.bench.paired import turns
+from visspec.eval.bench.table import Cell, table
+from visspec.io import included
 
 SHARE = 0.25  # of prompts that ask for a description; the others ask for a word or two
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=positive, default=512, help="how many held-out scenes")
-    parser.add_argument("--slots", type=positive, default=8, help="of the stream, and rows of fixed batches")
-    parser.add_argument("--share", type=float, default=SHARE, help="of prompts that ask for a description, 0 to 1")
-    parser.add_argument("--passes", type=positive, default=3, help="over all prompts, of every arm")
-    parser.add_argument("--threads", type=positive, help="torch threads")
-    parser.add_argument("--skip-alone", action="store_true", help="do not compare rows with what they are alone")
-    add_captioning(parser)
+@dataclass(kw_only=True)
+class Options(BenchOptions, CaptioningOptions):
+    images: Positive = option("how many held-out scenes", 512)
+    slots: Positive = option("of the stream, and rows of fixed batches", 8)
+    share: float = option("of prompts that ask for a description, 0 to 1", SHARE)
+    passes: Positive = option("over all prompts, of every arm", 3)
+    skip_alone: bool = option("do not compare rows with what they are alone", False)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Options) -> None:
     if not 0 <= arguments.share <= 1:
         raise ValueError(f"--share: got {arguments.share:g}, expected a number from 0 to 1")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    record = bench_captions(
-        *load(arguments), images=arguments.images, slots=arguments.slots, passes=arguments.passes,
-        share=arguments.share,
-        max_new_tokens=arguments.max_new_tokens, acceptance=arguments.acceptance, request=arguments.prompt or PROMPT,
-        alone=not arguments.skip_alone,
-    )  # fmt: skip
-    Console().print(table(record))
-    write_json(arguments.json, record)
+    arguments.begin()
+    record = bench_captions(arguments)
+    arguments.end(record, view(record))
 
 
-def asked(scenes: Sequence, request: str, share: float = SHARE) -> list[str]:
+def asked(questions: Sequence[Sequence[str]], request: str, share: float = SHARE) -> list[str]:
     """What is asked of each scene: a description, or one of its questions. The same for the same number of scenes."""
     lot = random.Random(0)
-    return [request if lot.random() < share else lot.choice(questions(scene))[0] for scene in scenes]
+    return [request if lot.random() < share else lot.choice(some) for some in questions]
 
 
-def bench_captions(
-    model, processor, drafter: str, *, images: int, slots: int, passes: int, max_new_tokens: int, acceptance: str,
-    request: str, share: float = SHARE, alone: bool = True,
-) -> dict[str, Any]:  # fmt: skip
+def bench_captions(arguments: Options) -> dict[str, Any]:
     """Run all arms. Returns the JSON object of docs/evaluate.md. Greedy."""
-    scenes = held_out_scenes(images)
-    pixels, texts = [to_image(scene) for scene in scenes], asked(scenes, request, share)
-    base = {"max_new_tokens": max_new_tokens, "do_sample": False}
-    fast = accelerate(model, drafter, acceptance=acceptance)
+    model, processor, drafter = load(arguments)
+    images, slots, scenes = arguments.images, arguments.slots, included.scenes(None, processor)
+    pixels = scenes.images(images)
+    texts = asked(scenes.questions(images), arguments.prompt or PROMPT, arguments.share)
+    base = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+    fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     single = [prepare(processor, [image], text, model) for image, text in zip(pixels, texts)]
 
     def batches(order: Sequence[int]) -> list[tuple[list[int], dict[str, Any]]]:
-        groups = [list(order[i : i + slots]) for i in range(0, len(order), slots)]
+        groups = groups_of(list(order), slots)
         return [(g, prepare(processor, [pixels[i] for i in g], [texts[i] for i in g], model)) for g in groups]
 
     def streamed() -> dict[int, list[int]]:
@@ -100,8 +87,8 @@ def bench_captions(
     arms = {"stream": streamed, "fixed_batches": fixed, "transformers_sorted": stock}
     for _, inputs in in_order[:1] + by_length[:1]:
         fast.run(**inputs, **base), model.generate(**inputs, **base)
-    seconds, cpu, outputs, peak = timed(arms, passes)
-    expected = [fast.run(**one, **base).state.tokens[0] for one in single] if alone else []
+    seconds, cpu, outputs, peak = timed(arms, arguments.passes)
+    expected = [fast.run(**one, **base).state.tokens[0] for one in single if not arguments.skip_alone]
     rows = [
         {
             "name": name, "images_per_second": images / statistics.median(spent), "seconds": spent,
@@ -113,13 +100,14 @@ def bench_captions(
         }
         for name, spent in seconds.items()
     ]  # fmt: skip
-    return {
-        "bench": "captions", "guarantee": fast.rule.traits.guarantee, "drafter": drafter, "acceptance": acceptance,
-        "target": getattr(model.config, "_name_or_path", ""), "n_prompts": images, "batch_size": slots,
-        "max_new_tokens": max_new_tokens, "passes": passes, "share": share, "tokens": sum(lengths),
+    return measured_on(model) | {
+        "bench": "captions", "guarantee": fast.rule.traits.guarantee, "drafter": drafter,
+        "acceptance": arguments.acceptance, "n_prompts": images, "batch_size": slots,
+        "max_new_tokens": arguments.max_new_tokens, "passes": arguments.passes, "share": arguments.share,
+        "tokens": sum(lengths),
         "lengths": [min(lengths), statistics.median(lengths), max(lengths)], "rows": rows,
         "identical": sum(outputs["stream"][i] == tokens for i, tokens in enumerate(expected)),
-        "compared": len(expected), "load": os.getloadavg()[0], "provenance": provenance(model),
+        "compared": len(expected), "load": os.getloadavg()[0],
     }  # fmt: skip
 
 
@@ -133,8 +121,8 @@ def timed(
     cpu: dict[str, list[float]] = {name: [] for name in arms}
     outputs: dict[str, Any] = {}
     peak: dict[str, Any] = {}
-    for number in range(passes):
-        for name in list(arms) if number % 2 == 0 else list(arms)[::-1]:
+    for _, order in turns(list(arms), passes):
+        for name in order:
             start, worked = time.perf_counter(), time.process_time()
             outputs[name] = arms[name]()
             seconds[name].append(time.perf_counter() - start)
@@ -148,19 +136,17 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
     return statistics.median(s / f for s, f in zip(slow, fast))
 
 
-def table(record: dict[str, Any]) -> Table:
-    """A rich table of a record, for the terminal."""
+COLUMNS: dict[str, Cell] = {
+    "arm": "{name}", "images / s": "{images_per_second:.2f}", "over fixed batches": "{over_fixed_batches:.2f}",
+    "over transformers, sorted": "{over_transformers:.2f}",
+}  # fmt: skip
+
+
+def view(record: dict[str, Any]) -> Table:
+    """The table of a record."""
     low, middle, high = record["lengths"]
-    view = Table(title=f"{record['n_prompts']} captions of {low} to {high} tokens (median {middle:g})")
-    for column in ("arm", "images / s", "over fixed batches", "over transformers, sorted"):
-        view.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
-    for row in record["rows"]:
-        view.add_row(
-            row["name"], f"{row['images_per_second']:.2f}", f"{row['over_fixed_batches']:.2f}",
-            f"{row['over_transformers']:.2f}",
-        )  # fmt: skip
-    view.caption = (
+    return table(
+        f"{record['n_prompts']} captions of {low} to {high} tokens (median {middle:g})", record["rows"], COLUMNS,
         f"{record['batch_size']} slots; identical to alone: {record['identical']}/{record['compared']};"
-        f" load {record['load']:.1f}"
-    )
-    return view
+        f" load {record['load']:.1f}", whole=COLUMNS,
+    )  # fmt: skip

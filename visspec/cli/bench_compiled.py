@@ -34,8 +34,6 @@ def compiled_record(
     """What a record holds of the compiled stock class; its rows get the ratio over that, and what was compiled late."""
     stock = runs["stock_compiled"]
     for line in rows:
-        against = speed.compare(stock, runs[line["name"]])
-        line["speedup_over_compiled"] = against["speedup"]
-        line["speedup_over_compiled_ci95"] = against["speedup_ci95"]
+        line |= speed.over("speedup_over_compiled", stock, runs[line["name"]])
         line |= compilations(ours[line["name"]].setup)
     return {"baselines": {"transformers_compiled": {"seconds_per_image": sum(r.seconds for r in stock) / prompts}}}

@@ -7,12 +7,11 @@ same seeds, judged by the world's detector, and a Frechet distance against rende
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,8 @@ from tqdm import tqdm
 
 from visspec.api import presets, zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
-from visspec.cli.arguments import add_drawing, positive
+from visspec.cli.arguments import DrawingOptions, Positive, option
+from visspec.cli.bench import ScenesOptions, groups_of, measured_on, row_seeds
 from visspec.cli.bench_compiled import compiled_family, compiled_record
 from visspec.cli.bench_image_table import tables
 from visspec.cli.bench_others import composed, fewer_passes, fewer_steps, taught, undrafted
@@ -35,68 +35,61 @@ from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
 from visspec.eval.report.images import small_png
 from visspec.eval.report.records import RecordImage
+from visspec.io import included
 from visspec.io.checkpoint import read_json
 from visspec.io.files import write_json
 from visspec.io.images import open_image
-from visspec.io.provenance import provenance
-from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.models.image_codes.target import Family
-from visspec.toys.world.suite import TASKS, suite
-from visspec.toys.world.worlds import WORLDS, World, known_to, world
 from visspec.types import Sampling
 
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
 REFERENCES = 4  # renders of each prompt that the distance is taken to
-HEAD_CALLS = ("head", "draft_head")  # networks of painters of vectors whose sequential calls are counted
+HEAD_CALLS = ("head", "draft_head")  # networks of models of vectors whose sequential calls are counted
 SHOWN = 8  # images a method keeps in the record
 LAWS = 8  # images whose codes' distributions are measured
-SCENES = {"emoji": "visspec.toys.recipes.emoji_painter:painted"}  # of prompts, where a painter's aren't the suite's own
 REFERENCE_SEED = 20261121
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=positive, default=24, help="prompts of the world's suite")
-    parser.add_argument("--model", default="painter")
-    parser.add_argument("--method", action="append", help="preset or name=drafter/rule; repeat; default: all")
-    parser.add_argument("--task", action="append", choices=TASKS, help="prompts of this task only; repeat")
-    parser.add_argument("--denoising-steps", type=positive, action="append", metavar="N",
-                        help="painters of vectors: also plain decoding with N steps of the head; repeat")  # fmt: skip
-    parser.add_argument(
-        "--iterations",
-        type=positive,
-        action="append",
-        metavar="N",
-        help="MAR: also several tokens at a time, in N passes; repeat",
+@dataclass(kw_only=True)
+class Options(DrawingOptions, ScenesOptions):
+    prompts: Positive = option("prompts of the world's suite", 24)
+    model: str | None = option("included name, folder or hub id of an image model (default: an included one)", None)
+    method: list[str] | None = option("preset or name=drafter/rule; repeat; default: all", None, repeat=True)
+    task: list[str] | None = option("prompts of this task only; repeat", None, repeat=True)
+    denoising_steps: list[Positive] = option(
+        "models of vectors: also plain decoding with N steps of the head; repeat", [], repeat=True, metavar="N"
     )
-    parser.add_argument("--handover", type=int, action="append", metavar="N",
-                        help="painters of scales: also CoDe, the first N scales by the model; repeat")  # fmt: skip
-    parser.add_argument("--share", type=float, action="append", metavar="S",
-                        help="painters of scales: also ScaleKV, this share of the cache; repeat")  # fmt: skip
-    parser.add_argument("--quality", type=int, default=0, help="images a method for GenEval and FD (0: none)")
-    parser.add_argument("--world", choices=WORLDS, help="of the prompts; default: the one whose words the model knows")
-    parser.add_argument("--sweep", nargs="*", choices=FAMILIES, metavar="RULE",
-                        help=f"relaxed rules over their parameters: {', '.join(FAMILIES)}; default: all")  # fmt: skip
-    parser.add_argument("--sweep-drafter", default=DRAFTER, help="the drafter of all swept rules")
-    parser.add_argument("--batch-size", type=positive, default=1, help="images at a time in the speed part")
-    parser.add_argument("--images", type=Path, help="keep the images of the quality part in this folder; it resumes")
-    parser.add_argument("--threads", type=positive, help="torch threads")
-    parser.add_argument("--compile", action="store_true", help="ours compiled, and the stock class compiled beside it")
-    parser.add_argument("--json", type=Path)
-    add_drawing(parser)
-
-
-def run(arguments: argparse.Namespace) -> None:
-    """Print and write the record, one row a method."""
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    pipe = ImagePipeline.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype, trust_remote_code=arguments.trust_remote_code,
-        compile=arguments.compile,
+    iterations: list[Positive] = option(
+        "MAR: also several tokens at a time, in N passes; repeat", [], repeat=True, metavar="N"
+    )
+    handover: list[int] = option(
+        "models of scales: also CoDe, the first N scales by the model; repeat", [], repeat=True, metavar="N"
+    )
+    share: list[float] = option(
+        "models of scales: also ScaleKV, this share of the cache; repeat", [], repeat=True, metavar="S"
+    )
+    quality: int = option("images a method for GenEval and FD (0: none)", 0)
+    sweep: list[str] | None = option(
+        f"relaxed rules over their parameters: {', '.join(FAMILIES)}; default: all", None, choices=FAMILIES,
+        nargs="*", metavar="RULE",
     )  # fmt: skip
+    sweep_drafter: str = option("the drafter of all swept rules", DRAFTER)
+    batch_size: Positive = option("images at a time in the speed part", 1)
+    images: Path | None = option(
+        "keep the images of the quality part in this folder; it resumes", None, writes="folder"
+    )
+    compile: bool = option("ours compiled, and the stock class compiled beside it", False)
+
+
+def run(arguments: Options) -> None:
+    """Print and write the record, one row a method."""
+    arguments.begin()
+    pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware, compile=arguments.compile)
+    pipe.set_progress_bar_config(disable=True)
     draws = pipe.family.draws
     named = arguments.method or presets.IMAGES[draws]
-    others = fewer_steps(pipe, arguments.denoising_steps or ()) | fewer_passes(pipe, arguments.iterations or ())
-    others |= composed(pipe, named, arguments.handover or (), arguments.share or ())
+    others = fewer_steps(pipe, arguments.denoising_steps) | fewer_passes(pipe, arguments.iterations)
+    others |= composed(pipe, named, arguments.handover, arguments.share)
     methods = dict(chosen(m, draws, pipe.model) for m in named if m not in others)
     if not arguments.method and arguments.sweep is None:
         methods = fitting(pipe, methods)
@@ -105,13 +98,12 @@ def run(arguments: argparse.Namespace) -> None:
             f"--quality: got {arguments.quality}, expected 0" if arguments.quality else "--sweep: got it, expected not"
         )
         raise ValueError(f"{asked}: {pipe.family.no_pixels}")
-    pipe.set_progress_bar_config(disable=True)
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
-    seed = arguments.seed
-    place = world(arguments.world) if arguments.world else known_to(pipe.processor, lambda w: w.suite.vocabulary())
-    tasks = arguments.task or taught(pipe.family, prompts_of(place))
-    texts = [p["prompt"] for p in spread(arguments.prompts, tasks, place)]
-    home, judged = arguments.json.resolve().parent if arguments.json else None, arguments.quality
+    seed, scenes = arguments.seed, arguments.scenes(pipe.processor, "prompts")
+    known = scenes.prompts()
+    tasks = arguments.task or taught(pipe.family, known)
+    texts = [row["prompt"] for row in spread(known, arguments.prompts, tasks)]
+    judged = arguments.quality
     if arguments.sweep is None:
         record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
     else:
@@ -119,24 +111,18 @@ def run(arguments: argparse.Namespace) -> None:
         judged = judged or arguments.prompts
         record |= {"n_prompts": judged, "law": law_of(pipe, texts[:LAWS], options, seed)}
     if judged:
-        judge(pipe, record, methods, options, judged, seed, arguments.images, home, tasks, others, place)
-    console = Console()
-    console.print(*tables(record, console.width))
-    write_json(arguments.json, record)
+        home = arguments.json.resolve().parent if arguments.json else None
+        judge(pipe, record, methods, options, scenes, judged, seed, arguments.images, home, tasks, others)
+    arguments.end(record, *tables(record, Console().width))
 
 
-def prompts_of(place: World | None) -> list[dict]:
-    """The prompts of a world that its painter is taught; of the shapes' without one."""
-    return suite() if place is None or place.name == "shapes" else place.prompts()
-
-
-def spread(count: int, tasks: Sequence[str] | None = None, place: World | None = None) -> list[dict]:
-    """`count` prompts from all over the suite, or over these tasks of it. Raises ValueError where there are none."""
-    rows = [row for row in prompts_of(place) if tasks is None or row["tag"] in tasks]
-    if not rows:
+def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """`count` prompts from all over those given, or over these tasks of them. Raises ValueError for other tasks."""
+    if strange := set(tasks or ()) - {row["tag"] for row in prompts}:
         raise ValueError(
-            f"--task: got {', '.join(tasks or ())}, expected tasks of the prompts that the model is taught"
+            f"--task: got {', '.join(sorted(strange))}, expected tasks of the prompts that the model is taught"
         )
+    rows = [row for row in prompts if tasks is None or row["tag"] in tasks]
     return rows[:: max(1, len(rows) // count)][:count]
 
 
@@ -188,9 +174,8 @@ class ImageArm:
         self.pipe, self.seed, self.options = pipe, seed, options
         self.method: dict[str, Any] = {**zoo.method(method)}
         self.setup = setup = pipe.setup(**self.method)  # what can't be is refused here
-        same = type(setup.order) is type(
-            pipe.setup(**zoo.method(undrafted(pipe))).order
-        )  # another is another distribution
+        plain = pipe.setup(**zoo.method(undrafted(pipe)))
+        same = type(setup.order) is type(plain.order)  # another is another distribution
         self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
@@ -198,18 +183,16 @@ class ImageArm:
 
     def __call__(self, prompt: tuple[int, list[str]]) -> ArmRun:
         index, texts = prompt
-        seeds = [1000 * (self.seed + index) + row for row in range(len(texts))]
         start = time.perf_counter()
         options = {**self.method, "output_type": self.output_type, **self.options}
-        out = self.pipe(texts, seed=seeds, batch_size=len(texts), **options)
+        out = self.pipe(texts, seed=row_seeds(self.seed, index, len(texts)), batch_size=len(texts), **options)
         seconds = time.perf_counter() - start
         self.outputs.append(out)
         stats, trace = out.stats[0], out.traces[0]
         if stats.displacement_per_token is not None:
             self.displacement.append(stats.displacement_per_token)
-        stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
         tokens = [t.tolist() for t in out.tokens]
-        return ArmRun(seconds, tokens, trace.times["prefill"], stages, list(trace.rounds), stats.drift_per_token)
+        return ArmRun.of_trace(seconds, tokens, trace, trace.times["prefill"], drift=stats.drift_per_token)
 
 
 def bench(
@@ -221,12 +204,12 @@ def bench(
 
     Where the stock class draws no images, `stock` of the record is None and the plain loop is the only baseline.
     """
-    groups = [list(texts[i : i + batch_size]) for i in range(0, len(texts), batch_size)]
-    prompts = list(enumerate(groups))
+    prompts = list(enumerate(groups_of(list(texts), batch_size)))
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
     ours = {name: ImageArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
     ours = ({} if "plain" in ours else {"plain": ImageArm(pipe, undrafted(pipe), options, seed, sampling)}) | ours
     for name, other in (others or {}).items():
+        other.set_progress_bar_config(disable=True)
         ours[name] = ImageArm(other, undrafted(other), options, seed, sampling)
     caches = [StockImageArm(pipe.family, sampling, seed, cache) for cache in CACHES]
     try:
@@ -241,8 +224,8 @@ def bench(
         raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
     rows = [row(name, arm, runs) for name, arm in ours.items()]
     compiled = compiled_record(rows, ours, runs, len(texts)) if "stock_compiled" in arms else {}
-    return compiled | {
-        "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows,
+    return compiled | measured_on(pipe.model, seed=seed) | {
+        "bench": "image", "rows": rows,
         "n_prompts": len(texts), "batch_size": batch_size, "seed": seed, "failures": failures,
         "stock": None if stock is None else {
             "cache": stock.cache, "seconds_per_image": sum(r.seconds for r in runs["stock"]) / max(len(texts), 1),
@@ -250,7 +233,6 @@ def bench(
         },
         "law": None if pipe.family.draws == "vectors" else law_of(pipe, texts[:LAWS], options, seed),
         "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
-        "provenance": provenance(pipe.model, seed=seed),
     }  # fmt: skip
 
 
@@ -263,7 +245,6 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[ArmRun]]) -> dict[str, An
     share, tried = mean_map(maps)
     same = speed.compare(plain, found)
     stats = arm.outputs[-1].stats[0]
-    reach = [entry for run in found for entry in run.rounds]
     traces = [trace for out in arm.outputs[-len(found) :] for trace in out.traces]
     tokens = max(sum(run.count for run in found), 1)
     memory = [trace.memory for trace in traces if trace.memory]
@@ -277,12 +258,11 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[ArmRun]]) -> dict[str, An
         "nfe_reduction_ci95": list(speed.bootstrap(saved)), "family": None, "setting": None,
         "trunk_passes": sum(len(run.rounds) + 1 for run in found) / tokens, **calls, **held,
         "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
-        "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"],
-        "acceptance_by_depth": acceptance_by_depth(reach), "reached_by_depth": [n for n in by_depth(reach)[0] if n],
+        "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"], **speed.acceptance(found),
         "acceptance_map": share, "acceptance_map_n": tried,
         "drift_per_token": speed.drift(found), "unmetered": stats.unmetered,
         "latent_displacement": float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None,
-        "time_s": {k: sum(r.stages.get(k, 0.0) for r in found) for k in sorted({k for r in found for k in r.stages})},
+        "time_s": speed.time_by_stage(found),
         **{k: v for k, v in speed.ideal(plain, found).items() if k != "gap"},
     }  # fmt: skip
 
@@ -320,24 +300,24 @@ def numbers(grid: np.ndarray) -> list[list[float | None]]:
 
 
 def judge(
-    pipe: ImagePipeline, record: dict[str, Any], methods: dict[str, str], options: dict[str, Any], count: int,
-    seed: int, folder: Path | None, home: Path | None = None, tasks: Sequence[str] | None = None,
-    others: dict[str, ImagePipeline] | None = None, place: World | None = None,
+    pipe: ImagePipeline, record: dict[str, Any], methods: Mapping[str, str], options: dict[str, Any],
+    scenes: included.Scenes, count: int, seed: int, folder: Path | None, home: Path | None = None,
+    tasks: Sequence[str] | None = None, others: Mapping[str, ImagePipeline] | None = None,
 ) -> None:  # fmt: skip
-    """Draw `count` prompts of the suite, or of some of its tasks, with every method and add GenEval, strict and FD to
-    the rows, in place.
+    """Draw `count` prompts of the scenes', or of some of their tasks, with every method and add GenEval, strict and FD
+    to the rows, in place.
 
     Images already in the folder are kept: a killed run goes on where it was. The record names those inside `home`, its
     own folder, by path; reports open nothing else, so of others it holds thumbnails.
     """
-    prompts, place = spread(count, tasks, place), place or world("shapes")
-    extractor, reference, detector = RandomConv(), None, place.detector()
+    prompts = spread(scenes.prompts(), count, tasks)
+    extractor, reference, detector = RandomConv(), None, scenes.detector()
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
             source = (others or {}).get(line["name"], pipe)
             drawn = draw(source, methods.get(line["name"], undrafted(pipe)), prompts, options, seed, root)
-            reference = reference or rendered(extractor, open_image(drawn[0][0]).width, tasks, place)
+            reference = reference or rendered(extractor, open_image(drawn[0][0]).width, scenes, tasks)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
             distance = fid.from_folder(root, reference, extractor)
             line |= scores(report.summary)
@@ -401,12 +381,11 @@ def draw(
 
 
 def rendered(
-    extractor: RandomConv, side: int, tasks: Sequence[str] | None = None, place: World | None = None
+    extractor: RandomConv, side: int, scenes: included.Scenes, tasks: Sequence[str] | None = None
 ) -> references.Reference:
-    """Several renders of each of the suite's prompts, or of those of these tasks, `side` pixels wide."""
-    place, rng = place or world("shapes"), np.random.default_rng(REFERENCE_SEED)
-    scene = zoo.load(SCENES[place.name]) if place.name in SCENES else place.suite.free_scene
-    rows = spread(len(prompts_of(place)), tasks, place)
-    stack = torch.from_numpy(np.stack([place.render(scene(p, rng), side) for p in rows for _ in range(REFERENCES)]))
+    """Several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
+    rng, known = np.random.default_rng(REFERENCE_SEED), scenes.prompts()
+    rows = spread(known, len(known), tasks)
+    stack = torch.from_numpy(np.stack([scenes.render(p, rng, side) for p in rows for _ in range(REFERENCES)]))
     stack = stack.permute(0, 3, 1, 2)
     return references.from_features(torch.cat([extractor(part) for part in stack.split(32)]), extractor)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from visspec.eval.bench import table as harness
+from visspec.eval.bench.table import Cell, cell
 from visspec.loop.stats import drift_said
 
-HEAD_COLUMN = "head calls / token"  # beside NFE, where there are any
-SPEED = ("method", "NFE", "fewer by", "ms / NFE", "over stock", "95 %")
-QUALITY = ("method", "GenEval", "FD", "drift / token", "displacement", "guarantee")
-HEADS = SPEED + QUALITY[1:]
-LEFT = ("method", "guarantee")
+CELLS: dict[str, Cell] = {
+    "method": "{name}", "NFE": "{nfe:.1f}", "head calls / token": "{head_calls:.1f}", "fewer by": "{nfe_reduction:.2f}",
+    "ms / NFE": "{ms_per_nfe:.1f}", "over stock": "{speedup:.2f}",
+    "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}", "GenEval": "{geneval:.3f}", "FD": "{fd:.3f}",
+    "drift / token": lambda row: "" if "stock" in row else drift_said(row["drift_per_token"]).replace(" ", "\n"),
+    "displacement": lambda row: "" if "stock" in row else cell(FAR, row) or "not\nmeasured",
+    "guarantee": "{guarantee}",
+}  # fmt: skip
+FAR = "{latent_displacement:.4f}"
+HEAD_CALLS = "head calls / token"  # where there are any
+SPEED = ("method", "NFE", HEAD_CALLS, "fewer by", "ms / NFE", "over stock", "95 %")
+HEADS = tuple(head for head in CELLS if head != HEAD_CALLS)
 
 
 def tables(record: dict[str, Any], width: int) -> list[Table]:
@@ -22,55 +31,33 @@ def tables(record: dict[str, Any], width: int) -> list[Table]:
     whole = table(record)
     if Console(width=10 * width).measure(whole).maximum <= width:
         return [whole]
-    return [table(record, SPEED), table(record, QUALITY)]
+    return [table(record, SPEED), table(record, ("method", *(head for head in CELLS if head not in SPEED)))]
 
 
-def table(record: dict[str, Any], heads: Sequence[str] = HEADS) -> Table:
+def table(record: dict[str, Any], heads: Iterable[str] = tuple(CELLS)) -> Table:
     """A rich table of a record: the field's own columns, those that are named."""
     title = f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
     if stock := record["stock"]:
         title += f", stock with its {stock['cache']} cache"
-    view = Table(title=title)
-    if "NFE" in heads and any(line.get("head_calls") for line in record["rows"]):
-        at = heads.index("NFE") + 1
-        heads = [*heads[:at], HEAD_COLUMN, *heads[at:]]
-    for head in heads:
-        title = "over plain" if head == "over stock" and not record["stock"] else head.replace(" / ", " /\n")
-        view.add_column(title, justify="left" if head in LEFT else "right", no_wrap=head != "guarantee")
-    if "drift / token" in heads:
-        rows = ((line["name"], line.get("unmetered")) for line in record["rows"])
-        view.caption = "\n".join(f"{name}: drift not measured, {why}" for name, why in rows if why) or None
-    for cells in _lines(record):
-        view.add_row(*(cells.get(head, "") for head in heads))
-    return view
+    heads = [h for h in heads if h != HEAD_CALLS or any(line.get("head_calls") for line in record["rows"])]
+    title_of = {head: head.replace(" / ", " /\n") for head in heads}
+    if not stock:
+        title_of["over stock"] = "over plain"
+    missing = ((line["name"], line.get("unmetered")) for line in record["rows"] if "drift / token" in heads)
+    return harness.table(
+        title, [*stock_rows(record), *record["rows"]], {title_of[head]: CELLS[head] for head in heads},
+        "\n".join(f"{name}: drift not measured, {why}" for name, why in missing if why) or None, left=["guarantee"],
+        whole=[title_of[head] for head in heads if head != "guarantee"],
+    )  # fmt: skip
 
 
-def _lines(record: dict[str, Any]) -> Iterator[dict[str, str]]:
-    """The cells of each line of a record, by head; the stock class comes first."""
-    if stock := record["stock"]:
-        per = 1e3 * stock["seconds_per_image"] / stock["nfe"]
+def stock_rows(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows of the stock class, as it is and compiled."""
+    stock, compiled = record["stock"], record.get("baselines")
+    arms = {"stock": stock} | ({"stock, compiled": compiled["transformers_compiled"]} if compiled else {})
+    for name, arm in arms.items() if stock else ():
         yield {
-            "method": "stock", "NFE": str(stock["nfe"]), "ms / NFE": f"{per:.1f}", "over stock": "1",
-            "guarantee": "the model's own",
-        }  # fmt: skip
-    if compiled := record.get("baselines"):
-        over = stock["seconds_per_image"] / compiled["transformers_compiled"]["seconds_per_image"]
-        per = 1e3 * compiled["transformers_compiled"]["seconds_per_image"] / stock["nfe"]
-        yield {
-            "method": "stock, compiled", "NFE": str(stock["nfe"]), "ms / NFE": f"{per:.1f}",
-            "over stock": f"{over:.2f}", "guarantee": "the model's own",
-        }  # fmt: skip
-    for line in record["rows"]:
-        far, timed = line["latent_displacement"], {}
-        if line.get("speedup") is not None:
-            low, high = line["speedup_ci95"]
-            timed = {"ms / NFE": f"{line['ms_per_nfe']:.1f}", "over stock": f"{line['speedup']:.2f}",
-                     "95 %": f"{low:.2f}..{high:.2f}"}  # fmt: skip
-        yield timed | {
-            "method": line["name"], "NFE": f"{line['nfe']:.1f}", "fewer by": f"{line['nfe_reduction']:.2f}",
-            HEAD_COLUMN: f"{line.get('head_calls', 0.0):.1f}",
-            "drift / token": drift_said(line["drift_per_token"]).replace(" ", "\n"),
-            "displacement": "not\nmeasured" if far is None else f"{far:.4f}", "guarantee": line["guarantee"],
-            "GenEval": f"{line['geneval']:.3f}" if line.get("geneval") is not None else "",
-            "FD": f"{line['fd']:.3f}" if line.get("fd") is not None else "",
+            "name": name, "stock": True, "nfe": stock["nfe"],
+            "ms_per_nfe": 1e3 * arm["seconds_per_image"] / stock["nfe"],
+            "speedup": stock["seconds_per_image"] / arm["seconds_per_image"], "guarantee": "the model's own",
         }  # fmt: skip

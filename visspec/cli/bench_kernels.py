@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
+from dataclasses import dataclass
+
+from visspec.cli.arguments import JsonOption, option
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="small shapes only")
-    parser.add_argument("--json", type=Path)
+@dataclass(kw_only=True)
+class Options(JsonOption):
+    device: str = option(default="cpu")
+    quick: bool = option("small shapes only", False)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Options) -> None:
     from visspec.eval.bench import kernels
 
     kernels.run(arguments.device, arguments.json, arguments.quick)

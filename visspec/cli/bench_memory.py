@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
 import sys
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from visspec.cli.arguments import positive
+from visspec.cli.arguments import JsonOption, ModelOptions, Positive, load, option
 from visspec.io.files import write_json
 
 ARMS = ("transformers_generate", "plain", "ours")
+MOST = 128  # new tokens
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=positive, default=8)
-    parser.add_argument("--batch-size", type=positive, default=1)
-    parser.add_argument("--drafter", default="vispec")
-    parser.add_argument("--json", type=Path)
+@dataclass(kw_only=True)
+class Options(JsonOption):
+    images: Positive = option(default=8)
+    batch_size: Positive = option(default=1)
+    drafter: str | None = option("name with options, or folder (default: the model's own)", None)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    record = bench_memory(arguments.images, arguments.drafter, batch_size=arguments.batch_size)
+def run(arguments: Options) -> None:
+    record = bench_memory(arguments)
     for name, row in record["arms"].items():
         print(f"{name}: peak {row['peak_mb']:.1f} MB, of which decoding {row['working_mb']:.1f} MB")
     print(f"peak over transformers' generate: {record['peak_over_plain']:.3f}")
     write_json(arguments.json, record)
 
 
-def bench_memory(images: int = 4, drafter: str = "vispec", max_new_tokens: int = 128, batch_size: int = 1) -> dict:
+def bench_memory(arguments: Options) -> dict[str, Any]:
     """Peak resident memory of each arm on the same rendered scenes, in MB.
 
     `peak_over_plain` compares whole processes, drafter weights included; `working_over_plain` what decoding added to a
@@ -38,14 +38,14 @@ def bench_memory(images: int = 4, drafter: str = "vispec", max_new_tokens: int =
     """
     from visspec.io.provenance import provenance
 
-    found = {arm: _in_a_process(arm, images, drafter, max_new_tokens, batch_size) for arm in ARMS}
-    plain = found["transformers_generate"]
+    found = {arm: _in_a_process(arm, arguments) for arm in ARMS}
+    plain, images, batch_size = found["transformers_generate"], arguments.images, arguments.batch_size
     return {
         "bench": "memory",
         "arms": found,
         "peak_over_plain": found["ours"]["peak_mb"] / plain["peak_mb"],
         "working_over_plain": found["ours"]["working_mb"] / max(plain["working_mb"], 1e-9),
-        "provenance": provenance(images=images, max_new_tokens=max_new_tokens, batch_size=batch_size),
+        "provenance": provenance(images=images, max_new_tokens=MOST, batch_size=batch_size),
     }
 
 
@@ -63,22 +63,20 @@ def _in_a_process(*arguments: Any) -> dict[str, float]:
         child.join()
 
 
-def _measure(send, arm: str, images: int, drafter: str, max_new_tokens: int, batch_size: int) -> None:
-    from visspec.api import loading
+def _measure(send, arm: str, arguments: Options) -> None:
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
-    from visspec.toys.world.render import to_image
-    from visspec.toys.world.scene import held_out_scenes
+    from visspec.io import included
 
-    model, processor = loading.load()
+    model, processor, drafter = load(ModelOptions(drafter=arguments.drafter))
     generate = model.generate
     if arm != "transformers_generate":
         generate = accelerate(model, None if arm == "plain" else drafter).generate
-    scenes = [to_image(scene) for scene in held_out_scenes(images)]
+    scenes = included.scenes(None, processor).images(arguments.images)
     before = _peak_mb()
-    for start in range(0, images, batch_size):
-        inputs = prepare(processor, scenes[start : start + batch_size], PROMPT, model)
-        generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    for start in range(0, len(scenes), arguments.batch_size):
+        inputs = prepare(processor, scenes[start : start + arguments.batch_size], PROMPT, model)
+        generate(**inputs, max_new_tokens=MOST, do_sample=False)
     send.send({"loaded_mb": before, "peak_mb": _peak_mb(), "working_mb": _peak_mb() - before})
     send.close()
 

@@ -21,31 +21,28 @@ def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
 
 def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
     """Pipelines of the same model whose head takes other numbers of steps, by the names of their rows: what faster
-    sampling is to be compared with. Raises ValueError for a painter of codes.
+    sampling is to be compared with. Raises ValueError for a model of codes.
     """
     if counts and pipe.family.draws != "vectors":
         raise ValueError(f"--denoising-steps: got {counts[0]}, expected none: {pipe.family.name} draws codes")
     found = {}
     for count in counts:
         parts = pipe.parts | {"denoising_steps": count}
-        found[f"plain, {count} steps"] = made = ImagePipeline(pipe.model, pipe.processor, parts=parts)
-        made.set_progress_bar_config(disable=True)
+        found[f"plain, {count} steps"] = ImagePipeline(pipe.model, pipe.processor, parts=parts)
     return found
 
 
 def fewer_passes(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
     """Pipelines of the same model that draw several tokens in a pass, as published MAR, by the names of their rows.
 
-    Raises ValueError for a painter that can't.
+    Raises ValueError for a model that can't.
     """
     if counts and not pipe.family.parallel:
         raise ValueError(f"--iterations: got {counts[0]}, expected none: {pipe.family.name} draws a token at a time")
     found = {}
     for count in counts:
         order = zoo.load("visspec.models.mar.parallel:ParallelMAR")(count)
-        made = ImagePipeline(pipe.model, pipe.processor, parts=pipe.parts, order=order)
-        found[f"plain, {count} iterations"] = made
-        made.set_progress_bar_config(disable=True)
+        found[f"plain, {count} iterations"] = ImagePipeline(pipe.model, pipe.processor, parts=pipe.parts, order=order)
     return found
 
 
@@ -53,7 +50,7 @@ def composed(
     pipe: ImagePipeline, named: Iterable[str], handovers: Sequence[int], shares: Sequence[float]
 ) -> dict[str, ImagePipeline]:
     """Pipelines of the same model that are other targets, by the names of their rows: those presets that have parts,
-    CoDe with other numbers of scales and ScaleKV with other shares of the cache. Raises ValueError for a painter that
+    CoDe with other numbers of scales and ScaleKV with other shares of the cache. Raises ValueError for a model that
     draws no scales, and for what its family refuses.
     """
     table = presets.IMAGES[pipe.family.draws]
@@ -66,10 +63,7 @@ def composed(
         code = presets.MAPS["code"].parts
         wanted |= {f"code, {n} scales": code | {"handover": n} for n in handovers}
         wanted |= {f"scalekv, {share:g}": {"budget": share} for share in shares}
-    found = {name: pipe.parted(parts) for name, parts in wanted.items()}
-    for made in found.values():
-        made.set_progress_bar_config(disable=True)
-    return found
+    return {name: pipe.parted(parts) for name, parts in wanted.items()}
 
 
 def undrafted(pipe: ImagePipeline) -> str:

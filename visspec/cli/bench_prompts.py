@@ -6,26 +6,25 @@ sides, so that nothing but decoding is measured. Ratios are of medians of calls 
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.cli.arguments import positive
+from visspec.cli.arguments import Positive, option
+from visspec.cli.bench import BenchOptions
 from visspec.cli.bench_first_token import DRAFTERS, first_token
-from visspec.io.files import write_json
+from visspec.eval.bench.clock import alternated, seconds_of, waiter
+from visspec.eval.bench.table import Cell, table
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength
@@ -53,17 +52,10 @@ class HeadLayout(NamedTuple):
 
     def config(self) -> LlamaConfig:
         return LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=self.hidden,
-            intermediate_size=2 * self.hidden,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.keys,
-            head_dim=self.size,
-            max_position_embeddings=1 << 17,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+            vocab_size=VOCABULARY, hidden_size=self.hidden, intermediate_size=2 * self.hidden,
+            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.keys,
+            head_dim=self.size, max_position_embeddings=1 << 17, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
 
 
 LAYOUTS = {
@@ -78,53 +70,31 @@ LAYOUTS = {
 }
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=positive, nargs="+", default=[256, 1024, 4096, 16384, 32768])
-    parser.add_argument("--nodes", type=positive, nargs="+", default=[1, 8, 16, 24, 64])
-    parser.add_argument("--heads", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--tau", type=positive, default=4, help="tokens committed a pass by the oracle drafter")
-    parser.add_argument("--max-new-tokens", type=positive, default=32)
-    parser.add_argument("--repeats", type=positive, default=9)
-    parser.add_argument(
-        "--drafters",
-        nargs="+",
-        choices=list(DRAFTERS),
-        default=[],
-        help="what these add to the time to the first token; prompts are read for real",
+@dataclass(kw_only=True)
+class Options(BenchOptions):
+    prompts: list[Positive] = option(default=[256, 1024, 4096, 16384, 32768])
+    nodes: list[Positive] = option(default=[1, 8, 16, 24, 64])
+    heads: list[str] = option(default=list(LAYOUTS), choices=LAYOUTS)
+    tau: Positive = option("tokens committed a pass by the oracle drafter", 4)
+    max_new_tokens: Positive = option(default=32)
+    repeats: Positive = option(default=9)
+    drafters: list[str] = option(
+        "what these add to the time to the first token; prompts are read for real", [], choices=DRAFTERS
     )
-    parser.add_argument("--threads", type=positive, help="torch threads")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", type=Path)
+    device: str = option(default="cpu")
 
 
-def run(arguments: argparse.Namespace) -> None:
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    record = bench_prompts(
-        arguments.heads,
-        arguments.prompts,
-        arguments.nodes,
-        tau=arguments.tau,
-        device=arguments.device,
-        max_new_tokens=arguments.max_new_tokens,
-        repeats=arguments.repeats,
-        drafters=arguments.drafters,
-    )
-    Console().print(*tables(record))
-    write_json(arguments.json, record)
+def run(arguments: Options) -> None:
+    arguments.begin()
+    record = bench_prompts(arguments)
+    title = f"passes and loops behind long prompts; oracle drafter, tau {record['tau']}"
+    views = [table(title, record["rows"], COLUMNS, left=[], whole=[])]
+    if record["drafters"]:
+        views.append(table("time to the first token", record["drafters"], FIRST_TOKEN, whole=[]))
+    arguments.end(record, *views)
 
 
-def bench_prompts(
-    heads: Sequence[str] = tuple(LAYOUTS),
-    prompts: Sequence[int] = (256, 1024),
-    nodes: Sequence[int] = (1, 8),
-    *,
-    tau: int = 4,
-    max_new_tokens: int = 32,
-    repeats: int = 9,
-    device: str = "cpu",
-    drafters: Sequence[str] = (),
-) -> dict[str, Any]:
+def bench_prompts(arguments: Options) -> dict[str, Any]:
     """One row for each layout, prompt length and number of nodes; nodes 1 is plain decoding.
 
     over_stock_pass: a pass of ours over a one-token pass of the model with transformers' own cache;
@@ -132,23 +102,28 @@ def bench_prompts(
     `generate` over that of our loop, prompt aside, with a drafter that commits `tau` tokens a pass (None where the loop
     was not run); identical of compared: answers equal to transformers'. drafters: see `first_token`.
     """
-    rows, first = [], []
-    for name in heads:
-        case = PromptCase(LAYOUTS[name], device)
-        for length in tqdm(prompts, desc=f"bench prompts {name}", leave=False):
+    rows, first, new, repeats = [], [], arguments.max_new_tokens, arguments.repeats
+    for name in arguments.heads:
+        case = PromptCase(LAYOUTS[name], arguments.device)
+        for length in tqdm(arguments.prompts, desc=f"bench prompts {name}", leave=False):
             with torch.inference_mode():
-                prompt = PromptRun(case, length, max_new_tokens)
-                rows += prompt.rows(nodes, tau, repeats)
-        first += first_token(case.model, name, prompts, drafters, max(3, repeats // 3))
+                rows += PromptRun(case, length, new).rows(arguments.nodes, arguments.tau, repeats)
+        first += first_token(case.model, name, arguments.prompts, arguments.drafters, max(3, repeats // 3))
     return {
-        "bench": "prompts",
-        "guarantee": "exact",
-        "rows": rows,
-        "drafters": first,
-        "tau": tau,
-        "max_new_tokens": max_new_tokens,
-        "provenance": provenance(case.model, repeats=repeats),
-    }
+        "bench": "prompts", "guarantee": "exact", "rows": rows, "drafters": first, "tau": arguments.tau,
+        "max_new_tokens": new, "provenance": provenance(case.model, repeats=repeats),
+    }  # fmt: skip
+
+
+COLUMNS: dict[str, Cell] = {
+    "heads": "{heads}", "prompt": "{prompt}", "nodes": "{nodes}", "pass / stock's": "{over_stock_pass:.2f}",
+    "attention / stock's": "{attention_over_stock_query:.2f}", "loop over generate": "{loop_over_transformers:.2f}",
+    "same": lambda row: f"{row['identical']}/{row['compared']}" if row["compared"] else "",
+}  # fmt: skip
+FIRST_TOKEN: dict[str, Cell] = {
+    "heads": "{heads}", "prompt": "{prompt}", "drafter": "{drafter}", "prefill, s": "{prefill_s:.2f}",
+    "the drafter's, s": "{draft_prefill_s:.3f}", "its share": "{share:.1%}",
+}  # fmt: skip
 
 
 class PromptCase:
@@ -235,26 +210,18 @@ class PromptRun:
         )
 
     def rows(self, nodes: Sequence[int], tau: int, repeats: int) -> list[dict[str, Any]]:
-        passes = alternated({0: self.stock_pass()} | {n: self.our_pass(n) for n in nodes}, repeats, synchronise(self))
+        wait = waiter(self.case.model.device)
+        passes = alternated({0: self.stock_pass()} | {n: self.our_pass(n) for n in nodes}, repeats, wait)
         calls = {0: self.attention(0)} | {n: self.attention(n) for n in nodes}
-        attention = alternated(calls, repeats, synchronise(self))
+        attention = alternated(calls, repeats, wait)
         found = []
         for n in nodes:
             ratio, same = self.loop(n, tau, max(3, repeats // 3)) if n in LOOPED else (None, None)
-            found.append(
-                {
-                    "nodes": n,
-                    "prompt": self.length,
-                    "heads": str(self.case.layout),
-                    "layers": self.case.layout.layers,
-                    "over_stock_pass": passes[n] / passes[0],
-                    "attention_over_stock_query": attention[n] / attention[0],
-                    "loop_over_transformers": ratio,
-                    "speedup": ratio,
-                    "identical": same,
-                    "compared": int(same is not None),
-                }
-            )
+            found.append({
+                "nodes": n, "prompt": self.length, "heads": str(self.case.layout), "layers": self.case.layout.layers,
+                "over_stock_pass": passes[n] / passes[0], "attention_over_stock_query": attention[n] / attention[0],
+                "loop_over_transformers": ratio, "speedup": ratio, "identical": same, "compared": int(same is not None),
+            })  # fmt: skip
         return found
 
     def stock_pass(self) -> Callable[[], Any]:
@@ -299,12 +266,7 @@ class PromptRun:
         same = True
         times: dict[str, list[float]] = {"stock": [], "ours": []}
         for turn in range(repeats + 1):
-            cache, wait = self.stock_cache(), synchronise(self)
-            wait()
-            began = time.perf_counter()
-            self.generate(cache)
-            wait()
-            stock = time.perf_counter() - began
+            stock, _ = seconds_of(partial(self.generate, self.stock_cache()), waiter(self.case.model.device))
             state = decode(target, guarded, Exact(), self.request(), AdaptiveLength(max(nodes - 1, 1), adaptive=False))
             same = same and state.tokens == self.answer.tolist()
             if turn:
@@ -313,61 +275,3 @@ class PromptRun:
                 # the prefill of ours gives the first token, transformers' first pass is inside its time
                 times["ours"].append(sum(v for k, v in stages.items() if k != "prefill") / (self.new - 1))
         return statistics.median(times["stock"]) / statistics.median(times["ours"]), int(same)
-
-
-def synchronise(prompt: PromptRun) -> Callable[[], None]:
-    """Waits for the device; nothing on a CPU."""
-    device = prompt.case.model.device
-    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
-
-
-def alternated(calls: dict[int, Callable[[], Any]], repeats: int, wait: Callable[[], None]) -> dict[int, float]:
-    """Median seconds of each call, in turns, after two of each that are not counted."""
-    times: dict[int, list[float]] = {name: [] for name in calls}
-    for turn in range(repeats + 2):
-        for name, call in calls.items():
-            wait()
-            began = time.perf_counter()
-            call()
-            wait()
-            if turn > 1:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
-
-
-def tables(record: dict[str, Any]) -> list[Table]:
-    """Rich tables of a record."""
-    shown = [table(record)]
-    if record["drafters"]:
-        shown.append(view := Table(title="time to the first token"))
-        for column in ("heads", "prompt", "drafter", "prefill, s", "the drafter's, s", "its share"):
-            view.add_column(column, justify="right")
-        for row in record["drafters"]:
-            view.add_row(
-                row["heads"],
-                str(row["prompt"]),
-                row["drafter"],
-                f"{row['prefill_s']:.2f}",
-                f"{row['draft_prefill_s']:.3f}",
-                f"{row['share']:.1%}",
-            )
-    return shown
-
-
-def table(record: dict[str, Any]) -> Table:
-    """A rich table of passes and loops."""
-    view = Table(title=f"passes and loops behind long prompts; oracle drafter, tau {record['tau']}")
-    for column in ("heads", "prompt", "nodes", "pass / stock's", "attention / stock's", "loop over generate", "same"):
-        view.add_column(column, justify="right")
-    for row in record["rows"]:
-        loop = row["loop_over_transformers"]
-        view.add_row(
-            row["heads"],
-            str(row["prompt"]),
-            str(row["nodes"]),
-            f"{row['over_stock_pass']:.2f}",
-            f"{row['attention_over_stock_query']:.2f}",
-            "" if loop is None else f"{loop:.2f}",
-            "" if loop is None else f"{row['identical']}/{row['compared']}",
-        )
-    return view

@@ -8,16 +8,12 @@ text in one stock pass. Arms run in turn, behind prompts of random ids; B rows, 
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
@@ -27,14 +23,15 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.api.accelerate import accelerate
 from visspec.cache import to_device
-from visspec.cli.arguments import positive, probability
-from visspec.cli.bench_prompts import alternated
+from visspec.cli.arguments import Positive, Probability, option
+from visspec.cli.bench import BenchOptions
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
+from visspec.eval.bench.clock import alternated, issued, seconds_of, waiter
 from visspec.eval.bench.kernels import copy_bandwidth
 from visspec.eval.bench.kernels_clock import clock_of
 from visspec.eval.bench.paired import ArmRun
-from visspec.io.files import write_json
+from visspec.eval.bench.table import Cell, table
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
 from visspec.models.attention import folding, ragged
@@ -89,46 +86,35 @@ SIZES = {
 TINY = {"hidden": 64, "inner": 96, "heads": 4, "vocabulary": 128, "layers": 2}
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--acceptance", type=probability, nargs="+", default=[0.5, 0.7, 0.8, 0.9],
-                        help="probability that a drafted token is the target's own")  # fmt: skip
-    parser.add_argument("--levels", type=positive, default=6, help="of a draft, which is a chain")
-    parser.add_argument("--prompt", type=positive, default=640, help="ids of a prompt; an image takes some 600")
-    parser.add_argument("--max-new-tokens", type=positive, default=128)
-    parser.add_argument("--repeats", type=positive, default=3, help="batches of prompts")
-    parser.add_argument("--layers", type=positive, help="instead of the model's own number, to see whether it runs")
-    parser.add_argument("--tiny", action="store_true", help="a few small layers in place of each model's")
-    parser.add_argument("--compile", action="store_true", help="our passes compiled, too")
-    parser.add_argument("--attention", choices=["mask", "varlen", "tree"], help="of our passes; default: the device's")
-    parser.add_argument("--threads", type=positive, help="torch threads")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--json", type=Path)
+@dataclass(kw_only=True)
+class Options(BenchOptions):
+    sizes: list[str] = option(default=list(SIZES), choices=SIZES)
+    batch: list[Positive] = option(default=[1, 8, 32])
+    acceptance: list[Probability] = option("probability that a drafted token is the target's own", [0.5, 0.7, 0.8, 0.9])
+    levels: Positive = option("of a draft, which is a chain", 6)
+    prompt: Positive = option("ids of a prompt; an image takes some 600", 640)
+    max_new_tokens: Positive = option(default=128)
+    repeats: Positive = option("batches of prompts", 3)
+    layers: Positive | None = option("instead of the model's own number, to see whether it runs", None)
+    tiny: bool = option("a few small layers in place of each model's", False)
+    compile: bool = option("our passes compiled, too", False)
+    attention: str | None = option("of our passes; default: the device's", None, choices=["mask", "varlen", "tree"])
+    device: str = option(default="cpu")
+    dtype: Literal["float32", "bfloat16", "float16"] = option(default="bfloat16")
+
+    @property
+    def changes(self) -> dict[str, int]:
+        """What each size has in place of the model's own."""
+        return (TINY if self.tiny else {}) | ({"layers": self.layers} if self.layers else {})
 
 
-def run(arguments: argparse.Namespace) -> None:
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    changes = dict(TINY) if arguments.tiny else {}
-    if arguments.layers:
-        changes["layers"] = arguments.layers
-    record = bench_sizes(
-        arguments.sizes, arguments.batch, arguments.acceptance, levels=arguments.levels, prompt=arguments.prompt,
-        max_new_tokens=arguments.max_new_tokens, repeats=arguments.repeats, changes=changes, device=arguments.device,
-        dtype=getattr(torch, arguments.dtype), compile=arguments.compile, attention=arguments.attention,
-    )  # fmt: skip
-    Console().print(table(record))
-    write_json(arguments.json, record)
+def run(arguments: Options) -> None:
+    arguments.begin()
+    record = bench_sizes(arguments)
+    arguments.end(record, view(record))
 
 
-def bench_sizes(
-    sizes: Sequence[str] = tuple(SIZES), batches: Sequence[int] = (1, 8, 32), acceptance: Sequence[float] = (0.8,), *,
-    levels: int = 6, prompt: int = 640, max_new_tokens: int = 128, repeats: int = 3,
-    changes: dict[str, int] | None = None, device: str = "cpu", dtype: torch.dtype = torch.bfloat16,
-    compile: bool = False, attention: str | None = None,
-) -> dict[str, Any]:  # fmt: skip
+def bench_sizes(arguments: Options) -> dict[str, Any]:
     """One row for each size, batch and arm: transformers' `generate`, the same with a static cache (compiled on a GPU),
     our loop without a drafter, and with oracles. Raises ValueError for fewer than two tokens.
 
@@ -138,17 +124,19 @@ def bench_sizes(
     identical of compared: rows equal to transformers'. On a GPU only: pass_ms, host_share (the part of a pass until the
     host has issued it) and over_bytes (a pass over reading its weights at copy bandwidth).
     """
-    if max_new_tokens < 2:
-        raise ValueError(f"max_new_tokens: got {max_new_tokens}, expected at least 2")
+    prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
+    if new < 2:
+        raise ValueError(f"max_new_tokens: got {new}, expected at least 2")
     rows, where, failures = [], {}, []
-    for name in sizes:
-        size = SIZES[name]._replace(**_fitting(SIZES[name], changes or {}))
-        model = size.model(device, dtype, prompt + max_new_tokens + levels + 1)
-        where = provenance(model, repeats=repeats)
-        for batch in tqdm(batches, desc=f"bench sizes {name}", leave=False):
+    for name in arguments.sizes:
+        size = SIZES[name]._replace(**_fitting(SIZES[name], arguments.changes))
+        model = size.model(arguments.device, getattr(torch, arguments.dtype), prompt + new + levels + 1)
+        where = provenance(model, repeats=arguments.repeats)
+        for batch in tqdm(arguments.batch, desc=f"bench sizes {name}", leave=False):
             try:
-                case: Any = SizeCase(model, batch, prompt, max_new_tokens, levels, compile, attention)
-                rows += [{"size": name, "layers": size.layers} | row for row in case.rows(acceptance, repeats)]
+                case: Any = SizeCase(model, batch, prompt, new, levels, arguments.compile, arguments.attention)
+                found = case.rows(arguments.acceptance, arguments.repeats)
+                rows += [{"size": name, "layers": size.layers} | row for row in found]
             except RuntimeError as error:  # of memory, mostly; what has been measured stays
                 failures.append(f"{name}, batch {batch}: {error}")
             case = None
@@ -157,9 +145,9 @@ def bench_sizes(
         del model
     return {
         "bench": "sizes", "guarantee": "exact", "drafter": "oracle", "acceptance": "exact", "temperature": 0.0,
-        "seed": 0, "n_prompts": repeats, "prompt": prompt, "max_new_tokens": max_new_tokens, "levels": levels,
+        "seed": 0, "n_prompts": arguments.repeats, "prompt": prompt, "max_new_tokens": new, "levels": levels,
         "identical": sum(row["identical"] for row in rows), "compared": sum(row["compared"] for row in rows),
-        "random_weights": True, "changes": changes or {}, "failures": failures, "rows": rows, "provenance": where,
+        "random_weights": True, "changes": arguments.changes, "failures": failures, "rows": rows, "provenance": where,
     }  # fmt: skip
 
 
@@ -209,7 +197,7 @@ class SizeCase:
         attention: str | None = None,
     ):  # fmt: skip
         self.model, self.batch, self.length, self.new, self.levels = model, batch, length, new, levels
-        self.cuda = model.device.type == "cuda"
+        self.cuda, self.wait = model.device.type == "cuda", waiter(model.device)
         self.vocabulary = model.config.vocab_size
         self.static: Any = None
         self.known: dict[int, Tensor] = {}
@@ -225,10 +213,6 @@ class SizeCase:
     def ids(self, prompt: int) -> Tensor:
         generator = torch.Generator().manual_seed(prompt)
         return torch.randint(1, self.vocabulary, (self.batch, self.length), generator=generator).to(self.model.device)
-
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.model.device)
 
     def answer(self, prompt: int) -> Tensor:
         """transformers' greedy answer, (B, T)."""
@@ -266,17 +250,11 @@ class SizeCase:
 
     def timed(self, call: Callable[[Tensor, int], tuple[Tensor, Any]], prompt: int) -> ArmRun:
         """A call for one token and one for all of them."""
-        seconds, ids = [], self.ids(prompt)
-        for new in (1, self.new):
-            self.wait()
-            began = time.perf_counter()
-            output, state = call(ids, new)
-            self.wait()
-            seconds.append(time.perf_counter() - began)
+        ids = self.ids(prompt)
+        first, _ = seconds_of(partial(call, ids, 1), self.wait)
+        whole, (output, state) = seconds_of(partial(call, ids, self.new), self.wait)
         tokens = output[:, self.length :].tolist()
-        rounds = [] if state is None else state.trace.rounds
-        times = {} if state is None else state.trace.times
-        return ArmRun(seconds[1], tokens, seconds[0], times, rounds)
+        return ArmRun(whole, tokens, first, *([] if state is None else [state.trace.times, state.trace.rounds]))
 
     def rows(self, acceptance: Sequence[float], repeats: int) -> list[dict[str, Any]]:
         arms: dict[str, Callable[[int], ArmRun]] = {
@@ -356,46 +334,27 @@ class SizeCase:
         return record
 
 
-def issued(call: Callable[[], Any], wait: Callable[[], None], repeats: int = 9) -> float:
-    """Median seconds until a call returns, whether the device has done it or not."""
-    seconds = []
-    for _ in range(repeats):
-        wait()
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
 def expected_tau(acceptance: float, levels: int) -> float:
     """Tokens a pass: sum_{i=0..L} a^i, the token that follows the accepted ones included."""
     return sum(acceptance**i for i in range(levels + 1))
 
 
-def table(record: dict[str, Any]) -> Table:
-    """A rich table; absolute times on a GPU only."""
+COLUMNS: dict[str, Cell] = {
+    "size": "{size}", "batch": "{batch_size}", "arm": lambda row: row["arm"].removeprefix("transformers_"),
+    "tau (expected)": "{tau:.2f} ({expected_tau:.2f})", "speed-up": "{speedup:.2f}",
+    "over static": f"{{decode_over_{STATIC}:.2f}}", "over plain": f"{{decode_over_{PLAIN}:.2f}}",
+    "over pass": "{over_pass:.2f}", "tau/(v+c+o)": "{ideal_speedup:.2f}", "same": "{identical}/{compared}",
+}  # fmt: skip
+TIMES: dict[str, Cell] = {
+    "ms a token": "{ms_per_token:.2f}", "pass, ms": "{pass_ms:.2f}", "host": "{host_share:.2f}",
+    "over bytes": "{over_bytes:.2f}",
+}  # fmt: skip
+
+
+def view(record: dict[str, Any]) -> Table:
+    """The table of a record; absolute times on a GPU only."""
     timed = any(row["ms_per_token"] is not None for row in record["rows"])
-    view = Table(title=f"real sizes, random weights; {record['prompt']} + {record['max_new_tokens']} ids")
-    columns = ["size", "batch", "arm", "tau (expected)", "speed-up", "over static", "over plain"]
-    columns += ["over pass", "tau/(v+c+o)", "same"]
-    for column in columns + (["ms a token", "pass, ms", "host", "over bytes"] if timed else []):
-        named = column in ("size", "arm")
-        view.add_column(column, justify="left" if named else "right", no_wrap=named)
-    for row in record["rows"]:
-        number = lambda key, form="{:.2f}", row=row: "" if row.get(key) is None else form.format(row[key])  # noqa: E731
-        reach = "" if row["tau"] is None else f"{row['tau']:.2f} ({row['expected_tau']:.2f})"
-        cells = [row["size"], str(row["batch_size"]), row["arm"].removeprefix("transformers_"), reach]
-        cells += [
-            number("speedup"),
-            number(f"decode_over_{STATIC}"),
-            number(f"decode_over_{PLAIN}"),
-            number("over_pass"),
-        ]
-        cells.append(number("ideal_speedup"))
-        cells.append(f"{row['identical']}/{row['compared']}")
-        if timed:
-            cells += [number("ms_per_token"), number("pass_ms"), number("host_share"), number("over_bytes")]
-        view.add_row(*cells)
-    view.caption = "speed-up: whole calls over transformers' generate; the next three without the prompt"
-    view.caption += "".join(f"\nfailed: {failure}" for failure in record.get("failures", ()))
-    return view
+    caption = "speed-up: whole calls over transformers' generate; the next three without the prompt"
+    caption += "".join(f"\nfailed: {failure}" for failure in record.get("failures", ()))
+    title = f"real sizes, random weights; {record['prompt']} + {record['max_new_tokens']} ids"
+    return table(title, record["rows"], COLUMNS | (TIMES if timed else {}), caption, left=["arm"])

@@ -17,10 +17,10 @@ import torch
 from visspec.accept.exact import Exact
 from visspec.accept.scales import Scales
 from visspec.api import zoo
+from visspec.cli.bench import measured_on
 from visspec.distributions import categorical, maps
 from visspec.eval.bench import paired as speed
 from visspec.io.checkpoint import read_json
-from visspec.io.provenance import provenance
 from visspec.types import Draft, Scores, Verdict
 
 DRAFTER = "jacobi:redraw=maximal,window=16"
@@ -53,10 +53,9 @@ def swept(
             "name": name, **zoo.method(method), "order": "raster", "family": marks[name][0], "setting": marks[name][1],
             "guarantee": setup.guarantee, "promises_tokens": setup.promises_tokens(sampling.greedy),
         })  # fmt: skip
-    return methods, {
-        "bench": "image", "target": getattr(pipe.model.config, "_name_or_path", ""), "rows": rows, "n_prompts": 0,
-        "batch_size": 16, "seed": seed, "failures": [], "stock": None, "guidance_scale": sampling.guidance,
-        "temperature": sampling.temperature, "provenance": provenance(pipe.model, seed=seed),
+    return methods, measured_on(pipe.model, seed=seed) | {
+        "bench": "image", "rows": rows, "n_prompts": 0, "batch_size": 16, "seed": seed, "failures": [], "stock": None,
+        "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
     }  # fmt: skip
 
 

@@ -6,10 +6,10 @@ The rate counts from the beginning of the first shard, when all workers have loa
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,34 +18,34 @@ from visspec.api import distributed
 from visspec.api.captions import PROMPT
 from visspec.api.shards import Shards
 from visspec.api.sources import readers
-from visspec.cli import caption_ray
-from visspec.cli.arguments import add_captioning, positive
+from visspec.cli import caption, caption_ray
+from visspec.cli.arguments import CaptioningOptions, Positive, option
 from visspec.cli.caption_records import COLUMNS
 from visspec.cli.ray_shards import Totals, pool_of
+from visspec.eval.bench.paired import turns
+from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.provenance import provenance
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=positive, default=256, help="how many held-out scenes")
-    parser.add_argument("--workers", type=positive, default=2)
-    parser.add_argument("--threads", type=positive, default=1, help="of each worker")
-    parser.add_argument("--slots", type=positive, default=8, help="captions that a worker writes at once")
-    parser.add_argument("--shard", type=positive, default=16, help="records of a shard")
-    parser.add_argument("--passes", type=positive, default=3, help="with one worker, and with several")
-    add_captioning(parser)
+@dataclass(kw_only=True)
+class Options(CaptioningOptions):
+    images: Positive = option("how many held-out scenes", 256)
+    workers: Positive = option(default=2)
+    threads: Positive = option("of each worker", 1)
+    slots: Positive = option("captions that a worker writes at once", 8)
+    shard: Positive = option("records of a shard", 16)
+    passes: Positive = option("with one worker, and with several", 3)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Options) -> None:
     rates: dict[int, list[float]] = {1: [], arguments.workers: []}
     texts: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory() as home:
-        for i, scene in enumerate(held_out_scenes(arguments.images)):
-            to_image(scene).save(Path(home) / f"{i:05}.png")
-        for number in range(arguments.passes):
-            for workers in list(rates) if number % 2 == 0 else list(rates)[::-1]:
+        for i, image in enumerate(included.scenes().images(arguments.images)):
+            image.save(Path(home) / f"{i:05}.png")
+        for number, order in turns(list(rates), arguments.passes):
+            for workers in order:
                 rate, found = captioned(arguments, workers, Path(home), f"{workers}-{number}")
                 rates[workers].append(rate)
                 texts.append(found)
@@ -65,10 +65,10 @@ def run(arguments: argparse.Namespace) -> None:
     write_json(arguments.json, record)
 
 
-def captioned(arguments: argparse.Namespace, workers: int, home: Path, name: str) -> tuple[float, dict[str, str]]:
+def captioned(arguments: Options, workers: int, home: Path, name: str) -> tuple[float, dict[str, str]]:
     """Images a second of one run, and its captions."""
-    given = argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k != "run"} | {"workers": workers})
-    given.max_pixels = 64_000_000
+    named = {field: getattr(arguments, field) for field in ("model", "drafter", "acceptance", "slots", "threads")}
+    given = caption.Options(image=[home], workers=workers, **named, **arguments.hardware)
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     make = partial(caption_ray.worker, given, arguments.prompt or PROMPT, options)
     shards, totals = Shards(home / "out" / name, COLUMNS), Totals()

@@ -2,42 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visspec.cli.arguments import add_captioning, add_ray, load, positive
+from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, load, option
 from visspec.io import included
 from visspec.io.files import Results
 
 LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "image", nargs="+", type=Path,
-        help="PNG, JPEG or WEBP files; with --out also folders, globs, .jsonl and .parquet of {image, prompt, id},"
+@dataclass(kw_only=True)
+class Options(RayOptions, CaptioningOptions):
+    image: list[Path] = option(
+        "PNG, JPEG or WEBP files; with --out also folders, globs, .jsonl and .parquet of {image, prompt, id},"
         " .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, help="records as .jsonl or .parquet; a run goes on where the last one ended"
+        positional=True,
     )
-    parser.add_argument("--slots", type=positive, default=8, help="captions written at once, with --out")
-    parser.add_argument(
-        "--workers", type=positive, default=2, help="threads that read images ahead, with --out; with --ray processes"
+    out: Path | None = option(
+        "records as .jsonl or .parquet; a run goes on where the last one ended", None, writes="file"
     )
-    add_ray(parser)
-    parser.add_argument("--report", type=Path, help="a page of the records with thumbnails, with --out")
-    parser.add_argument("--max-pixels", type=positive, default=64_000_000)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--stats", action="store_true", help="print rounds, tau and times of the last batch")
-    add_captioning(parser)
+    slots: Positive = option("captions written at once, with --out", 8)
+    workers: Positive = option("threads that read images ahead, with --out; with --ray processes", 2)
+    report: Path | None = option("a page of the records with thumbnails, with --out", None, writes="file")
+    max_pixels: Positive = option(default=64_000_000)
+    top_k: int | None = option(default=None)
+    top_p: float | None = option(default=None)
+    stats: bool = option("print rounds, tau and times of the last batch", False)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Options) -> int:
     """Finished captions are kept whatever ends it. Returns the exit code."""
     options = decode_options(arguments)
     if arguments.ray:
@@ -85,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if not failed else 1 if failed < len(results.found) else 2
 
 
-def described(arguments: argparse.Namespace, fast: Any, request: str, options: dict[str, Any]) -> dict[str, Any]:
+def described(arguments: Options, fast: Any, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """How captions are made, for their records."""
     from visspec.io.provenance import provenance
 
@@ -103,7 +100,7 @@ def is_plain(source: Path) -> bool:
     return sources.is_plain(source)
 
 
-def decode_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def decode_options(arguments: Options) -> dict[str, Any]:
     """generate's keyword arguments. Raises ValueError for sampling options that contradict greedy decoding."""
     sampled = arguments.temperature > 0
     for name in ("top_k", "top_p"):
@@ -123,7 +120,7 @@ def decode_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def warn_of_foreign(arguments: argparse.Namespace, files: Iterable[Path]) -> None:
+def warn_of_foreign(arguments: Options, files: Iterable[Path]) -> None:
     """Say so if the included model is asked about images that it was not made for."""
     check = included.table().foreign if arguments.model is None else ""
     if check and (why := included.load(check)(files, arguments.max_pixels)) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from functools import partial
 from typing import Any
 
@@ -11,14 +10,15 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions
 from visspec.api.shards import EXTRA, Shards
 from visspec.cli.arguments import load
+from visspec.cli.caption import Options
 from visspec.cli.caption_records import COLUMNS, row_of, warn_of_foreign
 from visspec.cli.ray_shards import refuse, write
 from visspec.io import included
 
 
-def run_ray(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+def run_ray(arguments: Options, options: dict[str, Any]) -> int:
     """Finished shards are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
-    refuse(arguments, "json", "report", "stats")
+    out = refuse(arguments, "json", "report", "stats")
     sources.need("ray", "--ray", EXTRA)
     readers = sources.readers(arguments.image)
     warn_of_foreign(arguments)
@@ -27,11 +27,11 @@ def run_ray(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
         "model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter,
         "acceptance": arguments.acceptance, "sampling": options,
     }  # fmt: skip
-    given = argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k != "run"})
-    return write(readers, partial(worker, given, request, options), Shards(arguments.out, COLUMNS), about, arguments)
+    make = partial(worker, arguments, request, options)
+    return write(readers, make, Shards(out, COLUMNS), about, arguments)
 
 
-def worker(arguments: argparse.Namespace, request: str, options: dict[str, Any]) -> distributed.Making:
+def worker(arguments: Options, request: str, options: dict[str, Any]) -> distributed.Making:
     """In an actor: load the model. What is returned makes the captions of records."""
     model, processor, drafter = load(arguments)
     captions = Captions(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -26,7 +25,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def run_records(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
+def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     """Finished records are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
     out = checked(arguments)
     found = sources.records(arguments.image)
@@ -55,7 +54,7 @@ def run_records(arguments: argparse.Namespace, options: dict[str, Any]) -> int:
     return exit_code(len(journal.done), len(journal.failed), run.twice)
 
 
-def checked(arguments: argparse.Namespace) -> Path:
+def checked(arguments: caption.Options) -> Path:
     """The path of --out. Raises ValueError for arguments that don't go together."""
     out = arguments.out
     if out is None:
@@ -80,7 +79,7 @@ def row_of(made: Caption) -> dict[str, Any]:
     return dict(zip(COLUMNS, values))
 
 
-def warn_of_foreign(arguments: argparse.Namespace) -> None:
+def warn_of_foreign(arguments: caption.Options) -> None:
     """The same of the first of the sources that are files and folders."""
     found = islice(sources.records(local(arguments.image)), caption.LOOKS)
     caption.warn_of_foreign(arguments, (record.image for record in found if record.error is None))

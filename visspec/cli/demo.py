@@ -4,14 +4,13 @@ time, and pictures, plain and accelerated, the same codes in less time, with the
 
 from __future__ import annotations
 
-import argparse
 import html
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visspec.cli.arguments import positive
+from visspec.cli.arguments import Positive, option
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -45,13 +44,14 @@ class Section:
     equal: int = 0
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--images", type=positive, default=4, help="how many scenes of each world")
-    parser.add_argument("--world", choices=WORLDS, help="captions of this world alone; default: both, and pictures")
-    parser.add_argument("--out", type=Path, default=Path("out/demo"), help="where the pictures and the page go")
+@dataclass(kw_only=True)
+class Options:
+    images: Positive = option("how many scenes of each world", 4)
+    world: str | None = option("captions of this world alone; default: both, and pictures", None, choices=list(WORLDS))
+    out: Path = option("where the pictures and the page go", Path("out/demo"), writes="folder")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Options) -> int:
     """Caption held-out scenes both ways, draw both ways, print and write out/index.html. Returns 0 when all words and
     pictures are equal.
     """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
 import platform
+from dataclasses import dataclass
 from datetime import date
 from typing import Any
 
@@ -23,11 +23,12 @@ OPTIONAL = {
 }
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+@dataclass
+class Options:
     """It takes none."""
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Options) -> None:
     print(report())
 
 

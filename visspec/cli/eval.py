@@ -6,14 +6,14 @@ their rows to a file beside the images (`--results`) and continue from it.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from visspec.cli.arguments import positive
+from visspec.cli.arguments import JsonOption, Positive, option
 from visspec.io import included
 from visspec.io.files import write_json
 
@@ -36,81 +36,102 @@ TASKS = {  # reader of `eval.metrics.readers`: the flags it takes, in order
 }
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    """The metrics as commands below `visspec eval`."""
-    metrics = parser.add_subparsers(dest="metric", required=True, metavar="metric")
-    for name, what in (
-        ("fid", "Frechet distance"),
-        ("kid", "kernel distance"),
-        ("cmmd", "maximum mean discrepancy of embeddings"),
-        ("precision-recall", "precision and recall of manifolds"),
-    ):
-        one = _metric(metrics, name, f"{what} of two folders", two_folders)
-        one.add_argument("generated", type=Path, help=FOLDER)
-        one.add_argument("reference", type=Path, help=FOLDER)
-        one.add_argument(
-            "--extractor", default="random-conv", help="random-conv (embedded), inception[:FILE], timm:NAME, or a model"
-        )
-        one.add_argument("--batch-size", type=positive, default=32)
-        if name == "kid":
-            one.add_argument("--subsets", type=positive, default=100)
-            one.add_argument("--subset-size", type=positive, help="images a subset (default: 1000, or all there are)")
-        if name == "fid":
-            one.add_argument("--cache", type=Path, help="folder that keeps the statistics of references")
-    one = _metric(metrics, "inception-score", "Inception score of a folder", inception_score)
-    one.add_argument("generated", type=Path, help=FOLDER)
-    one.add_argument("--model", required=True, help="an image classifier of transformers: folder or hub id")
-    one.add_argument("--splits", type=positive, default=10)
-    one = _metric(metrics, "clipscore", "CLIPScore of images and their captions", clip_score)
-    _judged(one, "a CLIP model: folder or hub id", required=True)
-    one.add_argument(
-        "--prompts", type=Path, required=True, help="JSONL of {image, prompt}, or JSON of visspec generate"
-    )
-    one.add_argument("--dialect", default="torchmetrics", choices=["torchmetrics", "paper", "lantern"])
-    one = _metric(metrics, "hps", "HPSv2 of images in four styles", human_preference)
-    _judged(one, "the preference-tuned CLIP model: folder or hub id", required=True)
-    one.add_argument(
-        "--prompts", type=Path, required=True, help="JSON of {style: [prompts]}, or a folder of style.json"
-    )
-    one.add_argument("--version", required=True, choices=["v2.0", "v2.1"])
-    one = _metric(metrics, "geneval", "GenEval of a folder in its own layout, or flat with --prompts", gen_eval)
-    one.add_argument("generated", type=Path, help=FOLDER)
-    one.add_argument("--prompts", type=Path, help="JSONL of {image, prompt, ...}, or JSON of visspec generate")
-    one.add_argument("--detector", help="mask2former:MODEL, owlv2:MODEL, ..., or an included one (default)")
-    one.add_argument("--colours", default="detected", help="detected, or a CLIP model")
-    one.add_argument("--results", type=Path, help="rows of finished images (default: beside the folder)")
-    one = _metric(metrics, "dpg", "DPG-Bench of a folder", dense_prompts)
-    _judged(one, "a vision-language model that answers (default: an included one)")
-    one.add_argument("--questions", type=Path, required=True, help="dpg_bench.csv")
-    one.add_argument("--resolution", type=positive, help="pixels of one of four samples in a 2 x 2 grid")
-    one = _metric(metrics, "captions", "BLEU, ROUGE-L and CIDEr-D of captions against references", caption_scores)
-    one.add_argument("generated", type=Path, help="JSON of visspec caption, or JSONL of {image, caption}")
-    one.add_argument("--references", type=Path, required=True, help="JSONL of {image, captions}, or COCO's JSON")
-    one = _metric(metrics, "vqa", "a vision-language task answered by a model", answered)
-    one.add_argument("task", choices=[*included.table().tasks, *TASKS])
-    one.add_argument("--model", help="folder or hub id (default: an included one)")
-    one.add_argument("--drafter", help="as in visspec caption")
-    for flag, what in (("questions", "file"), ("annotations", "file"), ("images", "folder")):
-        one.add_argument(f"--{flag}", type=Path, help=f"{what} of the benchmark")
-    one.add_argument("-n", type=positive, help="this many samples, drawn with a fixed seed")
-    one.add_argument("--results", type=Path, help="rows of finished answers (default: TASK.jsonl)")
+@dataclass(kw_only=True)
+class MetricOptions(JsonOption):
+    """What all metrics take."""
+
+    what: str = option(command=True)
+    device: str = option(default="cpu")
+    json: Path | None = option("write the result to this file", None, writes="file")
 
 
-def _metric(metrics, name: str, what: str, measure: Callable[[Any], Row]):
-    one = metrics.add_parser(name, help=what)
-    one.set_defaults(run=run, measure=measure)
-    one.add_argument("--device", default="cpu")
-    one.add_argument("--json", type=Path, help="write the result to this file")
-    return one
+@dataclass(kw_only=True)
+class FolderOptions(MetricOptions):
+    """One folder."""
+
+    generated: Path = option(FOLDER, positional=True)
 
 
-def _judged(one, model: str, required: bool = False) -> None:
-    one.add_argument("generated", type=Path, help=FOLDER)
-    one.add_argument("--model", required=required, help=model)
-    one.add_argument("--results", type=Path, help="rows of finished images (default: beside the folder)")
+@dataclass(kw_only=True)
+class FoldersOptions(FolderOptions):
+    """Two folders, compared by an extractor's features."""
+
+    reference: Path = option(FOLDER, positional=True)
+    extractor: str = option("random-conv (embedded), inception[:FILE], timm:NAME, or a model", "random-conv")
+    batch_size: Positive = option(default=32)
 
 
-def run(arguments) -> int:
+@dataclass(kw_only=True)
+class FidOptions(FoldersOptions):
+    cache: Path | None = option("folder that keeps the statistics of references", None)
+
+
+@dataclass(kw_only=True)
+class KidOptions(FoldersOptions):
+    subsets: Positive = option(default=100)
+    subset_size: Positive | None = option("images a subset (default: 1000, or all there are)", None)
+
+
+@dataclass(kw_only=True)
+class InceptionScoreOptions(FolderOptions):
+    model: str = option("an image classifier of transformers: folder or hub id")
+    splits: Positive = option(default=10)
+
+
+@dataclass(kw_only=True)
+class JudgedOptions(FolderOptions):
+    """Images that are judged one by one."""
+
+    results: Path | None = option("rows of finished images (default: beside the folder)", None)
+
+
+@dataclass(kw_only=True)
+class ClipScoreOptions(JudgedOptions):
+    model: str = option("a CLIP model: folder or hub id")
+    prompts: Path = option("JSONL of {image, prompt}, or JSON of visspec generate")
+    dialect: Literal["torchmetrics", "paper", "lantern"] = option(default="torchmetrics")
+
+
+@dataclass(kw_only=True)
+class HpsOptions(JudgedOptions):
+    model: str = option("the preference-tuned CLIP model: folder or hub id")
+    prompts: Path = option("JSON of {style: [prompts]}, or a folder of style.json")
+    version: Literal["v2.0", "v2.1"] = option()
+
+
+@dataclass(kw_only=True)
+class GenEvalOptions(JudgedOptions):
+    prompts: Path | None = option("JSONL of {image, prompt, ...}, or JSON of visspec generate", None)
+    detector: str | None = option("mask2former:MODEL, owlv2:MODEL, ..., or an included one (default)", None)
+    colours: str = option("detected, or a CLIP model", "detected")
+
+
+@dataclass(kw_only=True)
+class DpgOptions(JudgedOptions):
+    model: str | None = option("a vision-language model that answers (default: an included one)", None)
+    questions: Path = option("dpg_bench.csv")
+    resolution: Positive | None = option("pixels of one of four samples in a 2 x 2 grid", None)
+
+
+@dataclass(kw_only=True)
+class CaptionScoresOptions(MetricOptions):
+    generated: Path = option("JSON of visspec caption, or JSONL of {image, caption}", positional=True)
+    references: Path = option("JSONL of {image, captions}, or COCO's JSON")
+
+
+@dataclass(kw_only=True)
+class VqaOptions(MetricOptions):
+    task: str = option(positional=True, choices=[*included.table().tasks, *TASKS])
+    model: str | None = option("folder or hub id (default: an included one)", None)
+    drafter: str | None = option("as in visspec caption", None)
+    questions: Path | None = option("file of the benchmark", None)
+    annotations: Path | None = option("file of the benchmark", None)
+    images: Path | None = option("folder of the benchmark", None)
+    n: Positive | None = option("this many samples, drawn with a fixed seed", None)
+    results: Path | None = option("rows of finished answers (default: TASK.jsonl)", None)
+
+
+def run(arguments: MetricOptions) -> int:
     """The command: measure, print a table, write the JSON with provenance. Returns the exit code."""
     import torch
     from rich.console import Console
@@ -120,10 +141,10 @@ def run(arguments) -> int:
     from visspec.api.sources import need
     from visspec.io.provenance import provenance
 
-    for name in (arguments.metric, getattr(arguments, "task", "")):
+    for name in (arguments.what, getattr(arguments, "task", "")):
         for package in PACKAGES.get(name, ()):
             need(package, name, "eval")
-    row = arguments.measure(arguments)
+    row = METRICS[arguments.what][1](arguments)
     view = Table("", "", show_header=False)
     for name, value in row.items():
         if name not in ("problems", "extractor", "fingerprint"):
@@ -140,26 +161,26 @@ def run(arguments) -> int:
 # --- two folders ----------------------------------------------------------------------------------------------------
 
 
-def two_folders(arguments) -> Row:
+def two_folders(arguments: FoldersOptions) -> Row:
     """fid, kid, cmmd, precision-recall."""
     from visspec.eval.metrics import cmmd, fid, kid, named, precision_recall, references
 
-    least, size = LEAST[arguments.metric], arguments.batch_size
+    least, size = LEAST[arguments.what], arguments.batch_size
     counts = [images_in(name, getattr(arguments, name), least) for name in ("generated", "reference")]
     extractor = named.extractor(arguments.extractor, arguments.device)
     folders = arguments.generated, arguments.reference
     with bar(sum(counts)) as progress:
-        if arguments.metric == "fid":
+        if isinstance(arguments, FidOptions):
             reference = references.from_folder(folders[1], extractor, arguments.cache, size, progress)
             found = fid.from_folder(folders[0], reference, extractor, size, progress=progress).to_dict()
             return _row(found | {"problems": [*reference.problems, *found["problems"]]})
-        if arguments.metric == "kid":
+        if isinstance(arguments, KidOptions):
             return _row(kid.from_folders(*folders, extractor, size, progress, arguments.subsets, arguments.subset_size))
-        metric = cmmd if arguments.metric == "cmmd" else precision_recall
+        metric = cmmd if arguments.what == "cmmd" else precision_recall
         return _row(metric.from_folders(*folders, extractor, size, progress))
 
 
-def inception_score(arguments) -> Row:
+def inception_score(arguments: InceptionScoreOptions) -> Row:
     from visspec.eval.metrics import inception_score as score
     from visspec.eval.metrics import named
 
@@ -173,7 +194,7 @@ def inception_score(arguments) -> Row:
 # --- images and prompts ---------------------------------------------------------------------------------------------
 
 
-def clip_score(arguments) -> Row:
+def clip_score(arguments: ClipScoreOptions) -> Row:
     from visspec.eval.metrics import clipscore, named
 
     count = images_in("generated", arguments.generated)
@@ -187,7 +208,7 @@ def clip_score(arguments) -> Row:
     return _row(found)
 
 
-def human_preference(arguments) -> Row:
+def human_preference(arguments: HpsOptions) -> Row:
     from visspec.eval.metrics import hps, named
 
     images_in("generated", arguments.generated)
@@ -206,7 +227,7 @@ def human_preference(arguments) -> Row:
     return _row(found | {"name": f"{found['name']}[{scorer.name}]", "model": scorer.name})
 
 
-def gen_eval(arguments) -> Row:
+def gen_eval(arguments: GenEvalOptions) -> Row:
     from visspec.eval.metrics import geneval, named
 
     images_in("generated", arguments.generated)
@@ -234,7 +255,7 @@ def gen_eval(arguments) -> Row:
     )  # fmt: skip
 
 
-def dense_prompts(arguments) -> Row:
+def dense_prompts(arguments: DpgOptions) -> Row:
     from visspec.eval.metrics import dpg
 
     images_in("generated", arguments.generated)
@@ -251,7 +272,7 @@ def dense_prompts(arguments) -> Row:
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def caption_scores(arguments) -> Row:
+def caption_scores(arguments: CaptionScoresOptions) -> Row:
     from visspec.eval.metrics import tasks
 
     captions = {row["image"]: row["caption"] for row in rows_with("caption", arguments.generated, "generated")}
@@ -269,7 +290,7 @@ def caption_scores(arguments) -> Row:
     return _row({"name": "CIDEr-D", "value": found["cider_d"]} | counts | found | {"problems": problems})
 
 
-def answered(arguments) -> Row:
+def answered(arguments: VqaOptions) -> Row:
     from visspec.eval.metrics import readers, tasks
 
     if made := included.table().tasks.get(arguments.task):  # they need no files
@@ -291,7 +312,7 @@ def answered(arguments) -> Row:
     return _row(row | named | {"problems": found["problems"]})
 
 
-def answerer(arguments, max_new_tokens: int) -> tuple[Callable[[Any, str], str], str]:
+def answerer(arguments: DpgOptions | VqaOptions, max_new_tokens: int) -> tuple[Callable[[Any, str], str], str]:
     """(image, question) -> text by an accelerated model, greedily, and its name."""
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
@@ -379,7 +400,7 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
-def results(arguments, metric: str) -> Path:
+def results(arguments: JudgedOptions, metric: str) -> Path:
     """Where rows of finished items go."""
     return arguments.results or arguments.generated.with_name(f"{arguments.generated.name}.{metric}.jsonl")
 
@@ -404,3 +425,19 @@ def bar(total: int) -> Iterator[Callable[[int, int], None]]:
             shown.refresh()
 
         yield step
+
+
+METRICS: dict[str, tuple[type[MetricOptions], Callable[[Any], Row]]] = {
+    "fid": (FidOptions, two_folders),
+    "kid": (KidOptions, two_folders),
+    "cmmd": (FoldersOptions, two_folders),
+    "precision-recall": (FoldersOptions, two_folders),
+    "inception-score": (InceptionScoreOptions, inception_score),
+    "clipscore": (ClipScoreOptions, clip_score),
+    "hps": (HpsOptions, human_preference),
+    "geneval": (GenEvalOptions, gen_eval),
+    "dpg": (DpgOptions, dense_prompts),
+    "captions": (CaptionScoresOptions, caption_scores),
+    "vqa": (VqaOptions, answered),
+}
+OPTIONS = {f"eval {name}": kind for name, (kind, _) in METRICS.items()}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visspec.cli.arguments import add_drawing, add_ray, positive
+from visspec.cli.arguments import DrawingOptions, Positive, RayOptions, option
 from visspec.io.files import Results, replacing
 
 if TYPE_CHECKING:
@@ -19,37 +19,36 @@ CHOSEN = ("drafter", "acceptance", "order")
 MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="*", help="what to draw")
-    parser.add_argument("--prompts", type=Path, help="file of prompts, one a line, or .jsonl of {prompt, id}")
-    parser.add_argument("-n", type=positive, default=1, help="images of each prompt")
-    parser.add_argument("-o", "--out", type=Path, default=Path("out/images"), help="folder of the PNG files")
-    parser.add_argument("--grid", type=Path, help="also write one picture of all images")
-    parser.add_argument("--maps", action="store_true", help="beside each image, where its tokens came from")
-    parser.add_argument("--model", help="included name, folder or hub id of an image model (default: an included one)")
-    add_drawing(parser)
-    parser.add_argument("--top-k", type=int, help="default: the model's own")
-    parser.add_argument("--top-p", type=float, help="default: the model's own")
-    parser.add_argument("--height", type=int, help="pixels; default: the model's own")
-    parser.add_argument("--width", type=int, help="pixels; default: the model's own")
-    parser.add_argument("--image", type=Path, help="picture to draw into, of the model's size; any-order models only")
-    parser.add_argument("--mask", type=Path, help="of --image: white where to draw, the rest stays as it is")
-    parser.add_argument("--preset", help="a published method by name, see visspec list")
-    parser.add_argument("--drafter", help="name with options, or folder (default: jacobi; none for vectors)")
-    parser.add_argument("--order", help="order of decoding, with options: zipar:window=4 (default: raster)")
-    parser.add_argument("--acceptance", help="rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)")
-    parser.add_argument("--batch-size", type=positive, default=8)
-    parser.add_argument(
-        "--best-of", type=positive, default=1, help="draw so many for each image, keep the best (selection)"
+@dataclass(kw_only=True)
+class Options(RayOptions, DrawingOptions):
+    prompt: list[str] = option("what to draw", positional=True, nargs="*")
+    prompts: Path | None = option("file of prompts, one a line, or .jsonl of {prompt, id}", None)
+    n: Positive = option("images of each prompt", 1)
+    out: Path = option("folder of the PNG files", Path("out/images"), short="-o", writes="folder")
+    grid: Path | None = option("also write one picture of all images", None, writes="file")
+    maps: bool = option("beside each image, where its tokens came from", False)
+    model: str | None = option("included name, folder or hub id of an image model (default: an included one)", None)
+    top_k: int | None = option("default: the model's own", None)
+    top_p: float | None = option("default: the model's own", None)
+    height: int | None = option("pixels; default: the model's own", None)
+    width: int | None = option("pixels; default: the model's own", None)
+    image: Path | None = option("picture to draw into, of the model's size; any-order models only", None)
+    mask: Path | None = option("of --image: white where to draw, the rest stays as it is", None)
+    preset: str | None = option("a published method by name, see visspec list", None)
+    drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
+    order: str | None = option("order of decoding, with options: zipar:window=4 (default: raster)", None)
+    acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
+    batch_size: Positive = option(default=8)
+    best_of: Positive = option("draw so many for each image, keep the best (selection)", 1)
+    scorer: str | None = option("which is the best: detector (of what the included model draws) or clip:MODEL", None)
+    stats: bool = option("print passes, tau and times of each batch", False)
+    json: Path | None = option(
+        "write seeds, passes, guarantee, drift and displacement to this file", None, writes="file"
     )
-    parser.add_argument("--scorer", help="which is the best: detector (of what the included model draws) or clip:MODEL")
-    parser.add_argument("--stats", action="store_true", help="print passes, tau and times of each batch")
-    parser.add_argument("--json", type=Path, help="write seeds, passes, guarantee, drift and displacement to this file")
-    parser.add_argument("--workers", type=positive, default=2, help="processes, with --ray")
-    add_ray(parser)
+    workers: Positive = option("processes, with --ray", 2)
 
 
-def run(arguments: argparse.Namespace) -> int | None:
+def run(arguments: Options) -> int | None:
     """Finished images stay when it is interrupted."""
     check_method(arguments)
     if arguments.ray:
@@ -102,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int | None:
     return None
 
 
-def asked(arguments: argparse.Namespace) -> list[str]:
+def asked(arguments: Options) -> list[str]:
     """The prompts. Raises ValueError if there is none, or for a line without one."""
     from visspec.api.sources import prompts
 
@@ -110,47 +109,45 @@ def asked(arguments: argparse.Namespace) -> list[str]:
     for record in read:
         if record.error is not None:
             raise ValueError(record.error)
-    texts = [*arguments.prompt, *(record.prompt for record in read)]
+    texts = [*arguments.prompt, *(str(record.prompt) for record in read)]
     if not texts:
         raise ValueError("prompt: got none, expected at least one")
     return texts
 
 
-def inpainted(arguments: argparse.Namespace) -> dict[str, Any]:
+def inpainted(arguments: Options) -> dict[str, Any]:
     """The picture of --image and the mask of --mask, read, as a pipeline takes them. Raises ValueError for one without
     the other, and for a file that is no image.
     """
     from visspec.io.images import open_image
 
-    files = {"image": arguments.image, "mask": arguments.mask}
-    if files["image"] is None and files["mask"] is None:
+    if arguments.image is None and arguments.mask is None:
         return {}
-    for name, path in files.items():
+    found = {}
+    for name, path in {"image": arguments.image, "mask": arguments.mask}.items():
         if path is None:
             raise ValueError(
                 f"--{name}: got none, expected both --image and --mask: a picture, and white where to draw"
             )
         if not path.exists():
             raise ValueError(f"--{name}: got {path}, expected an image file")
-    return {"image": open_image(files["image"]), "mask_image": open_image(files["mask"])}
+        found["image" if name == "image" else "mask_image"] = path
+    return {name: open_image(path) for name, path in found.items()}
 
 
-def pipeline(arguments: argparse.Namespace) -> ImagePipeline:
+def pipeline(arguments: Options) -> ImagePipeline:
     """The model that draws."""
     from visspec.api import zoo
     from visspec.api.images import ImagePipeline
 
-    pipe = ImagePipeline.from_pretrained(
-        arguments.model, device=arguments.device, dtype=arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-    )  # fmt: skip
+    pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
     if arguments.preset is not None:
         found = zoo.preset(arguments.preset, pipe.family.draws)
         pipe = pipe.parted(found.parts)
     return pipe
 
 
-def settings(arguments: argparse.Namespace) -> dict[str, Any]:
+def settings(arguments: Options) -> dict[str, Any]:
     """How a pipeline is called, apart from prompts, seeds and the method."""
     names = ("guidance_scale", "temperature", "top_k", "top_p", "height", "width", "batch_size")
     return {name: getattr(arguments, name) for name in names}
@@ -162,7 +159,7 @@ def first_number(folder: Path) -> int:
     return max(numbers, default=-1) + 1
 
 
-def check_method(arguments: argparse.Namespace) -> None:
+def check_method(arguments: Options) -> None:
     """Raises ValueError for a preset that is not known, or that has options beside it."""
     from visspec.api import presets, zoo
 
@@ -175,7 +172,7 @@ def check_method(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: got {value} beside --preset, expected one of the two")
 
 
-def method(arguments: argparse.Namespace, pipe: ImagePipeline) -> dict[str, Any]:
+def method(arguments: Options, pipe: ImagePipeline) -> dict[str, Any]:
     """Drafter, rule and order from --preset, or from their own options; those not given are the pipeline's."""
     from visspec.api import zoo
 

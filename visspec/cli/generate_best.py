@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +10,12 @@ from visspec.api.best_of import Score
 
 if TYPE_CHECKING:
     from visspec.api.images import ImageOutput
+    from visspec.cli.generate import Options
 
 SELECTED = "selection (not lossless)"
 
 
-def scorer(arguments: argparse.Namespace, prompts: Sequence[str]) -> Score | None:
+def scorer(arguments: Options, prompts: Sequence[str]) -> Score | None:
     """The score of --best-of for these prompts. Raises ValueError where one of the two options is missing."""
     if arguments.best_of == 1 and arguments.scorer is None:
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 from visspec.api import distributed, sources
 from visspec.api.shards import EXTRA, Shards
 from visspec.api.sources import Record, seed_of
-from visspec.cli.generate import CHOSEN, MEASURED, method, pipeline, settings
+from visspec.cli.generate import CHOSEN, MEASURED, Options, method, pipeline, settings
 from visspec.cli.ray_shards import refuse, write
 from visspec.io import included
 
@@ -23,7 +22,7 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def run_ray(arguments: argparse.Namespace) -> int:
+def run_ray(arguments: Options) -> int:
     """Finished shards are kept whatever ends it; ids that are there are not drawn again. Returns the exit code."""
     refuse(arguments, "json", "grid", "maps", "stats", "scorer", "image", "mask")
     if arguments.best_of > 1:
@@ -41,8 +40,8 @@ def run_ray(arguments: argparse.Namespace) -> int:
         **{name: getattr(arguments, name) for name in CHOSEN},
         **{name: value for name, value in drawing.items() if name != "batch_size"},
     }  # fmt: skip
-    given = argparse.Namespace(**{k: v for k, v in vars(arguments).items() if k != "run"})
-    return write(readers, partial(worker, given, drawing), Shards(arguments.out, COLUMNS), about, arguments)
+    make = partial(worker, arguments, drawing)
+    return write(readers, make, Shards(arguments.out, COLUMNS), about, arguments)
 
 
 def wanted(texts: list[str], file: Any, n: int) -> Iterator[Record]:
@@ -52,7 +51,7 @@ def wanted(texts: list[str], file: Any, n: int) -> Iterator[Record]:
         yield from (replace(record, id=f"{record.id}#{k}") for k in range(n)) if n > 1 else [record]
 
 
-def worker(arguments: argparse.Namespace, drawing: dict[str, Any]) -> distributed.Making:
+def worker(arguments: Options, drawing: dict[str, Any]) -> distributed.Making:
     """In an actor: load the model. What is returned draws the images of records."""
     pipe = pipeline(arguments)
     pipe.set_progress_bar_config(disable=True)

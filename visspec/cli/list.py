@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+@dataclass
+class Options:
     """It takes none."""
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Options) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 

@@ -10,12 +10,11 @@ import argparse
 import importlib
 import os
 import sys
-from pathlib import Path
 
 from visspec import __version__
-from visspec.io.files import unwritable
+from visspec.cli.arguments import add_options, read_options
 
-COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` and its body in `run`
+COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options` and `run`, which takes one
     "demo": "caption rendered scenes with and without acceleration, side by side",
     "caption": "caption image files, folders, tables and shards",
     "generate": "draw images from a prompt",
@@ -36,6 +35,17 @@ COMMANDS = {  # `bench image` is in bench_image.py, with its arguments in `add` 
     "train vq": "a multi-scale VQ autoencoder (VAR's) of a folder of images",
     "tune": "choose drafter, tree, length and batch for a model and images, by measurement",
     "eval": "judge images and texts: FID, GenEval, CLIPScore, captions, ...",
+    "eval fid": "Frechet distance of two folders",
+    "eval kid": "kernel distance of two folders",
+    "eval cmmd": "maximum mean discrepancy of embeddings of two folders",
+    "eval precision-recall": "precision and recall of manifolds of two folders",
+    "eval inception-score": "Inception score of a folder",
+    "eval clipscore": "CLIPScore of images and their captions",
+    "eval hps": "HPSv2 of images in four styles",
+    "eval geneval": "GenEval of a folder in its own layout, or flat with --prompts",
+    "eval dpg": "DPG-Bench of a folder",
+    "eval captions": "BLEU, ROUGE-L and CIDEr-D of captions against references",
+    "eval vqa": "a vision-language task answered by a model",
     "report": "one HTML page from the JSON of benches",
     "list": "names of drafters, rules, checkpoints",
     "doctor": "versions, device, what will run and what will not",
@@ -49,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
     try:
-        check_targets(arguments)
-        code = arguments.run(arguments) or 0
+        code = arguments.run(read_options(arguments, arguments.options)) or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -66,34 +75,30 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def check_targets(arguments: argparse.Namespace) -> None:
-    """Refuse, before any work, files and folders that can't be written."""
-    for name in ("json", "grid", "out", "images", "report"):
-        path = getattr(arguments, name, None)
-        folder = name in ("out", "images") and arguments.command not in ("report", "caption", "tune")
-        folder = folder or (name == "out" and getattr(arguments, "ray", False))
-        if isinstance(path, Path) and (why := unwritable(path, folder)) is not None:
-            raise ValueError(f"--{name}: {why}")
-
-
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line; the usage is behind --help. A command's file is imported when it is named."""
 
-    module: str | None = None
+    command = ""
 
     def parse_known_args(self, args=None, namespace=None):
-        if self.module is not None:
-            command = importlib.import_module(self.module)
-            command.add(self)
-            self.set_defaults(run=command.run)
+        if self.command:
+            module = importlib.import_module(f"visspec.cli.{module_of(self.command)}")
+            options = getattr(module, "OPTIONS", {}).get(self.command) or module.Options
+            add_options(self, options)
+            self.set_defaults(run=module.run, options=options)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str):
         self.exit(2, f"visspec: {message.removeprefix('argument ')}\n")
 
 
+def module_of(command: str) -> str:
+    """The file of a command: its own, or that of its group where one file has several."""
+    return "eval" if command.startswith("eval ") else command.replace(" ", "_")
+
+
 def parser() -> Parser:
-    """The parser of all commands, without the arguments of any."""
+    """The parser of all commands, without the options of any."""
     top = Parser(prog="visspec", description="Several tokens per pass of the big model.")
     top.add_argument("--version", action="version", version=f"visspec {__version__}")
     below = {"": top.add_subparsers(dest="command", required=True, metavar="command")}
@@ -103,7 +108,7 @@ def parser() -> Parser:
         if any(other.startswith(f"{name} ") for other in COMMANDS):
             below[name] = one.add_subparsers(dest="what", required=True, metavar="what")
         else:
-            one.module = f"visspec.cli.{name.replace(' ', '_')}"
+            one.command = name
     return top
 
 

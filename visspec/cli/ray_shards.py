@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -14,14 +14,14 @@ from visspec.api.shards import Shards
 from visspec.cli.arguments import earlier, exit_code
 
 
-def pool_of(arguments: argparse.Namespace) -> distributed.WorkerPool:
+def pool_of(arguments: Any) -> distributed.WorkerPool:
     """The processes that `arguments` ask for; each has a GPU where models run on them."""
     gpus = 1.0 if arguments.device.startswith("cuda") else 0.0
     return distributed.WorkerPool(arguments.workers, arguments.threads, gpus)
 
 
-def refuse(arguments: argparse.Namespace, *names: str) -> None:
-    """Raises ValueError for arguments that mean nothing with --ray, and where --out is missing."""
+def refuse(arguments: Any, *names: str) -> Path:
+    """The folder of --out. Raises ValueError for arguments that mean nothing with --ray, and where --out is missing."""
     if arguments.out is None:
         raise ValueError("--out: got none, expected a folder for the shards of --ray")
     if arguments.out.suffix in (".jsonl", ".parquet"):
@@ -29,6 +29,7 @@ def refuse(arguments: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(arguments, name):
             raise ValueError(f"--{name.replace('_', '-')}: got one beside --ray, expected one of the two")
+    return arguments.out
 
 
 class Totals:
@@ -54,7 +55,7 @@ class Totals:
 
 def write(
     readers: Sequence[Any], make: Callable[[], distributed.Making], shards: Shards, about: dict[str, Any],
-    arguments: argparse.Namespace,
+    arguments: Any,
 ) -> int:  # fmt: skip
     """Make and write all records that are not there, under a bar. Returns the exit code."""
     totals, twice = Totals(), 0

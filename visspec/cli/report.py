@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
-
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("result", nargs="+", type=Path, help="JSON files written by visspec bench")
-    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"))
+from visspec.cli.arguments import option
 
 
-def run(arguments: argparse.Namespace) -> None:
+@dataclass
+class Options:
+    result: list[Path] = option("JSON files written by visspec bench", positional=True)
+    out: Path = option("the page", Path("report.html"), short="-o", writes="file")
+
+
+def run(arguments: Options) -> None:
     from visspec.eval.report.page import build
 
     print(build(arguments.result, arguments.out))

@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib
 import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-from visspec.cli.arguments import add_hardware, load, positive
+from visspec.cli.arguments import ModelOptions, Positive, load, option
 
 KEY = "VISSPEC_API_KEY"
 MMAP_THRESHOLD = -3  # glibc's name for it in mallopt
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: an included one)")
-    parser.add_argument("--image-model", help="also serve images/generations: included name, folder or hub id")
-    parser.add_argument("--drafter", help="name with options, or folder (default: the model's own, else ngram)")
-    parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
-    add_hardware(parser)
-    parser.add_argument("--slots", type=positive, default=8, help="answers written at once")
-    parser.add_argument("--places", type=positive, default=64, help="requests taken at once, those that wait included")
-    parser.add_argument("--max-new-tokens", type=positive, default=512, help="of an answer that asks for no number")
-    parser.add_argument("--max-body", type=positive, default=20_000_000, help="bytes of a request")
-    parser.add_argument("--max-pixels", type=positive, default=16_000_000, help="of an image")
-    parser.add_argument("--max-images", type=positive, default=16, help="of a request")
-    parser.add_argument(
-        "--pixels-at-once", type=positive, default=128_000_000,
-        help="of a request's images together, and of all images that are decoded at once",
-    )  # fmt: skip
-    parser.add_argument("--grace", type=positive, default=60, help="seconds for running answers after SIGTERM")
+@dataclass(kw_only=True)
+class Options(ModelOptions):
+    host: str = option("default: this machine only", "127.0.0.1")
+    port: int = option(default=8000)
+    image_model: str | None = option("also serve images/generations: included name, folder or hub id", None)
+    slots: Positive = option("answers written at once", 8)
+    places: Positive = option("requests taken at once, those that wait included", 64)
+    max_new_tokens: Positive = option("of an answer that asks for no number", 512)
+    max_body: Positive = option("bytes of a request", 20_000_000)
+    max_pixels: Positive = option("of an image", 16_000_000)
+    max_images: Positive = option("of a request", 16)
+    pixels_at_once: Positive = option(
+        "of a request's images together, and of all images that are decoded at once", 128_000_000
+    )
+    grace: Positive = option("seconds for running answers after SIGTERM", 60)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Options) -> int:
     """Serve until SIGTERM or Ctrl-C; what runs is finished then."""
     if not 0 <= arguments.port < 1 << 16:
         raise ValueError(f"--port: got {arguments.port}, expected a number from 0 to 65535")
@@ -63,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
+def made(arguments: Options, key: str | None, local: bool) -> Any:
     """The service: models loaded, threads started."""
     from visspec.api.accelerate import accelerate
     from visspec.api.completions import RequestLimits
@@ -79,13 +75,11 @@ def made(arguments: argparse.Namespace, key: str | None, local: bool) -> Any:
         at_once=max(arguments.pixels_at_once, arguments.max_pixels), new=arguments.max_new_tokens,
         context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
     )  # fmt: skip
-    pipe = None
+    meters, painting = ServerMetrics(), None
     if arguments.image_model is not None:
-        hardware = {name: getattr(arguments, name) for name in ("device", "dtype", "trust_remote_code")}
-        pipe = ImagePipeline.from_pretrained(arguments.image_model, **hardware)
+        pipe = ImagePipeline.from_pretrained(arguments.image_model, **arguments.hardware)
         pipe.set_progress_bar_config(disable=True)
-    meters = ServerMetrics()
+        painting = ImageWorker(arguments.image_model, pipe, meters)
     writing = TextWorker(arguments.model or included.text_model(), fast, processor, meters, arguments.slots, limits)
-    painting = None if pipe is None else ImageWorker(arguments.image_model, pipe, meters)
     desk = RequestQueue(arguments.places, meters, limits.at_once, max(BODIES, limits.body))
     return Service(desk, writing, painting, key, local)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from visspec.cli.arguments import positive
+from visspec.cli.arguments import Positive, option
 
 SIDES = "1,2,3,4,6,8"
 
@@ -21,28 +23,27 @@ def sides(text: str) -> tuple[int, ...]:
     return found
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", required=True, type=Path, help="images, as `visspec caption` reads them")
-    parser.add_argument("--out", required=True, type=Path, help="folder for the autoencoder and its checkpoint")
-    parser.add_argument("--sides", type=sides, default=sides(SIDES), help=f"rows of each map ({SIDES})")
-    parser.add_argument(
-        "--levels", type=positive, default=4, help="levels of the encoder; pixels a code: 2^(levels - 1)"
-    )
-    parser.add_argument("--codes", type=positive, default=512, help="size of the codebook (512)")
-    parser.add_argument("--size", type=positive, default=16, help="numbers of a code (16)")
-    parser.add_argument("--channels", type=positive, default=32, help="of the finest level, a multiple of 32 (32)")
-    parser.add_argument("--blocks", type=positive, default=1, help="residual blocks of a level (1)")
-    parser.add_argument("--steps", type=positive, default=2000)
-    parser.add_argument("--rows", type=positive, default=8, help="images in a step of a process (8)")
-    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate (0.001)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--every", type=positive, default=500, help="steps between validations and checkpoints (500)")
-    parser.add_argument("--workers", type=positive, default=1, help="processes of one thread each, on the CPU (1)")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--resume", action="store_true", help="take up the checkpoint in --out")
+@dataclass(kw_only=True)
+class Options:
+    data: Path = option("images, as `visspec caption` reads them")
+    out: Path = option("folder for the autoencoder and its checkpoint", writes="folder")
+    sides: Annotated[tuple[int, ...], sides] = option(f"rows of each map ({SIDES})", sides(SIDES))
+    levels: Positive = option("levels of the encoder; pixels a code: 2^(levels - 1)", 4)
+    codes: Positive = option("size of the codebook (512)", 512)
+    size: Positive = option("numbers of a code (16)", 16)
+    channels: Positive = option("of the finest level, a multiple of 32 (32)", 32)
+    blocks: Positive = option("residual blocks of a level (1)", 1)
+    steps: Positive = option(default=2000)
+    rows: Positive = option("images in a step of a process (8)", 8)
+    rate: float = option("peak learning rate (0.001)", 1e-3)
+    seed: int = option(default=0)
+    every: Positive = option("steps between validations and checkpoints (500)", 500)
+    workers: Positive = option("processes of one thread each, on the CPU (1)", 1)
+    device: str = option(default="cpu")
+    resume: bool = option("take up the checkpoint in --out", False)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: Options) -> None:
     from visspec.api import train_vq
 
-    train_vq.run(arguments)
+    train_vq.run(argparse.Namespace(**vars(arguments)))

@@ -7,25 +7,23 @@ with --sweep every row is measured.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich.console import Console
 from rich.table import Table
 
-from visspec.api import ranks, sources, tuning, zoo
-from visspec.api.accelerate import Accelerated, accelerate
+from visspec.api import loading, ranks, sources, tuning, zoo
+from visspec.api.accelerate import Accelerated, accelerate, default_drafter
 from visspec.api.captions import PROMPT, moved, processed
-from visspec.cli.arguments import add_hardware, load, positive, temperature
-from visspec.cli.bench_caption import CaptionArm
+from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions, option
+from visspec.cli.bench import BenchOptions, CaptionArm
 from visspec.eval.bench import paired
-from visspec.io.files import write_json
+from visspec.eval.bench.table import table
 from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.provenance import provenance
 
@@ -35,34 +33,26 @@ PLAIN = "none"
 FINALISTS = 3  # rows with the best predictions, which are measured
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="folder or hub id of a vision-language model (default: the embedded captioner)")
-    parser.add_argument("--images", nargs="+", required=True, help="images, as `visspec caption` reads them")
-    parser.add_argument("--drafters", nargs="+", help="names or folders (default: ngram, and the model's own)")
-    parser.add_argument("--lengths", nargs="+", type=positive, default=[1, 2, 3, 4, 6, 8], help="of drafts, in levels")
-    parser.add_argument("--batches", nargs="+", type=positive, default=[1, 4], help="sizes of batches")
-    parser.add_argument("--acceptance", default="exact", help="rule and options, e.g. typical:epsilon=0.1")
-    parser.add_argument("--count", type=positive, default=16, help="images to measure on, and as many to check on")
-    parser.add_argument("--passes", type=positive, default=2, help="over the images that are measured on")
-    parser.add_argument("--max-new-tokens", type=positive, default=128)
-    parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prompt", default=None, help="what to ask of each image")
-    parser.add_argument("--threads", type=positive, help="torch threads")
-    parser.add_argument("--sweep", action="store_true", help="measure every row, to see how good the prediction is")
-    parser.add_argument("--out", type=Path, help="write the choice to this file, for accelerate(model, FILE)")
-    parser.add_argument("--json", type=Path, help="write all rows to this file")
-    parser.add_argument("--trees", type=Path, help="measure acceptance by rank, write it to this file and try its tree")
-    add_hardware(parser)
+@dataclass(kw_only=True)
+class Options(BenchOptions, SamplingOptions, TargetOptions):
+    images: list[str] = option("images, as `visspec caption` reads them")
+    drafters: list[str] | None = option("names or folders (default: ngram, and the model's own)", None)
+    lengths: list[Positive] = option("of drafts, in levels", [1, 2, 3, 4, 6, 8])
+    batches: list[Positive] = option("sizes of batches", [1, 4])
+    count: Positive = option("images to measure on, and as many to check on", 16)
+    acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
+    passes: Positive = option("over the images that are measured on", 2)
+    prompt: str | None = option("what to ask of each image", None)
+    sweep: bool = option("measure every row, to see how good the prediction is", False)
+    out: Path | None = option("write the choice to this file, for accelerate(model, FILE)", None, writes="file")
+    trees: Path | None = option("measure acceptance by rank, write it to this file and try its tree", None)
 
 
-def run(arguments: argparse.Namespace) -> None:
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    arguments.drafter = None
+def run(arguments: Options) -> None:
+    arguments.begin()
     found = sources.records(arguments.images)
-    model, processor, usual = load(arguments)
-    drafters = arguments.drafters or list(dict.fromkeys(["ngram", usual]))
+    model, processor = loading.load(arguments.model, **arguments.hardware)
+    drafters = arguments.drafters or list(dict.fromkeys(["ngram", default_drafter(model)]))
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if arguments.temperature > 0:
         options |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0}
@@ -75,9 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
         acceptance=arguments.acceptance, request=arguments.prompt or PROMPT, passes=arguments.passes,
         seed=arguments.seed, sweep=arguments.sweep, trees=arguments.trees, **options,
     )  # fmt: skip
-    Console().print(table(record))
+    arguments.end(record, view(record))
     print(verdict(record))
-    write_json(arguments.json, record)
     if arguments.out is not None:
         about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
         tuning.write_preset(arguments.out, model, record["choice"], **about)
@@ -251,22 +240,17 @@ def verdict(record: dict[str, Any]) -> str:
     )
 
 
-def table(record: dict[str, Any]) -> Table:
-    """A rich table of the rows."""
+COLUMNS = {
+    "drafter": "{drafter}", "d": "{levels}", "rows": "{batch_size}", "tau": "{tau:.2f}",
+    "predicted": "{predicted_speedup:.2f}", "95 %": "{predicted_ci95[0]:.2f}..{predicted_ci95[1]:.2f}",
+    "img/s": "{images_per_second:.2f}", "measured": "{measured_speedup:.2f}",
+}  # fmt: skip
+
+
+def view(record: dict[str, Any]) -> Table:
+    """The table of a record."""
     title = f"{record['n_prompts']} images measured, {record['n_checked']} checked; load {record['load']:.1f}"
     for size, count in record["left_over"].items():
         title += f"; batches of {size} leave out {count}"
-    view = Table(
-        title=title,
-        caption="d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size",
-    )
-    for name in ("drafter", "d", "rows", "tau", "predicted", "95 %", "img/s", "measured"):
-        view.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=name != "drafter", min_width=4)
-    for row in record["rows"]:
-        low, high = row["predicted_ci95"]
-        found = f"{row['measured_speedup']:.2f}" if "measured_speedup" in row else ""
-        view.add_row(
-            row["drafter"], str(row["levels"]), str(row["batch_size"]), f"{row['tau']:.2f}",
-            f"{row['predicted_speedup']:.2f}", f"{low:.2f}..{high:.2f}", f"{row['images_per_second']:.2f}", found,
-        )  # fmt: skip
-    return view
+    caption = "d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size"
+    return table(title, record["rows"], COLUMNS, caption, whole=[head for head in COLUMNS if head != "drafter"])

@@ -1,0 +1,46 @@
+"""Wall clocks of calls, alone: in turns, and until the host has issued them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+Name = TypeVar("Name")
+
+
+def waiter(device: torch.device) -> Callable[[], None]:
+    """Waits for the device; nothing on a CPU."""
+    return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
+
+
+def seconds_of(call: Callable[[], Any], wait: Callable[[], None]) -> tuple[float, Any]:
+    """Seconds of a call on an idle device until all of it is done, and what it returned."""
+    wait()
+    began = time.perf_counter()
+    found = call()
+    wait()
+    return time.perf_counter() - began, found
+
+
+def alternated(calls: Mapping[Name, Callable[[], Any]], repeats: int, wait: Callable[[], None]) -> dict[Name, float]:
+    """Median seconds of each call, in turns, after two of each that are not counted."""
+    times: dict[Name, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats + 2):
+        for name, call in calls.items():
+            times[name].append(seconds_of(call, wait)[0])
+    return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+
+
+def issued(call: Callable[[], Any], wait: Callable[[], None], repeats: int = 9) -> float:
+    """Median seconds until a call returns, whether the device has done it or not."""
+    seconds = []
+    for _ in range(repeats):
+        wait()
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)

@@ -1,0 +1,109 @@
+"""What the benches share: their options, the scenes that they measure on, the arms that caption, and their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from visspec.api.accelerate import Accelerated
+from visspec.cli.arguments import JsonOption, Positive, option
+from visspec.eval.bench.paired import ArmRun
+from visspec.io import included
+from visspec.io.files import write_json
+from visspec.io.provenance import provenance
+
+
+@dataclass(kw_only=True)
+class BenchOptions(JsonOption):
+    """What every bench takes."""
+
+    threads: Positive | None = option("torch threads", None)
+
+    def begin(self) -> None:
+        """Set the threads."""
+        if self.threads:
+            torch.set_num_threads(self.threads)
+
+    def end(self, record: dict[str, Any], *views: Table) -> None:
+        """Print the tables of a record, and write it."""
+        Console().print(*views)
+        write_json(self.json, record)
+
+
+@dataclass(kw_only=True)
+class ScenesOptions(BenchOptions):
+    """Held-out scenes of a world."""
+
+    world: str | None = option(
+        "of the scenes; default: the one whose words the model knows", None, choices=included.table().worlds
+    )
+
+    def scenes(self, processor: Any, use: str = "captions") -> included.Scenes:
+        return included.scenes(self.world, processor, use)
+
+
+def measured_on(model: Any, **more: Any) -> dict[str, Any]:
+    """Fields of a record: the name of the model, and the provenance of its figures."""
+    return {"target": getattr(model.config, "_name_or_path", ""), "provenance": provenance(model, **more)}
+
+
+class StockCaptionArm:
+    """transformers' own generate. `first` is a call of its own that stops after one token: nothing rides along."""
+
+    def __init__(self, model, options: dict[str, Any], seed: int):
+        self.model, self.options, self.seed = model, options, seed
+
+    def __call__(self, prompt) -> ArmRun:
+        index, inputs = prompt
+        torch.manual_seed(self.seed + index)
+        start = time.perf_counter()
+        out = self.model.generate(**inputs, **self.options)
+        seconds = time.perf_counter() - start
+        self.model.generate(**inputs, **(self.options | {"max_new_tokens": 1}))
+        first = time.perf_counter() - start - seconds
+        return ArmRun(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
+
+
+class CaptionArm:
+    """The same through `fast.generate`; a row's seed is its own, so that arms with equal seeds can be compared."""
+
+    def __init__(self, fast: Accelerated, options: dict[str, Any], seed: int):
+        self.fast, self.options, self.seed = fast, options, seed
+
+    def __call__(self, prompt) -> ArmRun:
+        index, inputs = prompt
+        start = time.perf_counter()
+        result = self.fast.run(**inputs, **self.options, seed=row_seeds(self.seed, index, len(inputs["input_ids"])))
+        seconds = time.perf_counter() - start
+        state, trace = result.state, result.state.trace
+        first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
+        return ArmRun.of_trace(
+            seconds, [list(t) for t in state.tokens], trace, first, drift=result.stats.drift_per_token,
+            origin=[list(o) for o in trace.origin],
+        )  # fmt: skip
+
+
+def row_seeds(seed: int, prompt: int, rows: int) -> list[int]:
+    """Seeds of the rows of a prompt, each its own."""
+    return [1000 * (seed + prompt) + row for row in range(rows)]
+
+
+def trimmed(new: torch.Tensor, config) -> list[list[int]]:
+    """Rows of new ids up to and including their first end token."""
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    rows = []
+    for row in new.tolist():
+        stop = next((i for i, t in enumerate(row) if t in ends), len(row) - 1)
+        rows.append(row[: stop + 1])
+    return rows
+
+
+def groups_of(items: Sequence[Any], size: int) -> list[Any]:
+    """The items in groups of so many, the last one with what is left."""
+    return [items[i : i + size] for i in range(0, len(items), size)]
