@@ -5,6 +5,7 @@ served is one sentence; clients that leave free their rows; a server that stops 
 # ruff: noqa: E402 (what is imported needs the extra)
 
 import base64
+import copy
 import gc
 import io
 import os
@@ -16,13 +17,16 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import get_type_hints
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from transformers import CLIPImageProcessor, CLIPImageProcessorPil
 
 fastapi = pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
@@ -385,8 +389,56 @@ def test_bodies_that_are_not_complete_take_no_place(captioner, monkeypatch):
             assert slow.recv(100).startswith(b"HTTP/1.1 408")
 
 
-def test_images_are_decoded_when_there_is_room_and_let_go(captioner, monkeypatch):
+def random_image(*size):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    "size", [(97, 150, 3), (3, 50, 3), (50, 3, 3), (1, 1, 3), (40, 60), (40, 60, 4), (400, 301, 3)]
+)
+def test_a_prompt_is_the_same_of_images_and_of_tensors(captioner, size):
+    """Bit for bit, whatever the image's size and mode."""
+    body = {"messages": asked("describe it .", *[url(random_image(*size))] * 2)}
+
+    def of(tensors):
+        return completions.prompt_of(captioner[1], completions.chat(body, RequestLimits()), nullcontext(), tensors)
+
+    assert completions.takes_tensors(captioner[1])
+    want, got = of(False), of(True)
+    assert want.keys() == got.keys() and len(want["pixel_values"]) == 2
+    for name in want:
+        assert torch.equal(want[name], got[name])
+
+
+def test_a_processor_is_given_images_where_tensors_make_a_difference(captioner):
+    processor = captioner[1]
+
+    def with_images(change, kind=CLIPImageProcessor):
+        class Particular(kind):
+            def preprocess(self, images, *args, **kwargs):
+                return super().preprocess(change(images), *args, **kwargs)
+
+        other = copy.copy(processor)
+        other.image_processor = Particular(size={"shortest_edge": 96}, crop_size={"height": 96, "width": 96})
+        return other
+
+    def brighter(images):
+        return [[i // 2 if isinstance(i, torch.Tensor) else i for i in row] for row in images]
+
+    def opened(images):
+        return [[i.convert("RGB") for i in row] for row in images]
+
+    assert completions.takes_tensors(with_images(lambda images: images))
+    assert not completions.takes_tensors(with_images(brighter))
+    assert not completions.takes_tensors(with_images(opened))
+    assert not completions.takes_tensors(with_images(lambda images: images, CLIPImageProcessorPil))
+    assert not completions.takes_tensors(processor.tokenizer)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_images_are_decoded_when_there_is_room_and_let_go(captioner, monkeypatch, tensors):
     """At most one request's pixels are decoded at once here, and none is left, without the garbage collector."""
+    monkeypatch.setattr(completions, "takes_tensors", lambda processor: tensors)
     alive, most = weakref.WeakSet(), []
 
     class Counted(Image.Image):
@@ -413,7 +465,7 @@ def test_images_are_decoded_when_there_is_room_and_let_go(captioner, monkeypatch
             assert {call().usage.completion_tokens for call in calls} <= set(range(1, SHORT + 1))
             with pytest.raises(openai.BadRequestError, match="processor can't read"):
                 broken()
-            assert len(most) == 21 and max(most) == 3 and not alive
+            assert len(most) == 21 and max(most) == (1 if tensors else 3) and not alive
         finally:
             gc.enable()
         until(lambda: running.service.desk.pixels == running.service.desk.taken == 0)

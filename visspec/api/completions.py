@@ -14,7 +14,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
+import numpy as np
+import torch
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from transformers.image_processing_backends import TorchvisionBackend
 
 from visspec.api.captions import chat_text
 from visspec.io.images import MAX_PIXELS, image_size, read_image
@@ -22,6 +26,7 @@ from visspec.io.images import MAX_PIXELS, image_size, read_image
 MEDIA = ("image/png", "image/jpeg", "image/webp")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MOST_STOPS = 4
+TRIED = ((97, 150), (431, 260))  # heights and widths of images that a processor is tried on
 MOST_SEED = 2**62  # rows and images count up from a seed
 NOTHING: dict[str, tuple] = {  # arguments of a completion that are not supported, with the values that ask for nothing
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "functions": ([],),
@@ -291,20 +296,23 @@ def picture(url: Any, where: str, most: int) -> Picture:
     return Picture(content, width * height, where)
 
 
-def prompt_of(processor: Any, asked: ChatRequest, lock: AbstractContextManager) -> dict[str, Any]:
+def prompt_of(
+    processor: Any, asked: ChatRequest, lock: AbstractContextManager, tensors: bool = False
+) -> dict[str, Any]:
     """A processor's output for a chat, on the CPU, whose images are decoded here and let go. lock: held while the
-    processor runs. Raises Refused for what can't be read.
+    processor runs. tensors: the processor is one that `takes_tensors`. Raises Refused for what can't be read.
     """
     images = []
     try:
         for picture in asked.images:
             try:
-                images.append(read_image(picture.data, picture.where, picture.pixels))
+                image = read_image(picture.data, picture.where, picture.pixels)
             except ValueError as error:
                 raise RequestError(str(error), param=picture.where) from None
-        given = {"images": [images]} if images else {}
+            images.append(tensor_of(image) if tensors else image)
+            del image
         with lock:
-            return dict(processor(text=[chat_text(processor, asked.messages)], **given, return_tensors="pt"))
+            return _processed(processor, asked.messages, images)
     except RequestError:
         raise
     except Exception as error:  # of chat templates and processors, which raise anything
@@ -313,6 +321,35 @@ def prompt_of(processor: Any, asked: ChatRequest, lock: AbstractContextManager) 
         images.clear()  # an error remembers what its functions had
         asked.images.clear()
     raise RequestError(f"messages: got what the model's processor can't read ({said}), expected a chat")
+
+
+def _processed(processor: Any, messages: list[dict[str, Any]], images: list[Any]) -> dict[str, Any]:
+    given = {"images": [images]} if images else {}
+    return dict(processor(text=[chat_text(processor, messages)], **given, return_tensors="pt"))
+
+
+def tensor_of(image: Image.Image) -> torch.Tensor:
+    """Pixels of an RGB image, (3, H, W) uint8, as image processors of transformers make of it first."""
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def takes_tensors(processor: Any) -> bool:
+    """Whether a processor's first step is `tensor_of`, so that an image's tensor may stand for the image; where it is
+    not, both are held until the last image of a prompt is read. Tried on two images.
+    """
+    if not isinstance(getattr(processor, "image_processor", None), TorchvisionBackend):
+        return False
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    try:
+        for size in TRIED:
+            noise = torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+            image = Image.fromarray(noise.numpy())
+            want, got = (_processed(processor, messages, [given]) for given in (image, tensor_of(image)))
+            if want.keys() != got.keys() or not all(torch.equal(want[name], got[name]) for name in want):
+                return False
+    except Exception:  # of chat templates and processors, which raise anything
+        return False
+    return True
 
 
 def room(length: int, asked: ChatRequest, limits: RequestLimits) -> int:

@@ -304,12 +304,13 @@ class TextWorker(QueueWorker):
         self.fast, self.processor, self.slots, self.limits = fast, processor, slots, limits
         self.decoder = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.processing = threading.Lock()
+        self.tensors = completions.takes_tensors(processor)
         self.over = False
         super().__init__(name, meters)
 
     def job(self, asked: ChatRequest, tell: Callable[[Any], None]) -> QueuedRequest:
         """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
-        inputs = completions.prompt_of(self.processor, asked, self.processing)
+        inputs = completions.prompt_of(self.processor, asked, self.processing, self.tensors)
         length = inputs["input_ids"].shape[1]
         most = completions.room(length, asked, self.limits)
         inputs = moved(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}

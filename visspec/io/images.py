@@ -91,13 +91,14 @@ def _decode(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image
     with _header(file, path, max_pixels) as found:
         found.load()
         image = ImageOps.exif_transpose(found)
+    del found  # its pixels, which are copied
     if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
         image = image.convert("I").point(lambda v: v / 257).convert("L")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
