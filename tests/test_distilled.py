@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributions import context_law, output_law, plain_law, total_variation
-from tests.test_image_drafter import path_law, request, rounds
+from tests.test_image_drafter import family, path_law, request, rounds, run
 from tests.test_image_targets import made
 from tests.test_law import chi_square
 from tests.tiny_images import janus, painter, prompts
@@ -25,7 +25,6 @@ from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, config_for, seen
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.image_codes.target import ImageAR
-from visspec.models.janus.target import Janus
 from visspec.sampling import Gumbel, warp
 from visspec.toys.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
 from visspec.types import FREE, Request, Sampling, Verdict
@@ -34,26 +33,12 @@ V = 3  # codes that the drafter of the law tests knows
 SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
 
 
-def family():
-    return Janus(janus(), None)
-
-
 def drafter(seed=1, *, levels=None, refine=6, **config):
     """A random drafter with laws sharp enough to differ."""
     fresh = DistilledDrafter.for_model(family(), seed=seed, **(SMALL | config))
     with torch.no_grad():
         fresh.head.codes.weight.mul_(40.0)
     return DistilledDrafter(fresh.head, family(), levels=levels, refine=refine)
-
-
-def run(made, used, rule=None, levels=None):
-    target = ImageAR(family(), features=used is not None)
-    guarded = None if used is None else SafeDrafter(used, target.capabilities)
-    length_policy = AdaptiveLength(levels or (used.traits.levels if used else 1), adaptive=False)
-    state = decode(target, guarded, rule or Exact(), made, length_policy)
-    if guarded is not None:
-        guarded.finish(state)
-    return torch.tensor(state.tokens), state
 
 
 # --- laws -------------------------------------------------------------------------------------------------------------
@@ -287,20 +272,6 @@ def test_a_draft_that_has_settled_is_what_the_network_says_behind_itself():
         if draft.q is not None:
             torch.testing.assert_close(draft.q.p[:, 1:], distribution.softmax(dim=-1), rtol=1e-4, atol=1e-6)
         state.calls.clear()
-
-
-def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting():
-    ids, attention = prompts(1)
-    used = drafter()
-    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter was trained with 3.0") as caught:
-        run(request(ids, attention, 6.0), used)
-        run(request(ids, attention, 6.0), used)
-    assert len(caught) == 1
-    made = request(ids, attention)
-    made.grid = (2, 8)
-    with pytest.warns(RuntimeWarning, match=r"grid: got \(2, 8\), expected \(4, 4\)"):
-        tokens, state = run(made, used)
-    assert state.trace.faults == 1 and torch.equal(tokens, run(request(ids, attention), None)[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -120,6 +120,18 @@ def test_a_drawn_draft_of_a_row_does_not_depend_on_its_batch(name):
     assert [drawn(setup, [row], seed=4)[0][0] for row in ROWS] == together
 
 
+@pytest.mark.parametrize("name", ["distilled", "image-eagle"])
+def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting(name):
+    setup = janus_pair(tiny_drafter(name), zoo.acceptance("exact"))
+    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter was trained with 3.0") as caught:
+        for _ in range(2):
+            drawn(setup, [0], guidance=6.0)
+    assert len(caught) == 1
+    with pytest.warns(RuntimeWarning, match=r"grid: got \(2, 8\), expected \(4, 4\)"):
+        tokens, _ = drawn(setup, [0], grid=(2, 8), faults=1)
+    assert tokens == drawn(janus_pair(None, zoo.acceptance("exact")), [0])[0]
+
+
 # --- rows of a batch --------------------------------------------------------------------------------------------------
 
 GROUPS = ([0, 1, 2], [3, 4], [5])  # rows of text that are prefilled together; the last one has no picture

@@ -217,20 +217,6 @@ def test_a_rollout_is_what_drafting_says():
                 state.tokens[b].append(int(codes[b, t + 1]))
 
 
-def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting():
-    ids, attention = prompts(1)
-    used = drafter()
-    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter was trained with 3.0") as caught:
-        run(request(ids, attention, 6.0), used)
-        run(request(ids, attention, 6.0), used)
-    assert len(caught) == 1
-    made = request(ids, attention)
-    made.grid = (2, 8)
-    with pytest.warns(RuntimeWarning, match=r"grid: got \(2, 8\), expected \(4, 4\)"):
-        tokens, state = run(made, used)
-    assert state.trace.faults == 1 and torch.equal(tokens, run(request(ids, attention), None)[0])
-
-
 def test_static_trees_have_the_shape_they_are_told():
     for counts in ((5, 13, 16, 14, 9), (4, 8, 8, 3, 2), (1, 1, 1), (2, 7), (32, 1)):
         tree, levels = feature_tree.plan(counts, "cpu")

@@ -77,15 +77,15 @@ def janus_pair(drafter, rule, order=None):
     return build_setup(drafter, "", rule, family, make_target, order=order, adaptive=False)
 
 
-def drawn(setup, rows, seed=0, temperature=1.0, guidance=3.0):
+def drawn(setup, rows, seed=0, temperature=1.0, guidance=3.0, grid=None, faults=0):
     """Tokens and state of a batch under a setup."""
     case, (ids, attention) = made("janus"), tiny_images.prompts()
     given = case.family.from_ids(ids[rows], attention[rows], guidance != 1)
     sampling = Sampling(temperature, guidance=guidance)
-    request = Request(given, given.ids, case.layout.positions, sampling, grid=case.layout.grid)
+    request = Request(given, given.ids, case.layout.positions, sampling, grid=grid or case.layout.grid)
     request.generators = [torch.Generator().manual_seed(seed + r) for r in rows] if temperature else None
     state = setup.decode(request)
-    assert state.trace.faults == 0
+    assert state.trace.faults == faults
     return state.tokens, state
 
 
