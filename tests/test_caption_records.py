@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tarfile
 import threading
@@ -16,6 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.children import command
 from tests.test_cli import refused
 from visspec.api import sources, zoo
 from visspec.api.accelerate import accelerate
@@ -441,12 +440,6 @@ def test_prefetching_keeps_the_order_and_looks_ahead_so_far():
     made.close()
 
 
-def started(argv) -> subprocess.Popen:
-    """A command in a process of its own."""
-    command = [sys.executable, "-P", "-m", "visspec.cli.main", *argv]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
-
-
 def count_of(out: Path) -> int:
     """Lines of a file, or shards of a folder."""
     if out.is_dir():
@@ -456,24 +449,22 @@ def count_of(out: Path) -> int:
 
 def killed(argv, out: Path, at: int) -> None:
     """Run a command and kill it when its file has so many lines."""
-    process = started(argv)
-    while process.poll() is None:
-        if count_of(out) >= at:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            return
+    process = command(argv, out.with_name("said"))
+    while process.is_alive() and count_of(out) < at:
         time.sleep(0.01)
+    process.kill()
+    process.join()
 
 
 def watched(argv, out: Path) -> tuple[int, list[tuple[int, int]]]:
     """Run a command to its end. Returns its code, and (lines, resident kB) from time to time."""
-    process, seen = started(argv), []
+    process, seen = command(argv, out.with_name("said")), []
     status = Path(f"/proc/{process.pid}/status")
-    while process.poll() is None:
+    while process.is_alive():
         if status.exists() and (found := re.search(r"VmRSS:\s+(\d+) kB", status.read_text())):
             seen.append((count_of(out), int(found[1])))
         time.sleep(0.1)
-    return process.returncode, seen
+    return process.exitcode, seen
 
 
 def many(home: Path, count: int, corrupt: int) -> None:

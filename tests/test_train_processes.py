@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.children import forked
 from tests.parallel_target import captions
 from tests.test_cli import refused
 from tests.tiny import model_of
@@ -25,23 +26,32 @@ from visspec.train.loop import SingleProcess
 ROOT = Path(__file__).parent.parent
 
 
-def launch(home: Path, module: str, *argv: str) -> None:
-    """`main` of a module of the tests with two processes of one thread, by torchrun."""
-    script = home / "run.py"  # tests are no package; another of that name may be installed
-    values = "".join(f"{value!r}, " for value in argv)
-    script.write_text(
+def launch(home: Path, module: str, *argv: str, torchrun: bool = False) -> None:
+    """`main` of a module of the tests with two processes of one thread."""
+    values = "".join(f"{value!r}, " for value in argv)  # tests are no package; another of that name may be installed
+    code = (
         "import sys, types\nfrom pathlib import Path\n"
         f"tests = sys.modules['tests'] = types.ModuleType('tests')\ntests.__path__ = [{str(ROOT / 'tests')!r}]\n"
         f"from tests.{module} import main\nmain({values}Path({str(home)!r}))\n"
     )
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-addr", "127.0.0.1", "--master-port", str(port), str(script)]
-    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": "", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=500, cwd=home)
-    assert done.returncode == 0, done.stderr[-3000:]
+        port = str(free.getsockname()[1])
+    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    if torchrun:
+        (home / "run.py").write_text(code)
+        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        command += ["--master-addr", "127.0.0.1", "--master-port", port, str(home / "run.py")]
+        more |= {"PYTHONPATH": ""}
+        done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=500, cwd=home)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return
+    more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    said = [home / f"said{rank}" for rank in "01"]
+    ranks = [forked(code, said[r], **more, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
+    for rank, process in enumerate(ranks):
+        process.join(500)
+        assert process.exitcode == 0, said[rank].read_text()[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +96,7 @@ def test_two_processes_train_one_drafter(home):
 def test_a_target_split_by_transformers_plan_is_itself(tmp_path):
     """Tensor-parallel in two processes, and over devices: the tokens of one process on one device."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
-    launch(tmp_path, "parallel_target")
+    launch(tmp_path, "parallel_target", torchrun=True)
     whole = captions("cpu")
     assert whole["none"] == whole["stock"] and captions("auto") == whole
     for rank in range(2):

@@ -1,0 +1,29 @@
+"""Child processes forked from one that has loaded the library, in place of interpreters that each load it again."""
+
+import multiprocessing
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+LOADED = ["torch", "transformers", "visspec.cli.main", "visspec.cli.caption", "visspec.api.train_drafter"]
+START = """
+import os, sys
+said = os.open({said!r}, os.O_WRONLY | os.O_CREAT, 0o600)
+for stream in (1, 2):
+    os.dup2(said, stream)
+os.environ.update({environment!r})
+"""
+
+
+def forked(code: str, said: Path, **environment: str) -> BaseProcess:
+    """A process that runs this code with these variables of the environment. What it prints is written to `said`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)  # the server starts with the first child
+    code = START.format(said=str(said), environment=environment) + code
+    process = context.Process(target=exec, args=(code, {"__name__": "__main__"}), daemon=True)
+    process.start()
+    return process
+
+
+def command(argv: list[str], said: Path) -> BaseProcess:
+    """`visspec` with these arguments."""
+    return forked(f"from visspec.cli.main import main\nraise SystemExit(main({argv!r}))", said)
