@@ -21,7 +21,7 @@ from visspec import ImagePipeline
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.distributions import Categorical
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.orders import RejectedRegions, ZipAR
 from visspec.loop.setup import build_setup, check_order
 from visspec.loop.visits import HaltonOrder, ListedOrder, SpreadOrder, halton, spread
@@ -504,5 +504,5 @@ def test_levels_are_checked(kind, levels):
 def test_the_pace_may_ask_for_less():
     request = asked("class", [0], Sampling(1.0, guidance=3.0), order=ORDERS["halton"])
     setup = paired_of(family(), Ahead(6))
-    state = setup.order.decode(setup.target, setup.drafter, setup.rule, request, AdaptiveLength(2, adaptive=False))
+    state = setup.order.decode(setup.target, setup.drafter, setup.rule, request, FixedLength(2))
     assert max(r.levels for r in state.trace.rounds) == 2 and state.trace.faults == 0

@@ -46,7 +46,7 @@ def test_its_oracle_commits_tau_tokens_a_pass():
     prompt = bench_prompts.PromptRun(case, 20, 21)
     oracle = bench_prompts.TauOracle(prompt.answer, 4)
     guarded = bench_prompts.SafeDrafter(oracle, case.target.capabilities, case.target.device, False)
-    length_policy = bench_prompts.AdaptiveLength(7, adaptive=False)
+    length_policy = bench_prompts.FixedLength(7)
     state = bench_prompts.decode(case.target, guarded, bench_prompts.Exact(), prompt.request(), length_policy)
     assert [max(r.committed) for r in state.trace.rounds] == [4] * 5 and state.trace.faults == 0
     assert state.tokens == prompt.answer.tolist()

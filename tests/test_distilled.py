@@ -20,7 +20,7 @@ from visspec.accept.rejection import Rejection
 from visspec.api import zoo
 from visspec.api.loading import load_image_model
 from visspec.loop.decode import apply_verdict, decode, open_request
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, config_for, seen
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig
@@ -306,7 +306,7 @@ def case_drawn(case, target, used, temperature):
         fixed=case.layout.fixed,
     )  # fmt: skip
     request.generators = [torch.Generator().manual_seed(b) for b in range(3)] if temperature else None
-    return decode(target, used, Exact(), request, AdaptiveLength(5, adaptive=False))
+    return decode(target, used, Exact(), request, FixedLength(5))
 
 
 # --- checkpoints and recipe -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 A plain pass takes one second. What a round takes and accepts is written down by each case; the pace sees nothing else.
 """
 
+import re
 from random import Random
 from types import SimpleNamespace as Bag
 
@@ -11,14 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import visspec
 from tests.doubles import Double
 from tests.tables import Steady, Table, TableTarget
 from tests.tables import decoded as sampled
+from tests.tiny import model_of, prompt
 from visspec.accept.exact import Exact
 from visspec.distributions import Categorical
 from visspec.loop import draft_length, safe_drafter
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import AdaptiveLength, DraftLengthPolicy, FixedLength
 from visspec.loop.output import TokenBuffer
 from visspec.models.lookup import ngram
 from visspec.types import Capabilities, DrafterTraits, Request, Round, Scores, State
@@ -59,7 +62,7 @@ COSTS = {  # verify and draft by levels
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
 def test_drafting_costs_three_per_cent_at_most(costs, rate):
-    """Whatever is accepted. The first look (`SLACK` and two rounds of warm-up) is a part of it."""
+    """Whatever is accepted. The first look (`slack` and two rounds of warm-up) is a part of it."""
     seconds, _, _ = decoded(lambda n: rate, *COSTS[costs])
     assert seconds <= 1.03
 
@@ -80,16 +83,15 @@ def test_so_it_does_where_acceptance_turns(turns, slope, step, price, seed):
     most = (verify(LEVELS) + draft(LEVELS)) * 3 / TOKENS  # two rounds of warm-up, and one that overdraws the account
     assert (
         decoded(accepted, verify, draft, seed, noise=0.2)[0]
-        <= 1 + draft_length.SHARE + draft_length.SLACK / TOKENS + most + 0.01
+        <= 1 + AdaptiveLength().share + AdaptiveLength().slack / TOKENS + most + 0.01
     )
 
 
-def test_without_the_account_the_bound_is_missed(monkeypatch):
+def test_without_the_account_the_bound_is_missed():
     """A negative control: not quite half accepted, at a price of one pass for any draft."""
     rate, costs = (lambda n: 0.45), COSTS["cheap passes, first level dear"]
     assert decoded(rate, *costs)[0] <= 1.03
-    monkeypatch.setattr(draft_length, "SHARE", 1e9)
-    assert decoded(rate, *costs)[0] > 1.03
+    assert decoded(rate, *costs, length_policy=AdaptiveLength(LEVELS, share=1e9))[0] > 1.03
 
 
 def test_a_price_of_plain_passes_that_is_only_extrapolated_misses_it_too(monkeypatch):
@@ -97,9 +99,8 @@ def test_a_price_of_plain_passes_that_is_only_extrapolated_misses_it_too(monkeyp
     turning, costs = (lambda n: 0.9 if n % 60 < 30 else 0.0), COSTS["a second node costs a pass"]
     assert decoded(turning, *costs)[0] <= 1.03
     monkeypatch.setattr(draft_length.RoundCosts, "step", property(lambda costs: max(costs.verify.at(0), 1e-9)))
-    monkeypatch.setattr(draft_length, "SHARE", 1e9)
-    monkeypatch.setattr(draft_length, "LONGEST_PROBE_INTERVAL", 10**9)
-    assert decoded(turning, *costs, tokens=6000)[0] > 1.03
+    unbounded = AdaptiveLength(LEVELS, share=1e9, probe_interval=10**9)
+    assert decoded(turning, *costs, tokens=6000, length_policy=unbounded)[0] > 1.03
 
 
 @pytest.mark.parametrize("costs", ["free drafts", "dear drafts"])
@@ -293,3 +294,52 @@ def test_text_that_repeats_is_drafted_as_ever():
     ]
     (_, now), (_, before) = looked_up(texts, False), looked_up(texts, True)
     assert now >= before > 1.8, (now, before)
+
+
+# --- policies by name -------------------------------------------------------------------------------------------------
+
+
+class EverySecond(DraftLengthPolicy):
+    """A policy of a user: drafts in every second round."""
+
+    def __init__(self, levels):
+        super().__init__(levels)
+        self.asked = []
+
+    def depth(self, state):
+        state.trace.requested = self.limit(state) if len(self.asked) % 2 else 0
+        self.asked.append(state.trace.requested)
+        return state.trace.requested
+
+
+def test_a_policy_is_passed_by_name_or_as_an_object():
+    model, inputs = model_of("llama"), prompt("llama", ["5 7 5 7 5"])
+    default = visspec.accelerate(model, "ngram").generate(**inputs, max_new_tokens=24)
+    own = EverySecond(3)
+    for length, kind in (("fixed", FixedLength), ("adaptive:share=0.5,slack=2.0", AdaptiveLength), (own, EverySecond)):
+        fast = visspec.accelerate(model, "ngram", length=length)
+        assert type(fast.length_policy) is kind and torch.equal(fast.generate(**inputs, max_new_tokens=24), default)
+    assert fast.length_policy.asked[:4:2] == [0, 0] and max(fast.length_policy.asked) == 3 and own.asked == []
+    policy = visspec.accelerate(model, "ngram", levels=5, length="adaptive:share=0.5,slack=2.0").length_policy
+    assert (policy.levels, policy.share, policy.slack) == (5, 0.5, 2.0)
+    assert type(visspec.accelerate(model, "ngram", adaptive=False).length_policy) is FixedLength
+
+
+@pytest.mark.parametrize("length,message", [
+    ("longest", "length: got 'longest', expected one of adaptive, fixed"),
+    ("fixed:share=1", "length: fixed does not take {'share': 1}"),
+    ("adaptive:share=-0.1", "share: got -0.1, expected a number of at least 0"),
+    ("adaptive:probe_interval=0", "probe_interval: got 0, expected a number of at least 1"),
+])  # fmt: skip
+def test_policies_that_are_refused(length, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        visspec.accelerate(model_of("llama"), "ngram", length=length)
+
+
+def test_drafts_of_a_fixed_depth_take_no_other_policy():
+    class Whole(Double):
+        traits = DrafterTraits(levels=4, adaptive_depth=False)
+
+    assert type(visspec.accelerate(model_of("llama"), Whole()).length_policy) is FixedLength
+    with pytest.raises(ValueError, match="length: got AdaptiveLength for Whole, expected 'fixed'"):
+        visspec.accelerate(model_of("llama"), Whole(), length="adaptive")

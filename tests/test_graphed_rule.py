@@ -19,7 +19,7 @@ from visspec.distributions import Categorical
 from visspec.kernels import accept_tree, displacement
 from visspec.kernels.accept import reference
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import check
 from visspec.models.image_codes.target import ImageAR
@@ -56,7 +56,7 @@ def draw(rule, options, temperature=1.0, rows=(0, 1, 2)):
         SafeDrafter(drafter, target.capabilities),
         rule,
         request,
-        AdaptiveLength(drafter.traits.levels, adaptive=False),
+        FixedLength(drafter.traits.levels),
     )
     return state.tokens, {name: meter.tolist() for name, meter in state.meters.items()}, len(state.trace.rounds)
 

@@ -17,7 +17,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.local import Local
 from visspec.accept.rejection import Rejection
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.orders import RejectedRegions
 from visspec.loop.out_of_order import decode_wavefront
 from visspec.loop.read_only import ReadOnlyNoise, ReadOnlyState
@@ -269,7 +269,7 @@ def image(rows, temperature, drafter, rule=None):
         request.generators = [torch.Generator().manual_seed(r) for r in range(rows)]
     target = ImageAR(family, features=True)
     guarded = None if drafter is None else SafeDrafter(drafter, target.capabilities)
-    return decode(target, guarded, rule or Exact(), request, AdaptiveLength(5, adaptive=False)).tokens
+    return decode(target, guarded, rule or Exact(), request, FixedLength(5)).tokens
 
 
 WAYS = {  # name: how it is run with a drafter

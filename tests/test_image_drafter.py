@@ -15,7 +15,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
 from visspec.loop.decode import decode, open_request
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.eagle.image_drafter import CaptureTarget, ImageFeatureDrafter, config_for
@@ -74,7 +74,7 @@ def run(made, used, rule=None, levels=None):
         guarded,
         rule or Exact(),
         made,
-        AdaptiveLength(levels or (used.traits.levels if used else 1), adaptive=False),
+        FixedLength(levels or (used.traits.levels if used else 1)),
     )
     if guarded is not None:
         guarded.finish(state)
@@ -207,7 +207,7 @@ def test_a_rollout_is_what_drafting_says():
                 torch.testing.assert_close(used._logits(feature), steps[level][0][:, t + level], rtol=1e-3, atol=1e-3)
                 token = codes[:, t + level + 1]
                 x = used._join(token[:, None], feature[:, None], state.memory.context_bias_at(level))
-                feature = used._level(state.memory, x, level)
+                feature = used._level(state.memory, x, level, state.memory.rope_at(state.memory.table, level)[:, None])
             draft = trees.root(state.pending)
             scores = target.verify(state, draft)
             state.memory.add(codes[:, t + 1 : t + 2], scores.features, [1] * 3)

@@ -23,7 +23,7 @@ from visspec.api.images import ImagePipeline
 from visspec.cli import bench_image, bench_image_table
 from visspec.grammar import held
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.codecs.vqgan import ImageCodec, VQShape
 from visspec.models.image_codes.families import FAMILIES, family_of
@@ -261,9 +261,7 @@ def draw(case: Case, rows: list[int], drafter=None, rule="exact", temperature=0.
         request.generators = [torch.Generator().manual_seed(seed + r) for r in rows]
     guarded = SafeDrafter(drafter, target.capabilities) if drafter is not None else None
     rule = zoo.acceptance(rule) if isinstance(rule, str) else rule
-    state = decode(
-        target, guarded, rule, request, AdaptiveLength(8 if drafter is None else drafter.traits.levels, adaptive=False)
-    )
+    state = decode(target, guarded, rule, request, FixedLength(8 if drafter is None else drafter.traits.levels))
     if guarded is not None:
         guarded.finish(state)
     assert state.trace.faults == 0

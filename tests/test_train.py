@@ -71,7 +71,11 @@ def test_a_rollout_is_what_drafting_says(name, latents):
         for level in range(3):
             torch.testing.assert_close(drafter._logits(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
             token = lesson.ids[:, lesson.prompt_length + level + 1]
-            feature = drafter._level(state.memory, drafter._join(token, feature, state.memory.image_bias), level)
+            turn, x = (
+                state.memory.rope_at(state.memory.table, level),
+                drafter._join(token, feature, state.memory.image_bias),
+            )
+            feature = drafter._level(state.memory, x, level, turn[:, None])
 
 
 def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):

@@ -258,9 +258,10 @@ def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Te
 
     Cut entries become -inf. Greedy sampling only applies guidance. Not differentiable.
     """
-    if uncond is None and (sampling.greedy or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
+    temperature = sampling.temperature
+    if uncond is None and (temperature == 0 or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
         logits = logits.float()  # nothing to fuse
-        return logits if sampling.greedy or sampling.temperature == 1.0 else logits / sampling.temperature
+        return logits if temperature in (0.0, 1.0) else logits / temperature
     width = logits.shape[-1]
     z_RV = kernels.guided_warp(
         logits.reshape(-1, width),

@@ -79,29 +79,33 @@ class Chain:
 
     def __init__(self, state: State, stop: StopCriteria | None = None):
         self.state, self.stop = state, stop
+        self.sampling, self.noise, self.pending = state.request.sampling, state.noise, state.pending
         self.tokens: list[Tensor] = []
         self.distributions: list[Categorical] = []
-        self.real = [torch.ones_like(state.pending, dtype=torch.bool)] * 2  # of the root and the first level
-        self.product_B = torch.ones_like(state.pending, dtype=torch.float32)
+        self.real = [torch.ones_like(self.pending, dtype=torch.bool)] * 2  # of the root and the first level
+        self.product_B = torch.ones_like(self.pending, dtype=torch.float32)
 
     def add(self, logits_BV: Tensor, expected_B: Tensor | None = None) -> Tensor:
         """Add a level by the logits of its distribution. Returns its tokens (B,). expected: the probability of its
         acceptance by a trained head, from nothing but what stands above it.
         """
-        state, level = self.state, len(self.tokens)
+        if self.noise is None and self.stop is None:  # greedy: warping keeps the order
+            self.tokens.append(logits_BV.argmax(dim=-1))
+            return self.tokens[-1]
+        level = len(self.tokens)
         if self.stop is not None and expected_B is not None:
             self.product_B = self.product_B * expected_B
             if level:
                 self.real[-1] = self.real[-1] & (self.product_B >= self.stop.confidence)
-        distribution = Categorical(warp(logits_BV, state.request.sampling))
-        token_B, q = drawn(distribution, state, level)
+        distribution = Categorical(warp(logits_BV, self.sampling))
+        token_B, q = drawn(distribution, self.state, level)
         self.tokens.append(token_B)
         if q is not None:
             self.distributions.append(q)
         if self.stop is not None:
             given_BV = distribution.logits
-            if state.noise is not None:
-                given_BV = state.noise.perturbed(given_BV[:, None], level)[:, 0]
+            if self.noise is not None:
+                given_BV = self.noise.perturbed(given_BV[:, None], level)[:, 0]
             known = expected_B is not None
             going_B, self.product_B = self.stop.goes_on(given_BV, token_B, self.product_B, known)
             self.real.append(self.real[-1] & going_B)
@@ -109,8 +113,8 @@ class Chain:
 
     def extend(self, logits_BKV: Tensor) -> None:
         """Add levels whose distributions do not depend on each other's tokens."""
-        if self.stop is None and self.state.noise is None:
-            self.tokens += warp(logits_BKV, self.state.request.sampling).argmax(dim=-1).unbind(1)
+        if self.stop is None and self.noise is None:
+            self.tokens += logits_BKV.argmax(dim=-1).unbind(1)
             return
         for logits_BV in logits_BKV.unbind(1):
             self.add(logits_BV)
@@ -118,7 +122,7 @@ class Chain:
     def finish(self) -> Draft:
         real = None if self.stop is None else torch.stack(self.real[: len(self.tokens) + 1], dim=1)
         q = Categorical.chain(self.distributions) if self.distributions else None
-        return trees.chain_draft(self.state.pending, torch.stack(self.tokens, dim=1), q, real)
+        return trees.chain_draft(self.pending, torch.stack(self.tokens, dim=1), q, real)
 
 
 class StructuredDrafter(Drafter):

@@ -164,12 +164,13 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
         if self.width > 1:
             return self._tree(state, memory, feature_Bd, depth)
         chain = Chain(state, self.stop)
+        rope_BTC = memory.rope(memory.table, max(depth - 1, 1))
         for level in range(depth):
             token_B = chain.add(self._logits(feature_Bd))
             if level + 1 < depth:
                 entered_B = self._entered(token_B, state, level)
                 x_Bd = self._join(entered_B[:, None], feature_Bd[:, None], memory.context_bias_at(level))
-                feature_Bd = self._level(memory, x_Bd, level)
+                feature_Bd = self._level(memory, x_Bd, level, rope_BTC[:, level : level + 1])
         return chain.finish()
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
@@ -244,9 +245,9 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
             apply_rope.copy_(rotate(apply_rope, turn_BTC))
         return qkv
 
-    def _level(self, memory: FeatureMemory, x_Bd: Tensor, level: int) -> Tensor:
+    def _level(self, memory: FeatureMemory, x_Bd: Tensor, level: int, turn_B1C: Tensor) -> Tensor:
         """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
-        qkv = self._project(x_Bd, x_Bd.shape[0], 1, memory.rope_at(memory.table, level)[:, None])
+        qkv = self._project(x_Bd, x_Bd.shape[0], 1, turn_B1C)
         memory.write(qkv[:, :, self.config.heads :], level)
         return self._attended(x_Bd, qkv[:, 0, : self.config.heads], partial(memory.attend, drafted=level + 1))
 

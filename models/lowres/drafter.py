@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.models.drafting import checkpoint as feature_checkpoint
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR
@@ -104,7 +104,7 @@ class LowRes(Drafter):
             request.fixed = layout.fixed.to(prompt.ids.device)
         if state.noise is not None:
             request.generators = [derived(parent) for parent in state.noise.generators]
-        drawn = decode(ImageAR(self.family), None, Exact(), request, AdaptiveLength(1, adaptive=False))
+        drawn = decode(ImageAR(self.family), None, Exact(), request, FixedLength(1))
         return torch.tensor(drawn.tokens, device=prompt.ids.device)[:, layout.free.to(prompt.ids.device)]
 
     @torch.inference_mode()

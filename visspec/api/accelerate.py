@@ -17,7 +17,7 @@ from visspec.api import queueing, requests, saving, zoo
 from visspec.api.copies import Rebuildable
 from visspec.io import hub
 from visspec.loop.bandit import among
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
@@ -40,6 +40,7 @@ def accelerate(
     probe: bool = True,
     compile: bool = False,
     graphs: bool | None = None,
+    length: str | DraftLengthPolicy | None = None,
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
@@ -48,7 +49,9 @@ def accelerate(
         levels, of which arguments given here win. A list of these: each request takes the one that has been the fastest
         (`loop.bandit`); `last_stats` names it.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
-    levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster.
+    levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster; False is
+        length="fixed". length: a draft-length policy by name and options, "adaptive:share=0.02", or an object, of
+        which a copy is used and whose own `levels` hold.
     tokenizer: to show text in `last_stats`.
     probe: run the model on a few tokens, once per configuration, to check that it can verify drafts.
     compile: run passes over drafts, and the drafter's own, through `torch.compile`. The first request for 32 tokens or
@@ -66,7 +69,7 @@ def accelerate(
         preset = read_preset(file, model)
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
-    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile, graphs)
+    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile, graphs, length)
 
 
 def speculative(drafter: str | Drafter | Sequence[Any] | None = "auto", **options) -> Speculative:
@@ -96,13 +99,14 @@ class Accelerated(Rebuildable):
 
     def __init__(
         self, model, drafter="auto", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True,
-        compile=False, graphs=None,
+        compile=False, graphs=None, length=None,
     ):  # fmt: skip
         self.model, self.tokenizer = model, tokenizer
         several = isinstance(drafter, (list, tuple))
         named = [default_drafter(model) if each == "auto" else each for each in (drafter if several else [drafter])]
         drafter = named if several else named[0]
-        self._asked = (drafter, acceptance, levels, adaptive, probe, compile, graphs)
+        length = "fixed" if length is None and not adaptive else length
+        self._asked = (drafter, acceptance, levels, length, probe, compile, graphs)
         self._made = (self._fits(), self._pair())
         self.last_stats: Any = None  # a Stats after the first call
         self.last_state: Any = None  # its finished State
@@ -167,7 +171,7 @@ class Accelerated(Rebuildable):
         return self.setup.rule
 
     @property
-    def length_policy(self) -> AdaptiveLength:
+    def length_policy(self) -> DraftLengthPolicy:
         return self.setup.length_policy
 
     def _fits(self) -> tuple:
@@ -185,7 +189,7 @@ class Accelerated(Rebuildable):
         return self._paired(spec)
 
     def _paired(self, spec: Any) -> DecodingSetup:
-        _, acceptance, levels, adaptive, probe, compile, graphs = self._asked
+        _, acceptance, levels, length, probe, compile, graphs = self._asked
         model = driven(self.model)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
@@ -197,8 +201,8 @@ class Accelerated(Rebuildable):
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
             drafter, name = zoo.drafter(spec, model)
             return build_setup(
-                drafter, name, own_rule(acceptance), model, make_target, levels=levels, adaptive=adaptive,
-                compile=compile, graphs=graphs,
+                drafter, name, own_rule(acceptance), model, make_target, levels=levels,
+                length=zoo.length(length), compile=compile, graphs=graphs,
             )  # fmt: skip
 
     def __getattr__(self, name: str) -> Any:
@@ -225,8 +229,9 @@ class Accelerated(Rebuildable):
         return {"model": self.model, "asked": self._asked, "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        drafter, acceptance, levels, adaptive, *rest = state["asked"]
-        Accelerated.__init__(self, state["model"], drafter, acceptance, levels, adaptive, state["tokenizer"], *rest)
+        drafter, acceptance, levels, length, *rest = state["asked"]
+        words = state["tokenizer"]
+        Accelerated.__init__(self, state["model"], drafter, acceptance, levels, True, words, *rest, length)
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`

@@ -1,4 +1,7 @@
-"""The table of what has a name: acceptance rules, drafters and orders of decoding. Data only; `zoo` makes them."""
+"""The table of what has a name: acceptance rules, drafters, orders of decoding and draft-length policies.
+
+Data only; `zoo` makes them.
+"""
 
 from __future__ import annotations
 
@@ -160,5 +163,11 @@ ORDERS = {  # of generation of an image's positions
     ),
     "halton": Entry("visspec.loop.visits:HaltonOrder", "points of the Halton sequence", "any-order images"),
 }
-TABLES = {"drafter": DRAFTERS, "acceptance": ACCEPTANCE, "order": ORDERS}
+LENGTHS = {  # of drafts; drafters with `entropy` and `confidence` end single rows earlier
+    "adaptive": Entry(
+        "visspec.loop.draft_length:AdaptiveLength", "the fastest by measured costs and acceptance, or none; the default"
+    ),
+    "fixed": Entry("visspec.loop.draft_length:FixedLength", "as many levels as the drafter has, or `levels`"),
+}
+TABLES = {"drafter": DRAFTERS, "acceptance": ACCEPTANCE, "order": ORDERS, "length": LENGTHS}
 KINDS = {entry.checkpoint: name for name, entry in DRAFTERS.items() if entry.checkpoint}  # who reads a checkpoint

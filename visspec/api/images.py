@@ -33,6 +33,7 @@ from visspec.api.image_call import (
 from visspec.api.image_call import image_seeds as image_seeds
 from visspec.api.inpainting import InpaintingStart, picture_of
 from visspec.io import included
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
@@ -325,8 +326,8 @@ class ImagePipeline(Rebuildable):
         return self.drafter if found is None or found.drafts else None
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
-        """A drafter, a rule and an order, by name or as objects, with the target; cached, so that measured draft_length
-        are reused.
+        """A drafter, a rule and an order, by name or as objects, with the target; cached, so that what was measured of
+        draft lengths is reused.
         """
         if not isinstance(order, str | Order | None):  # a list of places, by value
             order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)
@@ -344,12 +345,11 @@ class ImagePipeline(Rebuildable):
             return self.family.made(traits, self.compile)
 
         rule, (found, name) = own_rule(acceptance), self._drafter(drafter)
-        # with an adaptive pace the samples of rules with their own random numbers would depend on timing
-        adaptive = isinstance(rule, Acceptance) and not rule.traits.judges_draws
-        return build_setup(
-            found, name, rule, self.family, make_target, levels=self.levels, adaptive=adaptive, compile=self.compile,
-            graphs=self.graphs, order=zoo.order(self.family.default_order if order is None else order),
-        )  # fmt: skip
+        # with adaptive lengths the samples of rules with their own random numbers would depend on timing
+        length = FixedLength if isinstance(rule, Acceptance) and rule.traits.judges_draws else None
+        order = zoo.order(self.family.default_order if order is None else order)
+        options = {"levels": self.levels, "length": length, "compile": self.compile, "graphs": self.graphs}
+        return build_setup(found, name, rule, self.family, make_target, order=order, **options)
 
     def _drafter(self, spec) -> tuple[Any, str]:
         """A drafter, by name or as it is, and its name."""

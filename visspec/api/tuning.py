@@ -26,7 +26,7 @@ from visspec.api import requests
 from visspec.api.accelerate import Accelerated
 from visspec.io.checkpoint import read_json
 from visspec.io.files import write_json
-from visspec.loop.draft_length import AdaptiveLength, expected_tokens
+from visspec.loop.draft_length import DraftLengthPolicy, expected_tokens
 from visspec.types import State, Trace
 
 OUTLIER = (
@@ -37,11 +37,11 @@ KEPT = ("drafter", "acceptance", "levels")
 SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
-class MixedLengths(AdaptiveLength):
+class MixedLengths(DraftLengthPolicy):
     """Drafts of all lengths in random order, and what each round took and gained."""
 
     def __init__(self, lengths: Sequence[int], seed: int):
-        super().__init__(max(lengths), adaptive=False)
+        super().__init__(max(lengths))
         self.lengths, self.random = list(lengths), random.Random(seed)
         self.seen: list[tuple[int, list[int], float]] = []  # length asked for, tokens gained by row, seconds
         self.requested, self.begun = 0, 0.0

@@ -1,7 +1,11 @@
-"""Registry of drafters, acceptance rules, orders and checkpoints, by name, and of `presets`. Imports are lazy."""
+"""Registry of drafters, acceptance rules, orders, draft-length policies and checkpoints by name, and of `presets`.
+
+Imports are lazy.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -11,11 +15,12 @@ from typing import Any
 
 from torch import nn
 
-from visspec.api.entries import ACCEPTANCE, DRAFTERS, KINDS, ORDERS
+from visspec.api.entries import ACCEPTANCE, DRAFTERS, KINDS, LENGTHS, ORDERS
 from visspec.api.presets import IMAGES, TRAINED, Preset, TrainedPreset
 from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
+from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.types import Order
 
 SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
@@ -150,6 +155,20 @@ def order(spec: Any) -> Any:
         return load("visspec.loop.visits:ListedOrder")(spec)
     name, options = parse(str(spec))
     return make("order", name, load(str(_pick(ORDERS, "order", name).reference)), options)
+
+
+def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthPolicy] | None:
+    """What makes a draft-length policy for a number of levels, by name and options, "adaptive:share=0.02", or copies an
+    object. Raises ValueError as `acceptance` does.
+    """
+    if spec is None:
+        return None
+    if isinstance(spec, DraftLengthPolicy):
+        return lambda levels: copy.deepcopy(spec)
+    name, options = parse(str(spec))
+    kind = load(str(_pick(LENGTHS, "length", name).reference))
+    make("length", name, kind, options)
+    return partial(kind, **options)
 
 
 def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:

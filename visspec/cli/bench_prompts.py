@@ -27,7 +27,7 @@ from visspec.eval.bench.clock import alternated, seconds_of, waiter
 from visspec.eval.bench.table import Cell, table
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.output import TokenBuffer
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.attention.slot_layers import CACHE, SlotLayers
@@ -267,7 +267,7 @@ class PromptRun:
         times: dict[str, list[float]] = {"stock": [], "ours": []}
         for turn in range(repeats + 1):
             stock, _ = seconds_of(partial(self.generate, self.stock_cache()), waiter(self.case.model.device))
-            state = decode(target, guarded, Exact(), self.request(), AdaptiveLength(max(nodes - 1, 1), adaptive=False))
+            state = decode(target, guarded, Exact(), self.request(), FixedLength(max(nodes - 1, 1)))
             same = same and state.tokens == self.answer.tolist()
             if turn:
                 times["stock"].append(stock / self.new)

@@ -15,7 +15,7 @@ import torch
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.types import (
     Acceptance,
     Draft,
@@ -33,7 +33,7 @@ from visspec.types import (
 
 @torch.inference_mode()
 def decode(
-    target: Target, drafter: Drafter | None, accept: Acceptance, request: Request, length_policy: AdaptiveLength
+    target: Target, drafter: Drafter | None, accept: Acceptance, request: Request, length_policy: DraftLengthPolicy
 ) -> State:
     """Decode a batch. Returns the finished state: its `output` (trimmed at stops) and its `trace`.
 
@@ -58,7 +58,7 @@ def start(target: Target, drafter: Drafter | None, accept: Acceptance, request: 
 
 
 def advance(
-    state: State, target: Target, drafter: Drafter | None, accept: Acceptance, length_policy: AdaptiveLength
+    state: State, target: Target, drafter: Drafter | None, accept: Acceptance, length_policy: DraftLengthPolicy
 ) -> None:
     """One round of all live rows."""
     trace = state.trace

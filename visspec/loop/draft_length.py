@@ -1,18 +1,19 @@
-"""Adaptive draft depth: maximises the expected tokens per second from measured costs and acceptance rates.
+"""Draft-length policies: how many levels are drafted in each round, decided here and nowhere else.
 
-Drafting d levels is expected to commit 1 + sum_i prod_{j<=i} a_j tokens (a_j: acceptance rate at depth j) and to cost
-draft(d) + verify(d) seconds, both lines fitted to the measured rounds. The best d is used; d = 0 is plain decoding.
-Costs are fitted anew where the context doubles, since a pass behind a long prompt costs more, and other drafts pay.
-While d = 0 is best, drafting is off for a number of rounds that doubles after every unsuccessful probe.
-
+`FixedLength` drafts as deep as it may. `AdaptiveLength` maximises the expected tokens per second from measured costs
+and acceptance rates: drafting d levels is expected to commit 1 + sum_i prod_{j<=i} a_j tokens (a_j: acceptance rate at
+depth j) and to cost draft(d) + verify(d) seconds, both lines fitted to the measured rounds. The best d is used; d = 0
+is plain decoding. Costs are fitted anew where the context doubles, since a pass behind a long prompt costs more, and
+other drafts pay. While d = 0 is best, drafting is off for a number of rounds that doubles after every unsuccessful
+probe. 
 Rounds without a draft are run on purpose now and then, so that the price of plain decoding is measured and not only
 extrapolated. By it an account is kept of the seconds that drafted rounds took beyond plain decoding of the tokens they
-gave; gains pay debts back but are not saved up. Drafting is off while the account is overdrawn: `SHARE` of all seconds
-and `SLACK` plain passes, for `LONGEST_COOLDOWN` rounds at most. So drafting costs little more than that, whatever is
+gave; gains pay debts back but are not saved up. Drafting is off while the account is overdrawn: `share` of all seconds
+and `slack` plain passes, for `LONGEST_COOLDOWN` rounds at most. So drafting costs little more than that, whatever is
 accepted and whenever that changes.
 
-An `AdaptiveLength` is shared by all requests and threads of an accelerated model, so measurements carry over between
-requests, and rounds are counted over all threads. The output does not depend on it (see `sampling`).
+A policy is shared by all requests and threads of an accelerated model, so measurements carry over between requests, and
+rounds are counted over all threads. The output does not depend on it (see `sampling`).
 """
 
 from __future__ import annotations
@@ -29,10 +30,8 @@ WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
 FIRST_COOLDOWN, LONGEST_COOLDOWN = 8, 256
-SHARE, SLACK = 0.01, 4.0  # of all seconds, and plain passes, that drafting may cost
 # Before the best length is taken, all levels and a third of them are drafted by turns: near depths tell little.
 WARM_UP_DRAFTS = 15
-LONGEST_PROBE_INTERVAL = 512  # most rounds between two that measure plain decoding
 SHORT = 1024  # tokens; the cost of a pass behind fewer hardly depends on their number
 
 
@@ -97,13 +96,50 @@ class RoundCosts:
         return self.verify.at(levels) + self.draft.at(levels)
 
 
-class AdaptiveLength:
-    """Chooses the depth of every round. With adaptive=False it is always `levels`."""
+class DraftLengthPolicy:
+    """Base class. `depth` is called before each round, `observe` after it.
 
-    def __init__(self, levels: int = 8, adaptive: bool = True):
+    levels: maximum number of levels.
+    """
+
+    def __init__(self, levels: int = 8):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
             raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
-        self.levels, self.adaptive = levels, adaptive
+        self.levels = levels
+
+    def limit(self, state: State) -> int:
+        """Levels that a draft may have in this round: one token of the budget is the target's own."""
+        return max(min(self.levels, state.budget - 1), 0)
+
+    def depth(self, state: State) -> int:
+        """Levels to draft in this round; 0 for none. Stored in `state.trace.requested`."""
+        raise NotImplementedError
+
+    def observe(self, trace: Trace) -> None:
+        """The latest round has ended: `trace.rounds[-1]`, `trace.latest`."""
+
+
+class FixedLength(DraftLengthPolicy):
+    """As many levels as there may be, in every round."""
+
+    def depth(self, state: State) -> int:
+        state.trace.requested = self.limit(state)
+        return state.trace.requested
+
+
+class AdaptiveLength(DraftLengthPolicy):
+    """The depth with the most expected tokens per second.
+
+    share, slack: what drafting may cost, of all seconds, and in plain passes beyond that. probe_interval: most rounds
+    between two that measure plain decoding.
+    """
+
+    def __init__(self, levels: int = 8, share: float = 0.01, slack: float = 4.0, probe_interval: int = 512):
+        super().__init__(levels)
+        for name, value, least in (("share", share, 0), ("slack", slack, 0), ("probe_interval", probe_interval, 1)):
+            if not value >= least:
+                raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
+        self.share, self.slack, self.probe_interval = share, slack, probe_interval
         self.costs = {0: RoundCosts()}  # by doublings of the context beyond `SHORT`
         self.reached = [0.0] * levels  # rows whose path reached the depth above
         self.attempts = [0.0] * levels  # of these, rows with a node at this depth
@@ -131,11 +167,10 @@ class AdaptiveLength:
         return (self.attempts[d] + PRIOR_WEIGHT) / (self.reached[d] + PRIOR_WEIGHT)
 
     def depth(self, state: State) -> int:
-        """Levels to draft in this round; 0 for none."""
-        limit = min(self.levels, state.budget - 1)
-        if not self.adaptive or limit < 1:
-            state.trace.requested = max(limit, 0)
-            return state.trace.requested
+        limit = self.limit(state)
+        if limit < 1:
+            state.trace.requested = 0
+            return 0
         with self._lock:
             costs = self.at(state.trace.context)
             cooling = costs.cooling
@@ -159,13 +194,13 @@ class AdaptiveLength:
             costs.cooling -= 1
             return 0
         if costs.rounds >= max(costs.next_probe, WARM_UP):
-            costs.next_probe = min(4 * costs.rounds, costs.rounds + LONGEST_PROBE_INTERVAL)
+            costs.next_probe = min(4 * costs.rounds, costs.rounds + self.probe_interval)
             return 0
-        overdrawn = self.overhead - SHARE * self.elapsed - SLACK * costs.step
+        overdrawn = self.overhead - self.share * self.elapsed - self.slack * costs.step
         if overdrawn > 0:  # every further plain pass pays its share of it
-            due = min(overdrawn, max(costs.drafted(limit), LONGEST_COOLDOWN * SHARE * costs.step))
+            due = min(overdrawn, max(costs.drafted(limit), LONGEST_COOLDOWN * self.share * costs.step))
             self.overhead -= overdrawn - due  # a machine that stood still once is no reason never to draft again
-            costs.cooling, costs.doubted = math.ceil(due / (SHARE * costs.step)), True
+            costs.cooling, costs.doubted = math.ceil(due / (self.share * costs.step)), True
             return 0
         best = self.best(limit, costs)
         if 0 < best and costs.measured < WARM_UP_DRAFTS:
@@ -194,7 +229,7 @@ class AdaptiveLength:
         return winner
 
     def observe(self, trace: Trace) -> None:
-        """Update from the latest round: stage times, and the accepted depth of each row."""
+        """Learn stage times, and the accepted depth of each row."""
         with self._lock:
             self._learn(trace.rounds[-1], trace.latest, trace.requested, self.at(trace.context))
 

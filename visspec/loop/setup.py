@@ -9,7 +9,7 @@ from typing import Any
 
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.distributions import Categorical
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import AdaptiveLength, DraftLengthPolicy, FixedLength
 from visspec.loop.orders import Raster, RejectedRegions
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
@@ -25,7 +25,7 @@ class DecodingSetup:
     drafter: SafeDrafter | None
     name: str  # of the drafter
     rule: Acceptance
-    length_policy: AdaptiveLength
+    length_policy: DraftLengthPolicy
     order: Order
 
     @property
@@ -76,7 +76,7 @@ def build_setup(
     *,
     order: Order | None = None,
     levels: int | None = None,
-    adaptive: bool = True,
+    length: Callable[[int], DraftLengthPolicy] | None = None,
     compile: bool = False,
     graphs: bool | None = False,
 ) -> DecodingSetup:
@@ -84,7 +84,8 @@ def build_setup(
 
     subject: passed to the drafter's `attach`, a model or a family; make_target builds the target for a drafter's
     traits. order None: islands if both drafter and rule support whole images, else raster. levels: maximum draft depth.
-    adaptive: draft less if that is measured to be faster. compile: tell the drafter too. graphs: record the target's
+    length: makes the draft-length policy for it; default, `AdaptiveLength`, or `FixedLength` for drafters of a fixed
+    depth, which take no other. compile: tell the drafter too. graphs: record the target's
     passes, and verdicts with them (None: where that pays). Raises ValueError in one sentence.
     """
     if drafter is not None and not isinstance(drafter, Drafter):
@@ -121,7 +122,10 @@ def build_setup(
             f" expected raster or one of {kinds[1]}"
         )
     check_order(order, target)
-    length_policy = AdaptiveLength(levels or traits.levels, adaptive and traits.adaptive_depth)
+    length_policy = (length or (AdaptiveLength if traits.adaptive_depth else FixedLength))(levels or traits.levels)
+    if not traits.adaptive_depth and not isinstance(length_policy, FixedLength):
+        kind = type(length_policy).__name__
+        raise ValueError(f"length: got {kind} for {type(drafter).__name__}, expected 'fixed', as its drafts are")
     return DecodingSetup(target, guarded, name, rule, length_policy, order.joined(rule, guarded))
 
 

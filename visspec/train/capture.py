@@ -16,7 +16,7 @@ from torch import Tensor
 from visspec import tree as trees
 from visspec.distributions import categorical
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, Verdict
 
 
@@ -66,7 +66,7 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
     When sampling at temperature 1 without top-k and top-p, the recorded distributions are the target's unmodified ones.
     """
     recorder = Recorder()
-    state = decode(target, recorder, rule, request, AdaptiveLength(1, adaptive=False))
+    state = decode(target, recorder, rule, request, FixedLength(1))
     prompt = request.prompt
     rows, length = prompt.shape
     lengths = [len(t) for t in state.tokens]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.stats import acceptance_by_depth
 from visspec.types import Acceptance, Drafter, Request, Round, Target
 
@@ -25,7 +25,7 @@ def measure(target: Target, drafter: Drafter, rule: Acceptance, requests: Iterab
     passes = committed = tokens = 0
     rounds: list[Round] = []
     for request in requests:
-        state = decode(target, drafter, rule, request, AdaptiveLength(levels, adaptive=False))
+        state = decode(target, drafter, rule, request, FixedLength(levels))
         tokens += sum(map(len, state.tokens))
         committed += sum(len(t) - 1 for t in state.tokens)
         passes += sum(len(r.committed) for r in state.trace.rounds)

@@ -24,7 +24,7 @@ from visspec.api import loading as targets
 from visspec.api.train_drafter import fresh_or_resumed, parser_of, plan_of, train
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.models.eagle.image_drafter import CaptureTarget, ImageFeatureDrafter
@@ -149,7 +149,7 @@ def clocked(family: Janus, drafter, texts: list[str], guidance: float) -> dict[s
         for target, used in ((plain, None), (fed, guarded)):
             request = request_of(family, [text], HELD_OUT_SEED + 2000 + i, guidance)
             begun = time.perf_counter()
-            decode(target, used, Rejection(), request, AdaptiveLength(drafter.traits.levels, adaptive=False))
+            decode(target, used, Rejection(), request, FixedLength(drafter.traits.levels))
             pair.append(time.perf_counter() - begun)
         seconds.append(pair)
     ratios = [math.log(a / b) for a, b in seconds[1:]]
