@@ -9,8 +9,8 @@ if find_spec(f"{__name__}.models") is None:  # ./visspec of a checkout, found be
     __path__.append(str(Path(__file__).resolve().parent.parent))  # models, kernels and eval stand beside it
 
 from visspec.api import logging as logging
+from visspec.io.version import VERSION as __version__
 
-__version__ = "0.1.0"
 _PUBLIC = {
     "accelerate": "visspec.api.accelerate",
     "speculative": "visspec.api.accelerate",

@@ -315,8 +315,10 @@ def _reached(
     below = [(b, n, m) for (b, n), m in parents if m is not None]
     if not below:
         return []
-    b_M, n_M, above_M = to_device(below, logits_BNV.device).T
-    p_LV = warp(logits_BNV[tuple(to_device(level, logits_BNV.device).T)], sampling).softmax(dim=-1)
+    numbers = to_device([i for node in (*level, *below) for i in node], logits_BNV.device)  # one copy
+    level_L2, below_M3 = numbers[: 2 * len(level)].view(-1, 2), numbers[2 * len(level) :].view(-1, 3)
+    b_M, n_M, above_M = below_M3.T
+    p_LV = warp(logits_BNV[tuple(level_L2.T)], sampling).softmax(dim=-1)
     may_M = p_LV[above_M, draft.value[b_M, n_M]] != 0  # NaN where every token is banned, of which one is emitted
     if draft.real is not None:
         may_M &= draft.real[b_M, n_M]

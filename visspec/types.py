@@ -386,6 +386,7 @@ class Drafter:
     traits = DrafterTraits()
     passes: Any = None  # its compiled calls, if it has any
     recorder: Any = None  # its calls recorded as CUDA graphs, if they are
+    saved_as = ""  # "network": it writes its weights (`save_pretrained`); "model": they are those of a model it runs
 
     def compile(self) -> None:
         """Called after `attach` where compiled passes were asked for; by default a drafter runs as it is."""

@@ -64,6 +64,7 @@ class BlockModel(StructuredDrafter):
     ValueError where it does not fit the target.
     """
 
+    saved_as = "network"
     apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
 
     def __init__(

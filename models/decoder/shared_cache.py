@@ -38,6 +38,8 @@ class SharedCache(Drafter):
     Raises ValueError where it was made for another target.
     """
 
+    saved_as = "model"
+
     def __init__(self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24):
         config: Any = assistant.config
         text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]

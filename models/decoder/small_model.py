@@ -33,6 +33,8 @@ class SmallModel(StructuredDrafter):
     Raises ValueError when the vocabularies differ by more than padding.
     """
 
+    saved_as = "model"
+
     traits = DrafterTraits(levels=5, joins=True)
 
     def __init__(self, small: nn.Module, model: nn.Module, reads: int | None = READS):

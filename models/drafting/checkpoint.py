@@ -29,6 +29,7 @@ NAMES = {
 class SavedHead:
     """A drafter whose checkpoint folder is its network, `head`."""
 
+    saved_as = "network"
     head: Any
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:

@@ -236,8 +236,8 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
 
     def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
         """Rotated queries, rotated keys, and values of a block of elements, (B, T, 3H, E)."""
-        heads, size = self.config.heads, self.config.head_size
-        qkv = torch.mm(_unit(x_Nd), self.fuse.qkv).view(rows, width, 3 * heads, size)
+        heads = self.config.heads
+        qkv = torch.mm(_unit(x_Nd), self.fuse.qkv).view(rows, width, 3 * heads, -1)
         apply_rope = qkv[:, :, : 2 * heads]
         if qkv.dtype == torch.float32:  # in place, which saves two calls
             torch.view_as_complex(apply_rope.unflatten(-1, (-1, 2))).mul_(turn_BTC[:, :, None])

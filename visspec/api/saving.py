@@ -23,6 +23,7 @@ from visspec.api import zoo
 from visspec.io import checkpoint, hub
 from visspec.io.files import unwritable, write_json
 from visspec.io.provenance import provenance
+from visspec.models.drafting.checkpoint import PROVENANCE
 
 FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
 ENTRIES = ("drafter", "acceptance", "order", "levels", "parts")
@@ -153,12 +154,6 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
     from transformers import PreTrainedModel
 
-    from visspec.models.block.drafter import BlockModel
-    from visspec.models.decoder.shared_cache import SharedCache
-    from visspec.models.decoder.small_model import SmallModel
-    from visspec.models.drafting.checkpoint import PROVENANCE
-    from visspec.models.eagle.feature_drafting import FeatureDrafting
-
     if drafter is None:
         return None
     if isinstance(drafter, (list, tuple)):
@@ -172,7 +167,7 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
         known = (source / PROVENANCE).is_file()
         record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
         made = zoo.drafter(drafter, model)[0]
-        if isinstance(made, (SmallModel, SharedCache)):  # around a model of transformers, whose files are the folder's
+        if made.saved_as == "model":  # of transformers, whose files are the folder's
             staged.mkdir(parents=True)
             for file in source.iterdir():
                 if file.suffix in (".json", ".safetensors"):
@@ -188,14 +183,16 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     if isinstance(drafter, PreTrainedModel):
         drafter.save_pretrained(staged)
         return {"folder": DRAFTER}
-    listed = reference(drafter) in {row[0] for row in zoo.DRAFTERS.values()}
-    if isinstance(drafter, BlockModel) or (isinstance(drafter, FeatureDrafting) and listed):
+    if drafter.saved_as == "network":
         drafter.save_pretrained(staged, provenance(model))
-        again, own = (_options(x) for x in (zoo.drafter(staged, model)[0], drafter))
+        found = zoo.drafter(staged, model)[0]
+        if type(found) is not type(drafter):
+            return _described_as(drafter, "drafter", zoo.DRAFTERS)
+        again, own = (_options(x) for x in (found, drafter))
         if other := [name for name in own if own[name] != again.get(name)]:
-            found = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
+            shown = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
             raise ValueError(
-                f"drafter: got {found}, expected {again.get(other[0])}, as its weights alone give it back: options are"
+                f"drafter: got {shown}, expected {again.get(other[0])}, as its weights alone give it back: options are"
                 " kept of drafters that are named"
             )
         return {"folder": DRAFTER}

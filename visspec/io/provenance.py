@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from visspec.io.version import VERSION
+
 
 def provenance(model=None, device: torch.device | None = None, **more: Any) -> dict[str, Any]:
     """A JSON-serialisable record of this process for the model's device, or for `device` (default: CPU).
@@ -18,7 +20,7 @@ def provenance(model=None, device: torch.device | None = None, **more: Any) -> d
     `more` is added unchanged (seed, command, ...). For a GPU the record includes its name, driver, CUDA and Triton.
     """
     record: dict[str, Any] = {
-        "visspec": __import__("visspec").__version__,
+        "visspec": VERSION,
         "git": git_revision(),
         "python": platform.python_version(),
         "torch": torch.__version__,

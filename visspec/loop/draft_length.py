@@ -5,7 +5,7 @@ and acceptance rates: drafting d levels is expected to commit 1 + sum_i prod_{j<
 depth j) and to cost draft(d) + verify(d) seconds, both lines fitted to the measured rounds. The best d is used; d = 0
 is plain decoding. Costs are fitted anew where the context doubles, since a pass behind a long prompt costs more, and
 other drafts pay. While d = 0 is best, drafting is off for a number of rounds that doubles after every unsuccessful
-probe. 
+probe.
 Rounds without a draft are run on purpose now and then, so that the price of plain decoding is measured and not only
 extrapolated. By it an account is kept of the seconds that drafted rounds took beyond plain decoding of the tokens they
 gave; gains pay debts back but are not saved up. Drafting is off while the account is overdrawn: `share` of all seconds
