@@ -94,7 +94,7 @@ def paired_of(made, drafter=None, rule="exact"):
     """A setup that leaves the order to the request."""
     return build_setup(
         drafter, "", zoo.acceptance(rule), made, lambda traits: made.made(traits, False), order=zoo.order("raster"),
-        adaptive=False,
+        length=FixedLength,
     )  # fmt: skip
 
 

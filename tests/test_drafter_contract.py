@@ -28,6 +28,7 @@ from visspec.api import zoo
 from visspec.api.queueing import RequestBuilder
 from visspec.distributions import Categorical, categorical
 from visspec.loop.decode import advance, retire, select, start
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup
 from visspec.loop.stream import join
 from visspec.models.block.diffusion import DiffusionModel
@@ -201,7 +202,7 @@ def pictures(drafter, asked, family=None, rule=None, target=None, levels=3):
     make = (lambda _: target) if target else lambda traits: family.made(traits, False)
     rule = rule or Some()
     return build_setup(
-        drafter, "", rule, family or target.family, make, levels=levels, adaptive=False, order=zoo.order("raster")
+        drafter, "", rule, family or target.family, make, levels=levels, length=FixedLength, order=zoo.order("raster")
     ), asked
 
 

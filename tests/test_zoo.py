@@ -10,6 +10,7 @@ from visspec.accept.graphed_rule import GraphedRule
 from visspec.api import entries, presets, zoo
 from visspec.distributions import Categorical
 from visspec.io import included
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup, check
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
@@ -74,7 +75,7 @@ def janus_pair(drafter, rule, order=None):
     def make_target(traits):
         return ImageAR(family, features=bool(traits.feature_layers))
 
-    return build_setup(drafter, "", rule, family, make_target, order=order, adaptive=False)
+    return build_setup(drafter, "", rule, family, make_target, order=order, length=FixedLength)
 
 
 def drawn(setup, rows, seed=0, temperature=1.0, guidance=3.0, grid=None, faults=0):
