@@ -229,9 +229,9 @@ class Accelerated(Rebuildable):
         return {"model": self.model, "asked": self._asked, "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        drafter, acceptance, levels, length, *rest = state["asked"]
-        words = state["tokenizer"]
-        Accelerated.__init__(self, state["model"], drafter, acceptance, levels, True, words, *rest, length)
+        drafter, acceptance, levels, length, probe, compile, graphs = state["asked"]
+        model, words = state["model"], state["tokenizer"]
+        Accelerated.__init__(self, model, drafter, acceptance, levels, True, words, probe, compile, graphs, length)
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`

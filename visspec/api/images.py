@@ -348,8 +348,18 @@ class ImagePipeline(Rebuildable):
         # with adaptive lengths the samples of rules with their own random numbers would depend on timing
         length = FixedLength if isinstance(rule, Acceptance) and rule.traits.judges_draws else None
         order = zoo.order(self.family.default_order if order is None else order)
-        options = {"levels": self.levels, "length": length, "compile": self.compile, "graphs": self.graphs}
-        return build_setup(found, name, rule, self.family, make_target, order=order, **options)
+        return build_setup(
+            found,
+            name,
+            rule,
+            self.family,
+            make_target,
+            order=order,
+            levels=self.levels,
+            length=length,
+            compile=self.compile,
+            graphs=self.graphs,
+        )
 
     def _drafter(self, spec) -> tuple[Any, str]:
         """A drafter, by name or as it is, and its name."""

@@ -190,7 +190,7 @@ def table(count: int = 368, detector: Detector | None = None, seed: int = 0, pla
         rng = np.random.default_rng(seed + 3)
         n = BLANKS[place.name]
         blanks = (Image.fromarray(rng.integers(0, 256, (side, side, 3), dtype=np.uint8)) for _ in range(n))
-        answers = [detector.detect(blank) for blank in blanks]
+        answers = [detector.detect(blank, ()) for blank in blanks]
         line["pure_noise"] = {
             "refused": sum(bool(a.refused) for a in answers) / n,
             "with_detections": sum(bool(a.detections) for a in answers) / n,
