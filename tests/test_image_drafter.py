@@ -160,7 +160,7 @@ def test_rejection_keeps_any_target_law_enumerated(kind, seed):
     assert total_variation(off, plain_law(p, V, levels + 1)) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", SHAPES)
 def test_sampled_pairs_follow_the_model(kind):
     """The whole loop under `rejection`, 1500 images of the same prompt: the first two codes have the model's law."""

@@ -58,7 +58,7 @@ def unmeasured(text: str) -> str:
     return re.sub(r"\d+\.\d+", "x", text)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_class_has_a_row():
     if f"transformers {tf.__version__} " not in PAGE:
         pytest.skip("docs/models.md is of another version of transformers")

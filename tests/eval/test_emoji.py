@@ -261,7 +261,7 @@ def test_the_wrong_prompt_does_not_pass(detector):
     assert right == 2 and wrong == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_clean_renders_pass_and_no_wrong_prompt_does(detector):
     right, wrong = wrong_passes(EMOJI, 150, detector)
     assert right >= 148 and wrong == 0

@@ -212,7 +212,7 @@ def test_detector_finds_the_small_shapes_of_caption_scenes():
         assert agrees(detector.analyse(render(scene, 96)), scene, 96), seed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_wrong_prompt_passes_on_a_thousand_clean_images():
     """Verdicts equal the truth's for the image's own prompt and for six others that may be nearly right."""
     rng, detector, colours = np.random.default_rng(6), ShapeWorldDetector(), DetectedColours()
@@ -255,7 +255,7 @@ def neighbours(row: dict, rng: np.random.Generator) -> list[dict]:
     return out[:3]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_detector_takes_at_most_25_ms_at_64_pixels():
     rng, detector = np.random.default_rng(7), ShapeDetector()
     images = [render(suite.free_scene(row, rng), 64) for row in ROWS]
