@@ -20,7 +20,7 @@ from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.randar.model import RandARImageConfig, RandARImageModel, load
-from visspec.toys.recipes import any_order_card, any_order_data, any_order_draw, any_order_painter, painter_tokens
+from visspec.toys.recipes import any_order_data, any_order_draw, any_order_painter, painter_tokens
 from visspec.toys.recipes.painter_build import build_processor
 
 SIDE, PIXELS, CODES = 6, 48, 24
@@ -403,11 +403,11 @@ def test_recipe_writes_a_folder(tmp_path, monkeypatch):
     """Two steps, from codes to the card."""
     small = {"layers": 1, "heads": 2, "hidden_size": 32, "intermediate": 32}
     monkeypatch.setitem(any_order_draw.__dict__, "NETWORK", small)
-    monkeypatch.setattr(any_order_card, "GUIDANCES", (1.0, 2.0))
-    monkeypatch.setattr(any_order_card, "ORDERS", ("spread",))
-    monkeypatch.setattr(any_order_card, "DRAFTERS", ("none", "ahead:levels=8"))
+    monkeypatch.setattr(any_order_painter, "GUIDANCES", (1.0, 2.0))
+    monkeypatch.setattr(any_order_painter, "ORDERS", ("spread",))
+    monkeypatch.setattr(any_order_painter, "DRAFTERS", ("none", "ahead:levels=8"))
     monkeypatch.setattr(any_order_data, "SHARD", 4)
-    options = any_order_painter.parser().parse_args(
+    options = any_order_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "6", "--rows", "2", "--steps", "2", "--workers", "1", "--every", "9",
          "--every-prompt", "184"]
     )  # fmt: skip
@@ -420,10 +420,10 @@ def test_recipe_writes_a_folder(tmp_path, monkeypatch):
     again = any_order_draw.AnyOrderStage(options, 0)
     again.restore()
     assert again.step == 2 and torch.equal(again.model.words.weight, stage.model.words.weight)
-    any_order_card.finish(options)
-    folder = tmp_path / any_order_card.NAME
+    any_order_painter.finish(options)
+    folder = tmp_path / any_order_painter.NAME
     record, text = json.loads((folder / "provenance.json").read_text()), (folder / "README.md").read_text()
-    assert record["recipe"] == "visspec.toys.recipes.any_order_painter" and record["draw"]["steps"] == 2
+    assert record["recipe"] == "visspec.toys painter-any-order" and record["draw"]["steps"] == 2
     assert "| spread | " in text and "| `ahead:levels=8` |" in text and "{" not in text
     made = ImagePipeline.from_pretrained(str(folder))
     assert made.family.default_guidance in (1.0, 2.0) and made.model.net.config.grid == 12

@@ -11,9 +11,8 @@ from visspec.api.loading import load_image_model
 from visspec.distributions import DenoisingSteps
 from visspec.models.continuous.model import ContinuousImageModel, Sampler, guided, load, value_of
 from visspec.models.vectors.diffusion_head import cosine_levels, schedule
-from visspec.toys.recipes import continuous_autoencoder, continuous_card, continuous_data, continuous_draw
+from visspec.toys.recipes import continuous_autoencoder, continuous_data, continuous_draw, continuous_painter
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.continuous_painter import parser
 from visspec.toys.recipes.painter_build import build_tokenizer
 from visspec.toys.recipes.painter_tokens import prompt_ids, without_words
 
@@ -37,8 +36,8 @@ def painter():
 @pytest.fixture(scope="module")
 def written(painter, tmp_path_factory):
     folder = tmp_path_factory.mktemp("continuous")
-    painter.generation_config = continuous_card.generation_config(1.5)
-    save(painter, continuous_card.build_processor(), folder, torch.float32)
+    painter.generation_config = continuous_painter.generation_config(1.5)
+    save(painter, continuous_painter.build_processor(), folder, torch.float32)
     return folder
 
 
@@ -192,8 +191,8 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "CONFIG", SMALL)
     for name in ("painter", "drafter"):
         monkeypatch.setitem(continuous_draw.SIZES, name, TINY | {"feature": 16 if name == "drafter" else 0})
-    monkeypatch.setattr(continuous_card, "GUIDANCES", (1.0, 2.0))
-    options: argparse.Namespace = parser().parse_args(
+    monkeypatch.setattr(continuous_painter, "GUIDANCES", (1.0, 2.0))
+    options: argparse.Namespace = continuous_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "8", "--rows", "4", "--steps", "3", "--drafter-steps", "2", "--every", "9",
          "--autoencoder-steps", "2", "--decoder-steps", "2", "--every-prompt", "72"]
     )  # fmt: skip
@@ -202,8 +201,8 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     continuous_data.write_tokens(options, continuous_autoencoder.load_autoencoder(tmp_path))
     continuous_draw.ContinuousStage(options, 0).run()
     continuous_draw.ContinuousDraftStage(options, 0).run()
-    continuous_card.finish(options)
-    for name in continuous_card.NAMES.values():
+    continuous_painter.finish(options)
+    for name in continuous_painter.NAMES.values():
         assert isinstance(load(tmp_path / name), ContinuousImageModel)
         assert json.loads((tmp_path / name / "provenance.json").read_text())["compute_dtype"] == "float32"
     assert "{" not in (tmp_path / "painter-continuous" / "README.md").read_text()

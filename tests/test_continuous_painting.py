@@ -17,7 +17,7 @@ from visspec.models.continuous.drafter import ContinuousDrafter
 from visspec.models.continuous.model import ContinuousImageModel, Sampler
 from visspec.models.vectors.target import ContinuousAR
 from visspec.sampling import Normals
-from visspec.toys.recipes import continuous_card, continuous_draw
+from visspec.toys.recipes import continuous_draw, continuous_painter
 from visspec.toys.recipes.painter_tokens import without_words
 from visspec.types import Request, Sampling
 
@@ -32,13 +32,13 @@ def fresh(name, autoencoder=None, **sizes):
     model = continuous_draw.build(name, autoencoder, TINY | sizes).eval()
     for parameter in model.head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    model.generation_config = continuous_card.generation_config(2.0)
+    model.generation_config = continuous_painter.generation_config(2.0)
     return model
 
 
 @pytest.fixture(scope="module")
 def pipe():
-    made = ImagePipeline(fresh("painter", SMALL), continuous_card.build_processor())
+    made = ImagePipeline(fresh("painter", SMALL), continuous_painter.build_processor())
     made.set_progress_bar_config(disable=True)
     return made
 

@@ -26,7 +26,7 @@ from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, 
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
-from visspec.toys.recipes import distilled_card, distilled_data, distilled_draw, painter_distilled
+from visspec.toys.recipes import distilled_data, distilled_draw, painter_distilled
 from visspec.types import FREE, Request, Sampling, Verdict
 
 V = 3  # codes that the drafter of the law tests knows
@@ -406,15 +406,15 @@ def tiny_run(tmp_path, monkeypatch):
     """Arguments of the recipe for a tiny painter."""
     painter(tmp_path / "painter")
     monkeypatch.setattr(distilled_data, "BATCH", 2)
-    monkeypatch.setattr(distilled_card, "SHAPES", ((4, 1), (4, 3)))
-    monkeypatch.setattr(distilled_card, "BATCH", 2)
-    for module in (distilled_draw, distilled_card):
+    monkeypatch.setattr(painter_distilled, "SHAPES", ((4, 1), (4, 3)))
+    monkeypatch.setattr(painter_distilled, "BATCH", 2)
+    for module in (distilled_draw, painter_distilled):
         monkeypatch.setattr(module, "LAYERS", (0, 1))
     return ["--target", str(tmp_path / "painter"), "--out", str(tmp_path / "run"), "--pictures", "4", "--rows", "2"]
 
 
 def test_the_recipe_draws_trains_resumes_measures_and_writes_a_card(tiny_run, tmp_path):
-    options = painter_distilled.parser().parse_args([*tiny_run, "--steps", "2", "--every", "1", "--watched", "1"])
+    options = painter_distilled.DRAFTER.parse([*tiny_run, "--steps", "2", "--every", "1", "--watched", "1"])
     options.export, options.measured = tmp_path / "x", 3
     options.out.mkdir()
     distilled_data.write_pictures(options)
@@ -428,7 +428,7 @@ def test_the_recipe_draws_trains_resumes_measures_and_writes_a_card(tiny_run, tm
     again = distilled_draw.DistilStage(options, 0)
     again.restore()
     assert again.step == 2 and torch.equal(again.head.codes.weight, first.head.codes.weight)
-    distilled_card.finish(options)
+    painter_distilled.finish(options)
     record = json.loads((tmp_path / "x" / "provenance.json").read_text())
     assert record["draw"]["step"] == 2 and record["measured"]["rules"]["exact"]["identical"] == 3
     assert record["measured"]["rules"]["exact"]["faults"] == 0
@@ -442,7 +442,7 @@ def test_the_noise_of_recorded_pictures_is_that_of_their_seeds(tiny_run, monkeyp
     """Codes are the argmax of the recorded laws and the noise of the picture's seed."""
     width = distilled_data.painter(tiny_run[1]).codes
     monkeypatch.setattr(distilled_data, "LIKELY", width)
-    options = painter_distilled.parser().parse_args(tiny_run)
+    options = painter_distilled.DRAFTER.parse(tiny_run)
     options.out.mkdir()
     distilled_data.write_pictures(options)
     found = distilled_data.read_pictures(options.out, distilled_data.files(4))
@@ -456,7 +456,7 @@ def test_the_noise_of_recorded_pictures_is_that_of_their_seeds(tiny_run, monkeyp
 
 @pytest.mark.parametrize("share, kinds", [((1.0, 0.0), {KNOWN, BLANK}), ((0.0, 1.0), {KNOWN, GUESSED})])
 def test_missing_codes_and_guesses_weigh_less_the_later_they_come(tiny_run, share, kinds, monkeypatch):
-    options = painter_distilled.parser().parse_args(tiny_run)
+    options = painter_distilled.DRAFTER.parse(tiny_run)
     options.out.mkdir()
     distilled_data.write_pictures(options)
     stage = distilled_draw.DistilStage(options, 0)

@@ -30,8 +30,8 @@ def test_every_pair_shows_the_animal_of_its_prompt():
 @pytest.mark.slow
 def test_the_stages_learn_resume_and_know_animals(tmp_path):
     common = ["--out", str(tmp_path), "--workers", "1", "--every", "2", "--every-prompt", "160"]
-    emoji_painter.main([*common, "--stage", "vq", "--vq-steps", "2", "--vq-rows", "1"])
-    emoji_painter.main([*common, "--stage", "tokens", "--pairs", "4"])
+    emoji_painter.PAINTER.run([*common, "--stage", "vq", "--vq-steps", "2", "--vq-rows", "1"])
+    emoji_painter.PAINTER.run([*common, "--stage", "tokens", "--pairs", "4"])
     data = torch.load(tmp_path / "tokens-0.pt", weights_only=True)
     rows = [emoji_painter.pair(emoji_painter.FIRST_SEED["tokens"] + i)[0] for i in range(4)]
     assert [subjects()[i] for i in data["animal"].tolist()] == [row["include"][0]["class"] for row in rows]

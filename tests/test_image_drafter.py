@@ -312,7 +312,7 @@ def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
     common = ["--target", str(tmp_path / "painter"), "--batch", "2", "--rows", "2", "--group", "1", "--reuse", "1"]
     common += ["--validate-every", "2", "--save-every", "1"]
     out = tmp_path / "run"
-    painter_drafter.main(
+    painter_drafter.OF_SHAPES.run(
         [*common, "--out", str(out), "--steps", "2", "--export", str(tmp_path / "x"), "--prompts", "1"]
     )
     record = json.loads((tmp_path / "x" / "provenance.json").read_text())
@@ -330,7 +330,7 @@ def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
 def test_the_recipe_refuses_a_model_that_is_no_painter(tmp_path, monkeypatch):
     monkeypatch.setattr(painter_drafter.targets, "load_image_model", lambda name: (emu3(), emu3_processor()))
     with pytest.raises(ValueError, match=r"target: got a model of the type 'emu3', expected a painter"):
-        painter_drafter.main(["--out", str(tmp_path / "run")])
+        painter_drafter.OF_SHAPES.run(["--out", str(tmp_path / "run")])
     assert not list((tmp_path / "run").glob("*"))
 
 

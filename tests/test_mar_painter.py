@@ -20,10 +20,9 @@ from visspec.models.mar.model import MARImageConfig, MARImageModel, load
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
 from visspec.models.mar.parallel import ParallelMAR
 from visspec.models.vectors.diffusion_head import cosine_levels, schedule
-from visspec.toys.recipes import mar_card, mar_draw
+from visspec.toys.recipes import mar_draw, mar_painter
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.continuous_data import write_tokens
-from visspec.toys.recipes.mar_painter import parser
 
 TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
 PROMPTS = ["a photo of a red ring", "a photo of a star"]
@@ -211,8 +210,8 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     for name in ("painter", "drafter"):
         own = {size: value for size, value in TINY.items() if size != "denoising_steps"}
         monkeypatch.setitem(mar_draw.SIZES, name, own)
-    monkeypatch.setattr(mar_card, "GUIDANCES", (1.0, 2.0))
-    options = parser().parse_args(
+    monkeypatch.setattr(mar_painter, "GUIDANCES", (1.0, 2.0))
+    options = mar_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "24", "--rows", "4", "--steps", "3", "--drafter-steps", "2",
          "--every", "9", "--every-prompt", "44"]
     )  # fmt: skip
@@ -223,13 +222,10 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     assert not bool(known.gather(1, hidden).any())
     stage.run()
     mar_draw.MARDraftStage(options, 0).run()
-    mar_card.finish(options)
-    for name in mar_card.NAMES.values():
+    mar_painter.finish(options)
+    for name in mar_painter.NAMES.values():
         assert isinstance(load(tmp_path / name), MARImageModel)
-        assert (
-            json.loads((tmp_path / name / "provenance.json").read_text())["recipe"]
-            == "visspec.toys.recipes.mar_painter"
-        )
+        assert json.loads((tmp_path / name / "provenance.json").read_text())["recipe"] == "visspec.toys painter-mar"
         assert "{" not in (tmp_path / name / "README.md").read_text()
 
 

@@ -17,11 +17,10 @@ from transformers import (
 
 from visspec.api import zoo
 from visspec.toys.recipes import (
+    captioner,
     captioner_build,
-    captioner_card,
     painter,
     painter_build,
-    painter_card,
     painter_data,
     painter_draw,
     painter_reading,
@@ -191,7 +190,7 @@ def test_weights_of_the_loss_depend_on_earlier_codes_only():
 
 
 def test_training_seeds_stay_below_the_held_out_ones():
-    assert max(painter_data.FIRST_SEED.values()) + max(painter.PAIRS.values()) < HELD_OUT_SEED
+    assert max(painter_data.FIRST_SEED.values()) + painter.PAINTER.parse(["--out", "x"]).pairs < HELD_OUT_SEED
 
 
 def test_reading_labels_say_what_the_prompt_asks_for():
@@ -230,12 +229,12 @@ def test_training_and_stock_generation_see_the_same_law():
 
 
 def test_recipe_runs_on_a_few_steps(tmp_path):
-    few = ["--out", str(tmp_path), "--workers", "1", "--threads", "1", "--every", "100", "--every-prompt", "368"]
+    few = ["--out", str(tmp_path), "--workers", "1", "--every", "100", "--every-prompt", "368"]
     few += ["--vq-steps", "3", "--vq-rows", "1", "--pairs", "16", "--steps", "2", "--rows", "1"]
     few += ["--composed-steps", "1", "--decoder-steps", "1"]
     for stage in ("vq", "composed", "decoder"):
-        painter.main([*few, "--stage", stage])
-    painter.main([*few, "--lowres", "--sheet", str(tmp_path / "sheet" / "painter.png")])
+        painter.PAINTER.run([*few, "--stage", stage])
+    painter.LOWRES.run([*few, "--sheet", str(tmp_path / "sheet" / "painter.png")])
     folder = tmp_path / "painter-lowres"
     record = json.loads((folder / "provenance.json").read_text())
     assert record["draw"]["steps"] == 2
@@ -243,7 +242,7 @@ def test_recipe_runs_on_a_few_steps(tmp_path):
     assert (tmp_path / "sheet" / "painter.png").stat().st_size > 0
     assert "GenEval" in (folder / "README.md").read_text()
     JanusForConditionalGeneration.from_pretrained(folder)
-    painter.main([*few, "--stage", "vq", "--resume"])  # nothing left to do
+    painter.PAINTER.run([*few, "--stage", "vq", "--resume"])  # nothing left to do
 
 
 @unshipped
@@ -253,7 +252,7 @@ def test_cards_are_what_the_recipe_writes_of_their_provenance(low, folder):
     every = len(suite()) // int(re.search(r"GenEval on (\d+) prompts", text)[1])
     with torch.device("meta"):
         model = JanusForConditionalGeneration(JanusConfig.from_pretrained(folder))
-    assert painter_card.card(low, every, text.splitlines()[-1], model, record) == text
+    assert painter.card(low, every, text.splitlines()[-1], model, record) == text
 
 
 @unshipped
@@ -261,11 +260,11 @@ def test_cards_are_what_the_recipe_writes_of_their_provenance(low, folder):
 def test_cards_of_captioners_are_what_the_recipe_writes_up_to_their_training(small):
     """What follows, and a line of the small one's, was added by hand."""
     shapes = world("shapes")
-    folder = zoo.CHECKPOINTS / captioner_card.NAMES["shapes"][small]
+    folder = zoo.CHECKPOINTS / captioner.NAMES["shapes"][small]
     record = json.loads((folder / "provenance.json").read_text())
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(LlavaConfig.from_pretrained(folder))
-    text = captioner_card.card(shapes, small, model, len(captioner_build.build_tokenizer(shapes)), record)
+    text = captioner.card(shapes, small, model, len(captioner_build.build_tokenizer(shapes)), record)
     written, stored = (card.partition("## Training")[0] for card in (text, (folder / "README.md").read_text()))
     if small:
         added = re.search(r"Greedy captions that equal .*\n\n", stored)[0]

@@ -22,7 +22,7 @@ from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import LabelledVARImages, calibrated
 from visspec.models.var.layout import save_vae
 from visspec.models.var.model import VARImageConfig, VARImageModel, load
-from visspec.toys.recipes import scale_card, scale_data, scale_draw, scale_measure, scale_painter, scale_vq
+from visspec.toys.recipes import scale_data, scale_draw, scale_measure, scale_painter, scale_vq
 from visspec.toys.recipes.any_order_data import included_vq
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_data import pixels
@@ -342,12 +342,12 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
     """Every stage, taken up where it stopped, and the folders that come of it."""
     sizes = {"painter": {"width": 32, "depth": 2, "heads": 2}, "small": {"width": 32, "depth": 1, "heads": 2}}
     monkeypatch.setattr(scale_draw, "SIZES", sizes)
-    monkeypatch.setattr(scale_card, "HANDOVERS", (6,))
-    monkeypatch.setattr(scale_card, "DEPTHS", (1,))
-    monkeypatch.setattr(scale_card, "GUIDANCES", (1.0, 2.0))
+    monkeypatch.setattr(scale_painter, "HANDOVERS", (6,))
+    monkeypatch.setattr(scale_painter, "DEPTHS", (1,))
+    monkeypatch.setattr(scale_painter, "GUIDANCES", (1.0, 2.0))
     save_vae(tmp_path / "vq", codec, scale_data.SCALES)
     torch.save({"step": 1, "seconds": 60.0, "loss": 1.0}, tmp_path / "quantiser.pt")
-    options = scale_painter.parser().parse_args([
+    options = scale_painter.PAINTER.parse([
         "--out", str(tmp_path), "--pairs", "32", "--steps", "2", "--small-steps", "2", "--refine-steps", "2", "--rows",
         "4", "--every", "1", "--every-prompt", "44", "--resume",
     ])  # fmt: skip
@@ -362,7 +362,7 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
         made.run()
     taught = scale_draw.SharedClassEmbedding(scale_draw.build("small", codec))
     scale_draw.taken(taught, tmp_path / "refined.pt")
-    scale_card.finish(options)
+    scale_painter.finish(options)
     model, _ = load_image_model(str(tmp_path / "painter-var"))
     small = load(tmp_path / "painter-var-small")
     for one in (model, small):
@@ -384,7 +384,7 @@ def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec
     size = {"width": 32, "depth": 1, "heads": 2}
     monkeypatch.setattr(scale_draw, "SIZES", {"painter": size, "small": size})
     save_vae(tmp_path / "vq", codec, scale_data.SCALES)
-    options = scale_painter.parser().parse_args(["--out", str(tmp_path), "--pairs", "8", "--rows", "4"])
+    options = scale_painter.PAINTER.parse(["--out", str(tmp_path), "--pairs", "8", "--rows", "4"])
     made_up(tmp_path, 8)
     stage = scale_draw.SmallStage(options, 0)
     for name in ("small.pt", "painter.pt"):
@@ -414,7 +414,7 @@ def test_the_painters_autoencoder_is_borrowed_whole():
 @pytest.fixture(scope="module")
 def features(tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
-    options = scale_painter.parser().parse_args([
+    options = scale_painter.PAINTER.parse([
         "--out", str(folder), "--pairs", "12", "--vq-steps", "4", "--vq-rows", "4", "--rows", "4", "--resume",
     ])  # fmt: skip
     scale_vq.write_features(options)
@@ -469,10 +469,7 @@ def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
     for folder in folders:
         record = json.loads((folder / "provenance.json").read_text())
         assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size
-        assert (
-            record["recipe"] == "visspec.toys.recipes.scale_painter"
-            and "painter-var" in (folder / "README.md").read_text()
-        )
+        assert record["recipe"] == "visspec.toys painter-var" and "painter-var" in (folder / "README.md").read_text()
     assert included.family.labels == tuple(row["prompt"] for row in suite() if row["tag"] in scale_data.TASKS)
 
 

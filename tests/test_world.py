@@ -1,6 +1,5 @@
 """The free tier of the shape world: scenes, pixels, captions that parse back into facts; the shipped captioners."""
 
-import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -227,17 +226,37 @@ def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
 
     threads, shapes = torch.get_num_threads(), world("shapes")
     monkeypatch.setattr(captioner, "score_captions", lambda *_: {"accuracy": 0.0})
-    captioner_vision.train_vision(tmp_path, shapes, steps=4, batch=4, every=2)
+    monkeypatch.setattr(captioner_vision, "accuracy", lambda *_: {})
+    given = [
+        "--vision-steps",
+        "4",
+        "--vision-rows",
+        "4",
+        "--steps",
+        "8",
+        "--rows",
+        "2",
+        "--rate",
+        "1e-3",
+        "--every",
+        "2",
+    ]
+    options = captioner.SMALL.parse(["--out", str(tmp_path), "--workers", "1", *given])
+    captioner_vision.VisionStage(options, 0).run()
     whole = torch.load(tmp_path / "vision.pt", weights_only=True)
-    failing = replace(shapes, lesson=lambda seed: scene_from_seed(seed) if seed != 8 else 1 / 0)
+    failing = captioner_vision.VisionStage(options, 0)
+    failing.world = replace(shapes, lesson=lambda seed: scene_from_seed(seed) if seed != 8 else 1 / 0)
     with pytest.raises(ZeroDivisionError):  # the machine goes down in the third step
-        captioner_vision.train_vision(tmp_path, failing, steps=4, batch=4, every=2)
-    captioner_vision.train_vision(tmp_path, shapes, steps=4, batch=4, every=2, resume=True)
+        failing.run()
+    resumed = captioner_vision.VisionStage(options, 0)
+    resumed.restore()
+    assert resumed.step == 2
+    resumed.run()
     again = torch.load(tmp_path / "vision.pt", weights_only=True)
     assert again["step"] == 4 and all(torch.equal(whole["tower"][k], again["tower"][k]) for k in whole["tower"])
+    assert again["schedule"] == whole["schedule"]
 
-    options = argparse.Namespace(out=tmp_path, steps=8, rows=2, rate=1e-3, early=None, workers=1, small=True, every=8)
-    options.world, options.float32 = "shapes", False
+    options.every = 8
     straight = captioner.CaptionStage(options, 0)
     straight.run()
     first = captioner.CaptionStage(options, 0)

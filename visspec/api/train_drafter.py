@@ -223,32 +223,6 @@ def run(
     return train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
 
 
-def parser_of(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """What the recipes of the shipped drafters are asked on the command line; `defaults` where they differ."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--target", help="shipped name or folder of the target")
-    parser.add_argument("--steps", type=int)
-    parser.add_argument("--batch", type=int, help="outputs that the target makes together")
-    parser.add_argument("--rows", type=int, default=8, help="outputs of a training step")
-    parser.add_argument("--group", type=int)
-    parser.add_argument("--reuse", type=int, default=4)
-    parser.add_argument("--loss", default="tv", choices=("tv", "soft_ce", "kl"))
-    parser.add_argument("--opening", type=float, help="share of steps on soft_ce before --loss")
-    parser.add_argument("--rate", type=float)
-    parser.add_argument("--unroll", type=int, default=5)
-    parser.add_argument("--middle", type=int, help="width of the MLP; default the target's")
-    parser.add_argument("--levels", type=int, help="depth that the drafter asks for; not trained")
-    parser.add_argument("--validate-every", type=int, default=500)
-    parser.add_argument("--save-every", type=int, default=100)
-    parser.add_argument("--threads", type=int, default=1, help="of each of the two: training, and the target ahead")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--export", type=Path, help="folder for the finished weights, in half precision")
-    parser.set_defaults(**defaults)
-    return parser
-
-
 def plan_of(options: argparse.Namespace) -> TrainingOptions:
     """The plan of a parser's options, with the target ahead in a thread of its own."""
     given = {f.name: getattr(options, f.name) for f in fields(TrainingOptions) if hasattr(options, f.name)}

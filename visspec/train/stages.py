@@ -21,8 +21,6 @@ from torch import nn
 
 from visspec.io.files import replacing
 
-Stages = dict[str, Callable[[argparse.Namespace], object]]  # by name, in their order
-
 
 def keep_memory() -> None:
     """Let glibc keep freed memory: large tensors are otherwise mapped and zeroed by the kernel at every step."""
@@ -97,10 +95,14 @@ class Stage:
         done = max(0.0, (self.step - warm) / max(1, self.steps - warm))
         return self.peak * min((self.step + 1) / warm, 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
-    def update(self) -> float:
-        """One optimiser step; returns the loss."""
+    def adjust(self) -> None:
+        """Set the learning rate of the next step."""
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate()
+
+    def update(self) -> float:
+        """One optimiser step; returns the loss."""
+        self.adjust()
         loss = self.loss()
         descend(self.optimiser, self.trained, loss, self.workers)
         self.step += 1
@@ -138,6 +140,27 @@ class Stage:
                     print(json.dumps({"file": self.file.name, "step": self.step, **measured}), flush=True)
 
 
+class OneCycleStage(Stage):
+    """A stage with torch's one-cycle schedule, which moves the momentum too, and weight decay of all parameters.
+
+    rises: share of the steps in which the learning rate rises.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, rank: int, file: str, steps: int, peak: float, trained: list[nn.Parameter],
+        decay: float, parts: dict, rises: float, betas: tuple[float, float] = (0.9, 0.98),
+    ):  # fmt: skip
+        super().__init__(options, rank, file, steps, peak, trained, decay, parts)
+        for group in self.optimiser.param_groups:
+            group |= {"weight_decay": decay, "betas": betas}
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimiser, peak, total_steps=steps, pct_start=rises)
+        self.parts |= {"schedule": self.schedule}
+
+    def adjust(self) -> None:
+        if self.step:  # it has set that of the first step itself
+            self.schedule.step()
+
+
 def _worker(
     rank: int, meeting: str, make: Callable[[argparse.Namespace, int], Stage], options: argparse.Namespace
 ) -> None:
@@ -153,14 +176,6 @@ def _worker(
     stage.run()
     if options.workers > 1:
         dist.destroy_process_group()
-
-
-def run_stages(options: argparse.Namespace, stages: Stages) -> None:
-    """Run those of the stages that `options.stage` names, in their order; "all" is all of them."""
-    begin(options, 1)
-    for name, run in stages.items():
-        if name in options.stage or "all" in options.stage:
-            run(options)
 
 
 def in_workers(make: Callable[[argparse.Namespace, int], Stage], options: argparse.Namespace) -> None:

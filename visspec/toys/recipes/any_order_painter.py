@@ -1,47 +1,91 @@
-"""Train an any-order painter on the codes of the included painter's VQ model.
-
-python -m visspec.toys.recipes.any_order_painter --out runs/any-order [--stage STAGE ...] [--resume]
+"""`painter-any-order`: a RandAR behind words, on the codes of the included painter's VQ model.
 
 Stage `tokens` codes pictures with the VQ model of `painter`, `draw` trains a RandAR behind words on them, `finish`
-writes a complete folder with a model card and its provenance. Every stage is resumable.
+writes a complete folder with a model card and its provenance.
 
-Data: the pairs of the painter's recipe. Seeds: 6 (draw). Two CPU cores; the defaults are an estimate of what fits an
-hour, at 1.6 s a step and 55 ms a pair, and have not been run.
+Data: the pairs of the painter's recipe. Seeds: 6 (draw). Two CPU cores, 1.6 s a step and 55 ms a pair.
 """
 
 import argparse
-from functools import partial
-from pathlib import Path
+from dataclasses import dataclass
 
-from visspec.toys.recipes.any_order_card import finish
-from visspec.toys.recipes.any_order_data import write_tokens
-from visspec.toys.recipes.any_order_draw import AnyOrderStage
-from visspec.train.stages import Stages, in_workers, run_stages
+import torch
 
-STAGES: Stages = {"tokens": write_tokens, "draw": partial(in_workers, AnyOrderStage), "finish": finish}
+from visspec.models.randar.model import load
+from visspec.toys.recipes import cards
+from visspec.toys.recipes.any_order_data import included_vq, write_tokens
+from visspec.toys.recipes.any_order_draw import NAMED, WHOLE, AnyOrderStage, build, score
+from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.painter_build import build_processor
+from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.world.suite import suite
 
-
-def parser() -> argparse.ArgumentParser:
-    """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Train an any-order painter on two CPU cores.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished model")
-    parser.add_argument("--stage", nargs="+", choices=(*STAGES, "all"), default=["all"])
-    parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
-    parser.add_argument("--pairs", type=int, default=12_000, help="pairs of prompt and picture")
-    parser.add_argument("--steps", type=int, default=1700)
-    parser.add_argument("--rows", type=int, default=8, help="pictures in a batch of one worker")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
-    parser.add_argument("--every", type=int, default=500, help="steps between reports and checkpoints")
-    parser.add_argument("--workers", type=int, default=2, help="processes of a stage, one thread each")
-    parser.add_argument("--every-prompt", type=int, default=8, help="measure the finished painter on every such prompt")
-    parser.add_argument("--note", default="", help="sentences for the card, say on the machine's load")
-    return parser
+NAME, SEED = "painter-any-order", 0
+GUIDANCES = (1.0, 2.0, 3.0)
+ORDERS = ("halton", "spread", "raster")
+DRAFTERS = ("none", "ahead:levels=4", "ahead:levels=8", "jacobi:window=8", "neighbours:levels=8")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    run_stages(parser().parse_args(arguments), STAGES)
+@dataclass
+class AnyOrderOptions(Options):
+    """Options of the recipe."""
+
+    pairs: int = option(6000, "pairs of prompt and picture")
+    steps: int = option(4500, "steps of the draw stage")
+    rows: int = option(8, "pictures in a batch of one worker")
+    rate: float = option(1.5e-3, "peak learning rate")
+    every_prompt: int = option(8, "measure the finished painter on every such prompt")
 
 
-if __name__ == "__main__":
-    main()
+def finish(options: argparse.Namespace) -> None:
+    """Write the folder from the last checkpoint, read it back, measure it and describe it."""
+    saved, stage = cards.read_stage(options.out / "any-order.pt")
+    made, processor, folder = build(included_vq()), build_processor(), options.out / NAME
+    made.load_state_dict(saved["model"])
+    save(made, processor, folder, torch.float16)
+    model, rows = load(folder), suite()[:: options.every_prompt]
+    sweep = [score(model, processor, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
+    guidance = cards.best_guidance(sweep)
+    model.generation_config.guidance_scale = guidance
+    model.generation_config.save_pretrained(folder)
+    few = rows[::4]
+
+    def passes(order: str) -> dict[str, float]:
+        drawn = (score(model, processor, few, guidance, SEED, order=order, drafter=drafter) for drafter in DRAFTERS)
+        return dict(zip(DRAFTERS, (record["passes"] for record in drawn)))
+
+    drawn = {o: score(model, processor, rows, guidance, SEED, order=o, drafter="none") for o in ORDERS}
+    measured = {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "few": len(few)}
+    measured["passes"] = {order: passes(order) for order in ORDERS}
+    record = cards.origin(
+        model, f"visspec.toys {NAME}", folder, measured, draw=stage, seeds={"draw": 6, "measured": SEED},
+        rows=options.rows * options.workers, pairs=options.pairs,
+    )  # fmt: skip
+    shares = {o: [f"{measured['passes'][o][drafter]:.3f}" for drafter in DRAFTERS] for o in ORDERS}
+    text = cards.fill(
+        NAME,
+        record=record,
+        sizes=model.net.config,
+        parameters=cards.millions(model),
+        places=model.net.config.grid**2,
+        prompts=len(rows),
+        rows=cards.table([order, f"{drawn[order]['geneval']:.3f}", *shares[order]] for order in ORDERS),
+        drafters=" | ".join(f"`{drafter}`" for drafter in DRAFTERS),
+        rules=cards.rule(len(DRAFTERS)),
+        guidance=guidance,
+        sweep=cards.swept(sweep),
+        seen=stage["steps"] * record["rows"],
+        named=NAMED,
+        whole=WHOLE,
+        note=options.note,
+    )
+    cards.publish(folder, text)
+    cards.say(folder, draw=stage, guidance=guidance)
+
+
+PAINTER = Recipe(
+    NAME,
+    "Train an any-order painter on the codes of the included painter's VQ model.",
+    AnyOrderOptions,
+    {"tokens": write_tokens, "draw": trained(AnyOrderStage), "finish": finish},
+)

@@ -1,42 +1,69 @@
-"""Train the embedded captioner from zero: a small LLaVA that describes the shape world in 60 to 120 words.
-
-python -m visspec.toys.recipes.captioner --out runs/captioner [--stage vision|caption|finish|all] [--small] [--resume]
+"""`captioner`, `captioner-small` and `captioner-emoji` from zero: a small LLaVA that describes a world.
 
 Stage `vision` teaches a CLIP tower dense labels (see captioner_vision.py), `caption` trains projector and text model
-on the frozen tower, `finish` writes a complete folder with float16 weights, a model card and its provenance. Every
-stage is resumable. With --small the caption stage trains the two-layer sibling on the same tower. With --world emoji
-it is `captioner-emoji`, of the other world of `visspec.toys.world.worlds`.
+on the frozen tower, `finish` writes a complete folder with float16 weights, a model card and its provenance. The small
+one has a text model of two layers on the same tower: run it in the folder of `captioner`, after it.
 
-Data: scenes of `visspec.toys.world`, rendered as they are needed; batch t always holds the same scenes, and seeds
-from 2^30 on are never trained on. Seeds: 0 (vision), 1 (captions). Two CPU cores, no accelerator.
+Data: scenes of the world, rendered as they are needed; batch t always holds the same scenes, and seeds from 2^30 on are
+never trained on. Seeds: 0 (vision), 1 (captions). Two CPU cores, no accelerator.
 
 | stage | scenes | wall clock, with half a core to a core taken by other work |
 |---|---|---|
 | vision | 2,400 batches of 128 | 24 minutes measured, most of it before eager attention (then 0.2 s a step) |
 | caption | 2,500 batches of 2 x 16 | 33 minutes measured |
-| caption --small | 2,500 batches of 2 x 16 | 5 minutes measured |
+| caption, small | 2,500 batches of 2 x 16 | 5 minutes measured |
 
 Measured on 512 held-out scenes: captioner 100.0 % of 10,641 stated facts right, captioner-small 99.8 %; the model
 cards that `finish` writes say more.
 """
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import LlavaForConditionalGeneration
+from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-from visspec.toys.recipes.captioner_build import build_model, build_processor, save
-from visspec.toys.recipes.captioner_card import finish
+from visspec.toys.recipes import cards
+from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor, save
 from visspec.toys.recipes.captioner_data import CaptionBatch, Encoder
-from visspec.toys.recipes.captioner_score import score_captions
-from visspec.toys.recipes.captioner_vision import patch_features, patch_labels, pixels, train_vision
+from visspec.toys.recipes.captioner_score import score_answers, score_captions
+from visspec.toys.recipes.captioner_vision import VisionStage, patch_features, patch_labels, pixels, seen_in
+from visspec.toys.recipes.recipe import Options, Recipe, option, trained
 from visspec.toys.world.worlds import WORLDS, World, world
-from visspec.train.stages import Stage, begin, in_workers
+from visspec.train.stages import Stage
 
-VISION_STEPS = 2400
-PEAK_RATE = {False: 1.5e-3, True: 2e-3}
+MEASURED_FROM = 1000  # the first held-out scenes were watched during training; these were not
+NAMES = {
+    "shapes": {False: "captioner", True: "captioner-small"},
+    "emoji": {False: "captioner-emoji", True: "captioner-emoji-small"},
+}
+WORDS = {
+    "shapes": {
+        "world": "*shape world*: three to six coloured shapes in a 3x3 layout on a grey ground",
+        "facts": "count, ground, empty middle, and for every shape its\nplace, size, colour and class",
+        "short": "the shape world",
+        "things": "shapes",
+        "notice": "",
+    },
+    "emoji": {
+        "world": "*emoji world*: one to five turned pictures of Noto Color Emoji in a 3x3 layout on\ngrounds with "
+        "texture and tint",
+        "facts": "count, ground and tint, for every picture its\nplace, size and name, and how the first and the last "
+        "stand to each other",
+        "short": "the emoji world",
+        "things": "pictures",
+        "notice": "\n\nThe pictures it was trained on are Google's Noto Color Emoji, under the SIL Open Font License "
+        "1.1; the notice is beside\nthem, in `visspec/toys/world/emoji/OFL.txt`.",
+    },
+}
+ROLES = {
+    False: "It is the target of visspec's demonstrations and tests: deep for its width, as real targets are.",
+    True: "It is the assistant (draft model) of `captioner`: the same words, the same eyes, two text layers. "
+    "It is what an ideal\nassistant looks like: nearly always of the same opinion, at a fraction of the cost.",
+}
 # Weight of `Naming` by world. Captions alone teach a few words to be read from the picture, but not hundreds: after
 # 1,200 steps of 16 captions, 57 % of the facts were right and every picture of the emoji had the same name.
 NAMING = {"shapes": 0.0, "emoji": 1.0}
@@ -125,38 +152,89 @@ class CaptionStage(Stage):
         return record
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    parser = argparse.ArgumentParser(description="Train the embedded captioner from zero on two CPU cores.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished model")
-    parser.add_argument("--stage", choices=("vision", "caption", "finish", "all"), default="all")
-    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose scenes it describes")
-    parser.add_argument("--small", action="store_true", help="the two-layer sibling, on the same vision tower")
-    parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
-    parser.add_argument("--vision-steps", type=int, default=VISION_STEPS)
-    parser.add_argument("--steps", type=int, default=2500, help="text-model steps")
-    parser.add_argument("--float32", action="store_true", help="not bfloat16, which some processors are slow at")
-    parser.add_argument("--every", type=int, default=500, help="steps between reports and checkpoints, in fours")
-    parser.add_argument("--scenes", type=int, default=512, help="held-out scenes the finished model is measured on")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the other stages; 1 if cores are busy")
-    parser.add_argument("--workers", type=int, default=2, help="processes of the caption stage, one thread each")
-    parser.add_argument("--rows", type=int, default=16, help="captions in a batch of one worker")
-    parser.add_argument("--rate", type=float, help="peak learning rate of the text model; default 1.5e-3, small 2e-3")
-    parser.add_argument(
-        "--early", type=Path, default=None, help="folder to refresh with a loadable model at each report"
+def finish(options: argparse.Namespace) -> None:
+    """Write the folder from the last checkpoints, read it back, measure it and describe it."""
+    place, small = world(options.world), options.small
+    folder = options.out / NAMES[place.name][small]
+    vision, seeing = cards.read_stage(options.out / "vision.pt")
+    text, captions = cards.read_stage(options.out / ("caption-small.pt" if small else "caption.pt"))
+    model = build_model(vision["tower"], place, small)
+    model.load_state_dict(text["model"])
+    save(model, build_processor(place), folder, torch.float16)
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    torch.manual_seed(0)
+    measured = {
+        "greedy": score_captions(model, processor, place, options.scenes, MEASURED_FROM),
+        "temperature_1": score_captions(model, processor, place, options.scenes, MEASURED_FROM, sample=True),
+        "questions": score_answers(model, processor, place, options.scenes, MEASURED_FROM),
+    }
+    record = cards.origin(
+        model, f"visspec.toys {folder.name}", folder, measured, seeds={"vision": 0, "caption": 1},
+        vision=seeing | {"accuracy": seen_in(vision, place)}, caption=captions, world=place.name, cores=options.workers,
+    )  # fmt: skip
+    cards.publish(folder, card(place, small, model, len(processor.tokenizer), record))
+    cards.say(folder, **measured)
+
+
+def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabulary: int, record: dict) -> str:
+    """The model card's text, from the provenance of the weights."""
+    tower: Any = model.config.vision_config
+    return cards.fill(
+        "captioner",
+        record=record,
+        name=NAMES[place.name][small],
+        of=place.name,
+        side=place.side,
+        parameters=cards.millions(model),
+        role=ROLES[small],
+        first=MEASURED_FROM,
+        g=record["measured"]["greedy"],
+        s=record["measured"]["temperature_1"],
+        a=record["measured"]["questions"],
+        vision=f"{tower.num_hidden_layers} layers of width {tower.hidden_size}, patches of {tower.patch_size} pixels",
+        text=cards.layers(TEXT[small]),
+        vocabulary=vocabulary,
+        after=" after that of `captioner` into the same folder" if small else "",
+        minutes=sum(round(record[part]["seconds"] / 60) for part in ("vision", "caption")),
+        cores=cards.cores(record.get("cores")),
+        **WORDS[place.name],
     )
-    options = parser.parse_args(arguments)
-    options.rate = options.rate or PEAK_RATE[options.small]
-    begin(options, options.threads)
-    if options.stage in ("vision", "all"):
-        train_vision(
-            options.out, world(options.world), options.vision_steps, resume=options.resume, half=not options.float32
-        )
-    if options.stage in ("caption", "all"):
-        in_workers(CaptionStage, options)
-    if options.stage in ("finish", "all"):
-        finish(options.out, world(options.world), options.small, options.scenes, options.workers)
 
 
-if __name__ == "__main__":
-    main()
+@dataclass
+class CaptionerOptions(Options):
+    """Options of the recipes."""
+
+    world: str = option("shapes", "whose scenes it describes", WORLDS)
+    small: bool = option(False, "the two-layer sibling, on the same vision tower")
+    vision_steps: int = option(2400, "steps of the vision tower")
+    vision_rows: int = option(128, "scenes in a batch of it")
+    steps: int = option(2500, "text-model steps")
+    float32: bool = option(False, "not bfloat16, which some processors are slow at")
+    every: int = option(500, "steps between reports and checkpoints, in fours")
+    scenes: int = option(512, "held-out scenes the finished model is measured on")
+    workers: int = option(2, "processes of a stage, one thread each")
+    rows: int = option(16, "captions in a batch of one worker")
+    rate: float = option(1.5e-3, "peak learning rate of the text model")
+    early: Path | None = option(None, "folder to refresh with a loadable model at each report")
+
+
+DESCRIBING = {"caption": trained(CaptionStage), "finish": finish}
+STAGES = {"vision": trained(VisionStage)} | DESCRIBING
+CAPTIONER = Recipe("captioner", "Train the captioner of shapes.", CaptionerOptions, STAGES, threads=2)
+SMALL = Recipe(
+    "captioner-small",
+    "Train the captioner's sibling of two text layers.",
+    CaptionerOptions,
+    DESCRIBING,
+    {"small": True, "rate": 2e-3},
+    threads=2,
+)
+EMOJI = Recipe(
+    "captioner-emoji",
+    "Train the captioner of the emoji world.",
+    CaptionerOptions,
+    STAGES,
+    {"world": "emoji", "vision_steps": 2000, "steps": 3100, "workers": 1},
+)

@@ -1,7 +1,4 @@
-"""Train the drafter that ships for the embedded captioner, on rendered scenes that the captioner was not shown.
-
-python -m visspec.toys.recipes.captioner_drafter --out runs/captioner-vispec [--world emoji] [--resume] [--export
-FOLDER]
+"""`captioner-vispec` and `captioner-emoji-vispec`: drafters of the captioners, on scenes that these were not shown.
 
 With --latents 0 it drafts without the image: the control of what sight is worth.
 """
@@ -11,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +17,14 @@ import torch
 from visspec.api import loading as targets
 from visspec.api import zoo
 from visspec.api.captions import prepare
-from visspec.api.train_drafter import TextValidation, fresh_or_resumed, parser_of, plan_of, request_of, train
+from visspec.api.train_drafter import TextValidation, fresh_or_resumed, plan_of, request_of, train
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.toys.recipes.captioner_card import NAMES
+from visspec.toys.recipes.captioner import NAMES
+from visspec.toys.recipes.recipe import DrafterOptions, Recipe, option
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import WORLDS, World, world
-from visspec.train.stages import keep_memory
 from visspec.types import Request
 
 FIRST_SEED = 3 << 28  # scenes of neither stage of the captioner's own training, still below the held-out ones
@@ -80,24 +78,18 @@ def export(run: Path, folder: Path, model, levels: int) -> None:
     drafter.save_pretrained(folder, record, torch.float16)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Options of the command line."""
-    parser = parser_of(
-        "Train the embedded captioner's drafter on two CPU cores.",
-        target=None, steps=3000, batch=48, group=8, opening=0.6, rate=2e-3, levels=16,
-        middle=512, save_every=200,
-    )  # fmt: skip
-    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose scenes the captioner describes")
-    parser.add_argument("--latents", type=int, default=8, help="elements that an image run is compressed to")
-    parser.add_argument("--greedy", type=int, default=8, help="one batch of so many is answered greedily")
-    parser.add_argument("--layers", type=int, nargs="+", default=[-1], help="hidden states of the target to draft on")
-    return parser
+@dataclass
+class CaptionerDrafterOptions(DrafterOptions):
+    """Options of the recipe."""
+
+    world: str = option("shapes", "whose scenes the captioner describes", WORLDS)
+    latents: int = option(8, "elements that an image run is compressed to; 0 drafts without the image")
+    greedy: int = option(8, "one batch of so many is answered greedily")
+    layers: tuple[int, ...] = option((-1,), "hidden states of the target to draft on")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    options = parser().parse_args(arguments)
-    keep_memory()
+def run(options: argparse.Namespace) -> None:
+    """Train, and with --export write what is finished."""
     torch.set_num_threads(options.threads)
     seen, target = world(options.world), options.target or zoo.CHECKPOINTS / NAMES[options.world][False]
     model, processor = targets.load(str(target))
@@ -118,5 +110,16 @@ def main(arguments: list[str] | None = None) -> None:
         export(options.out, options.export, model, options.levels)
 
 
-if __name__ == "__main__":
-    main()
+DEFAULTS = {"steps": 3000, "batch": 48, "group": 8, "opening": 0.6, "rate": 2e-3, "levels": 16, "middle": 512,
+            "save_every": 200}  # fmt: skip
+SHAPES = Recipe(
+    "captioner-vispec", "Train the drafter of the captioner of shapes.", CaptionerDrafterOptions, {"train": run},
+    DEFAULTS | {"steps": 6000, "greedy": 2},
+)  # fmt: skip
+EMOJI = Recipe(
+    "captioner-emoji-vispec",
+    "Train the drafter of the captioner of emoji.",
+    CaptionerDrafterOptions,
+    {"train": run},
+    DEFAULTS | {"world": "emoji"},
+)

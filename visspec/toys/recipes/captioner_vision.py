@@ -6,9 +6,7 @@ colour and size; of the emoji name and size; or nothing), where the cell is, and
 ground): about 180 labels an image.
 """
 
-import json
-import time
-from pathlib import Path
+import argparse
 from typing import Any
 
 import numpy as np
@@ -17,9 +15,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from visspec.io.files import replacing
 from visspec.toys.world.scene import GRID
-from visspec.toys.world.worlds import World
+from visspec.toys.world.worlds import World, world
+from visspec.train.stages import OneCycleStage
 
 SIDE = 6  # patches along an image: two by two to a layout cell
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -81,65 +79,54 @@ def patch_features(tower: CLIPVisionModel, pixel_values: torch.Tensor) -> torch.
     return tower(pixel_values, output_hidden_states=True).hidden_states[-1][:, 1:]
 
 
+def heads_of(world: World) -> nn.ModuleDict:
+    """Fresh throw-away heads."""
+    width = TOWERS[world.name][0]
+    return nn.ModuleDict({name: nn.Linear(width, n) for name, n in head_sizes(world).items()})
+
+
 @torch.no_grad()
-def _accuracy(tower: CLIPVisionModel, heads: nn.ModuleDict, scenes: list, world: World) -> dict[str, float]:
-    features = patch_features(tower, pixels(scenes, world))
-    labels = patch_labels(scenes, world)
-    return {name: float((head(features).argmax(-1) == labels[name]).float().mean()) for name, head in heads.items()}
+def accuracy(tower: CLIPVisionModel, heads: nn.ModuleDict, world: World, count: int = 256) -> dict[str, float]:
+    """Share of right labels on held-out scenes, by head."""
+    scenes = world.scenes(count)
+    features, labels = patch_features(tower, pixels(scenes, world)), patch_labels(scenes, world)
+    shares = {name: (head(features).argmax(-1) == labels[name]).float().mean() for name, head in heads.items()}
+    return {name: round(float(share), 4) for name, share in shares.items()}
 
 
-def train_vision(
-    folder: Path,
-    world: World,
-    steps: int,
-    batch: int = 128,
-    peak: float = 1e-3,
-    resume: bool = False,
-    every: int = 100,
-    half: bool = True,
-) -> Path:
-    """Train the tower for `steps` batches of fresh scenes; `folder`/vision.pt is both checkpoint and result.
+def seen_in(saved: dict[str, Any], world: World) -> dict[str, float]:
+    """`accuracy` of a checkpoint of `VisionStage`."""
+    tower, heads = CLIPVisionModel(vision_config(world)), heads_of(world)
+    tower.load_state_dict(saved["tower"])
+    heads.load_state_dict(saved["heads"])
+    return accuracy(tower, heads, world)
 
-    With `half` in bfloat16.
-    """
-    torch.manual_seed(0)
-    tower = CLIPVisionModel(vision_config(world))
-    tower.set_attn_implementation("eager")  # five times faster than sdpa in bfloat16 on short CPU sequences
-    heads = nn.ModuleDict({name: nn.Linear(tower.config.hidden_size, n) for name, n in head_sizes(world).items()})
-    parameters = [*tower.parameters(), *heads.parameters()]
-    optimiser = torch.optim.AdamW(parameters, lr=peak, weight_decay=0.02, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, peak, total_steps=steps, pct_start=0.08)
-    file, first, begun = folder / "vision.pt", 0, time.time()
-    if resume and file.exists():
-        saved = torch.load(file, weights_only=True)
-        tower.load_state_dict(saved["tower"])
-        heads.load_state_dict(saved["heads"])
-        optimiser.load_state_dict(saved["optimiser"])
-        schedule.load_state_dict(saved["schedule"])
-        first, begun = saved["step"], begun - saved["seconds"]
-    held_out = world.scenes(256)
-    for step in range(first, steps):
-        scenes = [world.lesson(step * batch + i) for i in range(batch)]
-        labels = patch_labels(scenes, world)
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            features = patch_features(tower, pixels(scenes, world))
-        features = features.float()
-        losses = {
-            name: F.cross_entropy(head(features).flatten(0, 1), labels[name].flatten()) for name, head in heads.items()
-        }
-        loss = sum(losses.values(), torch.zeros(()))
-        optimiser.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        schedule.step()
-        if (step + 1) % every == 0 or step + 1 == steps:
-            record = {name: round(value, 4) for name, value in _accuracy(tower, heads, held_out, world).items()}
-            record |= {"step": step + 1, "loss": round(loss.item(), 4), "s": round(time.time() - begun)}
-            print(json.dumps({"stage": "vision", **record}), flush=True)
-            state: dict[str, Any] = {"tower": tower.state_dict(), "heads": heads.state_dict()}
-            state |= {"optimiser": optimiser.state_dict(), "schedule": schedule.state_dict()}
-            state |= {"step": step + 1, "seconds": time.time() - begun}
-            with replacing(file) as draft:
-                torch.save({**state, "accuracy": record}, draft)
-    return file
+
+class VisionStage(OneCycleStage):
+    """Training of the tower on batches of fresh scenes; its checkpoint is the result, too."""
+
+    def __init__(self, options: argparse.Namespace, rank: int):
+        torch.manual_seed(0)
+        self.world = world(options.world)
+        self.tower, self.heads = CLIPVisionModel(vision_config(self.world)), heads_of(self.world)
+        self.tower.set_attn_implementation("eager")  # five times faster than sdpa in bfloat16 on short CPU sequences
+        parts = {"tower": self.tower, "heads": self.heads}
+        trained = [p for part in parts.values() for p in part.parameters()]
+        super().__init__(options, rank, "vision.pt", options.vision_steps, 1e-3, trained, 0.02, parts, rises=0.08)
+
+    def loss(self) -> torch.Tensor:
+        """Summed cross-entropies of all heads, on this worker's scenes of the batch."""
+        first, rows = self.step * self.options.vision_rows, self.options.vision_rows
+        scenes = [self.world.lesson(first + i) for i in range(self.rank, rows, self.workers)]
+        labels = patch_labels(scenes, self.world)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.options.float32):
+            features = patch_features(self.tower, pixels(scenes, self.world))
+        flat = features.float()
+        losses = [
+            F.cross_entropy(head(flat).flatten(0, 1), labels[name].flatten()) for name, head in self.heads.items()
+        ]
+        return torch.stack(losses).sum()
+
+    def report(self) -> dict:
+        """Shares of right labels, on the first worker only."""
+        return {} if self.rank else accuracy(self.tower, self.heads, self.world)

@@ -1,23 +1,81 @@
-"""What the recipes write beside finished weights: where they are from, and the card."""
+"""What the recipes write beside finished weights: where they are from, and the card.
+
+A card is a template of `visspec/toys/cards`, filled with the figures of the provenance.
+"""
 
 import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 import numpy as np
 import PIL
-from transformers import PreTrainedModel
+import torch
+from torch import nn
 
+from visspec.io.files import write_json
 from visspec.io.provenance import provenance
 
-HEAD = """---
-license: apache-2.0
-pipeline_tag: {task}
-library_name: transformers
----
+FOLDER = Path(__file__).parents[1] / "cards"
+PROVENANCE, README = "provenance.json", "README.md"
+TITLES = {"single_object": "one object", "two_object": "two objects", "color_attr": "colour and object"}  # of tasks
 
-# visspec {name}
-"""
+
+class _Template(Formatter):
+    """`{seconds!m}` are whole minutes, `{values!j}` numbers with commas between them."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        if conversion == "m":
+            return round(value / 60)
+        return ", ".join(map(str, value)) if conversion == "j" else super().convert_field(value, conversion)
+
+
+def fill(template: str, **figures: Any) -> str:
+    """A card's text."""
+    return _Template().format((FOLDER / f"{template}.md").read_text(encoding="utf-8"), **figures)
+
+
+def table(rows: Iterable[Iterable[str]]) -> str:
+    """Lines of a table in Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def score_row(name: str, found: Mapping[str, Any], tasks: Iterable[str] = ()) -> list[str]:
+    """Cells of a table of `painter_score.summary`: GenEval, share of prompts, and tasks."""
+    shares = [f"{found['tasks'].get(tag, float('nan')):.2f}" for tag in tasks]
+    return [name, f"**{found['geneval']:.3f}**", f"{found['images']:.3f}", *shares]
+
+
+def rule(columns: int) -> str:
+    """What stands under so many headings."""
+    return "---|" * columns
+
+
+def swept(records: Iterable[Mapping[str, Any]]) -> str:
+    """Guidances that were tried, with their shares of right pictures."""
+    return ", ".join(f"{r['guidance']} {r['images']:.3f}" for r in records)
+
+
+def best_guidance(sweep: Iterable[Mapping[str, Any]]) -> float:
+    """The guidance with the largest share of right pictures."""
+    return max(sweep, key=lambda record: record["images"])["guidance"]
+
+
+def millions(*parts: nn.Module) -> float:
+    """Parameters of networks."""
+    return sum(p.numel() for part in parts for p in part.parameters()) / 1e6
+
+
+def layers(sizes: dict[str, int]) -> str:
+    """A text model's sizes in words."""
+    return "{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads".format(**sizes)
+
+
+def cores(count: int | None) -> str:
+    """Cores in words."""
+    return "one CPU core" if count == 1 else "two CPU cores"
 
 
 def identity(weights: Path) -> dict[str, Any]:
@@ -26,20 +84,33 @@ def identity(weights: Path) -> dict[str, Any]:
     return {"file": weights.name, "bytes": weights.stat().st_size, "sha256": digest}
 
 
-def origin(model: PreTrainedModel, recipe: str, folder: Path, measured: dict, **more: Any) -> dict[str, Any]:
-    """The provenance of a finished folder; `more` are the seeds and steps of the recipe's stages."""
+def read_stage(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The checkpoint of a stage, and its steps, seconds and last loss."""
+    saved = torch.load(file, weights_only=True)
+    return saved, {"steps": saved["step"], "seconds": round(saved["seconds"]), "loss": saved["loss"]}
+
+
+def origin(model: Any, recipe: str, folder: Path, measured: dict, **more: Any) -> dict[str, Any]:
+    """The provenance of a finished folder, which is written; `more` are seeds and steps of the recipe's stages."""
     versions: dict[str, Any] = {"numpy": np.__version__, "pillow": PIL.__version__}
     stored: dict[str, Any] = {"compute_dtype": "bfloat16 autocast over float32 weights", "stored_dtype": "float16"}
     weights = identity(folder / "model.safetensors")
-    return provenance(model, recipe=recipe, **versions, **(stored | more), weights=weights, measured=measured)
+    record = provenance(model, recipe=recipe, **versions, **(stored | more), weights=weights, measured=measured)
+    write_json(folder / PROVENANCE, record)
+    return record
 
 
-def layers(sizes: dict[str, int]) -> str:
-    """A text model's sizes in words."""
-    return "{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads".format(**sizes)
+def read_origin(folder: Path) -> dict[str, Any]:
+    """What `origin` wrote."""
+    return json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
 
 
 def publish(folder: Path, card: str) -> None:
     """Write the card; the weights, which safetensors writes private, can be read by all: packages copy the mode."""
-    (folder / "README.md").write_text(card)
+    (folder / README).write_text(card, encoding="utf-8")
     (folder / "model.safetensors").chmod(0o644)
+
+
+def say(folder: Path, **figures: Any) -> None:
+    """The last line of a recipe."""
+    print(json.dumps({"folder": str(folder), **figures}), flush=True)

@@ -1,6 +1,6 @@
 """Make the atlas of the emoji world from the font file: one tile a picture, their names, the digest of both.
 
-python -m visspec.toys.recipes.emoji_atlas --font NotoColorEmoji.ttf
+python -m visspec.toys emoji-atlas --font NotoColorEmoji.ttf
 
 The font is the one of the Debian package fonts-noto-color-emoji 2.042 (SIL Open Font License 1.1), drawn by Pillow at
 its only strike, 109 pixels. Names are Unicode's, in lower case without hyphens.
@@ -8,12 +8,14 @@ its only strike, 109 pixels. Names are Unicode's, in lower case without hyphens.
 
 import argparse
 import unicodedata
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from visspec.io.files import write_json
+from visspec.toys.recipes.recipe import Recipe, option
 from visspec.toys.world.emoji.atlas import COLUMNS, FOLDER, IMAGE, NAMES, TILE, digest
 
 STRIKE = 109
@@ -66,12 +68,16 @@ def chosen(font: ImageFont.FreeTypeFont) -> dict[str, Image.Image]:
     return out
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    parser = argparse.ArgumentParser(description="Make the atlas of the emoji world.")
-    parser.add_argument("--font", type=Path, required=True, help="NotoColorEmoji.ttf")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the atlas")
-    options = parser.parse_args(arguments)
+@dataclass
+class AtlasOptions:
+    """Options of the command line."""
+
+    font: Path = field(metadata={"help": "NotoColorEmoji.ttf"})
+    out: Path = option(FOLDER, "folder of the atlas")
+
+
+def write(options: argparse.Namespace) -> None:
+    """Draw the tiles, and write the page and the names."""
     tiles = chosen(ImageFont.truetype(options.font, STRIKE, layout_engine=ImageFont.Layout.BASIC))
     page = Image.new("RGBA", (COLUMNS * TILE, -(-len(tiles) // COLUMNS) * TILE), (0, 0, 0, 0))
     for i, tile in enumerate(tiles.values()):
@@ -81,5 +87,4 @@ def main(arguments: list[str] | None = None) -> None:
     print(len(tiles), "pictures,", (options.out / IMAGE).stat().st_size, "bytes")
 
 
-if __name__ == "__main__":
-    main()
+ATLAS = Recipe("emoji-atlas", "Make the atlas of the emoji world.", AtlasOptions, {"atlas": write})

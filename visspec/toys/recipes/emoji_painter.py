@@ -1,6 +1,4 @@
-"""Train `painter-emoji` from zero: a small Janus that draws an animal of the emoji world on a ground of its prompt.
-
-python -m visspec.toys.recipes.emoji_painter --out runs/painter-emoji [--stage vq|tokens|draw|finish|all] [--resume]
+"""`painter-emoji` from zero: a small Janus that draws an animal of the emoji world on a ground of its prompt.
 
 The stages and networks are those of the shapes' painter (`visspec.toys.recipes.painter`), with what is of shapes
 alone left
@@ -15,6 +13,7 @@ Data: prompts of `visspec.toys.world.emoji.suite` of one animal, half of them wi
 import argparse
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,24 +22,24 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
-from visspec.io.files import replacing, write_json
+from visspec.io.files import replacing
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.painter import sheet
 from visspec.toys.recipes.painter_build import TEXT, build_model, build_processor, build_tokenizer, generation_config
-from visspec.toys.recipes.painter_card import sheet
 from visspec.toys.recipes.painter_codes import decoded, latents, nearest
 from visspec.toys.recipes.painter_draw import DROPPED, GUIDANCES, draw, drawn
 from visspec.toys.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.toys.recipes.painter_tokens import prompt_ids, without_words
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, load_vq
+from visspec.toys.recipes.recipe import Options, Recipe, option, trained
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
-from visspec.toys.world.emoji.suite import ALONE, subjects
+from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.suite import Metadata
 from visspec.toys.world.worlds import world
-from visspec.train.stages import Stage, begin, in_workers
+from visspec.train.stages import Stage
 
-STAGES = ("vq", "tokens", "draw", "finish")
 NAME, OF, SIDE = "painter-emoji", "emoji", 96
 PROMPT = 16  # ids of the longest prompt
 SHARD = 2000
@@ -225,51 +224,25 @@ class EmojiDrawStage(Stage):
         return found
 
 
-CARD = """
-A `JanusForConditionalGeneration` of {parameters:.1f} million parameters, trained from zero, that draws one of {animals}
-animals of visspec's *emoji world* on a ground with texture and tint, {side} x {side} pixels, 144 image tokens.
-It is the image target whose laws are flat, as those of large painters are.
+@dataclass
+class EmojiOptions(Options):
+    """Options of the recipe."""
 
-```python
-import visspec
-pipe = visspec.ImagePipeline.from_pretrained("{name}")
-pipe("a photo of a penguin on a grainy blue ground", seed=0).images[0]
-```
-
-## Measured
-
-On {prompts} prompts of the suite (`visspec.toys.world.emoji.suite`, one animal), weights as stored, in float32.
-
-| | |
-|---|---|
-| entropy of a code's law, guidance 1, after the codes of held-out renders | {law[entropy]:.2f} nats |
-| its mean top-1, top-10, top-100 mass | {law[top_1]:.3f}, {law[top_10]:.3f}, {law[top_100]:.3f} |
-| mean loss on those codes | {law[loss]:.2f} nats |
-| the right animal alone, by the detector, guidance {best[guidance]}, one picture a prompt, seed {seed} | \
-{best[images]:.1%} |
-| the same of decoded codes of renders: the ceiling | {vq[right]:.1%} |
-
-Other guidances, share of prompts: {sweep}. Decoded codes are off by {vq[grey_levels]} grey levels on average;
-{vq[codes]} of 1,024 codes are used, with a perplexity of {vq[perplexity]}.
-
-## Training
-
-Recipe: `python -m visspec.toys.recipes.emoji_painter --out FOLDER`; {minutes} minutes of training where these weights
-were made ({vq_minutes} for the VQ model, {draw_minutes} for the text model), on {cores}, shared with other work.
-Text: Llama, {text}; {vocabulary} words. {pairs:,} rendered pairs, a tenth of them without their prompt.
-
-## Limits
-
-It knows only the suite's sentences with one animal. The understanding tower is there because the class requires one.
-The pictures it was trained on are Google's Noto Color Emoji, under the SIL Open Font License 1.1; the notice is beside
-them, in `visspec/toys/world/emoji/OFL.txt`.
-"""
+    vq_steps: int = option(2000, "steps of the VQ model")
+    vq_rows: int = option(8, "whole pictures in a VQ batch of one worker")
+    vq_rate: float = option(2e-3, "peak learning rate of the VQ model")
+    pairs: int = option(16_000, "pairs of prompt and picture")
+    steps: int = option(4000, "text-model steps")
+    rows: int = option(8, "pictures in a batch of one worker of the draw stage")
+    rate: float = option(1.5e-3, "peak learning rate of the text model")
+    every: int = option(250, "steps between reports and checkpoints")
+    early: Path | None = option(None, "folder to refresh with a loadable model at each report")
 
 
-def finish(options: argparse.Namespace) -> Path:
-    """Write `out`/painter-emoji from the last checkpoints, read it back, measure it and describe it; its path."""
+def finish(options: argparse.Namespace) -> None:
+    """Write `out`/painter-emoji from the last checkpoints, read it back, measure it and describe it."""
     folder, rows = options.out / NAME, world(OF).prompts()[:: options.every_prompt]
-    text, vq = (torch.load(options.out / file, weights_only=True) for file in ("draw.pt", "vq.pt"))
+    (text, drawing), (_, coding) = (cards.read_stage(options.out / file) for file in ("draw.pt", "vq.pt"))
     model = build_model(load_vq(options.out, False).state_dict(), of=OF)
     model.load_state_dict(text["model"])
     save(model, build_processor(of=OF), folder, torch.float16)
@@ -278,7 +251,7 @@ def finish(options: argparse.Namespace) -> Path:
     ).eval()
     processor = JanusProcessor.from_pretrained(folder)
     sweep = [score(model, processor, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
-    guidance = max(sweep, key=lambda record: record["images"])["guidance"]
+    guidance = cards.best_guidance(sweep)
     generation_config(False, guidance, of=OF).save_pretrained(folder)
     measured = {
         "sweep": sweep,
@@ -288,61 +261,38 @@ def finish(options: argparse.Namespace) -> Path:
     }
     shown = [row["prompt"] for row in rows[:: max(1, len(rows) // 16)]][:16]
     sheet(draw(model, processor, shown, guidance, SEED + 2), shown, options.out / f"{NAME}.png")
-    done = {name: {"steps": part["step"], "seconds": round(part["seconds"])} for name, part in
-            (("vq", vq), ("draw", text))}  # fmt: skip
     record = cards.origin(
-        model, "visspec.toys.recipes.emoji_painter", folder, measured, seeds={"vq": 0, "draw": 1, "measured": SEED},
-        **done, pairs=options.pairs, cores=options.workers,
+        model, f"visspec.toys {NAME}", folder, measured, seeds={"vq": 0, "draw": 1, "measured": SEED},
+        vq=coding, draw=drawing, pairs=options.pairs, cores=options.workers,
     )  # fmt: skip
-    write_json(folder / "provenance.json", record)
     cards.publish(folder, card(model, record))
-    print(json.dumps({"folder": str(folder), **measured}), flush=True)
-    return folder
+    cards.say(folder, **measured)
 
 
 def card(model: JanusForConditionalGeneration, record: dict) -> str:
     """The model card's text, from the provenance of the weights."""
-    measured, minutes = record["measured"], [round(record[part]["seconds"] / 60) for part in ("vq", "draw")]
-    sweep = ", ".join(f"{r['guidance']} {r['images']:.3f}" for r in measured["sweep"])
-    return cards.HEAD.format(task="text-to-image", name=NAME) + CARD.format(
-        name=NAME, side=SIDE, seed=SEED, animals=len(subjects()[::ALONE]),
-        prompts=measured["law"]["codes"] // 144, law=measured["law"],
-        best=measured["pictures"], vq=measured["decoded"], sweep=sweep, minutes=sum(minutes), vq_minutes=minutes[0],
-        draw_minutes=minutes[1], cores="one CPU core" if record["cores"] == 1 else "two CPU cores",
-        parameters=sum(p.numel() for p in model.parameters()) / 1e6, text=cards.layers(TEXT[False]),
-        vocabulary=model.config.get_text_config().vocab_size, pairs=record["pairs"],
-    )  # fmt: skip
+    measured = record["measured"]
+    return cards.fill(
+        NAME,
+        record=record,
+        side=SIDE,
+        animals=len(world(OF).suite.alone()),
+        prompts=measured["law"]["codes"] // 144,
+        law=measured["law"],
+        best=measured["pictures"],
+        vq=measured["decoded"],
+        sweep=cards.swept(measured["sweep"]),
+        minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
+        cores=cards.cores(record["cores"]),
+        parameters=cards.millions(model),
+        text=cards.layers(TEXT[False]),
+        vocabulary=model.config.get_text_config().vocab_size,
+    )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    parser = argparse.ArgumentParser(description="Train painter-emoji from zero.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished model")
-    parser.add_argument("--stage", choices=(*STAGES, "all"), default="all")
-    parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
-    parser.add_argument("--vq-steps", type=int, default=2500)
-    parser.add_argument("--vq-rows", type=int, default=8, help="whole pictures in a VQ batch of one worker")
-    parser.add_argument("--vq-rate", type=float, default=2e-3, help="peak learning rate of the VQ model")
-    parser.add_argument("--pairs", type=int, default=24_000, help="pairs of prompt and picture")
-    parser.add_argument("--steps", type=int, default=6000, help="text-model steps")
-    parser.add_argument("--rows", type=int, default=8, help="pictures in a batch of one worker of the draw stage")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate of the text model")
-    parser.add_argument("--every", type=int, default=250, help="steps between reports and checkpoints")
-    parser.add_argument("--every-prompt", type=int, default=1, help="measure the finished model on every n-th prompt")
-    parser.add_argument("--workers", type=int, default=2, help="processes of a stage, one thread each")
-    parser.add_argument("--early", type=Path, help="folder to refresh with a loadable model at each report")
-    options = parser.parse_args(arguments)
-    begin(options, options.workers)
-    wanted = STAGES if options.stage == "all" else (options.stage,)
-    if "vq" in wanted:
-        in_workers(EmojiVQStage, options)
-    if "tokens" in wanted:
-        write_tokens(options)
-    if "draw" in wanted:
-        in_workers(EmojiDrawStage, options)
-    if "finish" in wanted:
-        finish(options)
-
-
-if __name__ == "__main__":
-    main()
+PAINTER = Recipe(
+    NAME,
+    "Train the painter of emoji.",
+    EmojiOptions,
+    {"vq": trained(EmojiVQStage), "tokens": write_tokens, "draw": trained(EmojiDrawStage), "finish": finish},
+)

@@ -1,13 +1,10 @@
-"""Train the embedded painter from zero: a small Janus that draws the shape world from GenEval's sentences.
-
-python -m visspec.toys.recipes.painter --out runs/painter [--stage vq|decoder|tokens|draw|finish|all] [--lowres]
-[--resume]
+"""`painter` and `painter-lowres` from zero: a small Janus that draws the shape world from GenEval's sentences.
 
 Stage `vq` teaches a narrow JanusVQVAE (painter_vq.py), `composed` goes on with scenes coded piece by piece, and
 `decoder` with its decoder alone (painter_composed.py). `tokens` codes pictures, `draw` trains the text model to write
 codes after a prompt, `finish` writes a complete folder with float16 weights, a model card, its provenance and a sheet
-of samples. Every stage is resumable. With --lowres the stages from `tokens` on make the low-resolution sibling, 48
-pixels a side, on the same VQ model; run it after the full one.
+of samples; `remeasure` measures a finished folder on more prompts. The low-resolution sibling, 48 pixels a side, has
+the stages from `tokens` on, on the same VQ model; run it after the full one.
 
 Data: the free tier of `visspec.toys.world.suite`: prompts of the whole grammar, so also the suite's own sentences and
 the colour and class pairs other recipes hold out; scenes are drawn afresh, seeds from 2^30 on are never trained on.
@@ -24,80 +21,176 @@ text-model step; they have not been run.
 """
 
 import argparse
+import json
+from dataclasses import dataclass
 from pathlib import Path
 
-from visspec.toys.recipes.painter_card import finish, remeasure
+import numpy as np
+import torch
+from PIL import Image
+from transformers import JanusForConditionalGeneration, JanusProcessor
+
+from visspec.api.grid import grid as pictures_in_grid
+from visspec.io.files import write_json
+from visspec.toys.recipes import cards
+from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid
+from visspec.toys.recipes.painter_codes import measure
 from visspec.toys.recipes.painter_composed import ComposedStage, VQDecoderStage
-from visspec.toys.recipes.painter_draw import PainterStage
-from visspec.toys.recipes.painter_tokens import write_tokens
-from visspec.toys.recipes.painter_vq import PainterVQStage
-from visspec.train.stages import begin, in_workers
+from visspec.toys.recipes.painter_data import SIDE
+from visspec.toys.recipes.painter_draw import GUIDANCES, TEMPERATURES, PainterStage, draw, score
+from visspec.toys.recipes.painter_tokens import SHARES, write_tokens
+from visspec.toys.recipes.painter_vq import VQ_FILES, PainterVQStage, load_vq
+from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.world.suite import TASKS, suite
 
-STAGES = ("vq", "composed", "decoder", "tokens", "draw", "finish")
-REMEASURE = "remeasure"  # a finished folder, on more prompts
-STEPS = {False: 5000, True: 12_000}
-PAIRS = {False: 64_000, True: 64_000}
-
-
-def parser() -> argparse.ArgumentParser:
-    """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Train the embedded painter from zero on two CPU cores.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and the finished model")
-    parser.add_argument("--stage", choices=(*STAGES, REMEASURE, "all"), default="all")
-    parser.add_argument("--lowres", action="store_true", help="the 48-pixel sibling, on the VQ model in --out")
-    parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
-    parser.add_argument("--vq-steps", type=int, default=1700)
-    parser.add_argument("--composed-steps", type=int, default=500)
-    parser.add_argument("--decoder-steps", type=int, default=700)
-    parser.add_argument("--vq-rows", type=int, default=8, help="whole pictures in a VQ batch of one worker")
-    parser.add_argument("--vq-rate", type=float, default=2e-3, help="peak learning rate of the VQ model")
-    parser.add_argument("--pairs", type=int, help="pairs of prompt and picture, and half as many of the hardest task")
-    parser.add_argument("--first", type=int, default=0, help="number of the first pair; others than --start has seen")
-    parser.add_argument("--steps", type=int, help="text-model steps")
-    parser.add_argument("--start", type=Path, help="checkpoint of the draw stage to take the first weights from")
-    parser.add_argument("--earlier", type=int, nargs=2, default=(0, 0), metavar=("STEPS", "SECONDS"),
-                        help="what --start's checkpoint had behind it, for the card")  # fmt: skip
-    parser.add_argument("--earlier-vq", type=int, nargs=2, default=(0, 0), metavar=("STEPS", "SECONDS"),
-                        help="what the VQ checkpoints had behind them, for the card")  # fmt: skip
-    parser.add_argument("--note", default="", help="sentences for the card's limits, say on how --start was trained")
-    parser.add_argument("--rows", type=int, default=8, help="pictures in a batch of one worker of the draw stage")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate of the text model")
-    parser.add_argument("--plain-until", type=float, default=0.0, help="share of the draw steps on plain grounds alone")
-    parser.add_argument("--fade", type=float, nargs=2, default=(0.6, 0.85), metavar=("FROM", "TO"),
-                        help="shares of the draw steps between which the heads' weight falls to 0")  # fmt: skip
-    parser.add_argument("--every", type=int, default=500, help="steps between reports and checkpoints")
-    parser.add_argument("--sweep", action="store_true", help="reports of the draw stage try four guidances, not one")
-    parser.add_argument("--workers", type=int, default=2, help="processes of a stage, one thread each")
-    parser.add_argument("--threads", type=int, default=2, help="threads of the finish stage")
-    parser.add_argument("--every-prompt", type=int, default=1, help="measure the finished model on suite()[::this]")
-    parser.add_argument("--sheet", type=Path, help="picture file for a sheet of samples, beside that in the folder")
-    parser.add_argument("--early", type=Path, help="folder to refresh with a loadable model at each report")
-    return parser
+NAMES = {False: "painter", True: "painter-lowres"}
+SEED = 0  # of the measured pictures
+ROLES = {
+    False: "It is the image target of visspec's demonstrations and tests.",
+    True: "It is the low-resolution sibling of `painter`: the same words and the same VQ weights, a smaller text model "
+    "and\na picture of 36 tokens, for drafting at low resolution.",
+}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    options = parser().parse_args(arguments)
-    options.steps, options.pairs = options.steps or STEPS[options.lowres], options.pairs or PAIRS[options.lowres]
-    begin(options, options.threads)
-    wanted: tuple[str, ...] = STAGES if options.stage == "all" else (options.stage,)
-    if options.stage == "all" and options.lowres:
-        wanted = STAGES[3:]  # on the VQ model that is there
-    if "vq" in wanted:
-        in_workers(PainterVQStage, options)
-    if "composed" in wanted:
-        in_workers(ComposedStage, options)
-    if "decoder" in wanted:
-        in_workers(VQDecoderStage, options)
-    if "tokens" in wanted:
-        write_tokens(options)
-    if "draw" in wanted:
-        in_workers(PainterStage, options)
-    if "finish" in wanted:
-        finish(options)
-    if REMEASURE in wanted:
-        remeasure(options)
+@dataclass
+class PainterOptions(Options):
+    """Options of the recipe."""
+
+    lowres: bool = option(False, "the 48-pixel sibling, on the VQ model in --out")
+    vq_steps: int = option(1700, "steps of the VQ model")
+    composed_steps: int = option(500, "steps of it on scenes coded piece by piece")
+    decoder_steps: int = option(700, "steps of its decoder alone")
+    vq_rows: int = option(8, "whole pictures in a VQ batch of one worker")
+    vq_rate: float = option(2e-3, "peak learning rate of the VQ model")
+    pairs: int = option(64_000, "pairs of prompt and picture, and half as many of the hardest task")
+    first: int = option(0, "number of the first pair; others than --start has seen")
+    steps: int = option(5000, "text-model steps")
+    start: Path | None = option(None, "checkpoint of the draw stage to take the first weights from")
+    earlier: tuple[int, int] = option((0, 0), "steps and seconds that --start's checkpoint had behind it, for the card")
+    earlier_vq: tuple[int, int] = option((0, 0), "the same of the VQ checkpoints")
+    rows: int = option(8, "pictures in a batch of one worker of the draw stage")
+    rate: float = option(1.5e-3, "peak learning rate of the text model")
+    plain_until: float = option(0.0, "share of the draw steps on plain grounds alone")
+    fade: tuple[float, float] = option((0.6, 0.85), "shares of its steps between which the heads' weight falls to 0")
+    sweep: bool = option(False, "reports of the draw stage try four guidances, not one")
+    workers: int = option(2, "processes of a stage, one thread each")
+    sheet: Path | None = option(None, "picture file for a sheet of samples, beside that in the folder")
+    early: Path | None = option(None, "folder to refresh with a loadable model at each report")
 
 
-if __name__ == "__main__":
-    main()
+def sheet(pictures: np.ndarray, prompts: list[str], file: Path, columns: int = 4) -> None:
+    """Write pictures uint8 (B, S, S, 3), enlarged to 96 pixels if smaller, in a grid with their prompts underneath."""
+    cells = [Image.fromarray(picture).resize((144, 144), Image.Resampling.BICUBIC) for picture in pictures]
+    page = pictures_in_grid(cells, [prompt.removeprefix("a photo of ") for prompt in prompts], columns)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    page.quantize(192).save(file, optimize=True)
+
+
+def card(low: bool, every_prompt: int, note: str, model: JanusForConditionalGeneration, record: dict) -> str:
+    """The model card's text, from the provenance of the weights."""
+    measured, rows = record["measured"], suite()[::every_prompt]
+    best = measured["pictures"]
+    shown = {f"drawn, guidance {best['guidance']}": best, "decoded codes": measured["decoded"]}
+    return cards.fill(
+        "painter",
+        record=record,
+        name=NAMES[low],
+        parameters=cards.millions(model),
+        role=ROLES[low],
+        side=SIDE[low],
+        tokens=grid(low) ** 2,
+        prompts=len(rows),
+        enlarged=", which sees them enlarged to 96 pixels" if low else "",
+        heads=" | ".join(cards.TITLES.get(tag, tag) for tag in TASKS),
+        rules=cards.rule(len(TASKS)),
+        rows=cards.table(cards.score_row(name, found, TASKS) for name, found in shown.items()),
+        sweep=", ".join(f"{r['guidance']} at {r['temperature']} {r['images']:.3f}" for r in measured["sweep"]),
+        best=best,
+        sizes=", ".join(str(sum(row["tag"] == tag for row in rows)) for tag in TASKS),
+        vq=measured["decoded"],
+        text=cards.layers(TEXT[low]),
+        vocabulary=model.config.get_text_config().vocab_size,
+        after=" after that of `painter` into the same folder" if low else "",
+        minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
+        shared=", the same weights as `painter`'s" if low else "",
+        seen=record["draw"]["steps"] * record["draw"]["rows"],
+        note=note,
+    )
+
+
+def finish(options: argparse.Namespace) -> None:
+    """Write `out`/painter(-lowres) from the last checkpoints, read it back, measure it and describe it."""
+    low = options.lowres
+    folder = options.out / NAMES[low]
+    text, stage = cards.read_stage(options.out / ("draw-lowres.pt" if low else "draw.pt"))
+    model = build_model(load_vq(options.out, low).state_dict(), low)
+    model.load_state_dict(text["model"])
+    model.model.vqmodel.load_state_dict(load_vq(options.out, low).state_dict())  # its decoder may be newer
+    save(model, build_processor(low), folder, torch.float16)
+    model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    processor = JanusProcessor.from_pretrained(folder)
+    rows = suite()[:: options.every_prompt]
+    sweep = [score(model, processor, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
+    print(json.dumps(sweep), flush=True)
+    best = max(sweep, key=lambda record: record["images"])
+    guidance = best["guidance"]
+    cooler = [score(model, processor, rows[::2], guidance, SEED + 1, t) for t in TEMPERATURES[1:]]
+    temperature = max([best, *cooler], key=lambda record: record["images"])["temperature"]
+    print(json.dumps(cooler), flush=True)
+    generation_config(low, guidance, temperature).save_pretrained(folder)
+    shown = [rows[int(i)]["prompt"] for i in np.linspace(0, len(rows) - 1, 16)]
+    drawn = draw(model, processor, shown, guidance, SEED + 2, temperature)
+    for file in filter(None, (options.out / f"{folder.name}.png", options.sheet)):
+        sheet(drawn, shown, file)
+    vq = {name: cards.read_stage(file)[1] for name in VQ_FILES if (file := options.out / name).exists()}
+    cards.origin(
+        model, f"visspec.toys {NAMES[low]}", folder, {"sweep": sweep + cooler, "swept": len(rows[::2])},
+        seeds={"vq": 0, "draw": 1, "measured": SEED},
+        vq={
+            "steps": vq["vq.pt"]["steps"],
+            "later": {name: part["steps"] for name, part in vq.items() if name != "vq.pt"},
+            "earlier": options.earlier_vq[0],
+            "seconds": sum(part["seconds"] for part in vq.values()) + options.earlier_vq[1],
+            "rows": options.vq_rows * options.workers,
+        },
+        draw={
+            "steps": stage["steps"] + options.earlier[0],
+            "seconds": stage["seconds"] + options.earlier[1],
+            "rows": options.rows * options.workers,
+            "pairs": int((options.first + options.pairs) * sum(SHARES.values())),
+            "loss": stage["loss"],
+        },
+    )  # fmt: skip
+    remeasure(options)
+
+
+def remeasure(options: argparse.Namespace) -> None:
+    """Measure a finished folder at its own guidance and temperature on `options.every_prompt`, and write its card."""
+    low = options.lowres
+    folder = options.out / NAMES[low]
+    model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    own, record = model.generation_config, cards.read_origin(folder)
+    rows, processor = suite()[:: options.every_prompt], JanusProcessor.from_pretrained(folder)
+    measured = record["measured"]
+    measured["pictures"] = score(model, processor, rows, own.guidance_scale, SEED, own.temperature)
+    measured["decoded"] = measure(model.model.vqmodel, low, options.every_prompt)
+    write_json(folder / cards.PROVENANCE, record)
+    cards.publish(folder, card(low, options.every_prompt, options.note, model, record))
+    cards.say(folder, **measured)
+
+
+CODING = {"vq": trained(PainterVQStage), "composed": trained(ComposedStage), "decoder": trained(VQDecoderStage)}
+DRAWING = {"tokens": write_tokens, "draw": trained(PainterStage), "finish": finish, "remeasure": remeasure}
+PAINTER = Recipe(
+    NAMES[False], "Train the painter of shapes.", PainterOptions, CODING | DRAWING, extra=("remeasure",), threads=2
+)
+LOWRES = Recipe(
+    NAMES[True],
+    "Train the painter's low-resolution sibling.",
+    PainterOptions,
+    DRAWING,
+    {"lowres": True, "steps": 12_000},
+    extra=("remeasure",),
+    threads=2,
+)

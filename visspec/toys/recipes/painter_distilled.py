@@ -1,55 +1,165 @@
-"""Train the distilled drafter that ships for the embedded painter, on pictures that the painter draws itself.
-
-python -m visspec.toys.recipes.painter_distilled --out runs/distilled [--stage STAGE ...] [--resume] [--export FOLDER]
+"""`painter-distilled`: the distilled drafter of the included painter, on pictures that the painter draws itself.
 
 Stage `pictures` lets the painter draw at its own guidance and temperature and records what is learnt from, `draw`
-teaches the drafter, `finish` measures it and writes the finished folder. Every stage is resumable. On one thread 64
-pictures take about 12 seconds and a step of 16 about half a second, so all of it 20 minutes of a core.
+teaches the drafter, `finish` measures it and writes the finished folder. On one thread 64 pictures take about 12
+seconds and a step of 16 about half a second, so all of it 20 minutes of a core.
 
 Seeds: 7 (draw); those of the pictures are in `visspec.toys.recipes.distilled_data`.
 """
 
 import argparse
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from visspec.toys.recipes.distilled_card import finish
-from visspec.toys.recipes.distilled_data import write_pictures
-from visspec.toys.recipes.distilled_draw import DistilStage
-from visspec.train.stages import Stages, in_workers, run_stages
+import torch
 
-STAGES: Stages = {"pictures": write_pictures, "draw": partial(in_workers, DistilStage), "finish": finish}
+from visspec.accept.exact import Exact
+from visspec.accept.rejection import Rejection
+from visspec.io.files import write_json
+from visspec.io.provenance import provenance
+from visspec.loop.decode import decode
+from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.safe_drafter import SafeDrafter
+from visspec.loop.stats import acceptance_by_depth
+from visspec.models.distilled.drafter import DistilledDrafter
+from visspec.models.image_codes.target import ImageAR
+from visspec.models.janus.target import Janus
+from visspec.toys.recipes import cards
+from visspec.toys.recipes.distilled_data import FIRST_SEED, painter, write_pictures
+from visspec.toys.recipes.distilled_draw import LAYERS, DistilStage, begun
+from visspec.toys.recipes.painter_drafter import held_out, request_of, temperature_of
+from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.world.scene import HELD_OUT_SEED
+from visspec.toys.world.worlds import world
+from visspec.types import Acceptance, State
+
+NAME = "painter-distilled"
+SEED = HELD_OUT_SEED + 1000  # noise of the measured pictures, of no other stage
+BATCH = 16
+SHAPES = ((24, 1), (24, 2), (24, 4), (12, 6), (16, 6), (32, 6))  # levels, refine
+FEW = 16  # pictures that these, and `rejection`, are measured on
 
 
-def parser() -> argparse.ArgumentParser:
-    """Options of the command line."""
-    parser = argparse.ArgumentParser(description="Train the embedded painter's distilled drafter on two CPU cores.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for pictures, checkpoints and the finished one")
-    parser.add_argument("--stage", nargs="+", choices=(*STAGES, "all"), default=["all"])
-    parser.add_argument("--resume", action="store_true", help="take up the checkpoints in --out")
-    parser.add_argument("--target", default="painter", help="the painter that draws: an included one, or a folder")
-    parser.add_argument("--pictures", type=int, default=1664, help="pictures to learn from")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--rows", type=int, default=16, help="pictures in a batch of one worker")
-    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
-    parser.add_argument(
-        "--opening", type=float, default=0.5, help="share of the steps that learn by cross-entropy alone"
+@dataclass
+class DistilledOptions(Options):
+    """Options of the recipe."""
+
+    target: str = option("painter", "the painter that draws: an included one, or a folder")
+    pictures: int = option(1664, "pictures to learn from")
+    steps: int = option(600, "steps of the draw stage")
+    rows: int = option(16, "pictures in a batch of one worker")
+    rate: float = option(1e-3, "peak learning rate")
+    opening: float = option(0.5, "share of the steps that learn by cross-entropy alone")
+    every: int = option(150, "steps between reports and checkpoints")
+    watched: int = option(8, "held-out pictures of a report during training")
+    measured: int = option(64, "held-out pictures that the finished one is measured on")
+    export: Path | None = option(None, "folder to write the finished drafter to (default: inside --out)")
+
+
+def prompts(count: int) -> list[str]:
+    """Prompts of the suite, of which the first `FEW` are spread over it as all are."""
+    texts, stride = held_out(world("shapes"), count), max(1, count // FEW)
+    return [text for first in range(stride) for text in texts[first::stride]]
+
+
+def drawn(family: Janus, drafter: DistilledDrafter | None, rule: Acceptance, texts: list[str]) -> list[State]:
+    """Held-out pictures in batches, at a fixed depth of drafts."""
+    target, states = ImageAR(family), []
+    levels = 1 if drafter is None else drafter.traits.levels
+    for start in range(0, len(texts), BATCH):
+        request = request_of(family, texts[start : start + BATCH], SEED + start, family.default_guidance)
+        guarded = None if drafter is None else SafeDrafter(drafter, target.capabilities)
+        states.append(decode(target, guarded, rule, request, AdaptiveLength(levels, adaptive=False)))
+    return states
+
+
+def figures(states: list[State], plain: list[State], positions: int) -> dict[str, Any]:
+    """Passes, and how many pictures are those of plain decoding."""
+    rounds = [r for state in states for r in state.trace.rounds]
+    pairs = [pair for one, two in zip(states, plain) for pair in zip(one.tokens, two.tokens)]
+    passes = 1 + sum(len(r.committed) for r in rounds) / len(pairs)
+    calls = sum(state.trace.calls["draft_pass"] for state in states) / max(len(rounds), 1)
+    return {
+        "pictures": len(pairs), "passes": round(passes, 2), "passes_a_token": round(passes / positions, 4),
+        "draft_passes_a_round": round(calls, 2), "identical": sum(one == two for one, two in pairs),
+        "faults": sum(state.trace.faults for state in states),
+    }  # fmt: skip
+
+
+def measured(family: Janus, folder: Path, count: int) -> dict[str, Any]:
+    """Figures of a finished folder."""
+    positions, texts = family.layout().positions, prompts(count)
+    few, plain = texts[:FEW], drawn(family, None, Exact(), texts)
+    drafter = DistilledDrafter.from_pretrained(folder, family)
+    rules: dict[str, Any] = {}
+    shapes = []
+    for name, rule in (("exact", Exact()), ("rejection", Rejection())):
+        states = drawn(family, drafter, rule, texts if name == "exact" else few)
+        rules[name] = figures(states, plain, positions)
+        if name == "exact":
+            rounds = [r for state in states for r in state.trace.rounds]
+            rules[name]["by_depth"] = [round(share, 3) for share in acceptance_by_depth(rounds)]
+    for levels, refine in SHAPES:
+        other = DistilledDrafter.from_pretrained(folder, family, levels=levels, refine=refine)
+        shapes.append(
+            {"levels": levels, "refine": refine, **figures(drawn(family, other, Exact(), few), plain, positions)}
+        )
+    return {"rules": rules, "shapes": shapes, "levels": drafter.traits.levels, "refine": drafter.refine}
+
+
+def finish(options: argparse.Namespace) -> None:
+    """Write the folder from the last checkpoint in half precision, read it back, measure it and describe it."""
+    saved = torch.load(options.out / "distilled.pt", weights_only=True)
+    family = painter(options.target)
+    head = begun(family, LAYERS)
+    head.load_state_dict(saved["head"])
+    folder = options.export or options.out / NAME
+    record = provenance(
+        family.model, recipe=f"visspec.toys {NAME}", target=Path(options.target).name, stored_as="float16",
+        draw={name: saved[name] for name in ("step", "seconds", "loss")},
+        seeds={"pictures": FIRST_SEED, "draw": 7, "measured": SEED},
+        plan={name: getattr(options, name) for name in ("pictures", "steps", "rows", "rate", "opening")},
+        note=options.note,
+    )  # fmt: skip
+    DistilledDrafter(head, family).save_pretrained(folder, record, torch.float16)
+    found = measured(family, folder, options.measured)
+    record |= {"weights": cards.identity(folder / "model.safetensors"), "measured": found}
+    write_json(folder / cards.PROVENANCE, record)
+    cards.publish(folder, card(head, family, record))
+    cards.say(folder, **found["rules"])
+
+
+def card(head: Any, family: Janus, record: dict[str, Any]) -> str:
+    """The card, from the provenance of the weights."""
+    found = record["measured"]
+    columns = ("pictures", "passes", "passes_a_token", "draft_passes_a_round")
+    rules = (
+        [f"`{name}`", *(str(e[c]) for c in columns),
+         f"{e['identical']} of {e['pictures']}{'' if name == 'exact' else ', of its law'}"]
+        for name, e in found["rules"].items()
+    )  # fmt: skip
+    columns = ("levels", "refine", "passes", "draft_passes_a_round")
+    return cards.fill(
+        NAME,
+        record=record,
+        config=head.config,
+        first=LAYERS,
+        temperature=temperature_of(family),
+        positions=family.layout().positions,
+        parameters=cards.millions(head),
+        megabytes=record["weights"]["bytes"] / 1e6,
+        rules=cards.table(rules),
+        shapes=cards.table([str(e[c]) for c in columns] for e in found["shapes"]),
+        few=found["shapes"][0]["pictures"],
+        depths=" ".join(f"{x:.2f}" for x in found["rules"]["exact"]["by_depth"]),
+        minutes=record["draw"]["seconds"] / 60,
     )
-    parser.add_argument("--every", type=int, default=150, help="steps between reports and checkpoints")
-    parser.add_argument("--workers", type=int, default=1, help="processes of a stage, one thread each")
-    parser.add_argument("--watched", type=int, default=8, help="held-out pictures of a report during training")
-    parser.add_argument(
-        "--measured", type=int, default=64, help="held-out pictures that the finished one is measured on"
-    )
-    parser.add_argument("--export", type=Path, help="folder to write the finished drafter to (default: inside --out)")
-    parser.add_argument("--note", default="", help="sentences for the card, say on the machine's load")
-    return parser
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    run_stages(parser().parse_args(arguments), STAGES)
-
-
-if __name__ == "__main__":
-    main()
+DRAFTER = Recipe(
+    NAME,
+    "Train the distilled drafter of the included painter.",
+    DistilledOptions,
+    {"pictures": write_pictures, "draw": trained(DistilStage), "finish": finish},
+)

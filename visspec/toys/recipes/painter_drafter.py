@@ -1,6 +1,4 @@
-"""Train the drafter that ships for the embedded painter on pictures that the painter draws itself, and measure it.
-
-python -m visspec.toys.recipes.painter_drafter --out runs/painter-eagle [--resume] [--export FOLDER]
+"""`painter-eagle` and `painter-emoji-eagle`: drafters of the painters, on pictures that the painters draw themselves.
 
 Online distillation (`visspec.train.loop`): the painter draws batches of pictures at its own guidance and temperature
 in one thread, while the drafter learns the distributions of those before in another. Two CPU cores, no accelerator.
@@ -12,6 +10,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,8 @@ import torch
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.api import loading as targets
-from visspec.api.train_drafter import fresh_or_resumed, parser_of, plan_of, train
+from visspec.api.train_drafter import fresh_or_resumed, plan_of, train
+from visspec.io.files import write_json
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
@@ -33,9 +33,9 @@ from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
 from visspec.toys.recipes import cards
+from visspec.toys.recipes.recipe import DrafterOptions, Recipe, option
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import WORLDS, World, world
-from visspec.train.stages import keep_memory
 from visspec.train.validation import measure
 from visspec.types import Request, Sampling
 
@@ -51,12 +51,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 TIMED = "chain of 5"
 NAMES = {
-    "shapes": {"painter": "painter", "name": "painter-eagle", "prompt": "a photo of a red circle", "flag": ""},
+    "shapes": {"painter": "painter", "name": "painter-eagle", "prompt": "a photo of a red circle"},
     "emoji": {
         "painter": "painter-emoji",
         "name": "painter-emoji-eagle",
         "prompt": "a photo of a penguin",
-        "flag": " --world emoji",
     },
 }
 
@@ -161,80 +160,28 @@ def clocked(family: Janus, drafter, texts: list[str], guidance: float) -> dict[s
     }
 
 
-CARD = """---
-license: apache-2.0
-library_name: visspec
----
-
-# The painter's drafter
-
-A feature drafter of image tokens (EAGLE-type, as LANTERN uses) for `models/zoo/{painter}`: one decoder layer of width
-{hidden} that drafts on the painter's last hidden states, conditional and unconditional reduced to one stream, with the
-painter's code embeddings (not stored here), learned rows and columns, and a head of its own over the {codes} codes that
-was taught the law *after* guidance {taught}. {parameters:.2f} million parameters, {megabytes:.1f} MB in half precision.
-
-```python
-import visspec
-pipe = visspec.ImagePipeline.from_pretrained("{painter}", drafter="{name}", acceptance="rejection")
-pipe("{prompt}", seed=0).images[0]   # drafter="{name}:tree=static,shape=4-6-6-4-2" for a tree
-```
-
-Any other model is refused by its configuration; another guidance scale is drafted for, less well, and warned of.
-
-## Measured
-
-tau = tokens per pass of the painter, bonus token included, without the token of the prefill; passes = passes for a
-picture of {positions} tokens, the prompt's included (plain decoding: {positions}). {prompts} prompts spread over the
-suite, noise never trained on, guidance {guidance}, temperature {temperature}, fixed draft depth, `rejection` unless
-said otherwise (both rules are exact), weights as stored here.
-
-| draft | tau | passes | fewer passes |
-|---|---|---|---|
-{lines}
-
-Accepted / reached by depth, {timed}: {depths}.
-
-One picture at a time, {timed}, `rejection`, against plain decoding in the same loop, {prompts} pictures in alternation:
-**{ratio} x** as fast by the clock (geometric mean; medians {plain_seconds} s and {drafted_seconds} s; float32,
-{threads} thread(s), on a machine with other work).
-
-## Training
-
-`python -m visspec.toys.recipes.painter_drafter --out RUN --export models/zoo/{name}{flag}`: online distillation in
-{steps}
-steps of {rows} pictures, {unroll} self-fed steps each (weights 0.8^i), soft cross-entropy for the first {opening:.0%}
-and total variation after it. The painter draws the pictures itself (temperature {temperature}, guidance {taught}):
-{pictures} pictures of prompts of its grammar, each used {reuse} times. {minutes:.0f} minutes on two cores shared with
-other work; `provenance.json` has the plan and the validations during training.
-{note}
-
-Limits: it knows this painter at this size, at its own guidance and temperature and without cuts best.
-"""
-
-
-def card(head, found: dict[str, Any], record: dict[str, Any], megabytes: float, of: str = "shapes") -> str:
-    """The README of a checkpoint from its measured figures and its provenance."""
-    config, training = head.config, record["training"]
+def card(head, record: dict[str, Any], megabytes: float, of: str = "shapes") -> str:
+    """The README of a checkpoint from its provenance with its measured figures."""
+    found, training = record["measured"], record["training"]
     plan = training["plan"]
-    lines = [f"| {name} | {e['tau']} | {e['passes']} | {e['fewer']} x |" for name, e in found["table"].items()]
     groups = math.ceil(training["step"] / (plan["group"] * math.ceil(plan["batch"] / plan["rows"]) * plan["reuse"]))
-    return CARD.format(
-        **{k: found[k] for k in ("prompts", "guidance", "temperature", "positions", "ratio")},
-        **{k: found[k] for k in ("plain_seconds", "drafted_seconds")},
-        **{k: plan[k] for k in ("rows", "unroll", "opening", "reuse", "steps")},
-        **NAMES[of],
-        hidden=config.hidden,
-        codes=config.codes,
-        taught=config.guidance,
-        parameters=sum(p.numel() for p in head.parameters()) / 1e6,
+    columns = ("tau", "passes", "fewer")
+    lines = ([name, *(str(e[c]) for c in columns)] for name, e in found["table"].items())
+    return cards.fill(
+        "painter-eagle",
+        found=found,
+        plan=plan,
+        config=head.config,
+        parameters=cards.millions(head),
         megabytes=megabytes,
-        lines="\n".join(lines),
+        lines=cards.table([*cells[:-1], f"{cells[-1]} x"] for cells in lines),
         timed=TIMED,
         depths=" ".join(f"{x:.2f}" for x in found["table"][TIMED]["by_depth"]),
         threads=torch.get_num_threads(),
         pictures=groups * plan["group"] * plan["batch"],
         minutes=training["seconds"] / 60,
         note=record.get("note", ""),
+        **NAMES[of],
     )
 
 
@@ -246,29 +193,25 @@ def export(run: Path, folder: Path, family: Janus, world: World, count: int) -> 
     stored = ImageFeatureDrafter.from_pretrained(folder, family)
     assert isinstance(stored.config, ImageHeadConfig)
     found = figures(family, world, stored.head, count, stored.config.guidance)
-    (folder / PROVENANCE).write_text(json.dumps(record | {"measured": found}, indent=2, default=str) + "\n")
+    record["measured"] = found
+    write_json(folder / cards.PROVENANCE, record)
     megabytes = (folder / "model.safetensors").stat().st_size / 1e6
-    cards.publish(folder, card(stored.head, found, record, megabytes, world.name))
+    cards.publish(folder, card(stored.head, record, megabytes, world.name))
     return found
 
 
-def parser() -> argparse.ArgumentParser:
-    """Options of the command line."""
-    parser = parser_of(
-        "Train the embedded painter's drafter on two CPU cores.",
-        target="painter", steps=2000, batch=64, group=4, opening=0.5, rate=1.5e-3, levels=5, middle=None,
-    )  # fmt: skip
-    parser.add_argument("--world", choices=WORLDS, default="shapes", help="whose prompts the painter draws")
-    parser.add_argument("--start", type=Path, help="drafter folder whose weights the run starts from")
-    parser.add_argument("--note", help="sentence for the card, say on what --start was trained")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts that finished weights are measured on")
-    return parser
+@dataclass
+class PainterDrafterOptions(DrafterOptions):
+    """Options of the recipe."""
+
+    target: str = option("painter", "included name or folder of the target")
+    world: str = option("shapes", "whose prompts the painter draws", WORLDS)
+    start: Path | None = option(None, "drafter folder whose weights the run starts from")
+    prompts: int = option(16, "prompts that finished weights are measured on")
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    options = parser().parse_args(arguments)
-    keep_memory()
+def run(options: argparse.Namespace) -> None:
+    """Train, and with --export write what is finished."""
     torch.set_num_threads(options.threads)
     model, processor = targets.load_image_model(str(options.target))
     family = family_of(model, processor)
@@ -293,5 +236,14 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(export(options.out, options.export, family, seen, options.prompts)))
 
 
-if __name__ == "__main__":
-    main()
+DEFAULTS = {"steps": 500, "batch": 64, "group": 2, "opening": 0.5, "rate": 1.8e-3, "levels": 5}
+OF_SHAPES = Recipe(
+    "painter-eagle", "Train the drafter of the painter of shapes.", PainterDrafterOptions, {"train": run}, DEFAULTS
+)
+OF_EMOJI = Recipe(
+    "painter-emoji-eagle",
+    "Train the drafter of the painter of emoji.",
+    PainterDrafterOptions,
+    {"train": run},
+    DEFAULTS | {"target": "painter-emoji", "world": "emoji", "steps": 1400, "group": 4, "rate": 1.5e-3},
+)

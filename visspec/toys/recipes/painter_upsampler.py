@@ -1,14 +1,11 @@
-"""Train the up-sampler of the embedded painter's low-resolution drafts, on the codes both painters were trained on.
+"""`painter-upsampler`, which enlarges low-resolution drafts, on the codes both painters of shapes were trained on.
 
-python -m visspec.toys.recipes.painter_upsampler --tokens runs/painter --out runs/painter-upsampler
-
-Every pair of shards of the painter recipe's `tokens` stages holds the same scenes at 48 and at 96 pixels a side. The
-last shard is kept out of training and measured. One CPU core, a few minutes.
+Every pair of shards of the painters' `tokens` stages (--tokens) holds the same scenes at 48 and at 96 pixels a side.
+The last eighth is kept out of training and measured. One CPU core, a few minutes.
 """
 
 import argparse
-import json
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,27 +17,22 @@ from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_build import CODES, grid
 from visspec.toys.recipes.painter_tokens import read_tokens
-from visspec.train.stages import descend
+from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.train.stages import OneCycleStage
 
-CARD = """---
-license: apache-2.0
----
+NAME = "painter-upsampler"
 
-# visspec painter-upsampler
 
-Codes of a 48-pixel picture of `painter-lowres` to the codes of the 96-pixel one, for drafts at low resolution:
+@dataclass
+class UpsamplerOptions(Options):
+    """Options of the recipe."""
 
-```python
-import visspec
-pipe = visspec.ImagePipeline.from_pretrained("painter", drafter="lowres:upsample=painter-upsampler",
-                                             acceptance="local:tau=0.05,k=8,radius=1,window=2")   # the preset `mulo`
-```
-
-{parameters:.2f} million parameters. Of {pictures:,} pictures kept out of training it names {right:.1%} of the codes,
-{shapes:.1%} of those that show shapes (the most frequent code alone would be right for {common:.1%}).
-Recipe: `python -m visspec.toys.recipes.painter_upsampler`; {steps:,} steps of {rows} pictures, {minutes} minutes on one
-core.
-"""
+    tokens: Path = option(Path("runs/painter"), "folder of the painters' recipes, both tokens stages")
+    pairs: int = option(64_000, "pairs of them to read")
+    steps: int = option(900, "steps of training")
+    rows: int = option(64, "pictures in a batch")
+    rate: float = option(2e-3, "peak learning rate")
+    every: int = option(100, "steps between reports and checkpoints")
 
 
 def pairs(folder: Path, count: int) -> dict[str, torch.Tensor]:
@@ -62,48 +54,52 @@ def score(model: Upsampler, data: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(hits.float().mean()) for name, hits in figures.items()}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Command line of the recipe."""
-    parser = argparse.ArgumentParser(description="Train the up-sampler of low-resolution drafts.")
-    parser.add_argument("--tokens", type=Path, required=True, help="folder of the painter recipe, both tokens stages")
-    parser.add_argument("--pairs", type=int, default=64_000, help="pairs of them to read")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the finished up-sampler")
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--rows", type=int, default=64, help="pictures in a batch")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    data = pairs(options.tokens, options.pairs)
-    kept = len(data["small"]) // 8
-    train, held = ({name: part[at] for name, part in data.items()} for at in (slice(-kept), slice(-kept, None)))
-    model = Upsampler(UpsamplerConfig(CODES))
-    trained = list(model.parameters())
-    optimiser = torch.optim.AdamW(trained, lr=options.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, options.steps, pct_start=0.05)
-    begun = time.time()
-    for step in range(options.steps):
-        rows = torch.randint(len(train["small"]), (options.rows,))
-        logits = model(train["small"][rows])
-        loss = F.cross_entropy(logits.flatten(0, 2), train["large"][rows].flatten())
-        descend(optimiser, trained, loss, 1)
-        schedule.step()
-        if step % 100 == 99:
-            print(json.dumps({"step": step + 1, "loss": round(loss.item(), 4)}), flush=True)
-    seconds = time.time() - begun
-    measured = score(model, held)
+class UpsamplerStage(OneCycleStage):
+    """Training on all pairs but the last eighth, which is measured."""
+
+    def __init__(self, options: argparse.Namespace, rank: int):
+        torch.manual_seed(0)
+        data = pairs(options.tokens, options.pairs)
+        kept = len(data["small"]) // 8
+        self.data, self.held = ({k: part[at] for k, part in data.items()} for at in (slice(-kept), slice(-kept, None)))
+        self.model = Upsampler(UpsamplerConfig(CODES))
+        trained, parts = list(self.model.parameters()), {"model": self.model}
+        super().__init__(
+            options, rank, "upsampler.pt", options.steps, options.rate, trained, 0.01, parts, 0.05, (0.9, 0.999)
+        )
+
+    def loss(self) -> torch.Tensor:
+        """Cross-entropy of the next batch."""
+        rows = torch.randint(len(self.data["small"]), (self.options.rows,))
+        logits = self.model(self.data["small"][rows])
+        return F.cross_entropy(logits.flatten(0, 2), self.data["large"][rows].flatten())
+
+    def report(self) -> dict:
+        """Shares of codes named rightly in pictures kept out of training, on the first worker only."""
+        return {} if self.rank else score(self.model, self.held)
+
+
+def finish(options: argparse.Namespace) -> None:
+    """Write the folder from the last checkpoint, with its figures and its card."""
+    stage = UpsamplerStage(options, 0)
+    stage.restore()
+    measured, held = score(stage.model, stage.held), len(stage.held["small"])
     record = provenance(
-        recipe="visspec.toys.recipes.painter_upsampler", seed=0, steps=options.steps, rows=options.rows,
-        seconds=round(seconds), measured=measured,
+        recipe=f"visspec.toys {NAME}", seed=0, steps=stage.step, rows=options.rows, seconds=round(stage.seconds),
+        measured=measured,
     )  # fmt: skip
-    write(options.out, model, record, torch.float16)
-    card = CARD.format(
-        parameters=sum(p.numel() for p in trained) / 1e6, pictures=len(held["small"]), steps=options.steps,
-        rows=options.rows, minutes=round(seconds / 60, 1), **measured,
+    write(options.out, stage.model, record, torch.float16)
+    card = cards.fill(
+        NAME, record=record, parameters=cards.millions(stage.model), pictures=held,
+        minutes=round(stage.seconds / 60, 1), **measured,
     )  # fmt: skip
     cards.publish(options.out, card)
-    print(json.dumps({"out": str(options.out), **measured}), flush=True)
+    cards.say(options.out, **measured)
 
 
-if __name__ == "__main__":
-    main()
+UPSAMPLER = Recipe(
+    NAME,
+    "Train the up-sampler of low-resolution drafts.",
+    UpsamplerOptions,
+    {"train": trained(UpsamplerStage), "finish": finish},
+)
