@@ -19,7 +19,7 @@ from visspec.accept.rejection import Rejection
 from visspec.io.files import write_json
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.stats import acceptance_by_depth
 from visspec.models.distilled.drafter import DistilledDrafter
@@ -70,7 +70,7 @@ def drawn(family: Janus, drafter: DistilledDrafter | None, rule: Acceptance, tex
     for start in range(0, len(texts), BATCH):
         request = request_of(family, texts[start : start + BATCH], SEED + start, family.default_guidance)
         guarded = None if drafter is None else SafeDrafter(drafter, target.capabilities)
-        states.append(decode(target, guarded, rule, request, AdaptiveLength(levels, adaptive=False)))
+        states.append(decode(target, guarded, rule, request, FixedLength(levels)))
     return states
 
 
