@@ -6,6 +6,7 @@ import pytest
 
 from visspec.cli import bench_first_token, bench_prompts
 from visspec.cli.main import main
+from visspec.eval.bench.oracle import Oracle, erring_every
 
 FIELDS = {
     "nodes", "prompt", "heads", "layers", "over_stock_pass", "attention_over_stock_query", "loop_over_transformers",
@@ -44,7 +45,7 @@ def test_a_drafter_that_fails_has_no_share(monkeypatch):
 def test_its_oracle_commits_tau_tokens_a_pass():
     case = bench_prompts.PromptCase(bench_prompts.HeadLayout(4, 2, 8, 1, 32), "cpu")
     prompt = bench_prompts.PromptRun(case, 20, 21)
-    oracle = bench_prompts.TauOracle(prompt.answer, 4)
+    oracle = Oracle(erring_every(prompt.answer, 4, bench_prompts.VOCABULARY))
     guarded = bench_prompts.SafeDrafter(oracle, case.target.capabilities, case.target.device, False)
     length_policy = bench_prompts.FixedLength(7)
     state = bench_prompts.decode(case.target, guarded, bench_prompts.Exact(), prompt.request(), length_policy)

@@ -8,6 +8,7 @@ import torch
 from visspec import tree as trees
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
+from visspec.eval.bench.oracle import Oracle, erring
 from visspec.models.attention import masks, ragged
 from visspec.types import Request
 
@@ -137,7 +138,7 @@ def test_what_the_host_has_issued_is_not_waited_for():
 def test_the_oracle_errs_as_often_as_it_is_told():
     answer = torch.randint(50, (4, 2000), generator=torch.Generator().manual_seed(0))
     for acceptance in (0.0, 0.25, 0.8, 1.0):
-        drafts = bench_sizes.AcceptanceOracle(answer, acceptance, 50, seed=3).drafts_BT
+        drafts = erring(answer, acceptance, 50, seed=3)
         assert abs(float((drafts == answer).float().mean()) - acceptance) < 0.02
         assert 0 <= int(drafts.min()) and int(drafts.max()) < 50
 
@@ -159,7 +160,7 @@ def test_drafts_of_rows_that_are_apart_are_of_their_own_place():
     answer = case.answer(0)
     state.tokens[0][:], state.tokens[1][:] = answer[0, :3].tolist(), answer[1, :6].tolist()
     state.pending = torch.stack([answer[0, 2], answer[1, 5]])
-    draft = bench_sizes.AcceptanceOracle(answer, 1.0, 128).propose(state, 4)
+    draft = Oracle(erring(answer, 1.0, 128)).propose(state, 4)
     assert draft.tree is trees.chain(4) and draft.value.tolist() == [answer[0, 2:7].tolist(), answer[1, 5:10].tolist()]
 
 

@@ -8,9 +8,7 @@ failed are marked. The calls are in `kernels_jobs`, the eager loops of a tree ve
 """
 
 import contextlib
-import json
-import math
-from pathlib import Path
+from statistics import median
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from visspec.eval.bench.kernels_clock import clock_of
 from visspec.eval.bench.kernels_jobs import jobs
 from visspec.eval.bench.kernels_loops import LEVELS, verification_case
+from visspec.eval.bench.paired import bootstrap, geometric_mean
+from visspec.io.files import write_json
 from visspec.io.provenance import provenance
 from visspec.kernels import accept
 
@@ -41,14 +41,8 @@ def paired(ours, eager, clock, repeats, draws=1):
 
 def ratio_of(mine, theirs):
     """(geometric mean of theirs / mine, its 95 % bootstrap interval)."""
-    logs = torch.tensor(theirs, dtype=torch.float64).log() - torch.tensor(mine, dtype=torch.float64).log()
-    picks = torch.randint(len(mine), (1000, len(mine)), generator=torch.Generator().manual_seed(0))
-    low, high = logs[picks].mean(1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).exp().tolist()
-    return math.exp(float(logs.mean())), [low, high]
-
-
-def median(values):
-    return float(torch.tensor(values, dtype=torch.float64).quantile(0.5))
+    ratios = [slow / fast for slow, fast in zip(theirs, mine)]
+    return geometric_mean(ratios), list(bootstrap(ratios))
 
 
 def _median_time(call, clock, repeats=9):
@@ -138,8 +132,7 @@ def run(device="cpu", json_path=None, quick=False):
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         result = _measured_on(device, quick)
     print(table(result))
-    if json_path:
-        Path(json_path).write_text(json.dumps(result, indent=1) + "\n")
+    write_json(json_path, result)
     return result
 
 

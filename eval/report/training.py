@@ -24,18 +24,16 @@ def curve(points: Sequence[tuple[float, float]], label: str) -> Markup:
     first, last = min(steps), max(steps)
     left, right = figures.LEFT + 34, figures.RIGHT - 40
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = left + (right - left) * (x - first) / max(last - first, 1e-9)
-        return across, 16 + HEIGHT * (1 - (y - low) / max(high - low, 1e-9))
-
+    x = figures.Scale(first, max(last, first + 1e-9), left, right)
+    y = figures.Scale(low, max(high, low + 1e-9), 16 + HEIGHT, 16)
     parts = []
     for mark in marks:
-        _, y = place(first, mark)
-        parts += [figures.line(left, y, right, y), figures.text(left - 4, y + 4, f"{mark:g}", "end", figures.FAINT)]
-    placed = [place(x, y) for x, y in points]
+        parts.append(figures.line(left, y(mark), right, y(mark)))
+        parts.append(figures.text(left - 4, y(mark) + 4, f"{mark:g}", "end", figures.FAINT))
+    placed = [(x(step), y(value)) for step, value in points]
     parts += [figures.line(*a, *b, figures.BLUE, 1.5) for a, b in pairwise(placed)]
-    x, y = placed[-1]
-    parts += [figures.dot(x, y, 2.5, figures.BLUE), figures.text(x + 5, y + 4, f"{values[-1]:.3g}")]
+    across, down = placed[-1]
+    parts += [figures.dot(across, down, 2.5, figures.BLUE), figures.text(across + 5, down + 4, f"{values[-1]:.3g}")]
     parts += [figures.text(left, HEIGHT + 32, f"step {first:g}"), figures.text(right, HEIGHT + 32, f"{last:g}", "end")]
     return figures.svg(HEIGHT + 40, parts, label)
 

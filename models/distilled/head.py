@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import check_positive, check_whole, shown
+from visspec.io.checkpoint import check_fields, check_positive, shown
 from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
 from visspec.types import MAX_NODES
 
@@ -52,14 +52,11 @@ class DistilledConfig:
     def __post_init__(self):
         if not isinstance(self.family, str):
             raise ValueError(f"family: got {shown(self.family)}, expected a name")
-        for name in ("vocab", "hidden", "rows", "columns", "heads", "intermediate"):
-            check_whole(name, getattr(self, name))
-        for name, high in (
-            ("codes", self.vocab), ("target_layers", MOST_LAYERS), ("layers", MOST_LAYERS), ("levels", MAX_NODES - 1)
-        ):  # fmt: skip
-            check_whole(name, getattr(self, name), 1, high)
-        for name in ("guidance", "temperature", "rope_theta"):
-            check_positive(name, getattr(self, name))
+        check_fields(self, "vocab", "hidden", "rows", "columns", "heads", "intermediate")
+        check_fields(self, "codes", high=self.vocab)
+        check_fields(self, "target_layers", "layers", high=MOST_LAYERS)
+        check_fields(self, "levels", high=MAX_NODES - 1)
+        check_fields(self, "guidance", "temperature", "rope_theta", check=check_positive)
         if self.hidden % (2 * self.heads):
             raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
 

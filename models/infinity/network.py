@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.io.checkpoint import check_whole
+from visspec.io.checkpoint import check_fields
 from visspec.models.layers import rotate
 from visspec.models.scales.blocks import EPSILON, VARMLP, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
@@ -92,10 +92,9 @@ class InfinityConfig:
     reach: tuple[int, int] | None = None
 
     def __post_init__(self):
-        for name in ("width", "depth", "heads", "code_size", "text", "pool", "longest", "levels"):
-            check_whole(name, getattr(self, name))
-        for name in ("hidden",) if self.hidden is not None else ():
-            check_whole(name, getattr(self, name))
+        check_fields(self, "width", "depth", "heads", "code_size", "text", "pool", "longest", "levels")
+        if self.hidden is not None:
+            check_fields(self, "hidden")
         if self.width % (4 * self.heads):
             raise ValueError(f"heads: got {self.heads}, expected heads of a multiple of 4 channels in {self.width}")
         if self.width % self.pool:

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from visspec.io.checkpoint import check_fields
 from visspec.models.layers import rotate
 
 SIZES = {  # name: (layers, heads, hidden size); the first five are class-conditional in the paper
@@ -70,10 +71,7 @@ class LlamaGenConfig:
     def __post_init__(self):
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "intermediate", self.intermediate or feed_forward_width(self.hidden_size))
-        for name in ("layers", "heads", "kv_heads", "hidden_size", "grid", "prefix", "classes", "codes"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
+        check_fields(self, "layers", "heads", "kv_heads", "hidden_size", "grid", "prefix", "classes", "codes")
         if self.hidden_size % (4 * self.heads):
             raise ValueError(f"hidden_size: got {self.hidden_size}, expected a multiple of 4 * {self.heads} heads")
         if self.heads % self.kv_heads:

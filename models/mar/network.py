@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.io.checkpoint import check_whole
+from visspec.io.checkpoint import check_fields
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead, begin_linear
 
 UNCONDITIONAL = -1  # class number of rows without a class
@@ -35,9 +35,7 @@ class MARConfig:
     hidden: int | None = None  # of the blocks' MLPs; default 4 width
 
     def __post_init__(self):
-        for name, value in asdict(self).items():
-            if name != "hidden" or value is not None:
-                check_whole(name, value)
+        check_fields(self, *(name for name, value in asdict(self).items() if name != "hidden" or value is not None))
         if self.width % self.heads:
             raise ValueError(f"heads: got {self.heads}, expected a divisor of the width {self.width}")
 

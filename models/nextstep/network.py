@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2Model
 
-from visspec.io.checkpoint import check_whole
+from visspec.io.checkpoint import check_fields
 from visspec.models.published_tensors import stock
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
@@ -33,10 +33,8 @@ class NextStepConfig:
     positions: int = 0
 
     def __post_init__(self):
-        for name in ("size", "patch", "head_width", "head_depth"):
-            check_whole(name, getattr(self, name))
-        for name in ("image_start", "positions"):
-            check_whole(name, getattr(self, name), low=0)
+        check_fields(self, "size", "patch", "head_width", "head_depth")
+        check_fields(self, "image_start", "positions", low=0)
         if self.size % self.patch**2:
             raise ValueError(f"size: got {self.size}, expected a multiple of {self.patch} x {self.patch} latents")
 

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import check_whole
+from visspec.io.checkpoint import check_fields
 from visspec.models.scales.blocks import VARMLP, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
 
@@ -42,10 +42,9 @@ class VARConfig:
     shared: bool = False
 
     def __post_init__(self):
-        for name in ("width", "depth", "heads", "codes", "code_size", "classes"):
-            check_whole(name, getattr(self, name))
+        check_fields(self, "width", "depth", "heads", "codes", "code_size", "classes")
         if self.hidden is not None:
-            check_whole("hidden", self.hidden)
+            check_fields(self, "hidden")
         if self.width % self.heads:
             raise ValueError(f"heads: got {self.heads}, expected a divisor of the width {self.width}")
 

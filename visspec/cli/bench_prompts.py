@@ -24,6 +24,7 @@ from visspec.cli.arguments import Positive, option
 from visspec.cli.bench import BenchOptions
 from visspec.cli.bench_first_token import DRAFTERS, first_token
 from visspec.eval.bench.clock import alternated, seconds_of, waiter
+from visspec.eval.bench.oracle import Oracle, erring_every
 from visspec.eval.bench.table import Cell, table
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
@@ -32,7 +33,7 @@ from visspec.loop.output import TokenBuffer
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.attention.slot_layers import CACHE, SlotLayers
 from visspec.models.decoder.target import HFDecoder
-from visspec.types import Draft, Drafter, DrafterTraits, Request, Scores, State
+from visspec.types import Draft, Request, Scores, State
 
 VOCABULARY = 512
 LOOPED = (1, 8)  # nodes of the drafts with which the whole loop is run; 1 is plain decoding
@@ -158,24 +159,6 @@ class PrimedTarget(HFDecoder):
         return state, scores
 
 
-class TauOracle(Drafter):
-    """Chains of which as many nodes are right as make `tau` tokens a pass."""
-
-    traits = DrafterTraits(adaptive_depth=False)
-
-    def __init__(self, answer: Tensor, tau: int):
-        self.answer, self.tau = answer, tau
-
-    def propose(self, state: State, depth: int) -> Draft:
-        done, size = len(state.tokens[state.rows[0]]), depth + 1
-        value = torch.zeros(1, size, dtype=torch.long, device=self.answer.device)
-        ahead = self.answer[:, done : done + size - 1]
-        value[:, 1 : 1 + ahead.shape[1]] = ahead
-        value[:, self.tau :] = (value[:, self.tau :] + 1) % VOCABULARY
-        value[:, 0] = state.pending
-        return Draft(value, trees.chain(depth, str(value.device)))
-
-
 class PromptRun:
     """One layout behind one prompt, with transformers' answer to it."""
 
@@ -262,7 +245,8 @@ class PromptRun:
         target = self.case.target
         guarded = None
         if nodes > 1:
-            guarded = SafeDrafter(TauOracle(self.answer, tau), target.capabilities, target.device, False)
+            oracle = Oracle(erring_every(self.answer, tau, VOCABULARY))
+            guarded = SafeDrafter(oracle, target.capabilities, target.device, False)
         same = True
         times: dict[str, list[float]] = {"stock": [], "ours": []}
         for turn in range(repeats + 1):

@@ -22,7 +22,6 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.api.accelerate import accelerate
-from visspec.cache import to_device
 from visspec.cli.arguments import Positive, Probability, option
 from visspec.cli.bench import BenchOptions
 from visspec.distributions import categorical
@@ -30,13 +29,14 @@ from visspec.eval.bench import paired as speed
 from visspec.eval.bench.clock import alternated, issued, seconds_of, waiter
 from visspec.eval.bench.kernels import copy_bandwidth
 from visspec.eval.bench.kernels_clock import clock_of
+from visspec.eval.bench.oracle import Oracle, erring
 from visspec.eval.bench.paired import ArmRun
 from visspec.eval.bench.table import Cell, table
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
 from visspec.models.attention import folding, ragged
 from visspec.models.attention.slot_layers import CACHE
-from visspec.types import Draft, Drafter, DrafterTraits, Request, State
+from visspec.types import Request
 
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"
 
@@ -157,38 +157,6 @@ def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
     return {**changes, "keys": max(1, heads * size.keys // size.heads)}
 
 
-class AcceptanceOracle(Drafter):
-    """Chains of a known answer (B, T), each of whose tokens is another one with probability 1 - acceptance."""
-
-    traits = DrafterTraits(adaptive_depth=False, observes="none")
-
-    def __init__(self, answer_BT: Tensor, acceptance: float, vocabulary: int, seed: int = 0):
-        uniforms = torch.rand(answer_BT.shape, generator=torch.Generator().manual_seed(seed)).to(answer_BT.device)
-        self.drafts_BT = torch.where(uniforms < acceptance, answer_BT, (answer_BT + 1) % vocabulary)
-
-    def propose(self, state: State, depth: int) -> Draft:
-        done_B = [len(state.tokens[row]) for row in state.rows]
-        depth = min(depth, self.drafts_BT.shape[1] - max(done_B))
-        if depth < 1:
-            return trees.root(state.pending)
-        at_B2 = to_device([list(pair) for pair in zip(state.rows, done_B)], self.drafts_BT.device)
-        ahead = torch.arange(depth, device=self.drafts_BT.device)
-        return trees.chain_draft(state.pending, self.drafts_BT[at_B2[:, :1], at_B2[:, 1:] + ahead])
-
-
-class PromptOracle(Drafter):
-    """The oracle of the prompt at hand, so that one accelerated model serves them all."""
-
-    traits = AcceptanceOracle.traits
-    oracle: AcceptanceOracle
-
-    def __init__(self, levels: int):
-        self.traits = DrafterTraits(levels=levels, adaptive_depth=False, observes="none")
-
-    def propose(self, state: State, depth: int) -> Draft:
-        return self.oracle.propose(state, depth)
-
-
 class SizeCase:
     """One model at one batch size. A prompt is its number, which seeds its ids."""
 
@@ -202,7 +170,7 @@ class SizeCase:
         self.static: Any = None
         self.known: dict[int, Tensor] = {}
         self.plain = accelerate(model, None, compile=compile)
-        self.drafter = PromptOracle(levels)
+        self.drafter = Oracle(levels=levels)
         self.fast = accelerate(model, self.drafter, adaptive=False, levels=levels, compile=compile)
         for target in (self.plain.target, self.fast.target):
             if attention is not None:
@@ -235,7 +203,7 @@ class SizeCase:
         return found.output, found.state
 
     def drafted(self, acceptance: float, prompt: int) -> ArmRun:
-        self.drafter.oracle = AcceptanceOracle(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
+        self.drafter.drafts_BT = erring(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
         return self.timed(self.quickly, prompt)
 
     def quickly(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:

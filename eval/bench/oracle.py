@@ -1,0 +1,40 @@
+"""A drafter that knows the answer, and errs where it is told to: its acceptance is what a bench asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.types import Draft, Drafter, DrafterTraits, State
+
+
+class Oracle(Drafter):
+    """Chains of known drafts (B, T), which can be set anew for each prompt. B rows, T tokens of an answer."""
+
+    def __init__(self, drafts_BT: Tensor | None = None, levels: int = 8):
+        self.traits = DrafterTraits(levels=levels, adaptive_depth=False, observes="none")
+        self.drafts_BT = drafts_BT
+
+    def propose(self, state: State, depth: int) -> Draft:
+        drafts_BT, done_B = self.drafts_BT, [len(state.tokens[row]) for row in state.rows]
+        assert drafts_BT is not None
+        depth = min(depth, drafts_BT.shape[1] - max(done_B))
+        if depth < 1:
+            return trees.root(state.pending)
+        at_B2 = to_device([list(pair) for pair in zip(state.rows, done_B)], drafts_BT.device)
+        ahead = torch.arange(depth, device=drafts_BT.device)
+        return trees.chain_draft(state.pending, drafts_BT[at_B2[:, :1], at_B2[:, 1:] + ahead])
+
+
+def erring(answer_BT: Tensor, acceptance: float, vocabulary: int, seed: int = 0) -> Tensor:
+    """An answer, each of whose tokens is another one with probability 1 - acceptance."""
+    uniforms = torch.rand(answer_BT.shape, generator=torch.Generator().manual_seed(seed)).to(answer_BT.device)
+    return torch.where(uniforms < acceptance, answer_BT, (answer_BT + 1) % vocabulary)
+
+
+def erring_every(answer_BT: Tensor, tau: int, vocabulary: int) -> Tensor:
+    """An answer whose every `tau`-th token is another one, so that a pass commits `tau` of them."""
+    right = torch.arange(answer_BT.shape[1], device=answer_BT.device) % tau > 0
+    return torch.where(right, answer_BT, (answer_BT + 1) % vocabulary)
