@@ -55,13 +55,13 @@ def finish(options: argparse.Namespace) -> None:
         return dict(zip(DRAFTERS, (record["passes"] for record in drawn)))
 
     drawn = {o: score(model, processor, rows, guidance, SEED, order=o, drafter="none") for o in ORDERS}
-    measured = {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "few": len(few)}
-    measured["passes"] = {order: passes(order) for order in ORDERS}
+    taken = {order: passes(order) for order in ORDERS}
+    measured = {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "few": len(few), "passes": taken}
     record = cards.origin(
         model, f"visspec.toys {NAME}", folder, measured, draw=stage, seeds={"draw": 6, "measured": SEED},
         rows=options.rows * options.workers, pairs=options.pairs,
     )  # fmt: skip
-    shares = {o: [f"{measured['passes'][o][drafter]:.3f}" for drafter in DRAFTERS] for o in ORDERS}
+    shares = {o: [f"{taken[o][drafter]:.3f}" for drafter in DRAFTERS] for o in ORDERS}
     text = cards.fill(
         NAME,
         record=record,
