@@ -139,7 +139,7 @@ def card(head: Any, family: Janus, record: dict[str, Any]) -> str:
          f"{e['identical']} of {e['pictures']}{'' if name == 'exact' else ', of its law'}"]
         for name, e in found["rules"].items()
     )  # fmt: skip
-    columns = ("levels", "refine", "passes", "draft_passes_a_round")
+    other = ("levels", "refine", "passes", "draft_passes_a_round")
     return cards.fill(
         NAME,
         record=record,
@@ -150,7 +150,7 @@ def card(head: Any, family: Janus, record: dict[str, Any]) -> str:
         parameters=cards.millions(head),
         megabytes=record["weights"]["bytes"] / 1e6,
         rules=cards.table(rules),
-        shapes=cards.table([str(e[c]) for c in columns] for e in found["shapes"]),
+        shapes=cards.table([str(e[c]) for c in other] for e in found["shapes"]),
         few=found["shapes"][0]["pictures"],
         depths=" ".join(f"{x:.2f}" for x in found["rules"]["exact"]["by_depth"]),
         minutes=record["draw"]["seconds"] / 60,

@@ -208,6 +208,7 @@ class PainterDrafterOptions(DrafterOptions):
     world: str = option("shapes", "whose prompts the painter draws", WORLDS)
     start: Path | None = option(None, "drafter folder whose weights the run starts from")
     prompts: int = option(16, "prompts that finished weights are measured on")
+    note: str = option("", "sentence for the card, say on what --start was trained")
 
 
 def run(options: argparse.Namespace) -> None:
