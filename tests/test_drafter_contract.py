@@ -69,9 +69,10 @@ UNTRAINED += ["layers", "layers:exit=1", "recycling:width=1,nodes=3"]
 OF_FAMILIES = [("qwen2_5_vl", form) for form in ("eagle3", "vispec", "flash", "specvlm")]
 OF_FAMILIES += [("llama", form) for form in ("eagle", "flash", "dream")]
 FORMS = {  # of drafters of text: (family, prompts, drafter)
-    **{f"{name}, {rows}": ("llava", rows, partial(tiny_drafter, name)) for name in sorted(TEXT) for rows in ("one", "ragged")},
+    **{f"{name}, {rows}": ("llava", rows, partial(tiny_drafter, name))
+       for name in sorted(TEXT) for rows in ("one", "ragged")},
     **{f"{name} of {family}": (family, "ragged", partial(str, name))
-       for family in ("llama", "qwen3_vl", "gemma3") for name in sorted(UNTRAINED)},
+       for family in ("llama", "qwen3_vl", "gemma3") for name in UNTRAINED},
     "layers:every=2": ("qwen3_vl", "ragged", partial(str, "layers:every=2")),
     **{f"features of {family}": (family, rows, partial(test_eagle.make, family, latents))
        for family, rows, latents in test_eagle.CASES},
