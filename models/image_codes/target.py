@@ -301,7 +301,7 @@ class ImageAR(Target):
 
     def __init__(self, family: Family, features: bool = False, compile: bool = False):
         decoder = family.decoder
-        self.cache_name = cache_argument(decoder.forward) or CACHE
+        self.cache_name = cache_argument(type(decoder).forward) or CACHE
         attention = getattr(decoder.config, "_attn_implementation", "sdpa")
         if attention not in TAKES_MASKS:
             raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager'")
