@@ -84,7 +84,7 @@ def test_globs_lines_and_shards(folder, tmp_path, capsys):
     with tarfile.open(shard, "w") as file:
         for name, data in (
             ("x/one.png", Path(image).read_bytes()), ("x/one.json", b'{"prompt": "how many shapes are there ?"}'),
-            ("x/two.json", b"{}"), ("three.png", b"no image"), ("four.png", Path(image).read_bytes()),
+            ("four.png", Path(image).read_bytes()), ("x/two.json", b"{}"), ("three.png", b"no image"),
         ):  # fmt: skip
             info = tarfile.TarInfo(name)
             info.size = len(data)
