@@ -91,7 +91,8 @@ def test_laws_by_hand():
     "more, words",
     [
         (("--sweep", "nothing"), "invalid choice: 'nothing'"),
-        (("--sweep-drafter", "lowres"), "got a sibling with another codebook"),
+        (("--sweep-drafter", "lowres"), "drafter: got 'lowres' for a model that none is included for"),
+        (("--sweep-drafter", "lowres:model=painter-lowres"), "got a sibling with another codebook"),
         (("--sweep-drafter", "nobody"), "drafter: got 'nobody'"),
         (
             ("--world", "emoji", "--task", "colors"),

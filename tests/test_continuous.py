@@ -17,7 +17,7 @@ from visspec.accept.legacy import Legacy
 from visspec.accept.surrogate import Surrogate
 from visspec.distributions import Denoising, DenoisingSteps, Trajectory
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.output import VectorBuffer
 from visspec.models.vectors.diffusion_head import schedule
 from visspec.sampling import Normals
@@ -274,9 +274,7 @@ def joint(rule, rows=20_000, size=1, steps=10, shift=0.1, widen=0.0, last=None, 
     request = Request(
         None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(1.0), generators=[torch.Generator()] * rows
     )
-    state = decode(
-        target, Shadow(Gaussian(sch, size, widen=widen, last=last), shift), made, request, AdaptiveLength(2, False)
-    )
+    state = decode(target, Shadow(Gaussian(sch, size, widen=widen, last=last), shift), made, request, FixedLength(2))
     values = torch.stack([state.output.values(row) for row in range(rows)])
     factor, deviation = target.head.exact()
     before = torch.cat([torch.zeros_like(values[:, :1]), values[:, :-1]], dim=1)

@@ -15,7 +15,7 @@ from tests.test_mar_target import PLAN, generators, network, ruled
 from visspec import ImagePipeline
 from visspec import tree as trees
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.models.mar import layout as layouts_mar
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.target import MARImages
@@ -72,7 +72,7 @@ def test_nextstep_draws_as_its_published_sampler(images, guidance):
     layout, texts = images.layout(4 * 2, 6 * 2), ["a cat", "tea"]
     target = NextStepAR(images)
     rule = ruled(target)
-    state = decode(target, None, rule, asked(images, texts, guidance, layout), AdaptiveLength(1, False))
+    state = decode(target, None, rule, asked(images, texts, guidance, layout), FixedLength(1))
     noise = rule.make_noise(generators(2), 0).numbers(layout.positions)
     start, normal = (part.unflatten(0, (2, layout.positions)) for part in (noise.start, noise.steps))
     model, qwen = images.model, images.decoder

@@ -39,6 +39,7 @@ from visspec.models.mar.target import MARImages, MARTarget
 from visspec.models.scales.target import ScaleTarget
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.target import VARImages
+from visspec.toys.recipes.painter_build import build_processor
 from visspec.tree import roots
 from visspec.types import Request, RuleTraits, Sampling, Verdict
 
@@ -228,7 +229,7 @@ def of_any_order(drafter, order=None):
 
 def of_vectors():
     model = test_continuous_painting.fresh("painter", test_continuous_painting.SMALL)
-    pipe = visspec.ImagePipeline(model, test_continuous_painting.continuous_card.build_processor())
+    pipe = visspec.ImagePipeline(model, build_processor())
 
     def asked(rows):
         found = pipe.family.prompt([WORDS[row] for row in rows], True)

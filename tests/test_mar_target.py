@@ -13,7 +13,7 @@ from visspec.accept.coupled import Coupled
 from visspec.accept.legacy import Legacy
 from visspec.accept.surrogate import Surrogate
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
 from visspec.models.mar.target import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed, scales
@@ -71,7 +71,7 @@ def images(state):
 
 
 def plain(target, *args, **options):
-    return decode(target, None, ruled(target), request(*args, **options), AdaptiveLength(1, False))
+    return decode(target, None, ruled(target), request(*args, **options), FixedLength(1))
 
 
 # --- laws of nodes ---------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_a_row_is_drawn_alike_alone_and_in_a_batch(target, guidance):
     alone = request([4], Sampling(1.0, guidance=guidance))
     g = generators(3)[1]
     alone.generators = [g]
-    found = images(decode(target, None, ruled(target), alone, AdaptiveLength(1, False)))
+    found = images(decode(target, None, ruled(target), alone, FixedLength(1)))
     torch.testing.assert_close(found[0], together[1], rtol=0, atol=1e-4)
 
 
@@ -222,7 +222,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(model, target, guidance
     sampling = Sampling(1.0, guidance=guidance)
     drafter = SmallMAR(MARImages(model, plan=PLAN))
     drafter.attach(target.family)
-    state = decode(target, drafter, ruled(target), request([1, 4, 0], sampling), AdaptiveLength(3, False))
+    state = decode(target, drafter, ruled(target), request([1, 4, 0], sampling), FixedLength(3))
     other = plain(target, [1, 4, 0], sampling)
     order, index = state.request.inputs.order[:, :4], torch.arange(3)[:, None]
     # the numbers of a bonus token are used in another way
@@ -234,7 +234,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted(model, target, guidance
 def test_other_drafts_are_verified_row_by_row(target, window):
     drafter = SmallMAR(MARImages(network(0, 0.079), plan=PLAN))
     asked = request([1, 4, 0, 2, 3], Sampling(1.0, guidance=2.0))
-    state = decode(target, drafter, ruled(target, window=window), asked, AdaptiveLength(3, False))
+    state = decode(target, drafter, ruled(target, window=window), asked, FixedLength(3))
     gained = [count for r in state.trace.rounds for count in r.committed]
     assert min(gained) < max(gained) and bool(images(state).isfinite().all())
     assert all(len(tokens) == TOKENS for tokens in state.tokens)
@@ -242,17 +242,17 @@ def test_other_drafts_are_verified_row_by_row(target, window):
 
 def test_the_first_tokens_can_be_left_undrafted(model, target):
     drafter = SmallMAR(MARImages(model, plan=PLAN), wait=4)
-    state = decode(target, drafter, ruled(target), request([1]), AdaptiveLength(2, False))
+    state = decode(target, drafter, ruled(target), request([1]), FixedLength(2))
     assert [r.levels for r in state.trace.rounds] == [0, 0, 0, 0, 2, 0]
     assert [r.committed for r in state.trace.rounds] == [[1], [1], [1], [1], [3], [1]]
 
 
 def test_a_drafter_follows_rounds_without_drafts(model, target):
-    class Uneven(AdaptiveLength):
+    class Uneven(DraftLengthPolicy):
         def depth(self, state):
             return (0, 2, 0, 1)[len(state.trace.rounds) % 4]
 
-    state = decode(target, SmallMAR(MARImages(model, plan=PLAN)), ruled(target), request([1, 3]), Uneven(2, False))
+    state = decode(target, SmallMAR(MARImages(model, plan=PLAN)), ruled(target), request([1, 3]), Uneven(2))
     assert [r.committed for r in state.trace.rounds] == [[1, 1], [3, 3], [1, 1], [2, 2], [1, 1]]
     order, index = state.request.inputs.order[:, :8], torch.arange(2)[:, None]
     assert torch.equal(state.memory.values[:, :8], images(state)[index, order])  # it has seen all that was drawn
@@ -264,7 +264,7 @@ def test_what_is_known_is_what_was_drawn(rule, together):
     target = MARTarget(MARImages(network(0), plan=PLAN, together=together))
     drafter, rule = SmallMAR(MARImages(network(1, 0.15), plan=PLAN)), rule()
     rule.bind(target.capabilities)
-    state = decode(target, drafter, rule, request([1, 4, 0], Sampling(1.0, guidance=2.0)), AdaptiveLength(3, False))
+    state = decode(target, drafter, rule, request([1, 4, 0], Sampling(1.0, guidance=2.0)), FixedLength(3))
     index, order = torch.arange(3)[:, None], state.request.inputs.order
     drawn = images(state)[index, order]
     rows = slice(None) if len(state.cache.values) == 3 else state.rows

@@ -11,7 +11,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.local import Local, spread
 from visspec.api import zoo
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.orders import RejectedRegions, ZipAR, islands, zip_waves
 from visspec.loop.out_of_order import OutOfOrderDecoder, decode_wavefront
 from visspec.loop.safe_drafter import SafeDrafter
@@ -72,7 +72,7 @@ def request(temperature=1.0, guidance=3.0, rows=(0, 1, 2), kind=Janus, seed=0):
 
 def plain(*args, **options):
     asked = request(*args, **options)
-    return decode(ImageAR(family(options.get("kind", Janus))), None, Exact(), asked, AdaptiveLength(1, False))
+    return decode(ImageAR(family(options.get("kind", Janus))), None, Exact(), asked, FixedLength(1))
 
 
 def joined(order, target):
@@ -463,7 +463,7 @@ def test_local_in_the_ordinary_loop(temperature, kind):
         rule, low = Local(tau), LowRes(Janus(sibling(), None), family(kind), window=5, upsample="latent")
         rule.bind(target.capabilities)
         guarded = SafeDrafter(low, target.capabilities)
-        state = decode(target, guarded, rule, request(temperature, kind=kind), AdaptiveLength(5, False))
+        state = decode(target, guarded, rule, request(temperature, kind=kind), FixedLength(5))
         guarded.finish(state)
         assert state.trace.faults == 0
         if tau:
@@ -483,7 +483,7 @@ def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample
         upsample = str(tmp_path)
     target, low = ImageAR(family()), drafter(window=5, upsample=upsample)
     guarded = SafeDrafter(low, target.capabilities)
-    state = decode(target, guarded, Exact(), request(temperature), AdaptiveLength(5, False))
+    state = decode(target, guarded, Exact(), request(temperature), FixedLength(5))
     guarded.finish(state)
     assert state.tokens == plain(temperature).tokens and state.trace.faults == 0
     assert state.trace.rounds[0][0] == 5
@@ -494,7 +494,7 @@ def test_lowres_drafts_suit_every_rule(rule):
     target, rule = ImageAR(family()), zoo.acceptance(rule)
     rule.bind(target.capabilities)
     guarded = SafeDrafter(drafter(window=5, upsample="latent"), target.capabilities)
-    state = decode(target, guarded, rule, request(), AdaptiveLength(5, False))
+    state = decode(target, guarded, rule, request(), FixedLength(5))
     guarded.finish(state)
     assert state.trace.faults == 0 and [len(t) for t in state.tokens] == [PLACES] * 3
 
@@ -502,7 +502,7 @@ def test_lowres_drafts_suit_every_rule(rule):
 def test_a_right_draft_is_taken_whole(monkeypatch):
     expected, low, target = plain().tokens, drafter(window=5), ImageAR(family())
     monkeypatch.setattr(low, "sketch", lambda state: torch.tensor(expected)[state.rows])
-    state = decode(target, SafeDrafter(low, target.capabilities), Exact(), request(), AdaptiveLength(5, False))
+    state = decode(target, SafeDrafter(low, target.capabilities), Exact(), request(), FixedLength(5))
     assert state.tokens == expected and [r.levels for r in state.trace.rounds] == [5, 5, 2]
 
 

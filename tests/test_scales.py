@@ -17,7 +17,7 @@ from visspec import tree as trees
 from visspec.accept.scales import Repaired
 from visspec.accept.scales import Scales as Exact
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import AdaptiveLength
+from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import build_setup
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
@@ -83,7 +83,7 @@ def ruled(target, rule=None):
 
 
 def plain(target, classes, sampling, rule=None, **options):
-    return decode(target, None, ruled(target, rule), request(classes, sampling, **options), AdaptiveLength(1, False))
+    return decode(target, None, ruled(target, rule), request(classes, sampling, **options), FixedLength(1))
 
 
 def images(state):
@@ -95,7 +95,7 @@ def drafted(target, small, classes, sampling, levels=3, rule=None, **options):
     drafter.attach(target.family)
     rule = ruled(target, rule)
     guarded = SafeDrafter(drafter, target.capabilities, "cpu", True)
-    return decode(target, guarded, rule, request(classes, sampling, **options), AdaptiveLength(levels, False))
+    return decode(target, guarded, rule, request(classes, sampling, **options), FixedLength(levels))
 
 
 # --- laws of nodes ----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def test_a_row_is_drawn_alike_alone_and_in_a_batch(model, guidance):
     together = images(plain(target, [1, 4, 0], sampling))
     alone = request([4], sampling)
     alone.generators = generators(3)[1:2]
-    found = images(decode(target, None, ruled(target), alone, AdaptiveLength(1, False)))
+    found = images(decode(target, None, ruled(target), alone, FixedLength(1)))
     assert torch.equal(found[0], together[1]) and together.shape == (3, 30)
 
 
@@ -193,7 +193,7 @@ def test_drafted_scales_are_those_of_plain_decoding(model, sampling):
 
 
 def test_a_drafter_follows_rounds_of_any_depth(model):
-    class Uneven(AdaptiveLength):
+    class Uneven(DraftLengthPolicy):
         def depth(self, state):
             return (0, 2, 1)[len(state.trace.rounds) % 3]
 
@@ -201,7 +201,7 @@ def test_a_drafter_follows_rounds_of_any_depth(model):
     for small in (model, moved(model, 0.003), network(7)):
         drafter = SmallVAR(small)
         drafter.attach(target.family)
-        state = decode(target, drafter, ruled(target), request(classes, sampling), Uneven(2, False))
+        state = decode(target, drafter, ruled(target), request(classes, sampling), Uneven(2))
         assert torch.equal(images(state), images(plain(target, classes, sampling)))
 
 

@@ -10,7 +10,7 @@ from visspec.accept.graphed_rule import GraphedRule
 from visspec.api import entries, presets, zoo
 from visspec.distributions import Categorical
 from visspec.io import included
-from visspec.loop.draft_length import FixedLength
+from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
 from visspec.loop.setup import build_setup, check
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
@@ -95,7 +95,7 @@ def drawn(setup, rows, seed=0, temperature=1.0, guidance=3.0, grid=None, faults=
 
 def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
     assert set(DRAFTERS) == set(zoo.DRAFTERS) - ELSEWHERE
-    bases = {"drafter": Drafter, "acceptance": Acceptance, "order": Order}
+    bases = {"drafter": Drafter, "acceptance": Acceptance, "order": Order, "length": DraftLengthPolicy}
     for kind, table in entries.TABLES.items():
         for name, (reference, what, _, _) in table.items():
             assert what and (name == "none" or issubclass(zoo.load(reference), bases[kind])), name

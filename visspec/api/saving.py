@@ -24,6 +24,7 @@ from visspec.io import checkpoint, hub
 from visspec.io.files import unwritable, write_json
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.types import Drafter
 
 FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
 ENTRIES = ("drafter", "acceptance", "order", "levels", "parts")
@@ -183,7 +184,8 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     if isinstance(drafter, PreTrainedModel):
         drafter.save_pretrained(staged)
         return {"folder": DRAFTER}
-    if drafter.saved_as == "network":
+    saved_as = drafter.saved_as if isinstance(drafter, Drafter) else ""
+    if saved_as == "network":
         drafter.save_pretrained(staged, provenance(model))
         found = zoo.drafter(staged, model)[0]
         if type(found) is not type(drafter):

@@ -136,7 +136,9 @@ class AdaptiveLength(DraftLengthPolicy):
 
     def __init__(self, levels: int = 8, share: float = 0.01, slack: float = 4.0, probe_interval: int = 512):
         super().__init__(levels)
-        for name, value, least in (("share", share, 0), ("slack", slack, 0), ("probe_interval", probe_interval, 1)):
+        if not 0 < share:
+            raise ValueError(f"share: got {share}, expected a number above 0")
+        for name, value, least in (("slack", slack, 0), ("probe_interval", probe_interval, 1)):
             if not value >= least:
                 raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
         self.share, self.slack, self.probe_interval = share, slack, probe_interval
