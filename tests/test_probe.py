@@ -176,16 +176,29 @@ def test_the_probe_leaves_everything_as_it_was(rope):
 
 
 def test_the_probe_is_cheap():
-    """CPU seconds of a cold one on the embedded captioner; the least of a few, as machines are busy."""
+    """CPU seconds of a cold one on the embedded captioner, beside four passes of the model over eight tokens (some 0.025
+    s); the least of a few, by turns, as machines are busy and differ.
+    """
     model, _ = load()
     visspec.accelerate(model, None)
-    taken = []
-    for _ in range(5):
+    ids = torch.arange(5, 13)[None]
+
+    def probed():
         probe._answers.clear()
-        began = time.process_time()
         visspec.accelerate(model, None)
-        taken.append(time.process_time() - began)
-    assert min(taken) < 0.05, taken
+
+    def passes():
+        with torch.inference_mode():
+            for _ in range(4):
+                model(input_ids=ids)
+
+    def seconds(call):
+        began = time.process_time()
+        call()
+        return time.process_time() - began
+
+    taken, plain = zip(*((seconds(probed), seconds(passes)) for _ in range(6)))
+    assert min(taken) < 2 * min(plain), (taken, plain)
 
 
 def test_quantised_heads_are_measured_and_warned_of():
