@@ -176,8 +176,8 @@ def test_the_probe_leaves_everything_as_it_was(rope):
 
 
 def test_the_probe_is_cheap():
-    """CPU seconds of a cold one on the embedded captioner, beside four passes of the model over eight tokens, some 0.025;
-    the least of a few, by turns, as machines are busy and differ.
+    """CPU seconds of a cold one on the embedded captioner, beside four passes of the model over eight tokens; the
+    least of a few, by turns, as machines are busy and differ.
     """
     model, _ = load()
     visspec.accelerate(model, None)

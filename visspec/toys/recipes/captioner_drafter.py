@@ -32,7 +32,7 @@ MAX_NEW_TOKENS = 160
 QUESTION_SHARE = 16  # one batch of so many asks questions, which have short answers
 
 
-class Scenes:
+class SceneBatches:
     """Batches of requests about rendered scenes: a pure function of their number. One of `greedy` is answered greedily,
     the others at temperature 1.
     """
@@ -62,7 +62,7 @@ class Scenes:
 
 def held_out(model, processor, world: World, rows: int, batches: int):
     """Requests about held-out scenes, for validation: temperature -> list."""
-    scenes = Scenes(model, processor, world, rows, HELD_OUT_SEED)
+    scenes = SceneBatches(model, processor, world, rows, HELD_OUT_SEED)
 
     def requests(temperature: float) -> list[Request]:
         return [scenes.request(i, temperature, np.random.default_rng(i)) for i in range(batches)]
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
         model, seed=options.seed, recipe="captioner_drafter", batch=options.batch, greedy=options.greedy
     )
     validate = TextValidation(model, drafter, held_out(model, processor, seen, 8, 1))
-    scenes = Scenes(model, processor, seen, options.batch, greedy=options.greedy)
+    scenes = SceneBatches(model, processor, seen, options.batch, greedy=options.greedy)
     train(validate.target, drafter, scenes, plan_of(options), options.out, record, validate, options.resume)
     if options.export:
         export(options.out, options.export, model, options.levels)

@@ -1,8 +1,8 @@
 """Captions and questions about scenes: generated from a scene, parsed into facts, scored against the scene.
 
 Every sentence has three phrasings with unequal weights, so that greedy decoding has one answer and sampling at
-temperature 1 has entropy. All text is a sequence of lower-case words and punctuation separated by spaces. `Captions` is
-what both worlds share, `SHAPES` those of rendered shapes.
+temperature 1 has entropy. All text is a sequence of lower-case words and punctuation separated by spaces.
+`WorldCaptions` is what both worlds share, `SHAPES` those of rendered shapes.
 """
 
 import re
@@ -46,7 +46,7 @@ def pick(rng: np.random.Generator | None, phrasings: Phrasings) -> str:
     return phrasings[0] if rng is None else phrasings[int(np.searchsorted(np.cumsum(WEIGHTS)[:-1], rng.random()))]
 
 
-class Captions:
+class WorldCaptions:
     """The language of one world: a subclass has its phrasings, and how things, grounds and sentences are worded."""
 
     requests = REQUESTS
@@ -169,7 +169,7 @@ def place_in(text: str) -> int | None:
     return next((i for i, place in enumerate(PLACES) if place in text), None)
 
 
-class ShapeCaptions(Captions):
+class ShapeCaptions(WorldCaptions):
     """Captions of about 60 to 110 words and marks, and questions, about rendered shapes."""
 
     things, named = "shapes", "kind"

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import Detector
-from visspec.toys.world.captions import Captions
+from visspec.toys.world.captions import WorldCaptions
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.suite import Suite
 
@@ -28,7 +28,7 @@ class World:
     side: int  # pixels a side of captioned pictures
     captioned: Callable[[int], Any]  # the captioned scene of a number
     draw: Callable[[Any, int], np.ndarray]  # pixels of a scene, uint8 (size, size, 3)
-    captions: Captions
+    captions: WorldCaptions
     suite: Suite
     detector: Callable[[], Detector]
     facts: dict[str, tuple[str, ...]]  # of what a cell holds: the attribute's name and all of its words

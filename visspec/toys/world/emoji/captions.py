@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from visspec.toys.world.captions import NUMBERS, Captions, Fact, Phrasings, pick, place_in
+from visspec.toys.world.captions import NUMBERS, Fact, Phrasings, WorldCaptions, pick, place_in
 from visspec.toys.world.emoji.atlas import names
 from visspec.toys.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS
 from visspec.toys.world.scene import GRID, PlacedThing, Scene
@@ -41,7 +41,7 @@ def _relation_fact(match: re.Match) -> Fact:
     return "relation", f"{a} {how} {b}"
 
 
-class EmojiCaptions(Captions):
+class EmojiCaptions(WorldCaptions):
     """The language of the emoji world."""
 
     things, named = "pictures", "name"
