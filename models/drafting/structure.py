@@ -82,8 +82,9 @@ class Chain:
         self.sampling, self.noise, self.pending = state.request.sampling, state.noise, state.pending
         self.tokens: list[Tensor] = []
         self.distributions: list[Categorical] = []
-        self.real = [torch.ones_like(self.pending, dtype=torch.bool)] * 2  # of the root and the first level
-        self.product_B = torch.ones_like(self.pending, dtype=torch.float32)
+        if stop is not None:
+            self.real = [torch.ones_like(self.pending, dtype=torch.bool)] * 2  # of the root and the first level
+            self.product_B = torch.ones_like(self.pending, dtype=torch.float32)
 
     def add(self, logits_BV: Tensor, expected_B: Tensor | None = None) -> Tensor:
         """Add a level by the logits of its distribution. Returns its tokens (B,). expected: the probability of its

@@ -44,15 +44,15 @@ class MixedLengths(DraftLengthPolicy):
         super().__init__(max(lengths))
         self.lengths, self.random = list(lengths), random.Random(seed)
         self.seen: list[tuple[int, list[int], float]] = []  # length asked for, tokens gained by row, seconds
-        self.requested, self.begun = 0, 0.0
+        self.begun = 0.0
 
     def depth(self, state: State) -> int:
         self.begun = time.perf_counter()
-        self.requested = min(self.random.choice(self.lengths), max(state.budget - 1, 0))
-        return self.requested
+        state.trace.requested = min(self.random.choice(self.lengths), self.limit(state))
+        return state.trace.requested
 
     def observe(self, trace: Trace) -> None:
-        self.seen.append((self.requested, list(trace.rounds[-1].committed), time.perf_counter() - self.begun))
+        self.seen.append((trace.requested, list(trace.rounds[-1].committed), time.perf_counter() - self.begun))
 
 
 @dataclass

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visspec.cli.arguments import HardwareOptions, JsonOption, Positive, SamplingOptions, Temperature, option
+from visspec.cli.arguments import HardwareOptions, JsonOption, Positive, SamplingOptions, Temperature
 from visspec.io.files import write_json
+from visspec.io.options import option
 
 
 @dataclass(kw_only=True)

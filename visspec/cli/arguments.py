@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
 
 from visspec.io.files import unwritable
+from visspec.io.options import option
 
 
 def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
@@ -33,51 +33,6 @@ Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number 
 Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
 Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-def option(help: str = "", default: Any = MISSING, **more: Any) -> Any:
-    """A field of a dataclass of options; one without a default is required.
-
-    more: choices, metavar and nargs of argparse; `short` ("-o"); `positional`; `repeat`, for a list that is given item
-    by item; `writes`, "file" or "folder", for a path that is tried before any work; `command`, for `what`, the last
-    word of the command itself.
-    """
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": help, **more})
-    return field(default=default, metadata={"help": help, **more})
-
-
-def add_options(parser: argparse.ArgumentParser, record: type) -> None:
-    """The fields of a dataclass as a parser's options. A flag is a bool, a list takes several values, and an annotated
-    type reads its text itself.
-    """
-    hints = get_type_hints(record, include_extras=True)
-    for one in fields(record):
-        more = dict(one.metadata)
-        if more.pop("command", False):
-            continue
-        short, positional, repeat = (more.pop(name, None) for name in ("short", "positional", "repeat"))
-        more.pop("writes", None)
-        kind = hints[one.name]
-        if get_origin(kind) in (Union, UnionType):
-            kind = next(part for part in get_args(kind) if part is not type(None))
-        if get_origin(kind) is list:
-            (kind,) = get_args(kind)
-            more |= {"action": "append"} if repeat else {"nargs": more.get("nargs", "+")}
-        if kind is bool:
-            more["action"] = "store_true"
-        elif get_origin(kind) is Literal:
-            more["choices"] = get_args(kind)
-        else:
-            more["type"] = get_args(kind)[1] if get_origin(kind) is Annotated else kind
-        if positional:
-            parser.add_argument(one.name, **more)
-            continue
-        given = one.default if one.default_factory is MISSING else one.default_factory()
-        more |= {"required": True} if given is MISSING else {"default": given}
-        name = f"--{one.name.replace('_', '-')}" if len(one.name) > 1 else f"-{one.name}"
-        names = [name, short] if short else [name]
-        parser.add_argument(*names, dest=one.name, **more)
 
 
 def read_options(found: argparse.Namespace, record: type) -> Any:

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from visspec.api.accelerate import Accelerated
-from visspec.cli.arguments import JsonOption, Positive, option
+from visspec.cli.arguments import JsonOption, Positive
 from visspec.eval.bench.paired import ArmRun
 from visspec.io import included
 from visspec.io.files import write_json
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 
 

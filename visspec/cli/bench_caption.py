@@ -19,7 +19,7 @@ from visspec import tree as trees
 from visspec.api import loading, requests
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.cli.arguments import CaptioningOptions, Positive, load, option
+from visspec.cli.arguments import CaptioningOptions, Positive, load
 from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, groups_of, measured_on
 from visspec.cli.bench_compiled import compilations
 from visspec.eval.bench import equality
@@ -28,6 +28,7 @@ from visspec.eval.bench.paired import ArmRun
 from visspec.eval.bench.table import Cell, table
 from visspec.eval.report.images import small_png
 from visspec.io import included
+from visspec.io.options import option
 from visspec.loop.stats import text_pieces
 from visspec.models.runner.compiled import stepwise
 

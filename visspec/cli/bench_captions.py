@@ -21,11 +21,12 @@ from rich.table import Table
 
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.cli.arguments import CaptioningOptions, Positive, load, option
+from visspec.cli.arguments import CaptioningOptions, Positive, load
 from visspec.cli.bench import BenchOptions, groups_of, measured_on, trimmed
 from visspec.eval.bench.paired import turns
 from visspec.eval.bench.table import Cell, table
 from visspec.io import included
+from visspec.io.options import option
 
 SHARE = 0.25  # of prompts that ask for a description; the others ask for a word or two
 

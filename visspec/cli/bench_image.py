@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from visspec.api import presets, zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
-from visspec.cli.arguments import DrawingOptions, Positive, option
+from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, groups_of, measured_on, row_seeds
 from visspec.cli.bench_compiled import compiled_family, compiled_record
 from visspec.cli.bench_image_table import tables
@@ -39,6 +39,7 @@ from visspec.io import included
 from visspec.io.checkpoint import read_json
 from visspec.io.files import write_json
 from visspec.io.images import open_image
+from visspec.io.options import option
 from visspec.models.image_codes.target import Family
 from visspec.types import Sampling
 

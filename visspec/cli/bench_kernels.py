@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from visspec.cli.arguments import JsonOption, option
+from visspec.cli.arguments import JsonOption
+from visspec.io.options import option
 
 
 @dataclass(kw_only=True)

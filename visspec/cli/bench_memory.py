@@ -8,8 +8,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from visspec.cli.arguments import JsonOption, ModelOptions, Positive, load, option
+from visspec.cli.arguments import JsonOption, ModelOptions, Positive, load
 from visspec.io.files import write_json
+from visspec.io.options import option
 
 ARMS = ("transformers_generate", "plain", "ours")
 MOST = 128  # new tokens

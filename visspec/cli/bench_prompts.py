@@ -20,12 +20,13 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.cli.arguments import Positive, option
+from visspec.cli.arguments import Positive
 from visspec.cli.bench import BenchOptions
 from visspec.cli.bench_first_token import DRAFTERS, first_token
 from visspec.eval.bench.clock import alternated, seconds_of, waiter
 from visspec.eval.bench.oracle import Oracle, erring_every
 from visspec.eval.bench.table import Cell, table
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.api.accelerate import accelerate
-from visspec.cli.arguments import Positive, Probability, option
+from visspec.cli.arguments import Positive, Probability
 from visspec.cli.bench import BenchOptions
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
@@ -32,6 +32,7 @@ from visspec.eval.bench.kernels_clock import clock_of
 from visspec.eval.bench.oracle import Oracle, erring
 from visspec.eval.bench.paired import ArmRun
 from visspec.eval.bench.table import Cell, table
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
 from visspec.models.attention import folding, ragged

@@ -19,12 +19,13 @@ from visspec.api.captions import PROMPT
 from visspec.api.shards import Shards
 from visspec.api.sources import readers
 from visspec.cli import caption, caption_ray
-from visspec.cli.arguments import CaptioningOptions, Positive, option
+from visspec.cli.arguments import CaptioningOptions, Positive
 from visspec.cli.caption_records import COLUMNS
 from visspec.cli.ray_shards import Totals, pool_of
 from visspec.eval.bench.paired import turns
 from visspec.io import included
 from visspec.io.files import write_json
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 
 

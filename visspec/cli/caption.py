@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, load, option
+from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, load
 from visspec.io import included
 from visspec.io.files import Results
+from visspec.io.options import option
 
 LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visspec.cli.arguments import Positive, option
+from visspec.cli.arguments import Positive
+from visspec.io.options import option
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from visspec.cli.arguments import JsonOption, Positive, option
+from visspec.cli.arguments import JsonOption, Positive
 from visspec.io import included
 from visspec.io.files import write_json
+from visspec.io.options import option
 
 Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
 

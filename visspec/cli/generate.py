@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visspec.cli.arguments import DrawingOptions, Positive, RayOptions, option
+from visspec.cli.arguments import DrawingOptions, Positive, RayOptions
 from visspec.io.files import Results, replacing
+from visspec.io.options import option
 
 if TYPE_CHECKING:
     from PIL import Image

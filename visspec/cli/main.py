@@ -12,7 +12,8 @@ import os
 import sys
 
 from visspec import __version__
-from visspec.cli.arguments import add_options, read_options
+from visspec.cli.arguments import read_options
+from visspec.io.options import add_options
 
 COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options` and `run`, which takes one
     "demo": "caption rendered scenes with and without acceleration, side by side",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from visspec.cli.arguments import option
+from visspec.io.options import option
 
 
 @dataclass

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from visspec.cli.arguments import ModelOptions, Positive, load, option
+from visspec.cli.arguments import ModelOptions, Positive, load
+from visspec.io.options import option
 
 KEY = "VISSPEC_API_KEY"
 MMAP_THRESHOLD = -3  # glibc's name for it in mallopt

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from visspec.cli.arguments import HardwareOptions, Positive, option
+from visspec.cli.arguments import HardwareOptions, Positive
+from visspec.io.options import option
 
 
 @dataclass(kw_only=True)

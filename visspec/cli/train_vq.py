@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from visspec.cli.arguments import Positive, option
+from visspec.cli.arguments import Positive
+from visspec.io.options import option
 
 SIDES = "1,2,3,4,6,8"
 

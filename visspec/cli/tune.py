@@ -20,11 +20,12 @@ from rich.table import Table
 from visspec.api import loading, ranks, sources, tuning, zoo
 from visspec.api.accelerate import Accelerated, accelerate, default_drafter
 from visspec.api.captions import PROMPT, moved, processed
-from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions, option
+from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm
 from visspec.eval.bench import paired
 from visspec.eval.bench.table import table
 from visspec.io.images import MAX_PIXELS, open_image, read_image
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 
 PAYS = 1.02  # least predicted speed-up of a choice that drafts, and as in `loop.draft_length`

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 
 import torch
 
+from visspec.io.options import option
 from visspec.models.randar.model import load
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.any_order_data import included_vq, write_tokens
 from visspec.toys.recipes.any_order_draw import NAMED, WHOLE, AnyOrderStage, build, score
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_build import build_processor
-from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.recipes.recipe import Options, Recipe, trained
 from visspec.toys.world.suite import suite
 
 NAME, SEED = "painter-any-order", 0
@@ -30,11 +31,11 @@ DRAFTERS = ("none", "ahead:levels=4", "ahead:levels=8", "jacobi:window=8", "neig
 class AnyOrderOptions(Options):
     """Options of the recipe."""
 
-    pairs: int = option(6000, "pairs of prompt and picture")
-    steps: int = option(4500, "steps of the draw stage")
-    rows: int = option(8, "pictures in a batch of one worker")
-    rate: float = option(1.5e-3, "peak learning rate")
-    every_prompt: int = option(8, "measure the finished painter on every such prompt")
+    pairs: int = option("pairs of prompt and picture", 6000)
+    steps: int = option("steps of the draw stage", 4500)
+    rows: int = option("pictures in a batch of one worker", 8)
+    rate: float = option("peak learning rate", 1.5e-3)
+    every_prompt: int = option("measure the finished painter on every such prompt", 8)
 
 
 def finish(options: argparse.Namespace) -> None:

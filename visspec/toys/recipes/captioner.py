@@ -26,12 +26,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor, save
 from visspec.toys.recipes.captioner_data import CaptionBatch, Encoder
 from visspec.toys.recipes.captioner_score import score_answers, score_captions
 from visspec.toys.recipes.captioner_vision import VisionStage, patch_features, patch_labels, pixels, seen_in
-from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.recipes.recipe import Options, Recipe, trained
 from visspec.toys.world.worlds import WORLDS, World, world
 from visspec.train.stages import Stage
 
@@ -206,18 +207,18 @@ def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabu
 class CaptionerOptions(Options):
     """Options of the recipes."""
 
-    world: str = option("shapes", "whose scenes it describes", WORLDS)
-    small: bool = option(False, "the two-layer sibling, on the same vision tower")
-    vision_steps: int = option(2400, "steps of the vision tower")
-    vision_rows: int = option(128, "scenes in a batch of it")
-    steps: int = option(2500, "text-model steps")
-    float32: bool = option(False, "not bfloat16, which some processors are slow at")
-    every: int = option(500, "steps between reports and checkpoints, in fours")
-    scenes: int = option(512, "held-out scenes the finished model is measured on")
-    workers: int = option(2, "processes of a stage, one thread each")
-    rows: int = option(16, "captions in a batch of one worker")
-    rate: float = option(1.5e-3, "peak learning rate of the text model")
-    early: Path | None = option(None, "folder to refresh with a loadable model at each report")
+    world: str = option("whose scenes it describes", "shapes", choices=WORLDS)
+    small: bool = option("the two-layer sibling, on the same vision tower", False)
+    vision_steps: int = option("steps of the vision tower", 2400)
+    vision_rows: int = option("scenes in a batch of it", 128)
+    steps: int = option("text-model steps", 2500)
+    float32: bool = option("not bfloat16, which some processors are slow at", False)
+    every: int = option("steps between reports and checkpoints, in fours", 500)
+    scenes: int = option("held-out scenes the finished model is measured on", 512)
+    workers: int = option("processes of a stage, one thread each", 2)
+    rows: int = option("captions in a batch of one worker", 16)
+    rate: float = option("peak learning rate of the text model", 1.5e-3)
+    early: Path | None = option("folder to refresh with a loadable model at each report", None)
 
 
 DESCRIBING = {"caption": trained(CaptionStage), "finish": finish}

@@ -18,11 +18,12 @@ from visspec.api import loading as targets
 from visspec.api import zoo
 from visspec.api.captions import prepare
 from visspec.api.train_drafter import TextValidation, fresh_or_resumed, plan_of, request_of, train
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.toys.recipes.captioner import NAMES
-from visspec.toys.recipes.recipe import DrafterOptions, Recipe, option
+from visspec.toys.recipes.recipe import DrafterOptions, Recipe
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import WORLDS, World, world
 from visspec.types import Request
@@ -82,10 +83,10 @@ def export(run: Path, folder: Path, model, levels: int) -> None:
 class CaptionerDrafterOptions(DrafterOptions):
     """Options of the recipe."""
 
-    world: str = option("shapes", "whose scenes the captioner describes", WORLDS)
-    latents: int = option(8, "elements that an image run is compressed to; 0 drafts without the image")
-    greedy: int = option(8, "one batch of so many is answered greedily")
-    layers: tuple[int, ...] = option((-1,), "hidden states of the target to draft on")
+    world: str = option("whose scenes the captioner describes", "shapes", choices=WORLDS)
+    latents: int = option("elements that an image run is compressed to; 0 drafts without the image", 8)
+    greedy: int = option("one batch of so many is answered greedily", 8)
+    layers: tuple[int, ...] = option("hidden states of the target to draft on", (-1,))
 
 
 def run(options: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, JanusImageProcessor, JanusProcessor
 
+from visspec.io.options import option
 from visspec.models.continuous.model import load
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import save, special_ids
@@ -37,7 +38,7 @@ from visspec.toys.recipes.continuous_draw import (
 )
 from visspec.toys.recipes.painter_build import BOI, MEAN, STD, build_tokenizer
 from visspec.toys.recipes.painter_tokens import PROMPT
-from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.recipes.recipe import Options, Recipe, trained
 
 NAMES = {"painter": "painter-continuous", "drafter": "painter-continuous-drafter"}
 GUIDANCES = (1.0, 1.5, 2.0, 3.0)
@@ -48,20 +49,20 @@ SEED = 0
 class VectorOptions(Options):
     """Options of the recipes of painters of vectors."""
 
-    pairs: int = option(18_000, "pairs of prompt and picture")
-    steps: int = option(3200, "painter steps")
-    drafter_steps: int = option(1800, "drafter steps")
-    rows: int = option(16, "pictures in a batch of one worker")
-    rate: float = option(1.5e-3, "peak learning rate of painter and drafter")
-    every: int = option(1000, "steps between reports and checkpoints")
+    pairs: int = option("pairs of prompt and picture", 18_000)
+    steps: int = option("painter steps", 3200)
+    drafter_steps: int = option("drafter steps", 1800)
+    rows: int = option("pictures in a batch of one worker", 16)
+    rate: float = option("peak learning rate of painter and drafter", 1.5e-3)
+    every: int = option("steps between reports and checkpoints", 1000)
 
 
 @dataclass
 class ContinuousOptions(VectorOptions):
     """Those of this one."""
 
-    autoencoder_steps: int = option(800, "steps of the autoencoder")
-    decoder_steps: int = option(450, "steps of its decoder alone")
+    autoencoder_steps: int = option("steps of the autoencoder", 800)
+    decoder_steps: int = option("steps of its decoder alone", 450)
 
 
 def build_processor() -> JanusProcessor:

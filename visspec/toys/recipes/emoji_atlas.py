@@ -15,7 +15,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from visspec.io.files import write_json
-from visspec.toys.recipes.recipe import Recipe, option
+from visspec.io.options import option
+from visspec.toys.recipes.recipe import Recipe
 from visspec.toys.world.emoji.atlas import COLUMNS, FOLDER, IMAGE, NAMES, TILE, digest
 
 STRIKE = 109
@@ -73,7 +74,7 @@ class AtlasOptions:
     """Options of the command line."""
 
     font: Path = field(metadata={"help": "NotoColorEmoji.ttf"})
-    out: Path = option(FOLDER, "folder of the atlas")
+    out: Path = option("folder of the atlas", FOLDER)
 
 
 def write(options: argparse.Namespace) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.io.files import replacing
+from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter import sheet
@@ -32,7 +33,7 @@ from visspec.toys.recipes.painter_draw import DROPPED, GUIDANCES, draw, drawn
 from visspec.toys.recipes.painter_score import summary, to_uint8, verdicts
 from visspec.toys.recipes.painter_tokens import prompt_ids, without_words
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, load_vq
-from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.recipes.recipe import Options, Recipe, trained
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.scene import HELD_OUT_SEED
@@ -228,15 +229,15 @@ class EmojiDrawStage(Stage):
 class EmojiOptions(Options):
     """Options of the recipe."""
 
-    vq_steps: int = option(2000, "steps of the VQ model")
-    vq_rows: int = option(8, "whole pictures in a VQ batch of one worker")
-    vq_rate: float = option(2e-3, "peak learning rate of the VQ model")
-    pairs: int = option(16_000, "pairs of prompt and picture")
-    steps: int = option(4000, "text-model steps")
-    rows: int = option(8, "pictures in a batch of one worker of the draw stage")
-    rate: float = option(1.5e-3, "peak learning rate of the text model")
-    every: int = option(250, "steps between reports and checkpoints")
-    early: Path | None = option(None, "folder to refresh with a loadable model at each report")
+    vq_steps: int = option("steps of the VQ model", 2000)
+    vq_rows: int = option("whole pictures in a VQ batch of one worker", 8)
+    vq_rate: float = option("peak learning rate of the VQ model", 2e-3)
+    pairs: int = option("pairs of prompt and picture", 16_000)
+    steps: int = option("text-model steps", 4000)
+    rows: int = option("pictures in a batch of one worker of the draw stage", 8)
+    rate: float = option("peak learning rate of the text model", 1.5e-3)
+    every: int = option("steps between reports and checkpoints", 250)
+    early: Path | None = option("folder to refresh with a loadable model at each report", None)
 
 
 def finish(options: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.api.grid import grid as pictures_in_grid
 from visspec.io.files import write_json
+from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid
@@ -41,7 +42,7 @@ from visspec.toys.recipes.painter_data import SIDE
 from visspec.toys.recipes.painter_draw import GUIDANCES, TEMPERATURES, PainterStage, draw, score
 from visspec.toys.recipes.painter_tokens import SHARES, write_tokens
 from visspec.toys.recipes.painter_vq import VQ_FILES, PainterVQStage, load_vq
-from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.recipes.recipe import Options, Recipe, trained
 from visspec.toys.world.suite import TASKS, suite
 
 NAMES = {False: "painter", True: "painter-lowres"}
@@ -57,26 +58,26 @@ ROLES = {
 class PainterOptions(Options):
     """Options of the recipe."""
 
-    lowres: bool = option(False, "the 48-pixel sibling, on the VQ model in --out")
-    vq_steps: int = option(1700, "steps of the VQ model")
-    composed_steps: int = option(500, "steps of it on scenes coded piece by piece")
-    decoder_steps: int = option(700, "steps of its decoder alone")
-    vq_rows: int = option(8, "whole pictures in a VQ batch of one worker")
-    vq_rate: float = option(2e-3, "peak learning rate of the VQ model")
-    pairs: int = option(64_000, "pairs of prompt and picture, and half as many of the hardest task")
-    first: int = option(0, "number of the first pair; others than --start has seen")
-    steps: int = option(5000, "text-model steps")
-    start: Path | None = option(None, "checkpoint of the draw stage to take the first weights from")
-    earlier: tuple[int, int] = option((0, 0), "steps and seconds that --start's checkpoint had behind it, for the card")
-    earlier_vq: tuple[int, int] = option((0, 0), "the same of the VQ checkpoints")
-    rows: int = option(8, "pictures in a batch of one worker of the draw stage")
-    rate: float = option(1.5e-3, "peak learning rate of the text model")
-    plain_until: float = option(0.0, "share of the draw steps on plain grounds alone")
-    fade: tuple[float, float] = option((0.6, 0.85), "shares of its steps between which the heads' weight falls to 0")
-    sweep: bool = option(False, "reports of the draw stage try four guidances, not one")
-    workers: int = option(2, "processes of a stage, one thread each")
-    sheet: Path | None = option(None, "picture file for a sheet of samples, beside that in the folder")
-    early: Path | None = option(None, "folder to refresh with a loadable model at each report")
+    lowres: bool = option("the 48-pixel sibling, on the VQ model in --out", False)
+    vq_steps: int = option("steps of the VQ model", 1700)
+    composed_steps: int = option("steps of it on scenes coded piece by piece", 500)
+    decoder_steps: int = option("steps of its decoder alone", 700)
+    vq_rows: int = option("whole pictures in a VQ batch of one worker", 8)
+    vq_rate: float = option("peak learning rate of the VQ model", 2e-3)
+    pairs: int = option("pairs of prompt and picture, and half as many of the hardest task", 64_000)
+    first: int = option("number of the first pair; others than --start has seen", 0)
+    steps: int = option("text-model steps", 5000)
+    start: Path | None = option("checkpoint of the draw stage to take the first weights from", None)
+    earlier: tuple[int, int] = option("steps and seconds that --start's checkpoint had behind it, for the card", (0, 0))
+    earlier_vq: tuple[int, int] = option("the same of the VQ checkpoints", (0, 0))
+    rows: int = option("pictures in a batch of one worker of the draw stage", 8)
+    rate: float = option("peak learning rate of the text model", 1.5e-3)
+    plain_until: float = option("share of the draw steps on plain grounds alone", 0.0)
+    fade: tuple[float, float] = option("shares of its steps between which the heads' weight falls to 0", (0.6, 0.85))
+    sweep: bool = option("reports of the draw stage try four guidances, not one", False)
+    workers: int = option("processes of a stage, one thread each", 2)
+    sheet: Path | None = option("picture file for a sheet of samples, beside that in the folder", None)
+    early: Path | None = option("folder to refresh with a loadable model at each report", None)
 
 
 def sheet(pictures: np.ndarray, prompts: list[str], file: Path, columns: int = 4) -> None:

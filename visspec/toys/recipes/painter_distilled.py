@@ -17,6 +17,7 @@ import torch
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.io.files import write_json
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
@@ -29,7 +30,7 @@ from visspec.toys.recipes import cards
 from visspec.toys.recipes.distilled_data import FIRST_SEED, painter, write_pictures
 from visspec.toys.recipes.distilled_draw import LAYERS, DistilStage, begun
 from visspec.toys.recipes.painter_drafter import held_out, request_of, temperature_of
-from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.recipes.recipe import Options, Recipe, trained
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
 from visspec.types import Acceptance, State
@@ -45,16 +46,16 @@ FEW = 16  # pictures that these, and `rejection`, are measured on
 class DistilledOptions(Options):
     """Options of the recipe."""
 
-    target: str = option("painter", "the painter that draws: an included one, or a folder")
-    pictures: int = option(1664, "pictures to learn from")
-    steps: int = option(600, "steps of the draw stage")
-    rows: int = option(16, "pictures in a batch of one worker")
-    rate: float = option(1e-3, "peak learning rate")
-    opening: float = option(0.5, "share of the steps that learn by cross-entropy alone")
-    every: int = option(150, "steps between reports and checkpoints")
-    watched: int = option(8, "held-out pictures of a report during training")
-    measured: int = option(64, "held-out pictures that the finished one is measured on")
-    export: Path | None = option(None, "folder to write the finished drafter to (default: inside --out)")
+    target: str = option("the painter that draws: an included one, or a folder", "painter")
+    pictures: int = option("pictures to learn from", 1664)
+    steps: int = option("steps of the draw stage", 600)
+    rows: int = option("pictures in a batch of one worker", 16)
+    rate: float = option("peak learning rate", 1e-3)
+    opening: float = option("share of the steps that learn by cross-entropy alone", 0.5)
+    every: int = option("steps between reports and checkpoints", 150)
+    watched: int = option("held-out pictures of a report during training", 8)
+    measured: int = option("held-out pictures that the finished one is measured on", 64)
+    export: Path | None = option("folder to write the finished drafter to (default: inside --out)", None)
 
 
 def prompts(count: int) -> list[str]:

@@ -22,6 +22,7 @@ from visspec.accept.rejection import Rejection
 from visspec.api import loading as targets
 from visspec.api.train_drafter import fresh_or_resumed, plan_of, train
 from visspec.io.files import write_json
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
@@ -33,7 +34,7 @@ from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
 from visspec.toys.recipes import cards
-from visspec.toys.recipes.recipe import DrafterOptions, Recipe, option
+from visspec.toys.recipes.recipe import DrafterOptions, Recipe
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import WORLDS, World, world
 from visspec.train.validation import measure
@@ -204,11 +205,11 @@ def export(run: Path, folder: Path, family: Janus, world: World, count: int) -> 
 class PainterDrafterOptions(DrafterOptions):
     """Options of the recipe."""
 
-    target: str = option("painter", "included name or folder of the target")
-    world: str = option("shapes", "whose prompts the painter draws", WORLDS)
-    start: Path | None = option(None, "drafter folder whose weights the run starts from")
-    prompts: int = option(16, "prompts that finished weights are measured on")
-    note: str = option("", "sentence for the card, say on what --start was trained")
+    target: str = option("included name or folder of the target", "painter")
+    world: str = option("whose prompts the painter draws", "shapes", choices=WORLDS)
+    start: Path | None = option("drafter folder whose weights the run starts from", None)
+    prompts: int = option("prompts that finished weights are measured on", 16)
+    note: str = option("sentence for the card, say on what --start was trained", "")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import write
 from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_build import CODES, grid
 from visspec.toys.recipes.painter_tokens import read_tokens
-from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.recipes.recipe import Options, Recipe, trained
 from visspec.train.stages import OneCycleStage
 
 NAME = "painter-upsampler"
@@ -27,12 +28,12 @@ NAME = "painter-upsampler"
 class UpsamplerOptions(Options):
     """Options of the recipe."""
 
-    tokens: Path = option(Path("runs/painter"), "folder of the painters' recipes, both tokens stages")
-    pairs: int = option(64_000, "pairs of them to read")
-    steps: int = option(900, "steps of training")
-    rows: int = option(64, "pictures in a batch")
-    rate: float = option(2e-3, "peak learning rate")
-    every: int = option(100, "steps between reports and checkpoints")
+    tokens: Path = option("folder of the painters' recipes, both tokens stages", Path("runs/painter"))
+    pairs: int = option("pairs of them to read", 64_000)
+    steps: int = option("steps of training", 900)
+    rows: int = option("pictures in a batch", 64)
+    rate: float = option("peak learning rate", 2e-3)
+    every: int = option("steps between reports and checkpoints", 100)
 
 
 def pairs(folder: Path, count: int) -> dict[str, torch.Tensor]:

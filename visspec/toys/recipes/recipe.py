@@ -1,20 +1,20 @@
 """What a recipe is: a name, stages in their order, and options whose defaults made the weights that are included.
 
 `python -m visspec.toys NAME --out FOLDER [--stage STAGE ...] [--resume] [options of its own]` runs one of `RECIPES`.
-Its options are the fields of a dataclass: `steps: int = option(800, "...")` is `--steps`. A stage is a function of the
+Its options are the fields of a dataclass: `steps: int = option("...", 800)` is `--steps`. A stage is a function of the
 parsed options; those that train run a `visspec.train.stages.Stage` in `options.workers` processes.
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
+from visspec.io.options import add_options, option
 from visspec.train.stages import Stage, begin, in_workers
 
 # Included weights, or a file, by name, and where their recipe is.
@@ -40,46 +40,41 @@ RECIPES = {
 ALL = "all"
 
 
-def option(default: Any, text: str, choices: Sequence[str] = ()) -> Any:
-    """A field of options with its line of help."""
-    return field(default=default, metadata={"help": text, "choices": choices})
-
-
 @dataclass
 class Options:
     """What every recipe is asked."""
 
-    out: Path = field(metadata={"help": "folder for checkpoints and what is finished"})
-    resume: bool = option(False, "take up the checkpoints in --out")
-    every: int = option(500, "steps between reports and checkpoints")
-    workers: int = option(1, "processes of a stage, one thread each")
-    every_prompt: int = option(1, "measure what is finished on every such prompt")
-    note: str = option("", "sentences for the card, say on the machine's load")
+    out: Path = option("folder for checkpoints and what is finished")
+    resume: bool = option("take up the checkpoints in --out", False)
+    every: int = option("steps between reports and checkpoints", 500)
+    workers: int = option("processes of a stage, one thread each", 1)
+    every_prompt: int = option("measure what is finished on every such prompt", 1)
+    note: str = option("sentences for the card, say on the machine's load", "")
 
 
 @dataclass
 class DrafterOptions:
     """What the recipes of drafters are asked that `visspec.train.loop` trains; mostly its own options."""
 
-    out: Path = field(metadata={"help": "folder of the run"})
-    target: str | None = option(None, "included name or folder of the target")
-    steps: int = option(3000, "steps of training")
-    batch: int = option(48, "outputs that the target makes together")
-    rows: int = option(8, "outputs of a training step")
-    group: int = option(8, "batches that are trained on by turns")
-    reuse: int = option(4, "times that each output is used")
-    loss: str = option("tv", "after the opening", ("tv", "soft_ce", "kl"))
-    opening: float = option(0.6, "share of steps on soft_ce before --loss")
-    rate: float = option(2e-3, "peak learning rate")
-    unroll: int = option(5, "self-fed steps")
-    middle: int | None = option(None, "width of the MLP; default the target's")
-    levels: int = option(5, "depth that the drafter asks for; not trained")
-    validate_every: int = option(500, "steps between validations")
-    save_every: int = option(100, "steps between checkpoints")
-    threads: int = option(1, "of each of the two: training, and the target ahead")
-    seed: int = option(0, "of weights and batches")
-    resume: bool = option(False, "take up the last checkpoint in --out")
-    export: Path | None = option(None, "folder for the finished weights, in half precision")
+    out: Path = option("folder of the run")
+    target: str | None = option("included name or folder of the target", None)
+    steps: int = option("steps of training", 3000)
+    batch: int = option("outputs that the target makes together", 48)
+    rows: int = option("outputs of a training step", 8)
+    group: int = option("batches that are trained on by turns", 8)
+    reuse: int = option("times that each output is used", 4)
+    loss: str = option("after the opening", "tv", choices=("tv", "soft_ce", "kl"))
+    opening: float = option("share of steps on soft_ce before --loss", 0.6)
+    rate: float = option("peak learning rate", 2e-3)
+    unroll: int = option("self-fed steps", 5)
+    middle: int | None = option("width of the MLP; default the target's", None)
+    levels: int = option("depth that the drafter asks for; not trained", 5)
+    validate_every: int = option("steps between validations", 500)
+    save_every: int = option("steps between checkpoints", 100)
+    threads: int = option("of each of the two: training, and the target ahead", 1)
+    seed: int = option("of weights and batches", 0)
+    resume: bool = option("take up the last checkpoint in --out", False)
+    export: Path | None = option("folder for the finished weights, in half precision", None)
 
 
 @dataclass(frozen=True)
@@ -100,9 +95,7 @@ class Recipe:
         names = tuple(self.stages)
         if len(names) > 1:
             parser.add_argument("--stage", nargs="+", choices=(*names, ALL), default=[ALL], help="in this order")
-        kinds = get_type_hints(self.options)
-        for each in fields(self.options):
-            parser.add_argument(f"--{each.name.replace('_', '-')}", **_argument(each, kinds[each.name]))
+        add_options(parser, self.options)
         parser.set_defaults(stage=[ALL], **self.defaults)
         return parser
 
@@ -117,25 +110,6 @@ class Recipe:
         for name, stage in self.stages.items():
             if name in options.stage or (ALL in options.stage and name not in self.extra):
                 stage(options)
-
-
-def _argument(each: Field, kind: Any) -> dict[str, Any]:
-    """How argparse is to read one field."""
-    given: dict[str, Any] = {"help": each.metadata["help"].replace("%", "%%")}
-    if each.default is MISSING:
-        given["required"] = True
-    elif kind is not bool:
-        given["default"] = each.default
-    if kind is bool:
-        return given | {"action": "store_true"}
-    if isinstance(kind, UnionType):  # `int | None`
-        kind = next(part for part in get_args(kind) if part is not type(None))
-    if get_origin(kind) is tuple:  # `tuple[int, ...]`, or of as many as it says
-        parts = get_args(kind)
-        given["nargs"], kind = ("+" if Ellipsis in parts else len(parts)), parts[0]
-    if choices := each.metadata.get("choices"):
-        given["choices"] = choices
-    return given | {"type": kind}
 
 
 def trained(stage: Callable[[argparse.Namespace, int], Stage]) -> Callable[[argparse.Namespace], None]:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from visspec.io.options import option
 from visspec.models.var.images import calibrated
 from visspec.models.var.model import VARImageModel, load
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.recipe import Options, Recipe, option, trained
+from visspec.toys.recipes.recipe import Options, Recipe, trained
 from visspec.toys.recipes.scale_data import LABELS, RADII, SCALES, SIDE, STEP, rows_of_labels
 from visspec.toys.recipes.scale_draw import (
     FIRST,
@@ -50,16 +51,16 @@ SEED = 0
 class ScaleOptions(Options):
     """Options of the recipe."""
 
-    vq_steps: int = option(600, "steps of the quantiser")
-    vq_rows: int = option(32, "pictures in a batch of the quantiser's training")
-    pairs: int = option(6000, "pairs of class and picture that both are taught")
-    steps: int = option(1000, "steps of the large painter")
-    small_steps: int = option(500, "steps of the small one on codes")
-    refine_steps: int = option(250, "and on the large one's distributions")
-    rows: int = option(16, "pictures in a batch of one worker")
-    rate: float = option(2e-3, "peak learning rate of both painters")
-    every: int = option(400, "steps between reports and checkpoints")
-    copies: int = option(1, "pictures of each prompt that are measured")
+    vq_steps: int = option("steps of the quantiser", 600)
+    vq_rows: int = option("pictures in a batch of the quantiser's training", 32)
+    pairs: int = option("pairs of class and picture that both are taught", 6000)
+    steps: int = option("steps of the large painter", 1000)
+    small_steps: int = option("steps of the small one on codes", 500)
+    refine_steps: int = option("and on the large one's distributions", 250)
+    rows: int = option("pictures in a batch of one worker", 16)
+    rate: float = option("peak learning rate of both painters", 2e-3)
+    every: int = option("steps between reports and checkpoints", 400)
+    copies: int = option("pictures of each prompt that are measured", 1)
 
 
 def finish(options: argparse.Namespace) -> None:
