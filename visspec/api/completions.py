@@ -11,7 +11,7 @@ import binascii
 import time
 from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers.image_processing_backends import TorchvisionBackend
 
 from visspec.api.captions import chat_text
+from visspec.api.image_call import ImageRequest
 from visspec.io.images import MAX_PIXELS, image_size, read_image
 
 MEDIA = ("image/png", "image/jpeg", "image/webp")
@@ -103,14 +104,6 @@ class ChatRequest:
     @property
     def pixels(self) -> int:
         return sum(picture.pixels for picture in self.images)
-
-
-@dataclass(frozen=True)
-class ImageRequest:
-    """Images that were asked for. options: of `ImagePipeline`."""
-
-    prompt: str
-    options: dict[str, Any] = field(default_factory=dict)
 
 
 def whole(least: int, most: int | None = None) -> Any:
@@ -236,13 +229,19 @@ def chat(body: Any, limits: RequestLimits) -> ChatRequest:
 def drawing(body: Any) -> ImageRequest:
     """Read the body of an image generation. Raises Refused."""
     asked = read(DrawingBody, body, NO_PICTURE)
-    options = {
-        "num_images_per_prompt": asked.n or 1, "seed": asked.seed, "guidance_scale": asked.guidance_scale,
-        "temperature": asked.temperature,
-    }  # fmt: skip
-    if asked.size not in (None, "auto"):
-        options["width"], options["height"] = map(int, str(asked.size).split("x"))
-    return ImageRequest(asked.prompt, {name: value for name, value in options.items() if value is not None})
+    width, height = (None, None) if asked.size in (None, "auto") else map(int, str(asked.size).split("x"))
+    try:
+        return ImageRequest(
+            asked.prompt,
+            num_images_per_prompt=asked.n or 1,
+            seed=asked.seed,
+            guidance_scale=asked.guidance_scale,
+            temperature=asked.temperature,
+            width=width,
+            height=height,
+        )
+    except ValueError as error:
+        raise RequestError(str(error)) from None
 
 
 def content(given: Any, where: str, images: list[Picture], limits: RequestLimits) -> list[dict[str, Any]]:

@@ -1,12 +1,13 @@
-"""One call of an `ImagePipeline`: its checked arguments, callbacks and interruption, and its output."""
+"""One call of an `ImagePipeline`: its arguments, checked; callbacks and interruption; its output."""
 
 from __future__ import annotations
 
 import math
 import threading
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from inspect import Parameter, signature
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from visspec.api.inpainting import InpaintingStart
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
-from visspec.models.image_codes.target import Family, ImageLayout
-from visspec.types import Sampling, State, Trace
+from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+from visspec.types import Acceptance, Order, Sampling, State, Trace
 
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 TENSORS = ("latents", "tokens")  # what a callback may ask for
 ONE_BY_ONE = "an image is one token after another, as many as its grid has; `drafter` sets how many a pass drafts"
 NO_LATENTS = "tokens are drawn from no start; `seed` or `generator` makes them come again"
@@ -75,28 +77,106 @@ class Interrupted(Exception):
     """Raised between rounds if a callback set `interrupt`."""
 
 
+@dataclass(frozen=True)
+class ImageRequest:
+    """What a call asks for: the arguments of `ImagePipeline.__call__`, where they are described. Raises ValueError for
+    what no model can draw.
+    """
+
+    prompt: str | Sequence[str]
+    image: Any = None
+    mask_image: Any = None
+    _: KW_ONLY
+    negative_prompt: str | Sequence[str] | None = None
+    num_images_per_prompt: int = 1
+    guidance_scale: float | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    height: int | None = None
+    width: int | None = None
+    generator: torch.Generator | Sequence[torch.Generator] | None = None
+    seed: int | Sequence[int] | None = None
+    batch_size: int = 8
+    drafter: Any = ...
+    acceptance: str | Acceptance | None = None
+    order: str | Order | None = None
+    output_type: str = "pil"
+    callback_on_step_end: Callable[[Any, int, int, dict], dict | None] | None = None
+    callback_on_step_end_tensor_inputs: Sequence[str] = TENSORS[:1]
+
+    @classmethod
+    def of(cls, prompt: str | Sequence[str], options: Mapping[str, Any]) -> ImageRequest:
+        """From a call's arguments. Raises ValueError for arguments of diffusers that have no meaning here, TypeError
+        for those of nobody.
+        """
+        known = {one.name for one in fields(cls)}
+        refuse_others({name: value for name, value in options.items() if name not in known})
+        return cls(prompt, **{name: value for name, value in options.items() if name in known})
+
+    def __post_init__(self) -> None:
+        check_texts(self.prompt)
+        for name in ("num_images_per_prompt", "batch_size"):
+            if not isinstance(count := getattr(self, name), int) or count < 1:
+                raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
+        check_callback(self.callback_on_step_end, self.callback_on_step_end_tensor_inputs)
+        if self.output_type not in OUTPUT_TYPES:
+            raise ValueError(f"output_type: got {self.output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
+        for name in ("height", "width"):
+            if (side := getattr(self, name)) is not None and (not isinstance(side, int) or side < 1):
+                raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels")
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts."""
+        return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
+
+    def each(self, of_prompts: Sequence[str]) -> list[str]:
+        """What belongs to the prompts, for every image."""
+        return [one for one in of_prompts for _ in range(self.num_images_per_prompt)]
+
+
+def takes_request(method: Callable) -> Callable:
+    """Shows the fields of `ImageRequest` as arguments of a method, before its own of keywords alone."""
+    shown = signature(method)
+    own = list(shown.parameters.values())
+    asked = list(signature(ImageRequest).parameters.values())
+    kept = [parameter for parameter in own if parameter.kind is Parameter.KEYWORD_ONLY]
+    method.__signature__ = shown.replace(parameters=[own[0], *asked, *kept])  # type: ignore[attr-defined]
+    return method
+
+
+@dataclass(frozen=True, eq=False)
+class ImageBatch:
+    """Images that are drawn together."""
+
+    texts: list[str]
+    negatives: list[str] | None  # one for each text, "" for the model's own unconditional prompt; None: all its own
+    prompt: EncodedPrompt
+    seeds: list[int]
+    picture: InpaintingStart | None = None  # that they start from
+
+
 @dataclass(eq=False)
 class ImageJob:
     """A checked call with everything it needs from the pipeline; other threads only affect it through `interrupt`."""
 
-    texts: list[str]
-    negatives: list[str] | None  # one for each text, "" for the model's own unconditional prompt; None: all its own
-    seeds: list[int]
+    request: ImageRequest
     sampling: Sampling
     layout: ImageLayout
     family: Family
     setup: DecodingSetup
-    output_type: str
-    callback: Callable | None
-    handed: tuple[str, ...] = TENSORS[:1]  # names of tensors, for the callback
-    picture: InpaintingStart | None = None  # that images start from
+    batches: list[ImageBatch]
     interrupt: bool = False
     thread: int = field(default_factory=threading.get_ident)  # that runs it, or ran its latest batch
 
     @property
     def tokens(self) -> int:
         """Number of tokens that all images together have to get."""
-        return len(self.texts) * self.layout.positions if self.picture is None else sum(self.picture.drawn)
+        return sum(
+            len(one.texts) * self.layout.positions if one.picture is None else sum(one.picture.drawn)
+            for one in self.batches
+        )
 
 
 @dataclass
@@ -113,10 +193,12 @@ class ProgressCallback:
         self.state, before = state, self.tokens
         self.tokens = sum(map(len, state.tokens))
         self.bar.update(self.tokens - before)
-        if self.job.callback is not None:
-            own = tensors_so_far(state, self.job.layout, self.job.handed)
+        asked = self.job.request
+        if asked.callback_on_step_end is not None:
+            own = tensors_so_far(state, self.job.layout, asked.callback_on_step_end_tensor_inputs)
             given = {name: tensor.clone() for name, tensor in own.items()}
-            back = self.job.callback(self.pipeline, len(state.trace.rounds), self.tokens, {"state": state, **given})
+            handed = {"state": state, **given}
+            back = asked.callback_on_step_end(self.pipeline, len(state.trace.rounds), self.tokens, handed)
             check_unchanged(back, state, given, own)
         if self.job.interrupt:
             raise Interrupted
@@ -163,14 +245,13 @@ def refuse_others(others: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got {shown}, expected none: {MEANINGLESS[name]}")
 
 
-def texts_of(prompt: Any) -> list[str]:
-    """A call's prompts. Raises ValueError for anything but a text or a list of them."""
+def check_texts(prompt: Any) -> None:
+    """Raises ValueError for anything but a text or a list of texts."""
     texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
     if not texts or not all(isinstance(t, str) for t in texts):
         raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
     if odd := [t for t in texts if t.encode(errors="replace").decode() != t]:  # tokenizers raise TypeError
         raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can hold")
-    return texts
 
 
 def negatives_of(given: Any, texts: list[str], guidance: float, family: Family) -> list[str] | None:
@@ -190,18 +271,6 @@ def negatives_of(given: Any, texts: list[str], guidance: float, family: Family) 
     return None if why else found
 
 
-def check_counts(**counts: Any) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
-
-
-def check_sides(**sides: Any) -> None:
-    for name, side in sides.items():
-        if side is not None and (not isinstance(side, int) or side < 1):
-            raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels")
-
-
 def warn_of_words(processor: Any, **texts: list[str]) -> None:
     """A warning for prompts with words that no image will show."""
     for name, those in texts.items():
@@ -215,18 +284,21 @@ def image_seeds(generator, seed, count: int) -> list[int]:
     return requests.seeds(generator, seed, count, "an image")
 
 
-def check_room(
+def encoded(
     family: Family, texts: list[str], negatives: list[str] | None, layout: ImageLayout, guidance: float
-) -> None:
-    """Raises ValueError, as `family.check`, for prompts or negative prompts that can't be drawn from."""
-    family.check(family.prompt(texts, guidance != 1.0, layout), layout, guidance)
-    if negatives is None:
-        return
-    both = prompt_of(family, texts, guidance != 1.0, layout, negatives)
+) -> EncodedPrompt:
+    """Prompts and negative prompts as the family reads them. Raises ValueError, as `family.check`, for those that can't
+    be drawn from.
+    """
+    found = prompt_of(family, texts, guidance != 1.0, layout, negatives)
     try:
-        family.check(both, layout, guidance)
-    except ValueError as error:  # the prompts alone have passed
-        raise ValueError(f"negative_{error}") from None
+        family.check(found, layout, guidance)
+    except ValueError as error:
+        if negatives is None:
+            raise
+        family.check(family.prompt(texts, guidance != 1.0, layout), layout, guidance)
+        raise ValueError(f"negative_{error}") from None  # the prompts alone pass
+    return found
 
 
 def sampling_of(given: Mapping[str, Any], model: Any, family: Family) -> Sampling:
@@ -252,8 +324,8 @@ def sampling_of(given: Mapping[str, Any], model: Any, family: Family) -> Samplin
     return sampling
 
 
-def check_callback(callback: Any, tensors: Any) -> tuple[str, ...]:
-    """The names of tensors for a callback. Raises ValueError for what can't be called, and for unknown names."""
+def check_callback(callback: Any, tensors: Any) -> None:
+    """Raises ValueError for a callback that can't be called, and for unknown names of tensors."""
     if callback is not None and not callable(callback):
         raise ValueError(f"callback_on_step_end: got {callback!r}, expected a function")
     named = isinstance(tensors, (list, tuple)) and all(isinstance(name, str) for name in tensors)
@@ -261,13 +333,12 @@ def check_callback(callback: Any, tensors: Any) -> tuple[str, ...]:
         raise ValueError(
             f"callback_on_step_end_tensor_inputs: got {tensors!r}, expected a list of names among {', '.join(TENSORS)}"
         )
-    return tuple(tensors)
 
 
 # --- what a callback is handed ----------------------------------------------------------------------------------------
 
 
-def tensors_so_far(state: State, layout: ImageLayout, names: tuple[str, ...]) -> dict[str, Tensor]:
+def tensors_so_far(state: State, layout: ImageLayout, names: Sequence[str]) -> dict[str, Tensor]:
     """Codes of the batch after a round, int64 on the CPU, -1 where there is none yet: "tokens" (B, rows * columns),
     "latents" (B, rows, columns); vectors of d numbers have one dimension more and are NaN where there is none. Orders
     that are not raster show theirs at the end.

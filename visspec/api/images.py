@@ -22,8 +22,10 @@ from visspec.api.accelerate import own_rule
 from visspec.api.copies import Rebuildable
 from visspec.api.image_call import ORIGINS as ORIGINS
 from visspec.api.image_call import (
+    ImageBatch,
     ImageJob,
     ImageOutput,
+    ImageRequest,
     Interrupted,
     ProgressCallback,
     RunningCalls,
@@ -31,20 +33,19 @@ from visspec.api.image_call import (
     pass_numbers,
 )
 from visspec.api.image_call import image_seeds as image_seeds
-from visspec.api.inpainting import InpaintingStart, picture_of
+from visspec.api.inpainting import picture_of
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
-from visspec.models.image_codes.families import family_of, prompt_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State, Target
 
 # of the constructor
 PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile", "graphs")
 KEPT = (*PARTS, "_progress", "_home")  # copied
-OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 logger = logging.getLogger(__name__)
 
 
@@ -194,31 +195,9 @@ class ImagePipeline(Rebuildable):
             if not self._inside:
                 self._move("cpu")
 
+    @image_call.takes_request
     def __call__(
-        self,
-        prompt: str | Sequence[str],
-        image: Any = None,
-        mask_image: Any = None,
-        *,
-        negative_prompt: str | Sequence[str] | None = None,
-        num_images_per_prompt: int = 1,
-        guidance_scale: float | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        height: int | None = None,
-        width: int | None = None,
-        generator: torch.Generator | Sequence[torch.Generator] | None = None,
-        seed: int | Sequence[int] | None = None,
-        batch_size: int = 8,
-        drafter: Any = ...,
-        acceptance: str | Acceptance | None = None,
-        order: str | Order | None = None,
-        output_type: str = "pil",
-        return_dict: bool = True,
-        callback_on_step_end: Callable[[ImagePipeline, int, int, dict], dict | None] | None = None,
-        callback_on_step_end_tensor_inputs: Sequence[str] = image_call.TENSORS[:1],
-        **others: Any,
+        self, prompt, image=None, mask_image=None, *, return_dict: bool = True, **options: Any
     ) -> ImageOutput | Any:
         """Generate `num_images_per_prompt` images for every prompt.
 
@@ -239,32 +218,33 @@ class ImagePipeline(Rebuildable):
         (B, rows * columns), -1 where none is yet, are handed beside the state; to change them is refused.
         Arguments of diffusers that have no meaning here (`num_inference_steps`) raise ValueError, with what has.
         """
-        out = self.last_output = ImageOutput()
-        for part in self.stream(
-            prompt, image=image, mask_image=mask_image, negative_prompt=negative_prompt,
-            num_images_per_prompt=num_images_per_prompt,
-            guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p, height=height,
-            width=width, generator=generator, seed=seed, batch_size=batch_size, drafter=drafter,
-            acceptance=acceptance, order=order, output_type=output_type, callback_on_step_end=callback_on_step_end,
-            callback_on_step_end_tensor_inputs=callback_on_step_end_tensor_inputs, **others,
-        ):  # fmt: skip
-            out.extend(part)
-        join: dict[str, Callable[..., Any]] = {"np": np.stack, "pt": torch.stack}
-        if output_type in join and out.images:
-            out.images = join[output_type](out.images)
+        out = self.draw(ImageRequest.of(prompt, {"image": image, "mask_image": mask_image, **options}))
         return out if return_dict else (out.images,)
 
-    @torch.inference_mode()
-    def stream(self, prompt, *, batch_size: int = 8, output_type: str = "pil", **options) -> Iterator[ImageOutput]:
+    def draw(self, request: ImageRequest) -> ImageOutput:
+        """The images of a request, as of a call."""
+        out = self.last_output = ImageOutput()
+        for part in self._parts(request):
+            out.extend(part)
+        join: dict[str, Callable[..., Any]] = {"np": np.stack, "pt": torch.stack}
+        if request.output_type in join and out.images:
+            out.images = join[request.output_type](out.images)
+        return out
+
+    def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[ImageOutput]:
         """Like `__call__`, but yields each batch when it is finished."""
+        yield from self._parts(ImageRequest.of(prompt, options))
+
+    @torch.inference_mode()
+    def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:
         with self._in_place():
-            job = self._job(prompt, batch_size=batch_size, output_type=output_type, **options)
+            job = self._job(request)
             self._calls.jobs.append(job)
             try:
                 with self.progress_bar(job.tokens) as bar:
-                    for start in range(0, len(job.texts), batch_size):
+                    for batch in job.batches:
                         job.thread = threading.get_ident()
-                        part, stop = self._batch(job, slice(start, start + batch_size), bar)
+                        part, stop = self._batch(job, batch, bar)
                         yield part
                         if isinstance(stop, KeyboardInterrupt):
                             raise stop
@@ -276,44 +256,35 @@ class ImagePipeline(Rebuildable):
     def progress_bar(self, total: int) -> tqdm:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
 
-    def _job(
-        self, prompt, *, image=None, mask_image=None, negative_prompt=None, num_images_per_prompt=1,
-        guidance_scale=None, temperature=None,
-        top_k=None, top_p=None, height=None, width=None, generator=None, seed=None, batch_size, drafter=...,
-        acceptance=None, order=None, output_type, callback_on_step_end=None,
-        callback_on_step_end_tensor_inputs=image_call.TENSORS[:1], **others,
-    ) -> ImageJob:  # fmt: skip
-        """Checks all arguments, before any pass."""
-        image_call.refuse_others(others)
-        texts = image_call.texts_of(prompt)
-        image_call.check_counts(num_images_per_prompt=num_images_per_prompt, batch_size=batch_size)
-        handed = image_call.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs)
-        if output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type: got {output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
-        sampling = self.sampling(guidance_scale, temperature, top_k, top_p)
-        image_call.check_sides(height=height, width=width)
-        family = self.family
-        layout = family.layout(height, width)
-        if family.no_pixels and output_type != "latent":
-            raise ValueError(f"output_type: got {output_type!r}, expected 'latent': {family.no_pixels}")
-        negatives = image_call.negatives_of(negative_prompt, texts, sampling.guidance, family)
-        image_call.check_room(family, texts, negatives, layout, sampling.guidance)
+    def _job(self, request: ImageRequest) -> ImageJob:
+        """Checks what depends on the model, before any pass, and encodes prompts and pictures."""
+        family, texts = self.family, request.texts
+        sampling = self.sampling(request.guidance_scale, request.temperature, request.top_k, request.top_p)
+        layout = family.layout(request.height, request.width)
+        if family.no_pixels and request.output_type != "latent":
+            raise ValueError(f"output_type: got {request.output_type!r}, expected 'latent': {family.no_pixels}")
+        negatives = image_call.negatives_of(request.negative_prompt, texts, sampling.guidance, family)
+        size, each = request.batch_size, request.each(texts)
+        parts = [slice(start, start + size) for start in range(0, len(each), size)]
+        of_each = None if negatives is None else request.each(negatives)
+        prompts = [
+            image_call.encoded(family, each[part], of_each and of_each[part], layout, sampling.guidance)
+            for part in parts
+        ]
         image_call.warn_of_words(self.processor, prompt=texts, negative_prompt=negatives or [])
-        prompts, texts = len(texts), [t for t in texts for _ in range(num_images_per_prompt)]
-        if negatives is not None:
-            negatives = [t for t in negatives for _ in range(num_images_per_prompt)]
-        seeds = image_seeds(generator, seed, len(texts))
-        drafter = self._default_drafter(order) if drafter is ... else drafter
-        setup = self.setup(
-            drafter, acceptance if acceptance is not None else self.acceptance, self.order if order is None else order
-        )
+        seeds = image_seeds(request.generator, request.seed, len(each))
+        order = self.order if request.order is None else request.order
+        drafter = self._default_drafter(order) if request.drafter is ... else request.drafter
+        setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
         if isinstance(setup.order, VisitOrder):
             setup.order.places(*layout.grid)
-        picture = picture_of(image, mask_image, family, layout, prompts, num_images_per_prompt, self.device)
-        return ImageJob(
-            texts, negatives, seeds, sampling, layout, family, setup, output_type, callback_on_step_end, handed,
-            picture,
-        )  # fmt: skip
+        copies = request.num_images_per_prompt
+        start = picture_of(request.image, request.mask_image, family, layout, len(texts), copies, self.device)
+        batches = [
+            ImageBatch(each[part], of_each and of_each[part], prompt, seeds[part], start and start.of(part))
+            for part, prompt in zip(parts, prompts)
+        ]
+        return ImageJob(request, sampling, layout, family, setup, batches)
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
         """The call's settings, with the model's defaults. Raises ValueError for invalid values."""
@@ -322,7 +293,7 @@ class ImagePipeline(Rebuildable):
 
     def _default_drafter(self, order: Any) -> Any:
         """The pipeline's drafter, if the order of a call uses one."""
-        found = zoo.order(self.order if order is None else order)
+        found = zoo.order(order)
         return self.drafter if found is None or found.drafts else None
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
@@ -385,26 +356,27 @@ class ImagePipeline(Rebuildable):
             options["upsample"] = str(zoo.located(zoo.made_for(str(options["upsample"]), self.model)))
         return zoo.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
-    def _batch(self, job: ImageJob, rows: slice, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
+    def _batch(self, job: ImageJob, batch: ImageBatch, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
         """The finished images of a batch, and the exception that ended it early."""
-        texts, seeds, setup = job.texts[rows], job.seeds[rows], job.setup
-        negatives = job.negatives and job.negatives[rows]
-        prompt = prompt_of(job.family, texts, job.sampling.guidance != 1.0, job.layout, negatives)
+        prompt, layout, setup = batch.prompt, job.layout, job.setup
         request = Request(
-            inputs=prompt, prompt=prompt.ids, max_new_tokens=job.layout.positions, sampling=job.sampling,
-            media={"texts": texts, "negatives": negatives}, grid=job.layout.grid,
-        )  # fmt: skip
-        picture = None if job.picture is None else job.picture.of(rows)
-        if picture is not None:
-            request.known, drawn = picture.codes, picture.drawn
+            inputs=prompt,
+            prompt=prompt.ids,
+            max_new_tokens=layout.positions,
+            sampling=job.sampling,
+            media={"texts": batch.texts, "negatives": batch.negatives},
+            grid=layout.grid,
+        )
+        if batch.picture is not None:
+            request.known, drawn = batch.picture.codes, batch.picture.drawn
             request.max_new_tokens = max(drawn)
             request.each = [
                 replace(request, prompt=prompt.ids[b : b + 1], max_new_tokens=n) for b, n in enumerate(drawn)
             ]
-        if bool((job.layout.fixed >= 0).any()):
-            request.fixed = job.layout.fixed.to(self.device)
+        if bool((layout.fixed >= 0).any()):
+            request.fixed = layout.fixed.to(self.device)
         if not job.sampling.greedy:
-            request.generators = [torch.Generator(self.device).manual_seed(s) for s in seeds]
+            request.generators = [torch.Generator(self.device).manual_seed(s) for s in batch.seeds]
         request.on_round = watch = ProgressCallback(self, job, bar)
         stop: BaseException | None = None
         try:
@@ -416,17 +388,15 @@ class ImagePipeline(Rebuildable):
                 raise
             state, stop = setup.finish(watch.state), ended
         self.last_state = state
-        return self._output(job, state, texts, seeds, picture), stop
+        return self._output(job, batch, state), stop
 
-    def _output(
-        self, job: ImageJob, state: State, texts: list[str], seeds: list[int], picture: InpaintingStart | None
-    ) -> ImageOutput:
+    def _output(self, job: ImageJob, batch: ImageBatch, state: State) -> ImageOutput:
         """The finished rows, also of an interrupted batch."""
         # a KeyboardInterrupt may occur between appending tokens and origins
-        whole = [[state.request.of(b)[0].max_new_tokens] * 2 for b in range(len(texts))]
+        whole = [[state.request.of(b)[0].max_new_tokens] * 2 for b in range(len(batch.texts))]
         rows = zip(state.tokens, state.trace.origin)
         done = [b for b, row in enumerate(rows) if [len(part) for part in row] == whole[b]]
-        out = ImageOutput(prompts=[texts[b] for b in done], seeds=[seeds[b] for b in done])
+        out = ImageOutput(prompts=[batch.texts[b] for b in done], seeds=[batch.seeds[b] for b in done])
         out.stats, out.traces = [Stats.of(state, job.setup)], [state.trace]
         if not done:
             return out
@@ -437,13 +407,14 @@ class ImagePipeline(Rebuildable):
         raster = job.setup.order.raster
         passes = [state.output.reordered(b, pass_numbers(o), 0) for b, o in origins] if raster else state.memory
         out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in done]
-        if job.output_type == "latent":
+        kind = job.request.output_type
+        if kind == "latent":
             out.images = list(job.layout.latents(codes))
             return out
         pixels = job.family.pixels(codes.to(self.model.device), job.layout).cpu()
-        if picture is not None:
-            pixels = picture.put(pixels, done)
-        out.images = list(pixels) if job.output_type == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]
-        if job.output_type == "pil":
+        if batch.picture is not None:
+            pixels = batch.picture.put(pixels, done)
+        out.images = list(pixels) if kind == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]
+        if kind == "pil":
             out.images = [Image.fromarray((255 * image).round().astype(np.uint8)) for image in out.images]
         return out

@@ -17,13 +17,14 @@ from asyncio import CancelledError, Event, Lock
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from visspec.api import completions
 from visspec.api.accelerate import Accelerated
 from visspec.api.captions import moved
-from visspec.api.completions import ChatRequest, ImageRequest, RequestError, RequestLimits
+from visspec.api.completions import ChatRequest, RequestError, RequestLimits
+from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
@@ -387,7 +388,7 @@ class ImageWorker(QueueWorker):
                 pipe.interrupt = True
 
         asked: ImageRequest = job.asked
-        out = self.pipe(asked.prompt, callback_on_step_end=look, **asked.options)
+        out = self.pipe.draw(replace(asked, callback_on_step_end=look))
         self.meters.images += len(out.images)
         files = []
         for image in out.images:
