@@ -56,7 +56,7 @@ class Double(Drafter):
     traits = DrafterTraits(levels=5)
 
     def propose(self, state: State, depth: int) -> Draft:
-        return trees.root(state.pending)
+        return trees.empty_draft(state.pending)
 
 
 class Oracle(Double):

@@ -376,7 +376,7 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
         target, rule, state, _ = opened(drafter, request)
         answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)[:, request.prompt.shape[1] :]
         for levels in (0, 2, 0, 0):
-            draft = drafter.propose(state, levels) if levels else visspec.tree.root(state.pending)
+            draft = drafter.propose(state, levels) if levels else visspec.tree.empty_draft(state.pending)
             if levels:  # row 0 accepts both, the others what a random drafter deserves
                 draft.value[0, 1:] = answer[0, len(state.tokens[0]) :][:levels]
             scores = target.verify(state, draft)

@@ -190,7 +190,7 @@ def test_image_ids_and_empty_drafts_are_no_faults():
     inputs = prompt("llava", shapes("llava")["ragged"])
     for spoil in (
         lambda d, s: with_tokens(d, 2, IMAGE),
-        lambda d, s: trees.root(s.pending),
+        lambda d, s: trees.empty_draft(s.pending),
         lambda d, s: with_tokens(d, slice(1, None), -1),
         lambda d, s: with_tokens(d, 0, 5),  # the pending token is ours to know
     ):

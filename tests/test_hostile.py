@@ -25,7 +25,7 @@ from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Uniform
-from visspec.types import Draft, DrafterTraits, Request, Sampling, Tree
+from visspec.types import Draft, DrafterTraits, Request, Sampling, State, Tree
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +104,7 @@ IN_STATE = {  # what is done to the state, one thing each; those that raise have
     "slots": lambda s: s.cache.slots.lengths.clear(),
     "trace": lambda s: s.trace.rounds.clear(),
     "laws": lambda s: s.distributions.clear(),
-    "shared trees": lambda s: [t.zero_() for t in tensors(trees.root(s.pending).tree)],
+    "shared trees": lambda s: [t.zero_() for t in tensors(trees.empty_draft(s.pending).tree)],
     "everything": lambda s: [t.zero_() for t in tensors(s)],
 }
 IN_OBSERVE = {
@@ -401,7 +401,8 @@ def test_five_hundred_hostile_requests(plain):
 
 def test_unguarded_writes_would_show(plain, monkeypatch):
     """Control: handed the state itself, drafters do change the output."""
-    monkeypatch.setattr("visspec.loop.safe_drafter.ReadOnlyState", lambda state: state)
+    monkeypatch.setattr("visspec.loop.safe_drafter.ReadOnlyState", lambda state, target=None: state)
+    monkeypatch.setattr(State, "of", lambda lent, state: True, raising=False)
     shown = 0
     for wish in ("pending", "position", "cache", "append", "advance", "spent", "seeded", "slots"):
         try:
@@ -457,7 +458,8 @@ def test_sketches_of_whole_images_write_nothing_either():
 
 def test_a_view_reads_as_the_state():
     state = type("S", (), {})()
-    state.tokens, state.rows, state.read_only_request = [[1, 2, 3], [4]], [0, 1], object()
+    state.tokens, state.rows, state.pending = [[1, 2, 3], [4]], [0, 1], torch.tensor([3, 4])
+    state.memory, state.lent = None, type("L", (), {"request": type("R", (), {"noise": None})()})()
     view = ReadOnlyState(state)
     assert view.tokens == [[1, 2, 3], [4]] and len(view.tokens) == 2 and view.tokens[-1] == [4]
     assert view.tokens[0][1:] == [2, 3] and [9] + view.tokens[0] + [8] == [9, 1, 2, 3, 8]
@@ -465,3 +467,7 @@ def test_a_view_reads_as_the_state():
     assert view.rows == [0, 1] and 3 in view.tokens[0] and repr(view.tokens) == "[[1, 2, 3], [4]]"
     state.tokens[1].append(5)
     assert view.tokens[1] == [4, 5]
+    view.pending.zero_()
+    assert view.of(state) and state.pending.tolist() == [3, 4]
+    state.pending = state.pending.clone()
+    assert not view.of(state)

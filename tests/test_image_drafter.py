@@ -177,7 +177,7 @@ def test_sampled_pairs_follow_the_model(kind):
         state.pending, state.position = first.nonzero()[:, 0], state.position + 1
         for row, token in enumerate(state.pending.tolist()):
             state.tokens[row] = [token]
-        second = target.verify(state, trees.root(state.pending)).distribution.p[:, 0]
+        second = target.verify(state, trees.empty_draft(state.pending)).distribution.p[:, 0]
     joint, counts = torch.zeros(24, 24, dtype=torch.float64), torch.zeros(24, 24)
     joint[state.pending] = first[state.pending][:, None].double() * second.double()
     counts.index_put_((tokens[:, 0], tokens[:, 1]), torch.ones(rows), accumulate=True)
@@ -208,7 +208,7 @@ def test_a_rollout_is_what_drafting_says():
                 token = codes[:, t + level + 1]
                 x = used._join(token[:, None], feature[:, None], state.memory.context_bias_at(level))
                 feature = used._level(state.memory, x, level, state.memory.rope_at(state.memory.table, level)[:, None])
-            draft = trees.root(state.pending)
+            draft = trees.empty_draft(state.pending)
             scores = target.verify(state, draft)
             state.memory.add(codes[:, t + 1 : t + 2], scores.features, [1] * 3)
             target.commit(state, draft, type("Paths", (), {"path": [[0]] * 3})())

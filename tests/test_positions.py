@@ -93,7 +93,11 @@ def process_law(drafter, p, shift=lambda gained: gained):
             depth = min(drafter.depth, SIZE - len(committed) - 1)
             for parts, likely in narrowed(drafter, committed, spans, depth):
                 numbers = [(a + b) / 2 for a, b in parts]
-                draft = drafter.draft(committed, numbers, depth) if depth else trees.root(torch.tensor(committed[-1:]))
+                draft = (
+                    drafter.draft(committed, numbers, depth)
+                    if depth
+                    else trees.empty_draft(torch.tensor(committed[-1:]))
+                )
                 for gained, share in verdicts(p, committed, draft):
                     after = ((*parts, *fresh)[shift(len(gained)) :])[: drafter.depth]
                     key = ((*committed, *gained), after if len(committed) + len(gained) < SIZE else None)

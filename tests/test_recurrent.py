@@ -90,7 +90,7 @@ class Erring(Oracle):
 
     def propose(self, state, depth):
         if self.silent and torch.rand((), generator=self.random) < 0.3:
-            return trees.root(state.pending)
+            return trees.empty_draft(state.pending)
         right = torch.tensor(self.ahead(state, depth)).clamp(min=5)
         miss = torch.rand(right.shape, generator=self.random) < self.wrong
         return trees.chain_draft(state.pending, torch.where(miss, 5 + (right + 1) % 80, right))
@@ -184,7 +184,7 @@ def test_states_are_those_of_the_accepted_tokens():
     chain = torch.tensor([row[1:4] for row in expected])
     chain[0, 1] = 5 + (chain[0, 1] + 1) % 80  # row 0 takes one drafted token, row 1 all
     for paths, proposed in (([[0, 1], [0, 1, 2, 3]], chain), ([[0], [0]], None)):
-        draft = trees.root(state.pending) if proposed is None else trees.chain_draft(state.pending, proposed)
+        draft = trees.empty_draft(state.pending) if proposed is None else trees.chain_draft(state.pending, proposed)
         target.verify(state, draft)
         taken = [len(p) for p in paths]
         outcome = visspec.types.Outcome(paths, [])

@@ -41,7 +41,7 @@ class Scripted(Oracle):
 
     def propose(self, state, depth):
         if self.done:
-            return trees.root(state.pending)
+            return trees.empty_draft(state.pending)
         self.done = True
         return self.write(torch.tensor(self.ahead(state, depth)), state)
 

@@ -23,31 +23,13 @@ _derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # 
 _origin: WeakKeyDictionary[Tree, tuple[tuple[int, ...], str]] = WeakKeyDictionary()  # of those: parents and device
 
 
-@lru_cache(maxsize=256)
-def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
+@lru_cache(maxsize=512)
+def static(parent: tuple[int, ...], device: str = "cpu", own: bool = False) -> Tree:
     """A static tree from its parent array ((-1, 0, 0, 1, ...)), shared by all rows and cached.
 
-    Raises ValueError when a parent does not come before its child.
+    own: the loop's, which drafters are never handed and so can't modify. Raises ValueError when a parent does not come
+    before its child.
     """
-    return _static(parent, device)
-
-
-@lru_cache(maxsize=256)
-def _sealed(parent: tuple[int, ...], device: str) -> Tree:
-    return _static(parent, device)
-
-
-def frozen_copy(tree: Tree) -> Tree:
-    """The loop's copy of a tree from `static`, which drafters can't modify."""
-    return _sealed(*_origin[tree])
-
-
-def public_copy(tree: Tree) -> Tree:
-    """The tree passed to drafters: for a sealed tree the one from `static`, otherwise the tree itself."""
-    return static(*_origin[tree]) if tree in _origin else tree
-
-
-def _static(parent: tuple[int, ...], device: str) -> Tree:
     if not parent or parent[0] != -1:
         raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1")
     depth, ancestor = [0], torch.eye(len(parent), dtype=torch.bool)
@@ -67,6 +49,18 @@ def _static(parent: tuple[int, ...], device: str) -> Tree:
     return bounded(tree, max(map(parent.count, parent)))
 
 
+def own_copy(tree: Tree) -> Tree | None:
+    """The loop's copy of a tree from `static`, which is valid and constant; None for any other."""
+    origin = _origin.get(tree)
+    return None if origin is None else static(*origin, True)
+
+
+def lent_copy(tree: Tree) -> Tree:
+    """What a drafter is handed for a tree: of one from `static` the one that drafters share."""
+    origin = _origin.get(tree)
+    return tree if origin is None else static(*origin)
+
+
 def bounded(tree: Tree, branch: int) -> Tree:
     """Sets the maximum number of children per node."""
     _branches[tree] = branch
@@ -76,11 +70,6 @@ def bounded(tree: Tree, branch: int) -> Tree:
 def branch(tree: Tree) -> int:
     """Upper bound of the number of children per node: that of `bounded`, else the size."""
     return _branches.get(tree, tree.size - 1)
-
-
-def is_static(tree: Tree) -> bool:
-    """Whether it is from `static`, and therefore valid and constant."""
-    return tree in _derived
 
 
 def cached(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
@@ -120,14 +109,9 @@ def chain(levels: int, device: str = "cpu") -> Tree:
     return static(tuple(range(-1, levels)), device)
 
 
-def root(pending: Tensor) -> Draft:
-    """A draft of the pending node alone: plain decoding."""
-    return Draft(pending[:, None], chain(0, str(pending.device)))
-
-
-def empty_draft(pending: Tensor) -> Draft:
-    """The same on the loop's own tree."""
-    return Draft(pending[:, None], _sealed((-1,), str(pending.device)))
+def empty_draft(pending: Tensor, own: bool = False) -> Draft:
+    """A draft of the pending node alone: plain decoding. own: on the loop's tree, as of `static`."""
+    return Draft(pending[:, None], static((-1,), str(pending.device), own))
 
 
 def chain_draft(pending: Tensor, proposed: Tensor, q: Distribution | None = None, real: Tensor | None = None) -> Draft:
@@ -140,7 +124,7 @@ def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
     """A chain from lists of ids of different lengths."""
     width = max(map(len, proposed))
     if width == 0:
-        return root(pending_B)
+        return empty_draft(pending_B)
     padded = to_device([ids + [0] * (width - len(ids)) for ids in proposed], pending_B.device)
     if all(len(ids) == width for ids in proposed):
         return chain_draft(pending_B, padded)

@@ -67,7 +67,7 @@ class Tree:
     levels: int  # maximum depth, a Python int
     chain: bool  # true when node n's parent is n - 1 in every row
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.parent.shape[-1]
 
@@ -215,7 +215,7 @@ class State:
     noise: Any = None
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
-    read_only_request: Any = None  # the drafter's read-only view of the request (`read_only.ReadOnlyRequest`)
+    lent: Any = None  # what the drafter reads of it (`read_only.ReadOnlyState`)
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
@@ -251,7 +251,8 @@ class State:
 
     def room(self, row: int) -> int:
         """Remaining number of tokens of an original row."""
-        return self.request.of(row)[0].max_new_tokens - len(self.tokens[row])
+        own = self.request.each[row] if self.request.each else self.request
+        return own.max_new_tokens - len(self.output.tokens[row])
 
     def ids(self, live_row: int) -> Tensor:
         """Prompt and emitted tokens of a live row, (1, length)."""

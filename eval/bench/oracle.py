@@ -22,7 +22,7 @@ class Oracle(Drafter):
         assert drafts_BT is not None
         depth = min(depth, drafts_BT.shape[1] - max(done_B))
         if depth < 1:
-            return trees.root(state.pending)
+            return trees.empty_draft(state.pending)
         at_B2 = to_device([list(pair) for pair in zip(state.rows, done_B)], drafts_BT.device)
         ahead = torch.arange(depth, device=drafts_BT.device)
         return trees.chain_draft(state.pending, drafts_BT[at_B2[:, :1], at_B2[:, 1:] + ahead])

@@ -86,7 +86,7 @@ class ContinuousDrafter(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         memory: ContinuousMemory = state.memory
         if min(len(state.tokens[row]) for row in state.rows) < self.alone:
-            return trees.root(state.pending)
+            return trees.empty_draft(state.pending)
         own, slots = memory.own, memory.own.cache.slots
         counts = [len(row) for row in memory.values]
         known = pad_sequence(memory.features, batch_first=True) if self.feature else None

@@ -118,7 +118,7 @@ class SmallModel(StructuredDrafter):
         chain = Chain(state, self.stop)
         for level in range(depth):
             if level:
-                logits_BV = self._logits(memory, trees.root(chain.tokens[-1]))[:, -1]
+                logits_BV = self._logits(memory, trees.empty_draft(chain.tokens[-1]))[:, -1]
                 memory.advance([1] * len(state.rows))
             chain.add(logits_BV[:, : self.vocab])
         memory.drafted = depth - 1  # the last token was proposed, not read

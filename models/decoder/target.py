@@ -151,7 +151,7 @@ class HFDecoder(Target):
             aux["embeddings"] = seen["inputs_embeds"]
         if request.keep_raw:
             aux["raw"] = output.logits[:, -1:]
-        logits = process(output.logits[:, -1:], trees.empty_draft(state.pending), state)
+        logits = process(output.logits[:, -1:], trees.empty_draft(state.pending, own=True), state)
         return state, Scores(Categorical(logits), self._features(output, seen), aux)
 
     def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
@@ -216,7 +216,7 @@ class HFDecoder(Target):
         try:
             slots.lengths, slots.mask = [n + level for n in slots.lengths], None
             ahead = replace(state, position=state.position + level)
-            return self._pass(self.layer_subset(skip), ahead, trees.empty_draft(value))[0].logits[:, 0]
+            return self._pass(self.layer_subset(skip), ahead, trees.empty_draft(value, own=True))[0].logits[:, 0]
         finally:
             slots.lengths, slots.mask = kept
 

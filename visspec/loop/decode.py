@@ -64,7 +64,11 @@ def advance(
     trace = state.trace
     depth = length_policy.depth(state) if drafter is not None and state.drafting else 0
     with trace.stage("draft"):
-        draft = drafter.propose(state, depth) if drafter is not None and depth else trees.empty_draft(state.pending)
+        draft = (
+            drafter.propose(state, depth)
+            if drafter is not None and depth
+            else trees.empty_draft(state.pending, own=True)
+        )
     with trace.stage("verify"):
         scores = target.verify(state, draft)
     with trace.stage("accept"):
@@ -87,7 +91,7 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
         state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
             state.noise = accept.make_noise(request.generators, scores.distribution.width)
-        draft = trees.empty_draft(state.pending)
+        draft = trees.empty_draft(state.pending, own=True)
         apply_verdict(state, draft, scores, accept(draft, scores, state.noise))
     trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
     trace.context = request.prompt.shape[1] + 1

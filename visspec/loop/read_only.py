@@ -1,4 +1,4 @@
-"""Read-only view of a request for drafters; only `memory` can be set.
+"""What a drafter reads of a request: copies, of which only `memory` can be set.
 
 A drafter must not be able to change the output by modifying its arguments, so it gets a `ReadOnlyState` instead of the
 `State`: tensors and generators are copies, lists are immutable, and the target's cache is not included.
@@ -181,34 +181,44 @@ def _callable(processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor
 
 
 class ReadOnlyState:
-    """The `State` of a request for its drafter. Only `memory` can be set."""
+    """The `State` of a request for its drafter: copied once a round, when its rows have new pending nodes. Only
+    `memory` can be set.
+    """
 
-    __slots__ = ("_state", "_target_access")
+    __slots__ = ("_source", "_state", "_target", "memory", "noise", "pending", "request", "tokens")
+    memory: Any
+    noise: ReadOnlyNoise | None
+    pending: Tensor
+    request: ReadOnlyRequest
+    tokens: ReadOnlyRows  # emitted, of every original row
+    _source: Tensor
+    _state: State
+    _target: Target | None
 
-    def __init__(self, state: State, target_access: Target | None = None):
-        self._state, self._target_access = state, target_access
-        if state.read_only_request is None:
-            state.read_only_request = ReadOnlyRequest(state.request, state.noise)
+    def __init__(self, state: State, target: Target | None = None):
+        lent = state.lent
+        request = ReadOnlyRequest(state.request, state.noise) if lent is None else lent.request
+        copies = {
+            "memory": state.memory,
+            "noise": request.noise,
+            "pending": state.pending.clone(),
+            "request": request,
+            "tokens": ReadOnlyRows(state.tokens),
+            "_source": state.pending,
+            "_state": state,
+            "_target": target,
+        }
+        for name, value in copies.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def memory(self) -> Any:
-        return self._state.memory
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "memory":
+            raise AttributeError(f"{name}: got a value for it, expected only `memory` to be set")
+        object.__setattr__(self, name, value)
 
-    @memory.setter
-    def memory(self, value: Any) -> None:
-        self._state.memory = value
-
-    @property
-    def request(self) -> ReadOnlyRequest:
-        return self._state.read_only_request
-
-    @property
-    def noise(self) -> ReadOnlyNoise | None:
-        return self._state.read_only_request.noise
-
-    @property
-    def pending(self) -> Tensor:
-        return self._state.pending.clone()
+    def of(self, state: State) -> bool:
+        """Whether it is what the state is now."""
+        return self._source is state.pending and self._target is None
 
     @property
     def position(self) -> Tensor:
@@ -226,11 +236,6 @@ class ReadOnlyState:
     @property
     def doubted(self) -> bool:
         return self._state.doubted
-
-    @property
-    def tokens(self) -> ReadOnlyRows:
-        """Emitted tokens of every original row."""
-        return ReadOnlyRows(self._state.tokens)
 
     @property
     def finished(self) -> frozenset[int]:
@@ -252,13 +257,13 @@ class ReadOnlyState:
         """`Target.partial`, in `propose` of a drafter that declares it. It writes behind the rows' ends only."""
         if level < 0:
             raise ValueError(f"level: got {level}, expected 0 for the pending node or more")
-        return self._target("partial").partial(self._state, value, level, skip)
+        return self._target_for("partial").partial(self._state, value, level, skip)
 
     def stored(self, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         """`Target.stored`, in `propose` of a drafter that declares it. No copies: not to be written to."""
-        return self._target("stored").stored(self._state, layers)
+        return self._target_for("stored").stored(self._state, layers)
 
-    def _target(self, name: str) -> Target:
-        if self._target_access is None:
+    def _target_for(self, name: str) -> Target:
+        if self._target is None:
             raise ValueError(f"{name}: got a call outside of propose or of undeclared traits, expected traits.{name}")
-        return self._target_access
+        return self._target

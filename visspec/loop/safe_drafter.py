@@ -10,8 +10,9 @@ guarded: its exceptions are raised.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,58 +33,59 @@ class SafeDrafter(Drafter):
     """
 
     def __init__(
-        self, drafter: Drafter, capabilities: Capabilities, device: torch.device | str = "cpu", chains: bool = False,
+        self,
+        drafter: Drafter,
+        capabilities: Capabilities,
+        device: torch.device | str = "cpu",
+        chains: bool = False,
         target_access: Target | None = None,
-    ):  # fmt: skip
-        self.inner, self.traits, self.distribution, self.target_access = (
-            drafter,
-            drafter.traits,
-            capabilities.distribution,
-            target_access,
-        )
+    ):
+        self.inner, self.traits, self.target_access = drafter, drafter.traits, target_access
+        self.distribution = capabilities.distribution
         self.trees = capabilities.trees and not chains
         self.limits = self.distribution.limits(capabilities, device)
         self.warned = False
 
     def start(self, state: State, scores: Scores) -> None:
         state.refused = torch.zeros((), dtype=torch.long, device=self.limits.device)
-        self._try(state, self.inner.start, _shown(state), replace(scores, aux=deep_copied(scores.aux)))
+        self._try(state, self.inner.start, replace(scores, aux=deep_copied(scores.aux)))
 
     def propose(self, state: State, depth: int) -> Draft:
-        draft = self._try(state, self._checked, state, depth)
-        return trees.empty_draft(state.pending) if draft is None else draft
+        draft = self._try(state, self._checked, state, depth, target=self.target_access)
+        return trees.empty_draft(state.pending, own=True) if draft is None else draft
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Only the tree and the next token are still in use and need copies."""
         kind = self.traits.observes
         resting = draft.tree.size == 1 and state.trace.cooldown > LEAD
         if state.drafting and kind != "none" and not (kind == "drafted" and resting):
-            draft = Draft(draft.value, trees.public_copy(draft.tree), draft.q, draft.real)
+            draft = Draft(draft.value, trees.lent_copy(draft.tree), draft.q, draft.real)
             verdict = replace(verdict, next=verdict.next.clone())
-            self._try(state, self.inner.observe, _shown(state), draft, scores, verdict, outcome)
+            self._try(state, self.inner.observe, draft, scores, verdict, outcome)
 
     def sketch(self, state: State) -> Tensor:
         """The drafter's image; codes of -1 if it failed or returned something else."""
         assert state.request.grid is not None
         rows, columns = state.request.grid
-        codes = self._try(state, self._sketched, state, (len(state.rows), rows * columns))
-        return torch.full((len(state.rows), rows * columns), -1, device=self.limits.device) if codes is None else codes
+        shape = len(state.rows), rows * columns
+        codes = self._try(state, self._sketched, shape)
+        return torch.full(shape, -1, device=self.limits.device) if codes is None else codes
 
-    def _sketched(self, state: State, shape: tuple[int, int]) -> Tensor:
-        codes = self.inner.sketch(_shown(state))
+    def _sketched(self, lent: State, shape: tuple[int, int]) -> Tensor:
+        codes = self.inner.sketch(lent)
         if codes.shape != shape or codes.dtype != torch.long:
             raise ValueError(f"codes: got shape {tuple(codes.shape)} of {codes.dtype}, expected {shape} of torch.int64")
         return codes.to(self.limits.device)
 
     def select(self, state: State, keep: list[int]) -> None:
-        self._try(state, self.inner.select, _shown(state), keep)
+        self._try(state, self.inner.select, keep)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
-        self._try(state, self.inner.join, _shown(state), _shown(other), take)
+        self._try(state, self.inner.join, ReadOnlyState(other), take)
 
     def finish(self, state: State) -> None:
         """After the request: count the invalid nodes, and warn once."""
-        self._try(state, self.inner.finish, _shown(state))
+        self._try(state, self.inner.finish)
         refused = 0 if state.refused is None else int(state.refused)
         state.trace.faults += refused
         if refused:
@@ -95,26 +97,41 @@ class SafeDrafter(Drafter):
             name = type(self.inner).__name__
             warnings.warn(f"drafter {name}: {what}; decoding goes on without it", RuntimeWarning, stacklevel=3)
 
-    def _try(self, state: State, call, *args):
+    def _try(self, state: State, call: Callable[..., Any], *more: Any, target: Target | None = None) -> Any:
+        """What a call of the drafter returns, with what it may read of the state; None if it fails, or has failed
+        earlier in this request.
+        """
         if not state.drafting:
-            return None  # it failed earlier in this request
+            return None
+        lent = state.lent
+        if lent is None or target is not None or not lent.of(state):
+            lent = state.lent = ReadOnlyState(state, target)
+        if lent.memory is not state.memory:
+            lent.memory = state.memory
         try:
-            return call(*args)
+            found = call(lent, *more)
+            state.memory = lent.memory
+            return found
         except Exception as error:
-            state.drafting, state.memory = False, None  # frees what an out-of-memory drafter holds
+            state.drafting, state.memory, state.lent = False, None, None  # frees what an out-of-memory drafter holds
             state.trace.faults += 1
             self._warn(_said(error))
             return None
 
-    def _checked(self, state: State, depth: int) -> Draft:
+    def _checked(self, lent: State, state: State, depth: int) -> Draft:
         """The drafter's draft, validated and copied."""
-        draft = self.inner.propose(_shown(state, self.target_access), depth)
+        draft = self.inner.propose(lent, depth)
         rows, like = len(state.rows), state.pending
         if type(draft) is not Draft or type(draft.tree) is not Tree:
             raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft with a Tree")
         if draft.tree.size == 1:
-            return trees.empty_draft(like)
-        tree, sound = self._sound(draft.tree, rows, like)
+            return trees.empty_draft(like, own=True)
+        if not 1 <= draft.tree.size <= MAX_NODES:
+            raise ValueError(f"tree: got {draft.tree.size} nodes, expected the root and at most {MAX_NODES - 1} others")
+        sound: Tensor | bool = True
+        tree = trees.own_copy(draft.tree)
+        if tree is None:
+            tree, sound = self._sound(draft.tree, rows, like)
         value, possible, allowed = self.distribution.drafted(draft.value, (rows, tree.size), self.limits)
         if tree.levels > depth:
             raise ValueError(f"levels: got {tree.levels}, expected at most {depth}")
@@ -143,16 +160,15 @@ class SafeDrafter(Drafter):
             real = real & (tree.depth <= to_device(room, value.device)[:, None])
         value = value.masked_fill(~real.view(*real.shape, *[1] * (value.dim() - 2)), 0)  # ids that a target can't read
         value = torch.cat([state.pending[:, None], value[:, 1:]], dim=1)
-        return fill(Draft(value, tree, q, real), state)
+        checked = Draft(value, tree, q, real)
+        return checked if state.request.fixed is None else fill(checked, state)
 
-    def _sound(self, tree: Tree, rows: int, like: Tensor) -> tuple[Tree, Tensor | bool]:
+    def _sound(self, tree: Tree, rows: int, like: Tensor) -> tuple[Tree, Tensor]:
         """A copy of the tree with invalid nodes attached to the root, and which nodes are valid (1|B, N).
 
         A node is valid if it comes after its parent, its ancestors are its parent's and itself, all of them valid, and
         its depth is their number and at most `levels`. Computed on the device, without synchronisation.
         """
-        if trees.is_static(tree):
-            return _within(trees.frozen_copy(tree)), True
         parent, depth, ancestor, levels = tree.parent, tree.depth, tree.ancestor, tree.levels
         for name, tensor in (("parent", parent), ("depth", depth), ("ancestor", ancestor)):
             check_tensor(name, tensor, torch.bool if name == "ancestor" else torch.long, like)
@@ -165,7 +181,6 @@ class SafeDrafter(Drafter):
             )
         if type(levels) is not int or levels < 0:
             raise ValueError(f"levels: got {levels!r}, expected a whole number")
-        _within(tree)
         index = torch.arange(size, device=parent.device)
         own = index[:, None] == index
         parent_BN1 = parent.clamp(0, size - 1)[..., None]
@@ -184,18 +199,6 @@ class SafeDrafter(Drafter):
             tree.chain is True and levels == size - 1,
         )
         return mended, sound
-
-
-def _shown(state: State, target_access: Target | None = None) -> State:
-    """What a drafter gets to see of the state: a view, in which it finds all that it may read."""
-    return cast(State, ReadOnlyState(state, target_access))
-
-
-def _within(tree: Tree) -> Tree:
-    """Returns the tree; raises ValueError if it is too large."""
-    if not 1 <= tree.size <= MAX_NODES:
-        raise ValueError(f"tree: got {tree.size} nodes, expected the root and at most {MAX_NODES - 1} others")
-    return tree
 
 
 def _said(error: Exception) -> str:

@@ -44,7 +44,7 @@ class Recorder(Drafter):
         self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
 
     def propose(self, state: State, depth: int) -> Draft:
-        return trees.root(state.pending)
+        return trees.empty_draft(state.pending)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         self.rounds.append((list(state.rows), told(scores, draft)[:, 0], categorical(scores.distribution).logits[:, 0]))
