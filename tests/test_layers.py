@@ -232,7 +232,7 @@ def test_host_reads_are_where_they_should_be():
 HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "visspec/cache.py": ["to_device", "to_device"],
     "visspec/accept/published.py": ["walked"],  # the body for a CPU
-    "visspec/tree.py": ["_static", "_static"],  # of each shape once, as the next three
+    "visspec/tree.py": ["static", "static"],  # of each shape once, as the next three
     "models/lookup/recycling.py": ["_shape", "_shape"],
     "models/drafting/static_tree.py": ["plan"],
     "models/jacobi/drafter.py": ["proactive"],

@@ -10,8 +10,10 @@ memory, which does not block. A request's processors, stop function and grammar 
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
 from visspec import tree as trees
 from visspec.cache import to_device
@@ -29,6 +31,8 @@ from visspec.types import (
     Trace,
     Verdict,
 )
+
+Part = TypeVar("Part")
 
 
 @torch.inference_mode()
@@ -99,29 +103,48 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
     return state, scores
 
 
+class Columns(NamedTuple, Generic[Part]):
+    """What a round's read brings to the host: tensors (B, *) of integers, or a row's lists of them."""
+
+    length: Part  # of the path
+    path: Part
+    real: Part  # of the draft's nodes; empty where all are
+    parent: Part  # of the draft's nodes; empty where they are a chain
+    values: Part  # of the nodes, as the output buffer wants them
+    following: Part  # the same of the next node
+
+
+def columns(state: State, draft: Draft, verdict: Verdict) -> Columns[Tensor]:
+    """The tensors of a round's read."""
+    tree, nothing = draft.tree, verdict.path[:, :0]
+    return Columns(
+        verdict.length[:, None],
+        verdict.path,
+        nothing if draft.real is None else draft.real,
+        nothing if tree.chain else tree.parent.expand(len(state.rows), -1),
+        *state.output.columns(draft, verdict),
+    )
+
+
 def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
     """Copy the verdict to the host (the round's only synchronisation) and append new tokens up to a stop."""
     tree, output, origin = draft.tree, state.output, state.trace.origin
-    parts = [verdict.length[:, None], verdict.path]
-    if draft.real is not None:
-        parts.append(draft.real)
-    if not tree.chain:
-        parts.append(tree.parent.expand(len(state.rows), -1))
-    parts += output.parts(draft, verdict)
-    ends = list(accumulate(part.shape[1] for part in parts))
+    parts = columns(state, draft, verdict)
+    ends = [0, *accumulate([part.shape[1] for part in parts])]
     outcome, had_rejection = Outcome(path=[], tokens=[]), []
     for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
-        length, (path, *rest) = numbers[0], [numbers[i:j] for i, j in pairwise(ends)]
-        path, end = path[:length], path[length - 1]
-        real = [True] * tree.size if draft.real is None else rest.pop(0)
-        below = range(end + 1, tree.size)[:1] if tree.chain else children(rest.pop(0), end)
-        row, new_tokens = state.rows[b], output.new_tokens(path, *rest)
-        had_rejection.append(any(real[n] for n in below))
-        last = "corrected" if had_rejection[b] else "bonus" if length > 1 else "plain"
-        origin[row] += [*["drafted"] * (length - 1), last][: output.append(row, new_tokens)]
+        found = Columns(*[numbers[i:j] for i, j in pairwise(ends)])
+        path = found.path[: found.length[0]]
+        end, row = path[-1], state.rows[b]
+        below = range(end + 1, tree.size)[:1] if tree.chain else children(found.parent, end)
+        new_tokens = output.new_tokens(path, found.values, found.following)
+        had_rejection.append(any([found.real[n] for n in below]) if found.real else len(below) > 0)
+        last = "corrected" if had_rejection[b] else "bonus" if len(path) > 1 else "plain"
+        origin[row] += [*["drafted"] * (len(path) - 1), last][: output.append(row, new_tokens)]
         output.record(row, b, path, scores)
         outcome.path.append(path)
-        outcome.draft_lengths.append(sum(real) - 1 if tree.chain else tree.levels)
+        offered = sum(found.real) if found.real else tree.size
+        outcome.draft_lengths.append(offered - 1 if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
     meters = ("drift", verdict.drift), ("displacement", verdict.displacement), ("capped", verdict.capped)
     for name, measured in meters:

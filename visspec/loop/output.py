@@ -36,13 +36,13 @@ class OutputBuffer:
 class TokenBuffer(OutputBuffer):
     """Tokens of every original row, and where they end: at an end-of-sequence id, a stop function or the limit."""
 
-    def parts(self, draft: Draft, verdict: Verdict) -> list[Tensor]:
-        """Columns (B, *) that the round's read brings to the host: the ids of all nodes, and the one that follows."""
-        return [draft.value, verdict.next[:, None]]
+    def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        """What the round's read brings to the host: the ids of all nodes (B, N), and the one that follows (B, 1)."""
+        return draft.value, verdict.next[:, None]
 
     def new_tokens(self, path: list[int], values: list[int], following: list[int]) -> list[int]:
         """Ids that a row gained: those of its path without the root, then the next one."""
-        return [*(values[n] for n in path[1:]), *following]
+        return [values[n] for n in path[1:]] + following
 
     def append(self, row: int, new_tokens: list[int]) -> int:
         """Add a row's new tokens up to its first stop, and return how many were added.
@@ -105,14 +105,14 @@ class VectorBuffer(OutputBuffer):
         self.held: list[list[Tensor]] = [[] for _ in range(rows)]  # of each round: (gained, d)
         self._round: tuple[Draft, Verdict] | None = None
 
-    def parts(self, draft: Draft, verdict: Verdict) -> list[Tensor]:
-        """A column (B, 1) of what was drawn: 1 where it is finite."""
+    def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        """Nothing, and (B, 1): 1 where what was drawn is finite."""
         self._round = draft, verdict
-        return [verdict.next.isfinite().all(dim=-1, keepdim=True).long()]
+        return verdict.path[:, :0], verdict.next.isfinite().all(dim=-1, keepdim=True).long()
 
-    def new_tokens(self, path: list[int], *rest: list[int]) -> list[int]:
+    def new_tokens(self, path: list[int], values: list[int], following: list[int]) -> list[int]:
         """Nodes of the path that a row gained, without the root, then 0 for the next one."""
-        if rest != ([1],):
+        if following != [1]:
             raise ValueError("model: got a vector that is not finite from its head, expected finite numbers")
         return [*path[1:], 0]
 
@@ -150,11 +150,11 @@ class ScaleBuffer(VectorBuffer):
         super().__init__(request, rows)
         self.sizes = sizes
 
-    def parts(self, draft: Draft, verdict: Verdict) -> list[Tensor]:
+    def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
         self._round = draft, verdict
-        return []
+        return verdict.path[:, :0], verdict.path[:, :0]
 
-    def new_tokens(self, path: list[int], *rest: list[int]) -> list[int]:
+    def new_tokens(self, path: list[int], values: list[int], following: list[int]) -> list[int]:
         return [*path[1:], 0]
 
     def maps(self, row: int) -> Tensor:
