@@ -7,21 +7,23 @@ result; PRESETS contains the common ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
 from visspec.eval.metrics.detection import digest, file_digest
-from visspec.eval.metrics.features import weights_hash
-from visspec.eval.metrics.results import Progress, Rows
+from visspec.eval.metrics.features import pixels, weights_hash
+from visspec.eval.metrics.results import Progress, Rows, silent
 from visspec.io.images import MAX_PIXELS, image_files, open_image
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
+
+Scorer = Callable[[Sequence[Image.Image], Sequence[str]], np.ndarray]  # (images, texts) -> cosines
 
 
 @dataclass(frozen=True)
@@ -53,16 +55,48 @@ class ClipScorer:
         """Cosine of each pair, float64 (n,)."""
         if len(images) != len(texts):
             raise ValueError(f"different counts: {len(images)} images and {len(texts)} texts")
-        parameter = next(self.model.parameters())
-        pixels = self.processor(images=list(images), return_tensors="pt")["pixel_values"]
-        tokens = self.processor(
-            text=list(texts), return_tensors="pt", padding=True, truncation=True, max_length=self.length
-        )
-        u = self.model.get_image_features(pixel_values=pixels.to(parameter.device, parameter.dtype))
-        keys = {key: tokens[key].to(parameter.device) for key in ("input_ids", "attention_mask")}
+        u = self.model.get_image_features(pixel_values=pixels(self.model, self.processor, images))
+        options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": self.length}
+        tokens = self.processor(text=list(texts), **options)
+        keys = {key: tokens[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
         v = self.model.get_text_features(**keys)
         u, v = (t if isinstance(t, torch.Tensor) else t.pooler_output for t in (u, v))
         return torch.nn.functional.cosine_similarity(u.double(), v.double()).cpu().numpy()
+
+
+class ScoredPair(NamedTuple):
+    """An image file and its text; `row` is what its result row says of it beside the cosine, `id` among it."""
+
+    path: Path
+    text: str
+    row: dict
+
+
+def resumed_cosines(
+    pairs: Sequence[ScoredPair], score: Scorer, done: Rows, batch_size: int, max_pixels: int, progress: Progress
+) -> tuple[dict[int, float], dict[int, Exception]]:
+    """Cosines by the place of their pair, and why the others have none: files that can't be read.
+
+    Cosines are added to `done`; pairs that are in it are not scored again.
+    """
+    found: dict[int, float] = {}
+    broken: dict[int, Exception] = {}
+    for start in range(0, len(pairs), batch_size):
+        images: dict[int, Image.Image] = {}
+        for i, pair in enumerate(pairs[start : start + batch_size], start):
+            if pair.row["id"] in done.rows:
+                found[i] = done.rows[pair.row["id"]]["cosine"]
+                continue
+            try:
+                images[i] = open_image(pair.path, max_pixels)
+            except (ValueError, FileNotFoundError) as error:
+                broken[i] = error
+        if images:
+            cosines = np.asarray(score(list(images.values()), [pairs[i].text for i in images]), float)
+            for i, cosine in zip(images, cosines.tolist()):
+                found[i] = done.add(pairs[i].row | {"cosine": cosine})["cosine"]
+        progress(min(start + batch_size, len(pairs)), len(pairs))
+    return dict(sorted(found.items())), broken
 
 
 def scores(cosines: np.ndarray, dialect: Dialect) -> np.ndarray:
@@ -79,7 +113,7 @@ def from_folder(
     compat: bool = False,
     max_pixels: int = MAX_PIXELS,
     results: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict:
     """Mean score of a folder's images with captions keyed by file name; broken or unpaired files are problems.
 
@@ -87,55 +121,38 @@ def from_folder(
     do. A missing image would shift all later pairs, so different counts raise ValueError. Cosines are appended to the
     JSONL file `results`; pairs already in it with unchanged bytes are not scored again.
     """
-    files = image_files(folder)
-    problems: list[str] = []
-    if compat:
-        if isinstance(captions, Mapping) or len(captions) != len(files):
-            found = "a mapping" if isinstance(captions, Mapping) else f"{len(captions)} captions"
-            raise ValueError(f"compat=True needs one caption for each of the {len(files)} images in order, not {found}")
-        pairs = list(zip(files, captions))
-    else:
-        if not isinstance(captions, Mapping):
-            raise ValueError("captions must be a mapping from file name to caption; by position only with compat=True")
-        pairs = [(path, captions[path.name]) for path in files if path.name in captions]
-        names = {path.name for path in files}
-        problems += [f"{path.name} has no caption" for path in files if path.name not in captions]
-        problems += [f"there is no image {name} for its caption" for name in captions if name not in names]
-    if not pairs:
+    named, problems = paired(image_files(folder), captions, compat)
+    if not named:
         raise ValueError(f"captions: no image of {folder} has a caption, expected one by each file's name")
+    pairs = []
+    for path, caption in named:
+        text = dialect.prefix + caption
+        row = {"id": digest(path.name, text, file_digest(path)), "image": path.name, "text": text}
+        pairs.append(ScoredPair(path, text, row))
     done = Rows(results, digest(scorer.fingerprint, dialect.prefix))
-    cosines: list[float] = []
-    for start in range(0, len(pairs), batch_size):
-        fresh, images = [], []
-        batch = [(path, dialect.prefix + text) for path, text in pairs[start : start + batch_size]]
-        keys = {path: digest(path.name, text, file_digest(path)) for path, text in batch}
-        for path, text in batch:
-            if keys[path] in done.rows:
-                continue
-            try:
-                images.append(open_image(path, max_pixels))
-                fresh.append((path, text))
-            except ValueError as error:
-                problems.append(str(error))
-        found = scorer.cosines(images, [text for _, text in fresh]).tolist() if fresh else []
-        for (path, text), cosine in zip(fresh, found):
-            done.add({"id": keys[path], "image": path.name, "text": text, "cosine": cosine})
-        cosines += [done.rows[keys[path]]["cosine"] for path, _ in batch if keys[path] in done.rows]
-        if progress:
-            progress(min(start + batch_size, len(pairs)), len(pairs))
+    cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size, max_pixels, progress)
+    problems += map(str, broken.values())
     if not cosines:
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
-    values = scores(np.array(cosines), dialect)
-    return {
-        "name": f"CLIPScore[{scorer.name}]",
-        "value": float(values.mean()),
-        "n": len(values),
-        "standard_error": float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None,
-        "model": scorer.name,
-        "fingerprint": scorer.fingerprint,
-        "prefix": dialect.prefix,
-        "scale": dialect.scale,
-        "clip_at_zero": dialect.clip_at_zero,
-        "text_length": scorer.length,
-        "problems": problems,
-    }
+    values = scores(np.array(list(cosines.values())), dialect)
+    error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+    found = {"name": f"CLIPScore[{scorer.name}]", "value": float(values.mean()), "n": len(values)}
+    found |= {"standard_error": error, "model": scorer.name, "fingerprint": scorer.fingerprint}
+    return found | asdict(dialect) | {"text_length": scorer.length, "problems": problems}
+
+
+def paired(
+    files: Sequence[Path], captions: Mapping[str, str] | Sequence[str], compat: bool
+) -> tuple[list[tuple[Path, str]], list[str]]:
+    """(file, caption) pairs, by name or with `compat` by position, and what has no partner."""
+    if not compat and not isinstance(captions, Mapping):
+        raise ValueError("captions must be a mapping from file name to caption; by position only with compat=True")
+    if compat and (isinstance(captions, Mapping) or len(captions) != len(files)):
+        found = "a mapping" if isinstance(captions, Mapping) else f"{len(captions)} captions"
+        raise ValueError(f"compat=True needs one caption for each of the {len(files)} images in order, not {found}")
+    if not isinstance(captions, Mapping):
+        return list(zip(files, captions)), []
+    names = {path.name for path in files}
+    problems = [f"{path.name} has no caption" for path in files if path.name not in captions]
+    problems += [f"there is no image {name} for its caption" for name in captions if name not in names]
+    return [(path, captions[path.name]) for path in files if path.name in captions], problems

@@ -3,12 +3,9 @@
 The paper uses CLIP ViT-L/14 at 336 pixels; values of other extractors are not comparable to the paper's.
 """
 
-from pathlib import Path
-
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, pair
-from visspec.eval.metrics.results import Progress
+from visspec.eval.metrics.features import Pair
 
 SIGMA = 10.0
 SCALE = 1000.0
@@ -32,14 +29,7 @@ def from_features(first: torch.Tensor, second: torch.Tensor) -> float:
     return SCALE * (_mean_kernel(x, x) + _mean_kernel(y, y) - 2 * _mean_kernel(x, y))
 
 
-def from_folders(
-    generated: str | Path,
-    reference: str | Path,
-    extractor: FeatureExtractor,
-    batch_size: int = 32,
-    progress: Progress | None = None,
-) -> dict:
+def from_pair(tables: Pair) -> dict:
     """The result row of two image folders; called CMMD without brackets only for an extractor named ORIGINAL."""
-    tables = pair(generated, reference, extractor, batch_size, progress)
-    name = "CMMD" if extractor.name == ORIGINAL else f"CMMD[{extractor.name}]"
-    return tables.result(name, extractor, {"value": from_features(tables.generated, tables.reference)})
+    name = "CMMD" if tables.extractor.name == ORIGINAL else f"CMMD[{tables.extractor.name}]"
+    return tables.result(name, {"value": from_features(tables.generated, tables.reference)})

@@ -15,17 +15,11 @@ import torch
 from PIL import Image
 
 from visspec.eval.metrics.detection import Detection, DetectionResult, digest, file_digest
-from visspec.eval.metrics.features import weights_hash
+from visspec.eval.metrics.features import pixels, weights_hash
 from visspec.eval.metrics.geneval import COLOURS, COUNTING_THRESHOLD, THRESHOLD
 
 if TYPE_CHECKING:
-    from transformers import (
-        CLIPModel,
-        GroundingDinoProcessor,
-        Mask2FormerImageProcessor,
-        Owlv2Processor,
-        PreTrainedModel,
-    )
+    from transformers import CLIPModel, PreTrainedModel
 
 # COCO's 80 classes in COCO's order with GenEval's names; models are mapped by index, not by name.
 COCO_CLASSES = tuple(
@@ -54,9 +48,8 @@ class _ModelDetector:
     closed_set = False
     max_overlap = 1.0
     scores = (THRESHOLD, COUNTING_THRESHOLD)  # all tasks but counting, counting
-    processor: Callable
 
-    def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
+    def __init__(self, model: PreTrainedModel, processor: Any, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
         self.fingerprint = digest(name, type(self).__name__, weights_hash(model), self.scores, self.max_overlap)
 
@@ -77,7 +70,6 @@ class Mask2Former(_ModelDetector):
     """
 
     closed_set = True
-    processor: Mask2FormerImageProcessor
 
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str, classes: Sequence[str] = COCO_CLASSES):
         super().__init__(model, processor, name)
@@ -89,23 +81,14 @@ class Mask2Former(_ModelDetector):
     def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
         """Every instance above the lowest threshold, whatever its class."""
         inputs = self.processor(images=image, return_tensors="pt").to(self.device)
-        result = self.processor.post_process_instance_segmentation(
-            self.model(**inputs),
-            threshold=min(self.scores),
-            target_sizes=[(image.height, image.width)],
-            return_binary_maps=True,
-        )[0]
+        options = {"threshold": min(self.scores), "target_sizes": [image.size[::-1]], "return_binary_maps": True}
+        (result,) = self.processor.post_process_instance_segmentation(self.model(**inputs), **options)
         segments = result["segments_info"]
         if not segments:
             return DetectionResult(())
         masks = np.asarray(result["segmentation"].cpu()).astype(bool).reshape(len(segments), image.height, image.width)
-        return DetectionResult(
-            tuple(
-                Detection(self.classes[info["label_id"]], float(info["score"]), box_of(mask), mask)
-                for info, mask in zip(segments, masks)
-                if mask.any()
-            )
-        )
+        found = [(self.classes[info["label_id"]], float(info["score"]), mask) for info, mask in zip(segments, masks)]
+        return DetectionResult(tuple(Detection(n, s, box_of(mask), mask) for n, s, mask in found if mask.any()))
 
 
 class OwlV2(_ModelDetector):
@@ -116,7 +99,6 @@ class OwlV2(_ModelDetector):
 
     scores = (0.1, 0.2)
     max_overlap = 0.5
-    processor: Owlv2Processor
 
     @torch.inference_mode()
     def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
@@ -125,15 +107,10 @@ class OwlV2(_ModelDetector):
         inputs = self.processor(text=texts, images=image, return_tensors="pt").to(self.device)
         # The processor pads images to a square, so boxes refer to its longer side.
         side = max(image.size)
-        result = self.processor.post_process_grounded_object_detection(
-            self.model(**inputs), threshold=min(self.scores), target_sizes=[(side, side)]
-        )[0]
-        return DetectionResult(
-            tuple(
-                Detection(classes[int(label)], float(score), clipped(box, image.size))
-                for score, label, box in zip(result["scores"], result["labels"], result["boxes"])
-            )
-        )
+        options = {"threshold": min(self.scores), "target_sizes": [(side, side)]}
+        (result,) = self.processor.post_process_grounded_object_detection(self.model(**inputs), **options)
+        found = zip([classes[int(label)] for label in result["labels"]], result["scores"], result["boxes"])
+        return DetectionResult(tuple(Detection(n, float(score), clipped(box, image.size)) for n, score, box in found))
 
 
 class GroundingDino(_ModelDetector):
@@ -142,27 +119,19 @@ class GroundingDino(_ModelDetector):
     scores = (0.3, 0.35)
     max_overlap = 0.7
     text_threshold = 0.25
-    processor: GroundingDinoProcessor
 
     @torch.inference_mode()
     def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
         """Instances of the given classes; phrases that match no class are dropped."""
         text = " ".join(f"{name.lower()}." for name in classes)
         inputs = self.processor(images=image, text=text, return_tensors="pt").to(self.device)
-        result = self.processor.post_process_grounded_object_detection(
-            self.model(**inputs),
-            inputs["input_ids"],
-            threshold=min(self.scores),
-            text_threshold=self.text_threshold,
-            target_sizes=[(image.height, image.width)],
-        )[0]
-        phrases = result.get("text_labels", None) or result["labels"]
-        out = []
-        for score, phrase, box in zip(result["scores"], phrases, result["boxes"]):
-            label = phrase_to_class(phrase, classes)
-            if label is not None:
-                out.append(Detection(label, float(score), clipped(box, image.size)))
-        return DetectionResult(tuple(out))
+        options = {"threshold": min(self.scores), "text_threshold": self.text_threshold}
+        (result,) = self.processor.post_process_grounded_object_detection(
+            self.model(**inputs), inputs["input_ids"], target_sizes=[image.size[::-1]], **options
+        )
+        labels = [phrase_to_class(phrase, classes) for phrase in result.get("text_labels", None) or result["labels"]]
+        found = zip(labels, result["scores"], result["boxes"])
+        return DetectionResult(tuple(Detection(n, float(s), clipped(box, image.size)) for n, s, box in found if n))
 
 
 def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
@@ -244,8 +213,7 @@ class ClipColours:
         if label not in self._classifiers:
             texts = [t.format(colour=colour, label=label) for colour in COLOURS for t in self.templates]
             inputs = self.processor(text=texts, return_tensors="pt", padding=True, truncation=True)
-            inputs = inputs.to(next(self.model.parameters()).device)
-            keys = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+            keys = {key: inputs[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
             rows = self._embed(self.model.get_text_features(**keys))
             means = rows.reshape(len(COLOURS), len(self.templates), -1).mean(1)
             self._classifiers[label] = torch.nn.functional.normalize(means, dim=-1)
@@ -256,10 +224,8 @@ class ClipColours:
         """The nearest of the ten colour words for each detection."""
         if not detections:
             return []
-        inputs = self.processor(images=[cut_out(image, d) for d in detections], return_tensors="pt")
-        parameter = next(self.model.parameters())
-        pixels = inputs["pixel_values"].to(parameter.device, parameter.dtype)
-        rows = self._embed(self.model.get_image_features(pixel_values=pixels))
+        cut = pixels(self.model, self.processor, [cut_out(image, d) for d in detections])
+        rows = self._embed(self.model.get_image_features(pixel_values=cut))
         return [COLOURS[i] for i in (rows @ self._classifier(label).T).argmax(1).tolist()]
 
 

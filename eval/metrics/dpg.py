@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Progress, Rows
+from visspec.eval.metrics.results import Progress, Rows, silent
 from visspec.io.images import MAX_PIXELS, open_image
 
 Answer = Callable[[Image.Image, str], str]
@@ -105,7 +105,7 @@ def evaluate(
     compat: bool = False,
     max_pixels: int = MAX_PIXELS,
     results: str | Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict:
     """Mean score in per cent over items (each the mean over its crops and questions), and by category.
 
@@ -118,8 +118,7 @@ def evaluate(
     problems: list[str] = []
     done = Rows(results, digest("dpg", model, resolution))
     for i, item in enumerate(items):
-        if progress:
-            progress(i, len(items))
+        progress(i, len(items))
         try:
             if compat:
                 _require_parents(item)
@@ -134,23 +133,17 @@ def evaluate(
         if item.id not in done.rows:
             said = [[answer(picture, q.text) for q in item.questions] for picture in pictures]
             done.add({"id": item.id, "prompt": item.prompt, "answers": said})
-        raw = [
-            {q.number: _yes(text, compat) for q, text in zip(item.questions, texts)}
-            for texts in done.rows[item.id]["answers"]
-        ]
+        said = done.rows[item.id]["answers"]
+        raw = [{q.number: _yes(text, compat) for q, text in zip(item.questions, texts)} for texts in said]
         final = [propagated(item, answers) for answers in raw]
         scores.append(float(np.mean([np.mean(list(answers.values())) for answers in final])))
         for answers in [raw[-1]] if compat else final:
             for q in item.questions:
                 categories.setdefault(q.category, []).append(float(answers[q.number]))
-    if progress:
-        progress(len(items), len(items))
+    progress(len(items), len(items))
     if len(problems) == len(items):
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
-    return {
-        "name": f"DPG-Bench[{model}]" + (" (compat)" if compat else ""),
-        "value": 100 * float(np.mean(scores)),
-        "n": len(scores),
-        "categories": {name: 100 * float(np.mean(values)) for name, values in sorted(categories.items())},
-        "problems": problems,
-    }
+    name = f"DPG-Bench[{model}]" + (" (compat)" if compat else "")
+    shares = {kind: 100 * float(np.mean(values)) for kind, values in sorted(categories.items())}
+    found = {"name": name, "value": 100 * float(np.mean(scores)), "n": len(scores)}
+    return found | {"categories": shares, "problems": problems}

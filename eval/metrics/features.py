@@ -6,7 +6,7 @@ described in `preprocessing` and included in `fingerprint`, with a hash of the w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
-from visspec.eval.metrics.results import Progress
+from visspec.eval.metrics.results import Progress, silent
 from visspec.io.images import MAX_PIXELS, image_files, iter_images
 
 if TYPE_CHECKING:
@@ -96,26 +96,28 @@ class RandomConv:
         return torch.cat([mean, std], dim=1).cpu()
 
 
+def pixels(model: PreTrainedModel, processor: Callable, images: Iterable[Any]) -> torch.Tensor:
+    """What a transformers processor makes of images, on the model's device and in its dtype."""
+    return processor(images=list(images), return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
+
+
 class TransformersFeatures:
     """Image embeddings of a transformers model (CLIP's projection, DINOv2's class token) with its own processor."""
 
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
-        self.model, self.processor = model.eval(), processor
+        self.model, self.processor, self.name = model.eval(), processor, name
         config = model.config
         vision = getattr(config, "vision_config", config)
         projected = getattr(model, "get_image_features", None)
         self.embed: Callable[..., Any] = projected or model
         self.dim: int = config.projection_dim if projected else vision.hidden_size
-        self.name = name
         self.preprocessing = f"transformers {type(processor).__name__} {_settings(processor)}"
         self.fingerprint = digest(name, weights_hash(model), self.preprocessing)
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """float32 (n, dim)."""
-        pixels = self.processor(images=list(_checked(images)), return_tensors="pt")["pixel_values"]
-        parameter = next(self.model.parameters())
-        out = self.embed(pixel_values=pixels.to(parameter.device, parameter.dtype))
+        out = self.embed(pixel_values=pixels(self.model, self.processor, _checked(images)))
         if not isinstance(out, torch.Tensor):
             out = out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
         return out.float().cpu()
@@ -133,9 +135,7 @@ class Logits:
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """float32 (n, classes)."""
-        pixels = self.processor(images=list(_checked(images)), return_tensors="pt")["pixel_values"]
-        parameter = next(self.model.parameters())
-        return self.model(pixel_values=pixels.to(parameter.device, parameter.dtype)).logits.float().cpu()
+        return self.model(pixel_values=pixels(self.model, self.processor, _checked(images))).logits.float().cpu()
 
 
 def _settings(processor: object) -> str:
@@ -198,12 +198,9 @@ class Inception:
             raise ValueError(f"{path} has SHA-256 {found[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception")
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-        self.verified = True
-        self.device = torch.device(device)
-        self.network = FeatureExtractorInceptionV3(
-            "inception-v3-compat", ["2048"], feature_extractor_weights_path=str(path)
-        )
-        self.network = self.network.to(self.device).eval()
+        self.verified, self.device = True, torch.device(device)
+        network = FeatureExtractorInceptionV3(self.name, ["2048"], feature_extractor_weights_path=str(path))
+        self.network = network.to(self.device).eval()
         self.fingerprint = digest(self.name, found, self.preprocessing)
 
     @torch.inference_mode()
@@ -227,7 +224,7 @@ def gather(
     sink: Callable[[torch.Tensor], object],
     batch_size: int = 32,
     max_pixels: int = MAX_PIXELS,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> FeatureTable:
     """Features of a folder's images, in natural order, passed to `sink` in batches; unusable files are listed.
 
@@ -241,7 +238,8 @@ def gather(
 
     def flush() -> int:
         try:
-            features = extractor(_stack([pixels for _, pixels in batch]))
+            stack = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
+            features = extractor(stack.permute(0, 3, 1, 2).contiguous())
         except ValueError as error:  # the size of the batch is not supported by the extractor
             broken.extend((path, f"{path}: {error}") for path, _ in batch)
             return 0
@@ -252,16 +250,14 @@ def gather(
 
     files = image_files(folder)
     for path, image in iter_images(files, broken, max_pixels):
-        if progress:
-            progress(n + len(batch) + len(broken), len(files))
+        progress(n + len(batch) + len(broken), len(files))
         pixels = np.asarray(image)
         if batch and (len(batch) == batch_size or batch[0][1].shape != pixels.shape):
             n += flush()
             batch = []
         batch.append((path, pixels))
     n += flush() if batch else 0
-    if progress:
-        progress(len(files), len(files))
+    progress(len(files), len(files))
     problems = tuple(reason for _, reason in broken)
     if not n:
         raise ValueError(
@@ -270,12 +266,8 @@ def gather(
     return FeatureTable(n, content.hexdigest()[:16], problems)
 
 
-def _stack(batch: list[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(batch)).permute(0, 3, 1, 2).contiguous()
-
-
 def table(
-    folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, progress: Progress | None = None
+    folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, progress: Progress = silent
 ) -> tuple[torch.Tensor, FeatureTable]:
     """All features of a folder (n, dim), for the metrics that need the rows, and the result of `gather`."""
     parts: list[torch.Tensor] = []
@@ -285,15 +277,16 @@ def table(
 
 @dataclass(frozen=True)
 class Pair:
-    """Feature tables of a generated and a reference folder, with the problems to report."""
+    """Feature tables of a generated and a reference folder by one extractor, with the problems to report."""
 
     generated: torch.Tensor
     reference: torch.Tensor
+    extractor: FeatureExtractor
     problems: tuple[str, ...]
 
-    def result(self, name: str, extractor: FeatureExtractor, values: dict[str, float]) -> dict:
+    def result(self, name: str, values: dict[str, float]) -> dict:
         """A result row: name, values, both counts, extractor and problems."""
-        described = {"extractor": extractor.name, "fingerprint": extractor.fingerprint}
+        described = {"extractor": self.extractor.name, "fingerprint": self.extractor.fingerprint}
         counts = {"n": len(self.generated), "n_reference": len(self.reference)}
         return {"name": name, **values, **counts, **described, "problems": list(self.problems)}
 
@@ -303,11 +296,11 @@ def pair(
     reference: str | Path,
     extractor: FeatureExtractor,
     batch_size: int = 32,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Pair:
     """Features of two folders by one extractor; different counts are a problem, because most metrics depend on N."""
     (x, first), (y, second) = (table(folder, extractor, batch_size, progress) for folder in (generated, reference))
     problems = [*first.problems, *second.problems]
     if len(x) != len(y):
         problems.append(f"different counts: {len(x)} images against {len(y)} of the reference")
-    return Pair(x, y, tuple(problems))
+    return Pair(x, y, extractor, tuple(problems))

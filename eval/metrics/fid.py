@@ -5,14 +5,14 @@ graph, checked by hash; with any other extractor it is `FD[extractor]`. It is bi
 equal N only, and relative to the noise floor, the distance between two halves of the reference.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, gather, metric_name
+from visspec.eval.metrics.features import FeatureExtractor, gather, metric_name
 from visspec.eval.metrics.references import Reference
-from visspec.eval.metrics.results import Progress
+from visspec.eval.metrics.results import Progress, silent
 from visspec.eval.metrics.statistics import GaussianStats
 from visspec.io.images import MAX_PIXELS
 
@@ -73,16 +73,6 @@ class FrechetResult:
     preprocessing: str
     problems: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        text = f"{self.name} = {self.value:.6g}  (N = {self.n} against {self.n_reference} of the reference; "
-        text += f"noise floor {self.noise_floor:.3g} between halves of {self.noise_floor_n}, "
-        text += f"about {self.noise_floor_here:.3g} at these N)"
-        return "\n".join([text, *(f"problem: {problem}" for problem in self.problems)])
-
-    def to_dict(self) -> dict:
-        """Plain values for a result file."""
-        return asdict(self)
-
 
 def compare(stats: GaussianStats, reference: Reference, extractor: FeatureExtractor, problems=()) -> FrechetResult:
     """Distance of statistics to a reference; ValueError if the reference was made with another extractor."""
@@ -93,19 +83,9 @@ def compare(stats: GaussianStats, reference: Reference, extractor: FeatureExtrac
     notes = list(problems)
     if stats.n != reference.stats.n:
         notes.append(f"different counts: {stats.n} images against {reference.stats.n} of the reference")
-    return FrechetResult(
-        metric_name(extractor),
-        frechet_distance(stats, reference.stats),
-        stats.n,
-        reference.stats.n,
-        floor,
-        half,
-        here,
-        extractor.name,
-        extractor.fingerprint,
-        extractor.preprocessing,
-        tuple(notes),
-    )
+    value, counts = frechet_distance(stats, reference.stats), (stats.n, reference.stats.n)
+    described = extractor.name, extractor.fingerprint, extractor.preprocessing
+    return FrechetResult(metric_name(extractor), value, *counts, floor, half, here, *described, tuple(notes))
 
 
 def from_folder(
@@ -114,9 +94,9 @@ def from_folder(
     extractor: FeatureExtractor,
     batch_size: int = 32,
     max_pixels: int = MAX_PIXELS,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> FrechetResult:
     """Distance of a folder's images to a reference; broken files are listed in `problems` and excluded from N."""
     stats = GaussianStats(extractor.dim)
-    gathered: FeatureTable = gather(folder, extractor, stats.update, batch_size, max_pixels, progress)
+    gathered = gather(folder, extractor, stats.update, batch_size, max_pixels, progress)
     return compare(stats, reference, extractor, gathered.problems)

@@ -26,7 +26,7 @@ from visspec.eval.metrics.detection import (
     Detector,
     digest,
 )
-from visspec.eval.metrics.results import Progress, Rows
+from visspec.eval.metrics.results import Progress, Rows, silent
 from visspec.io import included
 from visspec.io.images import MAX_PIXELS, inside, open_image
 
@@ -288,7 +288,7 @@ def evaluate(
     detector: Detector | None = None,
     colours: ColourClassifier | None = None,
     max_pixels: int = MAX_PIXELS,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Report:
     """Score every image under `root`, or of the given prompts, and append each row to the JSONL file `results`.
 
@@ -309,8 +309,7 @@ def evaluate(
             found = evaluate_image(path, filename, prompt.metadata, detector, colours, max_pixels=max_pixels)
             row = done.add(found | {"image": image})
         rows.append(row)
-        if progress:
-            progress(i + 1, len(jobs))
+        progress(i + 1, len(jobs))
     problems = [prompt.problem for prompt in prompts if prompt.problem]
     problems += [f"{row['filename']}: {row['reason']}" for row in rows if row.get("broken")]
     problems += _uneven(prompts)

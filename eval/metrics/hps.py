@@ -5,20 +5,18 @@ preference-tuned CLIP-H. Scores of v2.0 and v2.1 weights are not comparable, so 
 Images are `<style>/<index:05d>.jpg`, in the order of the prompts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
+from visspec.eval.metrics.clipscore import ScoredPair, Scorer, resumed_cosines
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Progress, Rows
-from visspec.io.images import MAX_PIXELS, SUFFIXES, open_image
+from visspec.eval.metrics.results import Progress, Rows, silent
+from visspec.io.images import MAX_PIXELS, SUFFIXES
 
 GROUP = 80  # prompts; the published standard deviation is over groups
 VERSIONS = ("v2.0", "v2.1")
-
-Scorer = Callable[[Sequence[Image.Image], Sequence[str]], np.ndarray]
 
 
 def evaluate(
@@ -31,7 +29,7 @@ def evaluate(
     max_pixels: int = MAX_PIXELS,
     results: str | Path | None = None,
     model: str = "",
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict:
     """100 x mean cosine by style with the spread over groups of 80 prompts, and the mean of the styles.
 
@@ -46,46 +44,26 @@ def evaluate(
     styles, problems = {}, []
     done = Rows(results, digest("hps", version, model))
     for style, texts in prompts.items():
-        values: dict[int, float] = {}
-        for start in range(0, len(texts), batch_size):
-            images, indices, keys = [], [], {}
-            for i in range(start, min(start + batch_size, len(texts))):
-                path = _file(Path(root) / style, i, compat)
-                keys[i] = digest(style, i, texts[i], path.read_bytes() if path.is_file() else b"")
-                if keys[i] in done.rows:
-                    values[i] = 100 * done.rows[keys[i]]["cosine"]
-                    continue
-                try:
-                    images.append(open_image(path, max_pixels))
-                    indices.append(i)
-                except (ValueError, FileNotFoundError) as error:
-                    if compat:
-                        raise
-                    problems.append(f"{style}/{i:05d}: {error}")
-            if images:
-                found = np.asarray(scorer(images, [texts[i] for i in indices]), float)
-                values |= dict(zip(indices, 100 * found))
-                for i, cosine in zip(indices, found.tolist()):
-                    done.add({"id": keys[i], "style": style, "index": i, "cosine": cosine})
-            if progress:
-                progress(min(start + batch_size, len(texts)), len(texts))
+        pairs = []
+        for i, text in enumerate(texts):
+            path = _file(Path(root) / style, i, compat)
+            key = digest(style, i, text, path.read_bytes() if path.is_file() else b"")
+            pairs.append(ScoredPair(path, text, {"id": key, "style": style, "index": i}))
+        values, broken = resumed_cosines(pairs, scorer, done, batch_size, max_pixels, progress)
+        for i, error in broken.items():
+            if compat:
+                raise error
+            problems.append(f"{style}/{i:05d}: {error}")
         if not values:
             raise ValueError(f"no image of {Path(root) / style} can be read")
         groups: dict[int, list[float]] = {}
-        for i, value in values.items():
-            groups.setdefault(i // GROUP, []).append(value)
+        for i, cosine in values.items():
+            groups.setdefault(i // GROUP, []).append(100 * cosine)
         means = [float(np.mean(group)) for group in groups.values()]
         styles[style] = {"value": float(np.mean(means)), "spread": float(np.std(means)), "n": len(values)}
-    value = float(np.mean([style["value"] for style in styles.values()]))
-    n = sum(style["n"] for style in styles.values())
-    return {
-        "name": f"HPS {version}",
-        "version": version,
-        "value": value,
-        "n": n,
-        "styles": styles,
-        "problems": problems,
-    }
+    value, n = float(np.mean([style["value"] for style in styles.values()])), sum(s["n"] for s in styles.values())
+    found = {"name": f"HPS {version}", "version": version, "value": value, "n": n}
+    return found | {"styles": styles, "problems": problems}
 
 
 def _file(folder: Path, index: int, compat: bool) -> Path:

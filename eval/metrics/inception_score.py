@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from visspec.eval.metrics.features import FeatureExtractor, table
-from visspec.eval.metrics.results import Progress
+from visspec.eval.metrics.results import Progress, silent
 
 SPLITS = 10
 SEED = 2020
@@ -29,17 +29,10 @@ def from_logits(
 
 
 def from_folder(
-    folder: str | Path, classifier: FeatureExtractor, splits: int = SPLITS, progress: Progress | None = None
+    folder: str | Path, classifier: FeatureExtractor, splits: int = SPLITS, progress: Progress = silent
 ) -> dict:
     """The result row of an image folder; `classifier` is an extractor whose features are logits."""
     logits, met = table(folder, classifier, progress=progress)
     mean, std = from_logits(logits, splits)
-    described = {"extractor": classifier.name, "fingerprint": classifier.fingerprint}
-    return {
-        "name": f"IS[{classifier.name}]",
-        "value": mean,
-        "std": std,
-        "n": met.n,
-        **described,
-        "problems": list(met.problems),
-    }
+    found = {"name": f"IS[{classifier.name}]", "value": mean, "std": std, "n": met.n, "extractor": classifier.name}
+    return found | {"fingerprint": classifier.fingerprint, "problems": list(met.problems)}

@@ -4,12 +4,9 @@ k(x, y) = (x . y / d + 1)^3, averaged over random subsets; called KID only with 
 Computed by torch-fidelity.
 """
 
-from pathlib import Path
-
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, metric_name, pair
-from visspec.eval.metrics.results import Progress
+from visspec.eval.metrics.features import Pair, metric_name
 
 SUBSETS = 100
 SUBSET_SIZE = 1000
@@ -33,18 +30,9 @@ def from_features(
     return found["kernel_inception_distance_mean"], found["kernel_inception_distance_std"]
 
 
-def from_folders(
-    generated: str | Path,
-    reference: str | Path,
-    extractor: FeatureExtractor,
-    batch_size: int = 32,
-    progress: Progress | None = None,
-    subsets: int = SUBSETS,
-    subset_size: int | None = None,
-) -> dict:
+def from_pair(tables: Pair, subsets: int = SUBSETS, subset_size: int | None = None) -> dict:
     """The result row of two image folders; a subset is of 1,000 images by default, or of all there are."""
-    tables = pair(generated, reference, extractor, batch_size, progress)
     size = subset_size or min(SUBSET_SIZE, len(tables.generated), len(tables.reference))
     mean, std = from_features(tables.generated, tables.reference, subsets, size)
     values = {"value": mean, "std": std, "subsets": subsets, "subset_size": size}
-    return tables.result(metric_name(extractor, "KID", "KID"), extractor, values)
+    return tables.result(metric_name(tables.extractor, "KID", "KID"), values)

@@ -5,12 +5,9 @@ with the distance to their k-th nearest neighbour as radius. Recall: the same wi
 Computed by torch-fidelity.
 """
 
-from pathlib import Path
-
 import torch
 
-from visspec.eval.metrics.features import FeatureExtractor, pair
-from visspec.eval.metrics.results import Progress
+from visspec.eval.metrics.features import Pair
 
 NEIGHBOURS = 3
 
@@ -25,16 +22,7 @@ def from_features(generated: torch.Tensor, reference: torch.Tensor, k: int = NEI
     return prc_features_to_metric(generated.double(), reference.double(), **settings)
 
 
-def from_folders(
-    generated: str | Path,
-    reference: str | Path,
-    extractor: FeatureExtractor,
-    batch_size: int = 32,
-    progress: Progress | None = None,
-    k: int = NEIGHBOURS,
-) -> dict:
+def from_pair(tables: Pair, k: int = NEIGHBOURS) -> dict:
     """The result row of two image folders; its value is the F score."""
-    tables = pair(generated, reference, extractor, batch_size, progress)
     values = from_features(tables.generated, tables.reference, k)
-    named = {"value": values["f_score"]} | values | {"k": k}
-    return tables.result(f"precision-recall[{extractor.name}]", extractor, named)
+    return tables.result(f"precision-recall[{tables.extractor.name}]", {"value": values["f_score"], **values, "k": k})

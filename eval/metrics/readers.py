@@ -10,16 +10,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from visspec.eval.metrics.tasks import (
-    Sample,
-    Task,
-    caption_scores,
-    exact,
-    mme_scores,
-    multiple_choice,
-    vqa,
-    yes_or_no,
-)
+from visspec.eval.metrics import tasks
+from visspec.eval.metrics.tasks import Sample, Task
 from visspec.io.images import SUFFIXES, inside, natural_key
 
 MAX_BYTES = 1_000_000_000
@@ -50,19 +42,13 @@ def _task(name: str, source: Path, samples: Callable[[], Iterable[Sample]], toke
         found = list(samples())
     except (KeyError, TypeError, AttributeError, IndexError, SyntaxError) as error:
         raise ValueError(f"{source} is not a {name} file: {type(error).__name__} {error}") from None
-    there: list[Sample] = []
-    problems: list[str] = []
-    for sample in found:
-        missing = next((path for path in sample.files if not path.is_file()), None)
-        if missing is None:
-            there.append(sample)
-        else:
-            problems.append(f"{sample.id}: there is no image file {missing}")
+    missing = [next((path for path in sample.files if not path.is_file()), None) for sample in found]
+    there = tuple(sample for sample, lost in zip(found, missing) if lost is None)
+    problems = tuple(f"{sample.id}: there is no image file {lost}" for sample, lost in zip(found, missing) if lost)
     if not there:
-        raise ValueError(
-            f"{source} has no sample whose image exists" + (f"; the first problem: {problems[0]}" if found else "")
-        )
-    return Task(name, tuple(there), tokens, score, problems=tuple(problems), **more)
+        first = f"; the first problem: {problems[0]}" if found else ""
+        raise ValueError(f"{source} has no sample whose image exists{first}")
+    return Task(name, there, tokens, score, problems=problems, **more)
 
 
 def coco_captions(annotations: str | Path, images: str | Path) -> Task:
@@ -78,7 +64,9 @@ def coco_captions(annotations: str | Path, images: str | Path) -> Task:
                 path = inside(images, row["file_name"])
                 yield Sample(str(row["id"]), path, "Describe the image briefly.", tuple(texts[row["id"]]))
 
-    return _task("coco-captions", Path(annotations), samples, 64, lambda sample, text: None, aggregate=caption_scores)
+    return _task(
+        "coco-captions", Path(annotations), samples, 64, lambda sample, text: None, aggregate=tasks.caption_scores
+    )
 
 
 def textvqa(questions: str | Path, images: str | Path) -> Task:
@@ -90,7 +78,7 @@ def textvqa(questions: str | Path, images: str | Path) -> Task:
             path = inside(images, f"{row['image_id']}.jpg")
             yield Sample(str(row["question_id"]), path, row["question"], tuple(row["answers"]))
 
-    return _task("textvqa", Path(questions), samples, 16, vqa, suffix=SHORT)
+    return _task("textvqa", Path(questions), samples, 16, tasks.vqa, suffix=SHORT)
 
 
 def vqav2(questions: str | Path, annotations: str | Path, images: str | Path, prefix: str = "COCO_val2014_") -> Task:
@@ -103,7 +91,7 @@ def vqav2(questions: str | Path, annotations: str | Path, images: str | Path, pr
             path = inside(images, f"{prefix}{int(row['image_id']):012d}.jpg")
             yield Sample(str(row["question_id"]), path, row["question"], answers[row["question_id"]])
 
-    return _task("vqav2", Path(questions), samples, 16, vqa, suffix=SHORT)
+    return _task("vqav2", Path(questions), samples, 16, tasks.vqa, suffix=SHORT)
 
 
 def gqa(questions: str | Path, images: str | Path) -> Task:
@@ -114,7 +102,7 @@ def gqa(questions: str | Path, images: str | Path) -> Task:
         for key, row in data.items():
             yield Sample(str(key), inside(images, f"{row['imageId']}.jpg"), row["question"], (row["answer"],))
 
-    return _task("gqa", Path(questions), samples, 16, exact, suffix=SHORT)
+    return _task("gqa", Path(questions), samples, 16, tasks.exact, suffix=SHORT)
 
 
 def scienceqa(problems: str | Path, images: str | Path, split: str = "test") -> Task:
@@ -128,7 +116,7 @@ def scienceqa(problems: str | Path, images: str | Path, split: str = "test") -> 
                 path = inside(images, f"{split}/{key}/{row['image']}")
                 yield Sample(str(key), path, text, (chr(65 + row["answer"]),), tuple(row["choices"]))
 
-    return _task("scienceqa", Path(problems), samples, 16, multiple_choice, suffix=LETTER)
+    return _task("scienceqa", Path(problems), samples, 16, tasks.multiple_choice, suffix=LETTER)
 
 
 def mme(root: str | Path) -> Task:
@@ -146,23 +134,17 @@ def mme(root: str | Path) -> Task:
             texts = category / "questions_answers_YN" if nested else category
             pictures = category / "images" if nested else category
             for file in sorted(texts.glob("*.txt"), key=natural_key):
-                image = next(
-                    (p for s in SUFFIXES if (p := pictures / (file.stem + s)).is_file()), pictures / f"{file.stem}.png"
-                )
+                files = [pictures / (file.stem + suffix) for suffix in SUFFIXES]
+                image, name = next(filter(Path.is_file, files), files[0]), f"{category.name}/{file.stem}"
                 for i, line in enumerate(file.read_text(encoding="utf-8").splitlines()):
                     if line.strip():
-                        question, answer = line.rsplit("\t", 1)
-                        extra = {"category": category.name, "image": f"{category.name}/{file.stem}"}
-                        yield Sample(f"{category.name}/{file.stem}/{i}", image, question, (answer.strip(),), (), extra)
+                        question, tab, answer = line.rpartition("\t")
+                        if not tab:
+                            raise ValueError(f"{file} has a line without a tab between question and answer")
+                        extra = {"category": category.name, "image": name}
+                        yield Sample(f"{name}/{i}", image, question, (answer.strip(),), (), extra)
 
-    try:
-        return _task("mme", root, samples, 16, yes_or_no, aggregate=mme_scores)
-    except ValueError as error:
-        if "unpack" in str(error):
-            raise ValueError(
-                f"a question file under {root} has a line without a tab between question and answer"
-            ) from None
-        raise
+    return _task("mme", root, samples, 16, tasks.yes_or_no, aggregate=tasks.mme_scores)
 
 
 def mmmu(rows: str | Path, images: str | Path) -> Task:
@@ -181,4 +163,4 @@ def mmmu(rows: str | Path, images: str | Path) -> Task:
             image = paths if more else paths[0]
             yield Sample(str(row["id"]), image, row["question"], (row["answer"],), tuple(map(str, options)))
 
-    return _task("mmmu", Path(rows), samples, 16, multiple_choice, suffix=LETTER)
+    return _task("mmmu", Path(rows), samples, 16, tasks.multiple_choice, suffix=LETTER)

@@ -12,7 +12,7 @@ import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import FeatureExtractor, gather
-from visspec.eval.metrics.results import Progress
+from visspec.eval.metrics.results import Progress, silent
 from visspec.eval.metrics.statistics import GaussianStats, merged
 from visspec.io.files import replacing, write_json
 from visspec.io.images import image_files
@@ -71,7 +71,7 @@ def from_folder(
     extractor: FeatureExtractor,
     cache: str | Path | None = None,
     batch_size: int = 32,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> Reference:
     """Reference of a folder's images, read from the cache folder if it has one for these images and extractor."""
     if cache is None:
@@ -121,12 +121,10 @@ def load(path: str | Path) -> Reference:
         if described["tensors"] != digest(data):
             raise ValueError("its JSON file describes other tensors")
         tensors = from_bytes(data)
-        parts = [
-            GaussianStats.from_state_dict(
-                {k.split(".", 1)[1]: v for k, v in tensors.items() if k.startswith(f"{name}.")}
-            )
-            for name in ("all", "first", "second")
-        ]
+        parts = []
+        for name in ("all.", "first.", "second."):
+            state = {key.removeprefix(name): value for key, value in tensors.items() if key.startswith(name)}
+            parts.append(GaussianStats.from_state_dict(state))
         fields = {key: str(described[key]) for key in ("extractor", "fingerprint", "preprocessing", "content")}
         return Reference(parts[0], (parts[1], parts[2]), problems=tuple(described["problems"]), **fields)
     except FileNotFoundError:

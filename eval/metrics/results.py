@@ -11,6 +11,10 @@ from visspec.io.files import append_json
 Progress = Callable[[int, int], object]  # (done, total)
 
 
+def silent(done: int, total: int) -> None:
+    """Shows no progress."""
+
+
 class Rows:
     """Rows by key, read from and appended to `path`; only in memory if it is None.
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Progress, Rows
+from visspec.eval.metrics.results import Progress, Rows, silent
 from visspec.io.images import MAX_PIXELS, open_image
 
 Score = Callable[["Sample", str], float | None]
@@ -87,7 +87,7 @@ def run(
     model: str,
     judge: Score | None = None,
     max_pixels: int = MAX_PIXELS,
-    progress: Progress | None = None,
+    progress: Progress = silent,
 ) -> dict:
     """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
 
@@ -100,8 +100,7 @@ def run(
     for i, sample in enumerate(task.samples):
         if sample.id not in done.rows:
             done.add(_answer(task, sample, generate, judge or task.score, max_pixels))
-        if progress:
-            progress(i + 1, len(task.samples))
+        progress(i + 1, len(task.samples))
     return _summary(task, model, [done.rows[sample.id] for sample in task.samples])
 
 
@@ -140,9 +139,9 @@ def vqa(sample: Sample, text: str) -> float:
 
 def multiple_choice(sample: Sample, text: str) -> float:
     """1 when the stated letter is the answer; without choices, exact match."""
-    return (
-        float(text_scores.letter(text, sample.choices) == sample.answers[0]) if sample.choices else exact(sample, text)
-    )
+    if not sample.choices:
+        return exact(sample, text)
+    return float(text_scores.letter(text, sample.choices) == sample.answers[0])
 
 
 def yes_or_no(sample: Sample, text: str) -> float:
@@ -153,13 +152,9 @@ def yes_or_no(sample: Sample, text: str) -> float:
 def caption_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, float]:
     """Corpus BLEU-4, mean ROUGE-L and mean CIDEr-D. METEOR and SPICE are not supported: see `text_scores`."""
     truths = [sample.answers for sample in samples]
-    rouge = [text_scores.rouge_l(text, truth) for text, truth in zip(texts, truths)]
-    cider = text_scores.cider_d(texts, truths)
-    return {
-        "bleu4": text_scores.bleu(texts, truths),
-        "rouge_l": float(np.mean(rouge)),
-        "cider_d": float(np.mean(cider)),
-    }
+    rouge = float(np.mean([text_scores.rouge_l(text, truth) for text, truth in zip(texts, truths)]))
+    cider = float(np.mean(text_scores.cider_d(texts, truths)))
+    return {"bleu4": text_scores.bleu(texts, truths), "rouge_l": rouge, "cider_d": cider}
 
 
 def mme_scores(samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, float]:

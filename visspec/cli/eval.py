@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,7 +164,7 @@ def run(arguments: MetricOptions) -> int:
 
 def two_folders(arguments: FoldersOptions) -> Row:
     """fid, kid, cmmd, precision-recall."""
-    from visspec.eval.metrics import cmmd, fid, kid, named, precision_recall, references
+    from visspec.eval.metrics import cmmd, features, fid, kid, named, precision_recall, references
 
     least, size = LEAST[arguments.what], arguments.batch_size
     counts = [images_in(name, getattr(arguments, name), least) for name in ("generated", "reference")]
@@ -173,12 +173,12 @@ def two_folders(arguments: FoldersOptions) -> Row:
     with bar(sum(counts)) as progress:
         if isinstance(arguments, FidOptions):
             reference = references.from_folder(folders[1], extractor, arguments.cache, size, progress)
-            found = fid.from_folder(folders[0], reference, extractor, size, progress=progress).to_dict()
+            found = asdict(fid.from_folder(folders[0], reference, extractor, size, progress=progress))
             return _row(found | {"problems": [*reference.problems, *found["problems"]]})
-        if isinstance(arguments, KidOptions):
-            return _row(kid.from_folders(*folders, extractor, size, progress, arguments.subsets, arguments.subset_size))
-        metric = cmmd if arguments.what == "cmmd" else precision_recall
-        return _row(metric.from_folders(*folders, extractor, size, progress))
+        tables = features.pair(*folders, extractor, size, progress)
+    if isinstance(arguments, KidOptions):
+        return _row(kid.from_pair(tables, arguments.subsets, arguments.subset_size))
+    return _row((cmmd if arguments.what == "cmmd" else precision_recall).from_pair(tables))
 
 
 def inception_score(arguments: InceptionScoreOptions) -> Row:
@@ -202,11 +202,8 @@ def clip_score(arguments: ClipScoreOptions) -> Row:
     texts = {row["image"]: row["prompt"] for row in rows_with("prompt", arguments.prompts, "--prompts")}
     scorer = named.clip(arguments.model, arguments.device)
     with bar(count) as progress:
-        found = clipscore.from_folder(
-            arguments.generated, texts, scorer, clipscore.PRESETS[arguments.dialect],
-            results=results(arguments, "clipscore"), progress=progress,
-        )  # fmt: skip
-    return _row(found)
+        kept, dialect = results(arguments, "clipscore"), clipscore.PRESETS[arguments.dialect]
+        return _row(clipscore.from_folder(arguments.generated, texts, scorer, dialect, results=kept, progress=progress))
 
 
 def human_preference(arguments: HpsOptions) -> Row:
@@ -221,10 +218,8 @@ def human_preference(arguments: HpsOptions) -> Row:
         raise ValueError(f"--prompts: got {arguments.prompts}, expected JSON of {{style: [prompts]}}")
     scorer = named.clip(arguments.model, arguments.device)
     with bar(sum(map(len, prompts.values()))) as progress:
-        found = hps.evaluate(
-            arguments.generated, prompts, scorer.cosines, arguments.version,
-            results=results(arguments, "hps"), model=scorer.fingerprint, progress=progress,
-        )  # fmt: skip
+        kept = {"results": results(arguments, "hps"), "model": scorer.fingerprint, "progress": progress}
+        found = hps.evaluate(arguments.generated, prompts, scorer.cosines, arguments.version, **kept)
     return _row(found | {"name": f"{found['name']}[{scorer.name}]", "model": scorer.name})
 
 
@@ -236,24 +231,19 @@ def gen_eval(arguments: GenEvalOptions) -> Row:
     if arguments.prompts is not None:
         rows = rows_with("prompt", arguments.prompts, "--prompts")
         try:
-            rows = [
-                row if "include" in row else included.parse(row["prompt"]) | {"image": row["image"]} for row in rows
-            ]
+            rows = [r if "include" in r else included.parse(r["prompt"]) | {"image": r["image"]} for r in rows]
         except ValueError as error:
-            raise ValueError(
-                f"--prompts: {error}, expected GenEval's metadata or a prompt of an included world"
-            ) from None
+            why = f"--prompts: {error}, expected GenEval's metadata or a prompt of an included world"
+            raise ValueError(why) from None
         where = geneval.read_flat(where, rows)
     spec, colours = arguments.detector, named.colours(arguments.colours)
     detector = included.detector() if spec is None else named.detector(spec, arguments.device)
     with bar(0) as progress:
         report = geneval.evaluate(where, results(arguments, "geneval"), detector, colours, progress=progress)
     s = report.summary
-    tasks = {name: task["score"] for name, task in s["tasks"].items()}
-    return _row(
-        {"name": report.name, "value": s["overall"], "n": s["images"], "prompts": s["prompts"], "strict": s["strict"],
-         "tasks": tasks, "detector": detector.name, "problems": report.problems}
-    )  # fmt: skip
+    row = {"name": report.name, "value": s["overall"], "n": s["images"], "prompts": s["prompts"], "strict": s["strict"]}
+    row["tasks"] = {name: task["score"] for name, task in s["tasks"].items()}
+    return _row(row | {"detector": detector.name, "problems": report.problems})
 
 
 def dense_prompts(arguments: DpgOptions) -> Row:
@@ -263,11 +253,8 @@ def dense_prompts(arguments: DpgOptions) -> Row:
     items = dpg.read_items(arguments.questions)
     answer, name = answerer(arguments, max_new_tokens=8)
     with bar(len(items)) as progress:
-        found = dpg.evaluate(
-            items, arguments.generated, answer, name, arguments.resolution,
-            results=results(arguments, "dpg"), progress=progress,
-        )  # fmt: skip
-    return _row(found)
+        kept = {"results": results(arguments, "dpg"), "progress": progress}
+        return _row(dpg.evaluate(items, arguments.generated, answer, name, arguments.resolution, **kept))
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
@@ -282,9 +269,8 @@ def caption_scores(arguments: CaptionScoresOptions) -> Row:
     problems = [f"{name} has no reference" for name in captions if name not in references]
     problems += [f"there is no caption of {name}" for name in references if name not in captions]
     if not shared:
-        raise ValueError(
-            f"--references: got {arguments.references}, expected references of the images in {arguments.generated}"
-        )
+        wanted = f"references of the images in {arguments.generated}"
+        raise ValueError(f"--references: got {arguments.references}, expected {wanted}")
     samples = [tasks.Sample(name, Path(name), "", tuple(references[name])) for name in shared]
     found = tasks.caption_scores(samples, [captions[name] for name in shared])
     counts = {"n": len(shared), "n_reference": sum(len(references[name]) for name in shared)}
