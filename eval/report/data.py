@@ -8,20 +8,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from visspec.eval.metrics.intervals import wilson
 from visspec.eval.report import records
 from visspec.eval.report.records import RecordImage
+
+Interval = tuple[float, float] | None
 
 MAX_BYTES = 256 << 20
 LARGEST = 1e12
 KINDS = ("caption", "image")  # benches of methods; `kernels` has a separate table, other benches are listed
+QUALITY = {  # field -> (name, higher is better)
+    "geneval": ("GenEval score", True),
+    "strict": ("strict score", True),
+    "right": ("share of right pictures", True),
+    "fd": ("Fréchet distance", False),
+    "fd_ratio": ("FD over plain", False),
+    "latent_displacement": ("latent displacement", False),
+    "drift_per_token": ("drift per token", False),
+}
+JUDGED = ("geneval", "strict", "right", "fd", "fd_ratio")  # of the quality part's images, not of the speed runs
 REQUIRED = {"caption": ("speedup", "tau", "baselines", "provenance"), "image": ("rows",)}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A method's value of a quality measure with interval, n and a note."""
+
+    name: str
+    value: float
+    interval: Interval
+    n: int
+    words: str = ""
 
 
 @dataclass
 class Method:
     """One way of decoding, measured: a caption record or a row of an image record."""
 
-    number: int
+    index: int  # on the page, from 1
     kind: str
     record: dict[str, Any]
     folder: Path  # base of its image paths
@@ -32,7 +56,7 @@ class Method:
     def label(self) -> str:
         given = self.record.get("method") or self.record.get("name")
         parts = [self.record.get("drafter_name") or self.record.get("drafter"), self.record.get("acceptance")]
-        return str(given or " · ".join(str(p) for p in parts if p) or f"method {self.number}")
+        return str(given or " · ".join(str(p) for p in parts if p) or f"method {self.index}")
 
     @property
     def n(self) -> int:
@@ -42,6 +66,40 @@ class Method:
                 return int(prompts)
         return len(self.images)
 
+    def value(self, field: str) -> float | None:
+        """A field of its record that is a number."""
+        return number(self.record.get(field))
+
+    @property
+    def speed(self) -> float | None:
+        """Its speed-up if that is a positive number."""
+        found = self.value("speedup")
+        return found if found and found > 0 else None
+
+    @property
+    def speed_interval(self) -> Interval:
+        return interval(self.record.get("speedup_ci95"))
+
+    @property
+    def exact(self) -> bool:
+        return str(self.record.get("guarantee") or "").startswith("exact")
+
+    def quality(self, field: str) -> Quality | None:
+        """Its measure of that name in `QUALITY`; None if it was not measured."""
+        name, drawn = QUALITY[field][0], self.value("quality_n") if field in JUDGED else None
+        value, n = self.value(field), int(drawn or self.n)
+        if field == "right":
+            judged = [right for right in (image.judged[0] for image in self.images) if right is not None]
+            if value is None and judged:  # no share over all images: use the images of the record
+                value, n = sum(judged) / len(judged), len(judged)
+            return None if value is None else Quality(name, value, wilson(value * n, n) if n else None, n)
+        if value is None:
+            return None
+        floor = self.value("fd_noise_floor") if field == "fd" else None
+        words = "" if floor is None else f"noise floor about {floor:.3g} at this n"
+        spread = interval(self.record.get(f"{field}_ci95")) if f"{field}_ci95" in records.METHOD else None
+        return Quality(name, value, spread, n, words)
+
 
 def number(value: Any) -> float | None:
     """A number that can be plotted, or None for anything else (null, NaN, absent, beyond `LARGEST`)."""
@@ -50,11 +108,15 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def interval(value: Any) -> tuple[float, float] | None:
+def interval(value: Any) -> Interval:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         return None
     low, high = number(value[0]), number(value[1])
     return None if low is None or high is None else (low, high)
+
+
+def positive(pair: Interval) -> Interval:
+    return pair if pair and min(pair) > 0 else None
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -95,6 +157,12 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
     return methods
 
 
+def pairs_of(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The provenance of a record, as text."""
+    found = record.get("provenance")
+    return [(str(key), str(value)) for key, value in found.items()] if isinstance(found, dict) else []
+
+
 def rows_of(record: Mapping[str, Any], where: str, what: str) -> list[Any]:
     """The rows of a record. Raises ValueError unless they are a list that is not empty."""
     rows = record.get("rows")
@@ -122,20 +190,18 @@ def pictures_of(row: dict[str, Any], where: str) -> list[RecordImage]:
 def check(record: Any, where: str) -> None:
     """Checks the types of known fields; unknown fields are ignored."""
     _expect(record, dict, where)
-    types: dict[str, type | tuple[type, ...]] = {
-        records.NUMBER: (int, float), records.INTERVAL: list, records.NUMBERS: list, records.LIST: list,
-        records.OBJECT: dict,
-    }  # fmt: skip
+    lists = records.INTERVAL, records.NUMBERS, records.LIST
+    types: Any = {records.NUMBER: (int, float), records.OBJECT: dict, **dict.fromkeys(lists, list)}
     for name, kind in records.METHOD.items():
-        value = record.get(name)
+        value, there = record.get(name), f"{where}: {name}"
         if value is None:
             continue
         if kind in types:
-            _expect(value, types[kind], f"{where}: {name}")
+            _expect(value, types[kind], there)
         for entry in value if kind == records.NUMBERS else ():
-            _expect(entry, (int, float), f"{where}: {name}")
+            _expect(entry, (int, float), there)
         if kind == records.GRID:
-            check_grid(value, f"{where}: {name}")
+            check_grid(value, there)
     for name, value in (record.get("gap") or {}).items():
         _expect(value, (int, float), f"{where}: gap.{name}")
     for name, value in (record.get("baselines") or {}).items():

@@ -7,10 +7,12 @@ Colours are never the only cue: points carry numbers, bars carry values, cells c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from markupsafe import Markup
+
+from visspec.eval.report.data import Interval
 
 WIDTH, LEFT, RIGHT = 340, 8, 332
 FEW = 20  # observations below which a figure is grey
@@ -18,8 +20,6 @@ INK, FAINT, RULE, GREY = "#1b1b1b", "#5f5f5f", "#d9d9d9", "#9a9a9a"
 BLUE, ORANGE, GREEN = "#0b5cad", "#b34700", "#00724d"
 CIVIDIS = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 175, 111), (254, 232, 56))  # safe for all colour vision
 LARGEST_GRID = 32  # larger acceptance maps are pooled to this many cells per side
-
-Interval = tuple[float, float] | None
 
 
 def svg(height: float, parts: Sequence[Markup], label: str) -> Markup:
@@ -63,6 +63,22 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
+def columns(
+    x: Callable[[float], float], marks: Sequence[float], top: float, bottom: float, size: float = 11, dash: str = ""
+) -> list[Markup]:
+    """Lines down at the marks of a scale, with their numbers below."""
+    parts = [line(x(t), top, x(t), bottom, dash=dash) for t in marks]
+    return parts + [text(x(t), bottom + 13, f"{t:g}", "middle", FAINT, size) for t in marks]
+
+
+def rows(
+    y: Callable[[float], float], marks: Sequence[float], left: float, right: float, size: float = 11
+) -> list[Markup]:
+    """Lines across at the marks of a scale, with their numbers on the left."""
+    parts = [line(left, y(t), right, y(t)) for t in marks]
+    return parts + [text(left - 4, y(t) + round(0.35 * size), f"{t:g}", "end", FAINT, size) for t in marks]
+
+
 class Scale:
     """Maps values to units: linear or logarithmic."""
 
@@ -98,8 +114,7 @@ def strip(entries: Sequence[tuple[str, Sequence[float], float, Interval]]) -> Ma
     bottom = pitch * len(entries) + 4
     marks = [t for t in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if low <= t <= high]
     marks = marks if len(marks) > 2 else sorted({1.0, *ticks(low, high, 8)})
-    parts = [line(x(t), 16, x(t), bottom, INK if t == 1 else RULE, dash="" if t == 1 else "2 3") for t in marks]
-    parts += [text(x(t), bottom + 13, f"{t:g}", "middle", FAINT) for t in marks]
+    parts = [*columns(x, marks, 16, bottom, dash="2 3"), line(x(1), 16, x(1), bottom, INK)]
     for i, (label, ratios, mean, interval) in enumerate(entries):
         y, colour = i * pitch, BLUE if len(ratios) >= FEW else GREY
         parts.append(text(LEFT, y + 12, f"{short(label)} (n={len(ratios)})"))
@@ -142,10 +157,7 @@ def pareto(
     x = Scale(*bounds(xs), left, RIGHT - 4)
     low, high = bounds(ys, 0.1)
     y = Scale(low, high, bottom, top) if higher_is_better else Scale(low, high, top, bottom)
-    parts = [line(x(t), top, x(t), bottom) for t in ticks(*bounds(xs))]
-    parts += [text(x(t), bottom + 14, f"{t:g}", "middle", FAINT) for t in ticks(*bounds(xs))]
-    for t in ticks(low, high, 4):
-        parts += [line(left, y(t), RIGHT - 4, y(t)), text(left - 4, y(t) + 4, f"{t:g}", "end", FAINT)]
+    parts = columns(x, ticks(*bounds(xs)), top, bottom) + rows(y, ticks(low, high, 4), left, RIGHT - 4)
     parts.append(line(x(1), top, x(1), bottom, INK))
     for number, speed, speed_ci, value, value_ci, n in points:
         colour = BLUE if n >= FEW else GREY
@@ -170,9 +182,7 @@ def curves(series: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: 
     low, high = bounds([1.0] + [y for _, points in series for _, y in points])
     top, bottom, left, right = 24, 204, 34, RIGHT - 62
     x, y = Scale(*bounds(xs, log=True), left, right, log=True), Scale(low, high, bottom, top)
-    parts = []
-    for t in ticks(low, high, 5):
-        parts += [line(left, y(t), right, y(t)), text(left - 4, y(t) + 4, f"{t:g}", "end", FAINT)]
+    parts = rows(y, ticks(low, high, 5), left, right)
     for k, at in enumerate(sorted(set(xs))):
         parts += [line(x(at), top, x(at), bottom), text(x(at), bottom + 14 + 11 * (k % 2), f"{at:,g}", "middle", FAINT)]
     parts.append(line(left, y(1), right, y(1), INK))
@@ -199,10 +209,7 @@ def apart(places: Sequence[float], gap: float) -> list[float]:
 def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
     """Acceptance by depth of the draft: bars are accepted / reached, the mark is reached and accepted / drafts."""
     pitch, top, bottom = min((RIGHT - LEFT - 24) / max(len(rates), 1), 60), 32, 132
-    parts, through = [], 1.0
-    for t in (0, 0.5, 1):
-        y = bottom - t * (bottom - top)
-        parts += [line(LEFT + 24, y, RIGHT, y), text(LEFT + 20, y + 4, f"{t:g}", "end", FAINT)]
+    parts, through = rows(Scale(0, 1, bottom, top), (0, 0.5, 1), LEFT + 24, RIGHT), 1.0
     for i, rate in enumerate(rates):
         n = reached[i] if reached and i < len(reached) else None
         through *= rate

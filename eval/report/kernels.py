@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from visspec.eval.report import figures
-from visspec.eval.report.data import interval, number, rows_of
+from visspec.eval.report.data import interval, number, pairs_of, positive, rows_of
 
 FIELDS = (  # field of a record -> label
     ("copy_bandwidth_gb_s", "copy bandwidth, GB/s"),
@@ -17,6 +17,13 @@ FIELDS = (  # field of a record -> label
     ("host_syncs_per_round", "host waits in a relaxed verification"),
     ("dispatched_ops_per_verification", "dispatched operations in a relaxed verification"),
 )
+NUMBERS = {  # name on the page -> field of a row
+    "time": "time_us",
+    "host": "host_us",
+    "share": "share_of_copy_bandwidth",
+    "matrix": "share_of_matrix_rate",
+    "reading": "share_of_reading_14_gb",
+}
 MOST = 60  # maximum number of fields shown for an unknown bench
 
 
@@ -27,8 +34,7 @@ class Table:
         self.source = source
         self.rows = [row_of(row, f"{source}: rows[{i}]") for i, row in enumerate(rows_of(record, source, "kernels"))]
         self.facts = [(words, value) for key, words in FIELDS if (value := number(record.get(key))) is not None]
-        provenance = record.get("provenance")
-        self.provenance = [(str(k), str(v)) for k, v in provenance.items()] if isinstance(provenance, dict) else []
+        self.provenance = pairs_of(record)
         self.on_cpu = any(row["device"] == "cpu" and row["time"] is not None for row in self.rows)
         measured = [row for row in self.rows if row["ratio"]]
         self.bars = bars(measured) if measured else None
@@ -39,17 +45,12 @@ def row_of(row: Any, where: str) -> dict[str, Any]:
     if not isinstance(row, dict) or not isinstance(row.get("kernel"), str):
         got = type(row.get("kernel") if isinstance(row, dict) else row).__name__
         raise ValueError(f"report: {where}: kernel: got {got}, expected a name")
-    ratio, pair = number(row.get("ratio_to_eager")), interval(row.get("ratio_ci95"))
-    return {
-        "kernel": row["kernel"], "shape": str(row.get("shape") or ""), "dtype": str(row.get("dtype") or ""),
-        "device": str(row.get("device") or ""), "time": number(row.get("time_us")),
-        "quartiles": interval(row.get("time_us_quartiles")), "host": number(row.get("host_us")),
-        "timed": str(row.get("timed") or ""), "failure": str(row.get("failure") or ""),
-        "share": number(row.get("share_of_copy_bandwidth")), "matrix": number(row.get("share_of_matrix_rate")),
-        "reading": number(row.get("share_of_reading_14_gb")), "ratio": ratio if ratio and ratio > 0 else None,
-        "ci": pair if pair and min(pair) > 0 else None, "against": str(row.get("eager") or "eager torch"),
-        "n": int(number(row.get("repeats")) or 0),
-    }  # fmt: skip
+    ratio, against = number(row.get("ratio_to_eager")), str(row.get("eager") or "eager torch")
+    found: dict[str, Any] = {"kernel": row["kernel"], "against": against, "n": int(number(row.get("repeats")) or 0)}
+    found |= {name: str(row.get(name) or "") for name in ("shape", "dtype", "device", "timed", "failure")}
+    found |= {name: number(row.get(field)) for name, field in NUMBERS.items()}
+    found["quartiles"], found["ci"] = interval(row.get("time_us_quartiles")), positive(interval(row.get("ratio_ci95")))
+    return found | {"ratio": ratio if ratio and ratio > 0 else None}
 
 
 def bars(rows: Sequence[Mapping[str, Any]]) -> Markup:
@@ -59,8 +60,7 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> Markup:
     x, pitch = figures.Scale(low, high, figures.LEFT + 4, figures.RIGHT - 40, log=True), 34
     bottom = pitch * len(rows) + 2
     marks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if low <= t <= high]
-    parts = [figures.line(x(t), 14, x(t), bottom, dash="2 3") for t in marks]
-    parts += [figures.text(x(t), bottom + 13, f"{t:g}", "middle", figures.FAINT) for t in marks]
+    parts = figures.columns(x, marks, 14, bottom, dash="2 3")
     for i, row in enumerate(rows):
         y, ratio, few = i * pitch, row["ratio"], row["n"] < figures.FEW
         colour = figures.GREY if few else figures.BLUE if ratio >= 1 else figures.ORANGE

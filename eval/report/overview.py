@@ -16,9 +16,8 @@ from typing import Any
 from markupsafe import Markup
 
 from visspec.eval.report import figures
-from visspec.eval.report.data import Method, interval, number
-from visspec.eval.report.figures import BLUE, FAINT, FEW, GREEN, GREY, INK, LEFT, ORANGE, RIGHT, Interval, Scale
-from visspec.eval.report.measures import QUALITY, positive, quality_of, speed_of
+from visspec.eval.report.data import QUALITY, Interval, Method, positive
+from visspec.eval.report.figures import BLUE, FAINT, FEW, GREEN, GREY, INK, LEFT, ORANGE, RIGHT, Scale
 
 GUARANTEES = {  # kind -> (colour, mark, words)
     "tokens": (BLUE, "●", "exact, the tokens of plain decoding"),
@@ -53,64 +52,55 @@ def kind_of(record: Mapping[str, Any]) -> str:
     return "approximate" if guarantee else "unknown"
 
 
-def headline(methods: Sequence[Method]) -> list[tuple[str, Method, float, tuple[float, float] | None]]:
-    """The fastest method of each kind of guarantee: (kind, it, speed-up, interval)."""
+def headline(methods: Sequence[Method]) -> list[tuple[str, Method]]:
+    """The fastest method of each kind of guarantee: (kind, it)."""
     found = []
     for kind in GUARANTEES:
-        fast = [(speed, m) for m in methods if kind_of(m.record) == kind and (speed := speed_of(m))]
+        fast = [m for m in methods if kind_of(m.record) == kind and m.speed]
         if fast:
-            speed, m = max(fast, key=lambda entry: entry[0])
-            found.append((kind, m, speed, interval(m.record.get("speedup_ci95"))))
+            found.append((kind, max(fast, key=lambda m: m.speed or 0.0)))
     return found
 
 
 def methods(found: Sequence[Method]) -> Markup | None:
     """The bars of methods that were timed."""
-    entries = [
-        (m.number, m.label, kind_of(m.record), speed, positive(interval(m.record.get("speedup_ci95"))), m.n)
-        for m in found
-        if (speed := speed_of(m))
-    ]
+    timed = [(m, m.speed, positive(m.speed_interval)) for m in found if m.speed]
+    entries = [(m.index, m.label, kind_of(m.record), speed, spread, m.n) for m, speed, spread in timed]
     return bars(entries) if entries else None
 
 
 def frontiers(methods: Sequence[Method]) -> list[tuple[str, Markup]]:
     """Speed against the distance to real pictures, and against drift, where two methods differ in it."""
-    found = []
+    drawings = []
     for field in (distance_of(methods), "drift_per_token"):
-        points = [
-            Point(
-                m.number, m.label, kind_of(m.record), speed, measured.value,
-                positive(interval(m.record.get("speedup_ci95"))), measured.interval, min(m.n, measured.n),
-            )
-            for m in methods
-            if (speed := speed_of(m)) and (measured := quality_of(m, field))
-        ]  # fmt: skip
+        points = []
+        for m in methods:
+            if m.speed and (found := m.quality(field)):
+                at = m.speed, found.value, positive(m.speed_interval), found.interval
+                points.append(Point(m.index, m.label, kind_of(m.record), *at, min(m.n, found.n)))
         if len({p.y for p in points}) > 1:
             name = QUALITY[field][0]
             start = 1.0 if field == "fd_ratio" else 0.0
             drawn = frontier(points, name, "times faster, 95 % intervals", QUALITY[field][1], start)
-            found.append((f"Speed against {name}", drawn))
-    return found
+            drawings.append((f"Speed against {name}", drawn))
+    return drawings
 
 
 def distance_of(methods: Sequence[Method]) -> str:
     """The field of the Frechet distance, relative to plain decoding where that is known."""
-    return "fd_ratio" if any(number(m.record.get("fd_ratio")) is not None for m in methods) else "fd"
+    return "fd_ratio" if any(m.value("fd_ratio") is not None for m in methods) else "fd"
 
 
 def sweeps(methods: Sequence[Method]) -> tuple[list[tuple[str, Markup]], list[str]]:
     """Passes saved by swept rules over distance and drift, and sentences on what they save at equal distance."""
     drawn, said = [], []
-    exact = [m for m in methods if exact_in_law(m) and number(m.record.get("nfe_reduction"))]
-    best = max((number(m.record["nfe_reduction"]) or 0.0 for m in exact), default=None)
+    best = max((saved for m in methods if m.exact and (saved := m.value("nfe_reduction"))), default=None)
     for field in (distance_of(methods), "drift_per_token", "latent_displacement"):
         families: dict[str, list[Point]] = {}
         for m in methods:
-            saved, cost = number(m.record.get("nfe_reduction")), number(m.record.get(field))
+            saved, cost = m.value("nfe_reduction"), m.value(field)
             if m.record.get("family") and saved and cost is not None:
-                kind = kind_of(m.record)
-                point = Point(m.number, m.label, kind, cost, saved, None, None, m.n)
+                point = Point(m.index, m.label, kind_of(m.record), cost, saved, None, None, m.n)
                 families.setdefault(str(m.record["family"]), []).append(point)
         if families:
             name = QUALITY[field][0]
@@ -121,19 +111,13 @@ def sweeps(methods: Sequence[Method]) -> tuple[list[tuple[str, Markup]], list[st
     return drawn, said
 
 
-def exact_in_law(method: Method) -> bool:
-    return kind_of(method.record) in ("tokens", "law")
-
-
 def bars(entries: Sequence[tuple[int, str, str, float, Interval, int]]) -> Markup:
     """Speed-up by method, the fastest first, with intervals. entries: (number, label, kind, speed-up, interval, n)."""
     entries = sorted(entries, key=lambda entry: -entry[3])
     size, pitch, left = 10, 20, 112
     x = Scale(0, 1.03 * max([1.0] + [v for *_, s, ci, _ in entries for v in (s, *(ci or ()))]), left, RIGHT - 28)
     bottom = pitch * len(entries) + 6
-    parts = []
-    for t in figures.ticks(0, x.high, 5):
-        parts += [figures.line(x(t), 2, x(t), bottom), figures.text(x(t), bottom + 12, f"{t:g}", "middle", FAINT, 9)]
+    parts = figures.columns(x, figures.ticks(0, x.high, 5), 2, bottom, 9)
     for i, (at, label, kind, speed, ci, n) in enumerate(entries):
         colour, sign, words = GUARANTEES[kind]
         y, said = 4 + i * pitch, f"{at}: {label}, {speed:.2f} times, n={n}, {words}"
@@ -169,7 +153,7 @@ def frontier(
     top, bottom, left = 26, 236, 40
     x = Scale(*xs, left, RIGHT - 6)
     y = SqrtScale([v for p in points for v in (p.y, *(p.upwards or ()))], top, bottom, higher_is_better, start)
-    parts = axes(x, y, figures.ticks(*xs, 6), y.marks, (left, top, RIGHT - 6, bottom))
+    parts = figures.columns(x, figures.ticks(*xs, 6), top, bottom, 9) + figures.rows(y, y.marks, left, RIGHT - 6, 9)
     for (x1, y1), (x2, y2) in pairwise(sorted((x(p.x), y(p.y)) for p in best)):
         parts += [figures.line(x1, y1, x1, y2, INK, 1.2, "3 3"), figures.line(x1, y2, x2, y2, INK, 1.2, "3 3")]
     taken: list[tuple[float, ...]] = [(x(p.x) - 6, y(p.y) - 6, x(p.x) + 6, y(p.y) + 6) for p in points]
@@ -224,19 +208,6 @@ class SqrtScale:
         return self.scale(self.root(value))
 
 
-def axes(
-    x: Scale, y: Scale | SqrtScale, xs: Sequence[float], ys: Sequence[float], box: tuple[float, ...]
-) -> list[Markup]:  # fmt: skip
-    """Lines and numbers at the marks xs and ys."""
-    left, top, right, bottom = box
-    parts = []
-    for t in xs:
-        parts += [figures.line(x(t), top, x(t), bottom), figures.text(x(t), bottom + 13, f"{t:g}", "middle", FAINT, 9)]
-    for t in ys:
-        parts += [figures.line(left, y(t), right, y(t)), figures.text(left - 4, y(t) + 3, f"{t:g}", "end", FAINT, 9)]
-    return parts
-
-
 def mark(x: float, y: float, kind: str, colour: str, filled: bool, title: str) -> Markup:
     """A point in the shape of its guarantee."""
     r = 5.5 if filled else 4.0
@@ -277,7 +248,8 @@ def curves(families: Mapping[str, Sequence[Point]], words: str, across: str, exa
     ys = figures.bounds([p.y for p in points] + ([exact] if exact else []), 0.12)
     top, bottom, left, right = 26, 236, 34, RIGHT - 58
     x, y = Scale(*xs, left, right), Scale(*ys, bottom, top)
-    parts = axes(x, y, figures.ticks(*xs, 5), figures.ticks(*ys, 5), (left, top, right, bottom))
+    parts = figures.columns(x, figures.ticks(*xs, 5), top, bottom, 9)
+    parts += figures.rows(y, figures.ticks(*ys, 5), left, right, 9)
     taken: list[tuple[float, ...]] = []
     if exact:
         parts.append(figures.line(left, y(exact), right, y(exact), INK, 1.2, "3 3"))

@@ -19,8 +19,7 @@ from PIL import Image
 from visspec.eval.bench.paired import in_words, suspicion
 from visspec.eval.report import figures, kernels, overview, prompts
 from visspec.eval.report import images as pictures
-from visspec.eval.report.data import KINDS, Method, interval, methods_of, number, read
-from visspec.eval.report.measures import QUALITY, positive, quality_of, speed_of
+from visspec.eval.report.data import KINDS, QUALITY, Method, interval, methods_of, number, pairs_of, positive, read
 from visspec.eval.report.records import RecordImage
 from visspec.io.files import replacing
 from visspec.loop.stats import COLOURS, MEANING
@@ -60,30 +59,33 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
             others.append(kernels.listed(record, path.name))
         for method in methods_of(record, path) if record["bench"] in KINDS else []:
             methods.append(method)
-            method.number = len(methods)
+            method.index = len(methods)
             together.setdefault((method.kind, str(method.record.get("target") or "")), []).append(method)
     groups = [MethodGroup(kind, target, found) for (kind, target), found in together.items()]
-    failures = [failure for group in groups for failure in group.failures]
-    page = environment().get_template("report.html.j2").render(
-        groups=groups, methods=[summary(m) for m in methods], guarantees=overview.GUARANTEES,
-        relative=overview.distance_of(methods) == "fd_ratio", equal=overview.EQUAL_FD,
-        open_cases=OPEN_CASES, open_texts=OPEN_TEXTS, failures=failures, provenance=provenance(methods),
-        tables=tables, curves=curves, others=others,
-        origins=[(name, COLOURS[name], MEANING[name]) for name in COLOURS], few=figures.FEW,
-        shades=(figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED),
-    )  # fmt: skip
+    shown = {"groups": groups, "methods": [summary(m) for m in methods], "tables": tables, "curves": curves}
+    shown |= {"others": others, "failures": [failure for group in groups for failure in group.failures]}
+    where = [(f"Kernels of {table.source}", table.provenance) for table in tables if table.provenance]
+    where += [(f"Long prompts of {curve.source}", curve.provenance) for curve in curves if curve.provenance]
+    relative = overview.distance_of(methods) == "fd_ratio"
+    page = (
+        environment()
+        .get_template("report.html.j2")
+        .render(shown, provenance=where + provenance(methods), relative=relative)
+    )
     with replacing(out) as draft:
         draft.write_text(page, encoding="utf-8")
     return out
 
 
 def environment() -> Environment:
-    env = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    env.filters["num"] = shown
-    return env
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.filters["num"] = shown
+    found.globals |= {"guarantees": overview.GUARANTEES, "equal": overview.EQUAL_FD, "few": figures.FEW}
+    found.globals |= {"open_cases": OPEN_CASES, "open_texts": OPEN_TEXTS}
+    found.globals["origins"] = [(name, COLOURS[name], MEANING[name]) for name in COLOURS]
+    found.globals["shades"] = figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED
+    return found
 
 
 def shown(value: Any, digits: int = 2) -> str:
@@ -111,50 +113,36 @@ class MethodGroup:
         self.strip = strip(measured)
         self.waterfalls = [(m.label, figure) for m in measured if (figure := waterfall(m.record))]
         self.paretos = [figure for quality in QUALITY if (figure := pareto(measured, quality))]
-        self.depths = [
-            (m.label, figures.depth_bars(rates, m.record.get("reached_by_depth")))
-            for m in measured
-            if (rates := [number(r) or 0.0 for r in m.record.get("acceptance_by_depth") or []])
-        ]
+        rates = [(m, [number(rate) or 0.0 for rate in m.record.get("acceptance_by_depth") or []]) for m in measured]
+        self.depths = [(m.label, figures.depth_bars(r, m.record.get("reached_by_depth"))) for m, r in rates if r]
         self.heats = [figure for m in measured for figure in heats(m)]
         self.texts = [(m.label, texts(m, self.failures)) for m in methods if m.record.get("texts")]
         self.baselines = [row for m in methods for row in baselines(m)]
 
 
 def summary(method: Method) -> dict[str, Any]:
-    """The row of a method in the first table. Text is generated from the numbers, not taken from the file."""
-    record, speed = method.record, speed_of(method)
-    identical, compared = number(record.get("identical")), number(record.get("compared"))
-    by_law = exact(record) and record.get("promises_tokens") is False
-    quality = [found for field in QUALITY if field != "drift_per_token" and (found := quality_of(method, field))]
-    return {
-        "number": method.number, "label": method.label, "source": method.source, "n": method.n, "kind": method.kind,
-        "speedup": speed, "ci": interval(record.get("speedup_ci95")), "words": warning(record, speed),
-        "decode": record.get("speedup_decode_only"), "total": record.get("speedup_total_time"),
-        "ideal": record.get("ideal_speedup"), "tau": record.get("tau"), "nfe": record.get("nfe"),
-        "tau_without_bonus": record.get("tau_without_bonus"), "nfe_plain": record.get("nfe_plain"),
-        "drift": record.get("drift_per_token"), "unmetered": str(record.get("unmetered") or ""),
+    """What the tables say of a method beside its numbers: text that is generated, not taken from the file."""
+    record, ties = method.record, near_ties(method.record)
+    identical, compared = method.value("identical"), int(method.value("compared") or 0)
+    by_law = method.exact and record.get("promises_tokens") is False
+    quality = [found for field in QUALITY if field != "drift_per_token" and (found := method.quality(field))]
+    same = None if identical is None or not compared else int(identical)
+    found = {"method": method, "kind_of": overview.kind_of(record), "words": warning(method), "quality": quality}
+    found |= {
         "guarantee": str(record.get("guarantee") or "not stated"),
-        "identical": None if identical is None or not compared else int(identical), "compared": int(compared or 0),
-        "identical_to": str(record.get("identical_to") or "plain decoding").replace("_", " "), "quality": quality,
-        "owes_identity": exact(record) and not by_law and not near_ties(record), "other_tokens": by_law,
-        "equality": "" if by_law else equality(record),
-        "kind_of": overview.kind_of(record), "fewer": number(record.get("nfe_reduction")),
-        "fd": number(record.get("fd")), "fd_ratio": number(record.get("fd_ratio")),
-        "far": number(record.get("latent_displacement")), "geneval": number(record.get("geneval")),
-        "near_ties": near_ties(record), "ms_per_nfe": number(record.get("ms_per_nfe")),
-    }  # fmt: skip
+        "unmetered": str(record.get("unmetered") or ""),
+    }
+    found |= {"identical": same, "compared": compared, "other_tokens": by_law, "near_ties": ties}
+    found["identical_to"] = str(record.get("identical_to") or "plain decoding").replace("_", " ")
+    found["owes_identity"] = method.exact and not by_law and not ties
+    return found | {"equality": "" if by_law else equality(record)}
 
 
-def exact(record: Mapping[str, Any]) -> bool:
-    return str(record.get("guarantee") or "").startswith("exact")
-
-
-def warning(record: Mapping[str, Any], speed: float | None) -> str:
+def warning(method: Method) -> str:
     """Warnings for a slowdown and for a ratio over our own plain loop above tau; empty if there is none."""
-    slow = in_words(speed) if speed is not None and speed < 1 else ""
-    over, spread = number(record.get("over_plain")), interval(record.get("over_plain_ci95"))
-    return "; ".join(filter(None, (slow, suspicion(over, spread, number(record.get("tau")) or 0.0))))
+    slow = in_words(method.speed) if method.speed is not None and method.speed < 1 else ""
+    spread = interval(method.record.get("over_plain_ci95"))
+    return "; ".join(filter(None, (slow, suspicion(method.value("over_plain"), spread, method.value("tau") or 0.0))))
 
 
 def near_ties(record: Mapping[str, Any]) -> bool:
@@ -170,11 +158,9 @@ def equality(record: Mapping[str, Any]) -> str:
     if not isinstance(gap, dict) or number(gap.get("max")) is None:
         return ""
     identical, compared = (int(number(found.get(k)) or 0) for k in ("identical", "compared"))
-    differ = f"{identical} of {compared} as plain" + (
-        "" if identical == compared or found.get("benign") is None
-        else ", the others near ties" if found["benign"] is True
-        else ", others NOT near ties"
-    )  # fmt: skip
+    differ = f"{identical} of {compared} as plain"
+    if identical != compared and found.get("benign") is not None:
+        differ += ", the others near ties" if found["benign"] is True else ", others NOT near ties"
     entries = found.get("first_divergences")
     entries = entries if isinstance(entries, list) else []
     widest = [m for e in entries if isinstance(e, dict) and (m := number(e.get("margin"))) is not None]
@@ -186,12 +172,10 @@ def baselines(method: Method) -> list[dict[str, Any]]:
     """The baselines, one row each."""
     found = []
     for name, row in (method.record.get("baselines") or {}).items():
-        seconds = number(row.get("seconds_per_prompt"))
-        found.append({
-            "number": method.number, "name": name.replace("_", " "), "n": method.n,
-            "ms": None if seconds is None else 1e3 * seconds, "faster": number(row.get("ours_is_faster_by")),
-            "ci": interval(row.get("ci95")), "identical": row.get("identical"),
-        })  # fmt: skip
+        seconds, faster = number(row.get("seconds_per_prompt")), number(row.get("ours_is_faster_by"))
+        shown = {"ms": None if seconds is None else 1e3 * seconds, "faster": faster, "ci": interval(row.get("ci95"))}
+        about = {"name": name.replace("_", " "), "identical": row.get("identical")}
+        found.append({"number": method.index, "n": method.n, **about, **shown})
     return found
 
 
@@ -199,9 +183,8 @@ def strip(methods: Sequence[Method]) -> Markup | None:
     entries = []
     for m in methods:
         ratios = [r for r in map(number, m.record.get("ratios") or []) if r is not None and r > 0]
-        mean = speed_of(m)
-        if ratios and mean:
-            entries.append((f"{m.number}: {m.label}", ratios, mean, positive(interval(m.record.get("speedup_ci95")))))
+        if ratios and m.speed:
+            entries.append((f"{m.index}: {m.label}", ratios, m.speed, positive(m.speed_interval)))
     return figures.strip(entries) if entries else None
 
 
@@ -218,10 +201,8 @@ def waterfall(record: Mapping[str, Any]) -> Markup | None:
 def pareto(methods: Sequence[Method], field: str) -> Markup | None:
     points = []
     for m in methods:
-        speed, found = speed_of(m), quality_of(m, field)
-        if speed is not None and found is not None:
-            ci = interval(m.record.get("speedup_ci95"))
-            points.append((str(m.number), speed, ci, found.value, found.interval, min(m.n, found.n)))
+        if m.speed is not None and (found := m.quality(field)):
+            points.append((str(m.index), m.speed, m.speed_interval, found.value, found.interval, min(m.n, found.n)))
     name, higher = QUALITY[field]
     if field == "drift_per_token" and not any(value for _, _, _, value, _, _ in points):
         return None  # exact rules only: no trade-off
@@ -254,7 +235,7 @@ def heats(method: Method) -> list[tuple[str, Markup]]:
 def heat_title(method: Method, count: Sequence[Sequence[int]]) -> str:
     fewest, most = min(map(min, count)), max(map(max, count))
     n = f"n={most}" if fewest == most else f"n={fewest} to {most}"
-    return f"{method.number}: {method.label}, {len(count)} x {len(count[0])} tokens, {n} a cell"
+    return f"{method.index}: {method.label}, {len(count)} x {len(count[0])} tokens, {n} a cell"
 
 
 def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str, Any]], int]:
@@ -298,11 +279,9 @@ def cell(method: Method, image: RecordImage | None, opened, base) -> dict[str, A
     image = image or RecordImage()
     right, reason = image.judged
     apart = pictures.difference(opened, base) if opened is not None and base is not None else None
-    return {
-        "number": method.number, "label": method.label, "right": right, "reason": "; ".join(reason.splitlines()),
-        "uri": None if opened is None else pictures.thumbnail(opened),
-        "difference": apart, "acceptance": pictures.acceptance_map(image.acceptance) if image.acceptance else None,
-    }  # fmt: skip
+    found = {"number": method.index, "label": method.label, "right": right, "reason": "; ".join(reason.splitlines())}
+    found |= {"uri": None if opened is None else pictures.thumbnail(opened), "difference": apart}
+    return found | {"acceptance": pictures.acceptance_map(image.acceptance) if image.acceptance else None}
 
 
 def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tuple[str, str]]]]:
@@ -320,6 +299,5 @@ def provenance(methods: Sequence[Method]) -> list[tuple[str, list[tuple[str, str
     """(methods, its rows) for every different environment."""
     found: dict[tuple, list[str]] = {}
     for m in methods:
-        rows = tuple((str(k), str(v)) for k, v in (m.record.get("provenance") or {}).items())
-        found.setdefault(rows, []).append(str(m.number))
-    return [(", ".join(numbers), list(rows)) for rows, numbers in found.items()]
+        found.setdefault(tuple(pairs_of(m.record)), []).append(str(m.index))
+    return [(f"Methods {', '.join(numbers)}", list(rows)) for rows, numbers in found.items()]

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from visspec.eval.report import figures
-from visspec.eval.report.data import number, rows_of
+from visspec.eval.report.data import number, pairs_of, rows_of
 
 RATIOS = ("over_stock_pass", "attention_over_stock_query", "loop_over_transformers")
 
@@ -21,8 +21,7 @@ class Curves:
     def __init__(self, record: Mapping[str, Any], source: str):
         self.source, self.tau, self.new = source, number(record.get("tau")), number(record.get("max_new_tokens"))
         self.rows = [row_of(row, f"{source}: rows[{i}]") for i, row in enumerate(rows_of(record, source, "prompts"))]
-        provenance = record.get("provenance")
-        self.provenance = [(str(k), str(v)) for k, v in provenance.items()] if isinstance(provenance, dict) else []
+        self.provenance = pairs_of(record)
         self.charts: list[tuple[str, Markup]] = []
         for heads in dict.fromkeys(row["heads"] for row in self.rows):
             own = [row for row in self.rows if row["heads"] == heads]

@@ -26,10 +26,7 @@ def curve(points: Sequence[tuple[float, float]], label: str) -> Markup:
 
     x = figures.Scale(first, max(last, first + 1e-9), left, right)
     y = figures.Scale(low, max(high, low + 1e-9), 16 + HEIGHT, 16)
-    parts = []
-    for mark in marks:
-        parts.append(figures.line(left, y(mark), right, y(mark)))
-        parts.append(figures.text(left - 4, y(mark) + 4, f"{mark:g}", "end", figures.FAINT))
+    parts = figures.rows(y, marks, left, right)
     placed = [(x(step), y(value)) for step, value in points]
     parts += [figures.line(*a, *b, figures.BLUE, 1.5) for a, b in pairwise(placed)]
     across, down = placed[-1]
