@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from visspec.cli import bench_first_token, bench_prompts
+from visspec.cli import bench_prompts
 from visspec.cli.main import main
 from visspec.eval.bench.oracle import Oracle, erring_every
 
@@ -36,10 +36,10 @@ def test_it_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_a_drafter_that_fails_has_no_share(monkeypatch):
-    monkeypatch.setattr(bench_first_token.NGram, "start", lambda *args: 1 / 0)
+    monkeypatch.setattr(bench_prompts.NGram, "start", lambda *args: 1 / 0)
     case = bench_prompts.PromptCase(bench_prompts.HeadLayout(4, 2, 8, 1, 32), "cpu")
     with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="drafter: got a failure of NGram"):
-        bench_first_token.first_token(case.model, "4/2x8", [9], ["ngram"], 1)
+        bench_prompts.first_token(case.model, "4/2x8", [9], ["ngram"], 1)
 
 
 def test_its_oracle_commits_tau_tokens_a_pass():

@@ -17,8 +17,8 @@ def waiter(device: torch.device) -> Callable[[], None]:
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
 
 
-def seconds_of(call: Callable[[], Any], wait: Callable[[], None]) -> tuple[float, Any]:
-    """Seconds of a call on an idle device until all of it is done, and what it returned."""
+def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> tuple[float, Any]:
+    """Seconds of a call on an idle device until all of it is done, and what it returned; without `wait` on a CPU."""
     wait()
     began = time.perf_counter()
     found = call()

@@ -118,11 +118,8 @@ def divergence(plain: Sequence[int], other: Sequence[int], distribution: Tensor,
     if t is None:
         return None
     ended = t >= min(len(plain), len(other))
-    return {
-        **where,
-        "index": t,
-        "margin": None if ended else float(distribution[t, plain[t]] - distribution[t, other[t]]),
-    }
+    margin = None if ended else float(distribution[t, plain[t]] - distribution[t, other[t]])
+    return {**where, "index": t, "margin": margin}
 
 
 class Tiers:
@@ -150,18 +147,14 @@ class Tiers:
         shapes: Sequence[Tree], prompt: int,
     ) -> None:  # fmt: skip
         """Feed the plain output of a prompt again, one token at a time and in passes of each shape."""
-        distributions = forced_logits(target, request, plain)
+        laws = forced_logits(target, request, plain)
         self.forced += 1
         for shape in shapes:
             self.nodes.add(shape.size)
-            for row, (distribution, moved) in enumerate(
-                zip(distributions, forced_logits(target, request, plain, shape))
-            ):
-                self.gap.add(distribution, moved, prompt=prompt, row=row, nodes=shape.size)
-        found = [
-            divergence(p, o, distribution, prompt=prompt, row=r)
-            for r, (p, o, distribution) in enumerate(zip(plain, other, distributions))
-        ]
+            for row, (law, moved) in enumerate(zip(laws, forced_logits(target, request, plain, shape))):
+                self.gap.add(law, moved, prompt=prompt, row=row, nodes=shape.size)
+        rows = enumerate(zip(plain, other, laws))
+        found = [divergence(p, o, law, prompt=prompt, row=row) for row, (p, o, law) in rows]
         self.divergences += [entry for entry in found if entry is not None]
 
     def record(self) -> dict[str, Any]:
@@ -174,22 +167,17 @@ class Tiers:
         differ = self.compared - self.identical
         explained = bool(self.divergences) and all(e["benign"] for e in self.divergences)
         benign = (differ == 0 or (self.greedy and explained)) and not (suspect and self.low)
-        measured = {
-            "prompts": self.forced, "positions": gap.positions, "nodes_per_pass": sorted(self.nodes),
-            "max": gap.largest, "mean": gap.total / max(gap.count, 1), "margin_shift": gap.shift, "in_eps": steps,
-            "suspect": suspect, "argmax_differs": len(gap.flips), "flips": gap.flips,
-        }  # fmt: skip
-        return {
+        measured = {"prompts": self.forced, "positions": gap.positions, "nodes_per_pass": sorted(self.nodes)}
+        measured |= {"max": gap.largest, "mean": gap.total / max(gap.count, 1), "margin_shift": gap.shift}
+        measured |= {"in_eps": steps, "suspect": suspect, "argmax_differs": len(gap.flips), "flips": gap.flips}
+        record: dict[str, Any] = {
             "tier": "teacher-forced" if self.low else "token-exact",
-            "dtype": str(self.dtype).removeprefix("torch."),
             "against": "plain",
-            "identical": self.identical,
-            "compared": self.compared,
-            "benign": benign if self.greedy or differ == 0 else None,
-            "gap": measured if self.forced else None,
-            "first_divergences": self.divergences,
             "enumerated_law": LAW,
         }
+        record |= {"dtype": str(self.dtype).removeprefix("torch."), "first_divergences": self.divergences}
+        record |= {"identical": self.identical, "compared": self.compared, "gap": measured if self.forced else None}
+        return record | {"benign": benign if self.greedy or differ == 0 else None}
 
 
 def in_words(record: dict[str, Any]) -> str:

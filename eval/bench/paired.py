@@ -119,21 +119,13 @@ def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = Fa
         return seconds / max(run.count, 1) if per_token else seconds
 
     whole = [cost(s, s.seconds) / cost(f, f.seconds) for s, f in zip(slow, fast)]
-    decode = [
-        cost(s, s.seconds - s.first) / cost(f, f.seconds - f.first)
-        for s, f in zip(slow, fast)
-        if s.seconds > s.first and f.seconds > f.first
-    ]
+    decoded = [(s, f) for s, f in zip(slow, fast) if s.seconds > s.first and f.seconds > f.first]
+    decode = [cost(s, s.seconds - s.first) / cost(f, f.seconds - f.first) for s, f in decoded]
     total = sum(s.seconds for s in slow) / sum(f.seconds for f in fast) if fast else float("nan")
-    return {
-        "speedup": geometric_mean(whole),
-        "speedup_ci95": list(bootstrap(whole)),
-        "speedup_decode_only": geometric_mean(decode),
-        "speedup_total_time": total,
-        "ratios": [round(r, 4) for r in whole],
-        "identical": sum(s.tokens == f.tokens for s, f in zip(slow, fast)),
-        "compared": len(whole),
-    }
+    found = {"speedup": geometric_mean(whole), "speedup_ci95": list(bootstrap(whole))}
+    found |= {"speedup_decode_only": geometric_mean(decode), "speedup_total_time": total}
+    same = sum(s.tokens == f.tokens for s, f in zip(slow, fast))
+    return found | {"ratios": [round(r, 4) for r in whole], "identical": same, "compared": len(whole)}
 
 
 def over(name: str, slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
@@ -163,12 +155,9 @@ def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
     committed = [sum(sum(g) for _, g, *_ in r.rounds) for r in runs]
     micro = sum(committed) / max(sum(passes), 1)
     macro = [g / p for g, p in zip(committed, passes) if p]
-    return {
-        "tau": micro,
-        "tau_without_bonus": micro - 1.0,
-        "tau_macro": sum(macro) / max(len(macro), 1),
-        "nfe": sum(len(r.rounds) + 1 for r in runs) / max(len(runs), 1),
-    }
+    nfe = sum(len(r.rounds) + 1 for r in runs) / max(len(runs), 1)
+    found = {"tau": micro, "tau_without_bonus": micro - 1.0, "tau_macro": sum(macro) / max(len(macro), 1)}
+    return found | {"nfe": nfe}
 
 
 def drift(runs: Sequence[ArmRun]) -> float | None:
@@ -193,18 +182,9 @@ def ideal(plain: Sequence[ArmRun], fast: Sequence[ArmRun]) -> dict[str, Any]:
     v, c, o = share("verify"), share("draft", "observe", "draft_prefill"), share("accept", "commit")
     reach = tau(fast)["tau"]
     best = reach / (v + c + o)
-    return {
-        "ideal_speedup": best,
-        "verify_over_plain": v,
-        "draft_over_plain": c,
-        "host_over_plain": o,
-        "gap": {
-            "tau": reach,
-            "after_verify": reach / v,
-            "after_draft": reach / (v + c),
-            "after_host": best,
-        },
-    }
+    gap = {"tau": reach, "after_verify": reach / v, "after_draft": reach / (v + c), "after_host": best}
+    costs = {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o}
+    return {"ideal_speedup": best, **costs, "gap": gap}
 
 
 def in_words(speedup: float, reach: float = 0.0) -> str:

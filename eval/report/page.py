@@ -125,7 +125,7 @@ def summary(method: Method) -> dict[str, Any]:
     record, ties = method.record, near_ties(method.record)
     identical, compared = method.value("identical"), int(method.value("compared") or 0)
     by_law = method.exact and record.get("promises_tokens") is False
-    quality = [found for field in QUALITY if field != "drift_per_token" and (found := method.quality(field))]
+    quality = [measure for field in QUALITY if field != "drift_per_token" and (measure := method.quality(field))]
     same = None if identical is None or not compared else int(identical)
     found = {"method": method, "kind_of": overview.kind_of(record), "words": warning(method), "quality": quality}
     found |= {

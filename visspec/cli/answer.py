@@ -38,11 +38,9 @@ def run(arguments: Options) -> None:
         if name not in loaded:
             model, processor = load(name, **arguments.hardware)
             loaded[name] = verdict.Member(name, accelerate(model, arguments.drafter), processor)
-    keep = arguments.keep or min(3, len(arguments.drafts))
-    panel = verdict.Panel(
-        [loaded[name] for name in arguments.drafts], loaded[arguments.model], keep=keep,
-        template=arguments.template or verdict.TEMPLATE,
-    )  # fmt: skip
+    keep, template = arguments.keep or min(3, len(arguments.drafts)), arguments.template or verdict.TEMPLATE
+    members = [loaded[name] for name in arguments.drafts]
+    panel = verdict.Panel(members, loaded[arguments.model], keep=keep, template=template)
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if arguments.temperature:
         options["temperature"] = arguments.temperature
@@ -52,12 +50,8 @@ def run(arguments: Options) -> None:
         print(f"{'*' if draft.chosen else ' '} {draft.name} ({score}): {draft.error or draft.answer}")
     print(found.answer)
     print(f"guarantee: {found.guarantee}")
-    write_json(
-        arguments.json,
-        {
-            "image": str(arguments.image), "question": arguments.question, "answer": found.answer, "text": found.text,
-            "guarantee": found.guarantee, "drafts": [vars(draft) for draft in found.drafts],
-            "likelihoods": found.likelihoods, "prompt": found.prompt, "model": arguments.model, "keep": keep,
-            "seed": arguments.seed, "sampling": options, "provenance": provenance(loaded[arguments.model].fast.model),
-        },
-    )  # fmt: skip
+    record = {name: getattr(found, name) for name in ("answer", "text", "guarantee", "likelihoods", "prompt")}
+    record |= {name: getattr(arguments, name) for name in ("question", "model", "seed")}
+    record |= {"image": str(arguments.image), "drafts": [vars(draft) for draft in found.drafts], "keep": keep}
+    record |= {"sampling": options, "provenance": provenance(loaded[arguments.model].fast.model)}
+    write_json(arguments.json, record)

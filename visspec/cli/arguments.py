@@ -90,6 +90,11 @@ class SamplingOptions:
     temperature: Temperature = option("0 is greedy", 0.0)
     seed: int = option(default=0)
 
+    @property
+    def generation(self) -> dict[str, Any]:
+        """Keyword arguments of `generate`, seed aside: the whole distribution is drawn from."""
+        return sampling(self.max_new_tokens, self.temperature)
+
 
 @dataclass(kw_only=True)
 class CaptioningOptions(JsonOption, SamplingOptions, ModelOptions):
@@ -120,6 +125,12 @@ class RayOptions:
     threads: Positive = option("of each process, with --ray", 1)
     shard: Positive = option("records of a shard, with --ray", 64)
     retry_failed: bool = option("take the records that failed out of --out, to make them again", False)
+
+
+def sampling(max_new_tokens: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> dict[str, Any]:
+    """Keyword arguments of `generate`; temperature 0 is greedy."""
+    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
+    return {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, **drawn}
 
 
 def exit_code(count: int, failed: int, twice: int = 0) -> int:

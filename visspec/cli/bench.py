@@ -18,6 +18,7 @@ from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.options import option
 from visspec.io.provenance import provenance
+from visspec.loop.setup import DecodingSetup
 
 
 @dataclass(kw_only=True)
@@ -54,6 +55,13 @@ def measured_on(model: Any, **more: Any) -> dict[str, Any]:
     return {"target": getattr(model.config, "_name_or_path", ""), "provenance": provenance(model, **more)}
 
 
+def compilations(setup: DecodingSetup) -> dict[str, Any]:
+    """Whether passes ran compiled, and how many graphs were made after a warm-up, the drafter's included."""
+    target, found = setup.target.passes, setup.passes
+    counts = {"graphs": sum(p.graphs for p in found), "recompilations": sum(p.late for p in found)}
+    return {"compiled": target is not None and not target.refused, **counts}
+
+
 class StockCaptionArm:
     """transformers' own generate. `first` is a call of its own that stops after one token: nothing rides along."""
 
@@ -84,10 +92,8 @@ class CaptionArm:
         seconds = time.perf_counter() - start
         state, trace = result.state, result.state.trace
         first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
-        return ArmRun.of_trace(
-            seconds, [list(t) for t in state.tokens], trace, first, drift=result.stats.drift_per_token,
-            origin=[list(o) for o in trace.origin],
-        )  # fmt: skip
+        more = {"drift": result.stats.drift_per_token, "origin": [list(o) for o in trace.origin]}
+        return ArmRun.of_trace(seconds, [list(t) for t in state.tokens], trace, first, **more)
 
 
 def row_seeds(seed: int, prompt: int, rows: int) -> list[int]:
@@ -98,11 +104,8 @@ def row_seeds(seed: int, prompt: int, rows: int) -> list[int]:
 def trimmed(new: torch.Tensor, config) -> list[list[int]]:
     """Rows of new ids up to and including their first end token."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    rows = []
-    for row in new.tolist():
-        stop = next((i for i, t in enumerate(row) if t in ends), len(row) - 1)
-        rows.append(row[: stop + 1])
-    return rows
+    stops = [next((i for i, t in enumerate(row) if t in ends), len(row) - 1) for row in new.tolist()]
+    return [row[: stop + 1] for row, stop in zip(new.tolist(), stops)]
 
 
 def groups_of(items: Sequence[Any], size: int) -> list[Any]:

@@ -19,9 +19,8 @@ from visspec import tree as trees
 from visspec.api import loading, requests
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.cli.arguments import CaptioningOptions, Positive, load
-from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, groups_of, measured_on
-from visspec.cli.bench_compiled import compilations
+from visspec.cli.arguments import CaptioningOptions, Positive, load, sampling
+from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, compilations, groups_of, measured_on
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.paired import ArmRun
@@ -34,6 +33,7 @@ from visspec.models.runner.compiled import stepwise
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
+SETTINGS = ("acceptance", "batch_size", "max_new_tokens", "temperature", "seed")  # fields of options and record
 TEXTS = 8  # captions kept word by word in the record
 OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than plain decoding by design"
 FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
@@ -50,12 +50,10 @@ def run(arguments: Options) -> None:
     model, processor, drafter = load(arguments)
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
-    record = bench_caption(
-        model, processor, arguments.scenes(processor).images(arguments.images), drafter=drafter, assistant=assistant,
-        acceptance=arguments.acceptance, batch_size=arguments.batch_size, max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature, seed=arguments.seed, request=arguments.prompt or PROMPT,
-        compile=arguments.compile,
-    )  # fmt: skip
+    images = arguments.scenes(processor).images(arguments.images)
+    options: Any = {"request": arguments.prompt or PROMPT}
+    options |= {name: getattr(arguments, name) for name in (*SETTINGS, "compile")}
+    record = bench_caption(model, processor, images, drafter=drafter, assistant=assistant, **options)
     arguments.end(record, view(record))
 
 
@@ -71,9 +69,7 @@ def bench_caption(
     """
     groups = groups_of(images, batch_size)
     prompts = [(i, prepare(processor, group, request, model)) for i, group in enumerate(groups)]
-    base: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        base |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+    base = sampling(max_new_tokens, temperature)
     arms: dict[str, Any] = {
         "transformers_generate": StockCaptionArm(model, base, seed),
         "plain": CaptionArm(accelerate(model, None), base, seed),
@@ -97,11 +93,9 @@ def bench_caption(
         record["speedup_over_compiled"] = record["baselines"]["transformers_compiled"]["ours_is_faster_by"]
         record |= compilations(arms["ours"].fast.setup)
     record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, model.dtype)
-    return record | measured_on(model, seed=seed) | {
-        "drafter": str(drafter), "acceptance": acceptance, "n_prompts": len(images), "batch_size": batch_size,
-        "max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed,
-        "texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups),
-    }  # fmt: skip
+    record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
+    settings = dict(zip(SETTINGS, (acceptance, batch_size, max_new_tokens, temperature, seed)))
+    return record | measured_on(model, seed=seed) | {"drafter": str(drafter), "n_prompts": len(images)} | settings
 
 
 def equality_tiers(
@@ -127,43 +121,25 @@ def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperat
     """Ratios of every arm to ours, tau, the gap to ideal, times by stage."""
     ours, plain, sampled = runs["ours"], runs["plain"], temperature > 0
     against = speed.compare(runs["transformers_generate"], ours, per_token=sampled)
-    fast = arms["ours"].fast
-    setup = fast.setup
-    count = max(len(ours), 1)
+    fast, count = arms["ours"].fast, max(len(ours), 1)
     baselines = {}
     for name, found in runs.items():
         if name == "ours":
             continue
         ratio = speed.compare(found, ours, per_token=sampled and name != "plain")
-        baselines[name] = {
-            "seconds_per_prompt": sum(r.seconds for r in found) / count,
-            "tokens_per_prompt": sum(r.count for r in found) / count,
-            "ours_is_faster_by": ratio["speedup"],  # end to end, geometric mean over prompts
-            "ci95": ratio["speedup_ci95"],
-            "identical": ratio["identical"],
-            "options": {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float))},
-        }
+        each = {"seconds": [r.seconds for r in found], "tokens": [float(r.count) for r in found]}
+        row: dict[str, Any] = {f"{what}_per_prompt": sum(value) / count for what, value in each.items()}
+        row |= {"ours_is_faster_by": ratio["speedup"], "ci95": ratio["speedup_ci95"], "identical": ratio["identical"]}
+        given = {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float))}
+        baselines[name] = row | {"options": given}
     over = speed.compare(plain, ours)  # ideal and tau count in passes of our own plain loop
-    record = {
-        "bench": "caption",
-        "guarantee": setup.guarantee,
-        "promises_tokens": setup.promises_tokens(not sampled),
-        **against,
-        "identical_to": "transformers_generate",
-        **speed.tau(ours),
-        **speed.acceptance(ours),
-        "nfe_plain": speed.tau(plain)["nfe"],
-        **speed.ideal(plain, ours),
-        "over_plain": over["speedup"],
-        "over_plain_ci95": over["speedup_ci95"],
-        **speed.over("plain_over_transformers", runs["transformers_generate"], plain, per_token=sampled),
-        "drift_per_token": speed.drift(ours),
-        "time_s": speed.time_by_stage(ours),
-        "tokens_per_prompt": sum(r.count for r in ours) / count,
-        "baselines": baselines,
-        "failures": failures,
-        "drafter_name": fast.name,
-    }
+    record = {"bench": "caption", "guarantee": fast.setup.guarantee, "drafter_name": fast.name, "failures": failures}
+    record |= {"promises_tokens": fast.setup.promises_tokens(not sampled), "identical_to": "transformers_generate"}
+    record |= against | speed.tau(ours) | speed.acceptance(ours) | speed.ideal(plain, ours)
+    record |= {"nfe_plain": speed.tau(plain)["nfe"], **speed.over("over_plain", plain, ours)}
+    record |= speed.over("plain_over_transformers", runs["transformers_generate"], plain, per_token=sampled)
+    record |= {"drift_per_token": speed.drift(ours), "time_s": speed.time_by_stage(ours), "baselines": baselines}
+    record["tokens_per_prompt"] = sum(r.count for r in ours) / count
     record["measured_over_ideal"] = over["speedup_decode_only"] / record["ideal_speedup"]
     doubt = speed.suspicion(over["speedup"], over["speedup_ci95"], record["tau"])
     record["in_words"] = "; ".join(filter(None, (speed.in_words(record["speedup"]), doubt)))

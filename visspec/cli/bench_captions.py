@@ -14,7 +14,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.table import Table
@@ -88,48 +88,47 @@ def bench_captions(arguments: Options) -> dict[str, Any]:
     arms = {"stream": streamed, "fixed_batches": fixed, "transformers_sorted": stock}
     for _, inputs in in_order[:1] + by_length[:1]:
         fast.run(**inputs, **base), model.generate(**inputs, **base)
-    seconds, cpu, outputs, peak = timed(arms, arguments.passes)
+    measured = timed(arms, arguments.passes)
     expected = [fast.run(**one, **base).state.tokens[0] for one in single if not arguments.skip_alone]
-    rows = [
-        {
-            "name": name, "images_per_second": images / statistics.median(spent), "seconds": spent,
-            "over_fixed_batches": ratio(seconds["fixed_batches"], spent),
-            "over_transformers": ratio(seconds["transformers_sorted"], spent), "peak_rss_mb": peak[name],
-            "cpu_over_fixed_batches": ratio(cpu["fixed_batches"], cpu[name]), "cpu_seconds": cpu[name],
-            "cpu_over_transformers": ratio(cpu["transformers_sorted"], cpu[name]),
-            "identical_to_stream": sum(outputs[name][i] == outputs["stream"][i] for i in range(images)),
-        }
-        for name, spent in seconds.items()
-    ]  # fmt: skip
-    return measured_on(model) | {
-        "bench": "captions", "guarantee": fast.rule.traits.guarantee, "drafter": drafter,
-        "acceptance": arguments.acceptance, "n_prompts": images, "batch_size": slots,
-        "max_new_tokens": arguments.max_new_tokens, "passes": arguments.passes, "share": arguments.share,
-        "tokens": sum(lengths),
-        "lengths": [min(lengths), statistics.median(lengths), max(lengths)], "rows": rows,
-        "identical": sum(outputs["stream"][i] == tokens for i, tokens in enumerate(expected)),
-        "compared": len(expected), "load": os.getloadavg()[0],
-    }  # fmt: skip
+    rows = []
+    for name, own in measured.items():
+        row = {"name": name, "images_per_second": images / statistics.median(own.seconds), "seconds": own.seconds}
+        for other, arm in (("fixed_batches", "fixed_batches"), ("transformers", "transformers_sorted")):
+            row[f"over_{other}"] = ratio(measured[arm].seconds, own.seconds)
+            row[f"cpu_over_{other}"] = ratio(measured[arm].cpu, own.cpu)
+        same = sum(own.tokens[i] == measured["stream"].tokens[i] for i in range(images))
+        rows.append(row | {"cpu_seconds": own.cpu, "peak_rss_mb": own.peak, "identical_to_stream": same})
+    record = measured_on(model) | {"bench": "captions", "guarantee": fast.rule.traits.guarantee, "drafter": drafter}
+    record |= {name: getattr(arguments, name) for name in ("acceptance", "max_new_tokens", "passes", "share")}
+    record |= {"n_prompts": images, "batch_size": slots, "rows": rows, "load": os.getloadavg()[0]}
+    record |= {"tokens": sum(lengths), "lengths": [min(lengths), statistics.median(lengths), max(lengths)]}
+    same = sum(measured["stream"].tokens[i] == tokens for i, tokens in enumerate(expected))
+    return record | {"identical": same, "compared": len(expected)}
 
 
-def timed(
-    arms: dict[str, Callable[[], dict[int, list[int]]]], passes: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]], dict[str, dict[int, list[int]]], dict[str, float]]:
-    """Seconds of every pass of each arm, by the clock and of the processor (which others on the machine hardly change),
+@dataclass
+class ArmPasses:
+    """Seconds of every pass of an arm, by the clock and of the processor (which others on the machine hardly change),
     its tokens, and the process's peak memory (MB) after its first pass.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    cpu: dict[str, list[float]] = {name: [] for name in arms}
-    outputs: dict[str, Any] = {}
-    peak: dict[str, Any] = {}
+
+    seconds: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    peak: float = 0.0
+
+
+def timed(arms: dict[str, Callable[[], dict[int, list[int]]]], passes: int) -> dict[str, ArmPasses]:
+    """Every arm over all prompts, so many times, in turns."""
+    found = {name: ArmPasses() for name in arms}
     for _, order in turns(list(arms), passes):
         for name in order:
-            start, worked = time.perf_counter(), time.process_time()
-            outputs[name] = arms[name]()
-            seconds[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - worked)
-            peak.setdefault(name, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    return seconds, cpu, outputs, peak
+            start, worked, own = time.perf_counter(), time.process_time(), found[name]
+            own.tokens = arms[name]()
+            own.seconds.append(time.perf_counter() - start)
+            own.cpu.append(time.process_time() - worked)
+            own.peak = own.peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return found
 
 
 def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
@@ -146,8 +145,6 @@ COLUMNS: dict[str, Cell] = {
 def view(record: dict[str, Any]) -> Table:
     """The table of a record."""
     low, middle, high = record["lengths"]
-    return table(
-        f"{record['n_prompts']} captions of {low} to {high} tokens (median {middle:g})", record["rows"], COLUMNS,
-        f"{record['batch_size']} slots; identical to alone: {record['identical']}/{record['compared']};"
-        f" load {record['load']:.1f}", whole=COLUMNS,
-    )  # fmt: skip
+    title = f"{record['n_prompts']} captions of {low} to {high} tokens (median {middle:g})"
+    caption = f"{record['batch_size']} slots; identical to alone: {record['identical']}/{record['compared']};"
+    return table(title, record["rows"], COLUMNS, f"{caption} load {record['load']:.1f}", whole=COLUMNS)

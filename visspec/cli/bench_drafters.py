@@ -78,29 +78,24 @@ def bench_drafters(named: dict[str, str], arguments: Options) -> dict[str, Any]:
         times, failures = speed.interleave(arms, prompts, 3, lambda p: tqdm(p, desc="times", leave=False))
     else:
         times, failures = {}, []
-    counted, failed = speed.interleave(
-        {"transformers": stock, **{f"drafter {name}": arm for name, arm in whole.items()}}, prompts, 0,
-        lambda p: tqdm(p, desc="counts", leave=False),
-    )  # fmt: skip
+    counting = {"transformers": stock} | {f"drafter {name}": arm for name, arm in whole.items()}
+    counted, failed = speed.interleave(counting, prompts, 0, lambda p: tqdm(p, desc="counts", leave=False))
     rows = []
     for name, spec in named.items():
-        found, one = counted[f"drafter {name}"], fast[name]
+        found, setup = counted[f"drafter {name}"], fast[name].setup
         against = speed.compare(counted["transformers"], found)
-        row = {
-            "name": name, "drafter": spec, "guarantee": one.setup.guarantee, "levels": one.setup.length_policy.levels,
-            "identical": against["identical"], "compared": against["compared"],
-            **speed.tau(found), **speed.acceptance(found), **about(spec),
-        }  # fmt: skip
+        row = {"name": name, "drafter": spec, "guarantee": setup.guarantee, "levels": setup.length_policy.levels}
+        row |= {key: against[key] for key in ("identical", "compared")}
+        row |= speed.tau(found) | speed.acceptance(found) | about(spec)
         if not arguments.untimed:
             ours = times[f"drafter {name}"]
             row |= speed.over("speedup", times["transformers"], ours) | speed.over("over_plain", times["plain"], ours)
             row |= {"tau_paced": speed.tau(ours)["tau"], "time_s": speed.time_by_stage(ours)}
             row |= {key: speed.ideal(times["plain"], ours)[key] for key in ("verify_over_plain", "draft_over_plain")}
         rows.append(row)
-    return measured_on(model, seed=seed) | {
-        "bench": "drafters", "rows": rows, "failures": failures + failed, "n_prompts": len(images), "batch_size": 1,
-        "max_new_tokens": MOST, "temperature": 0.0, "seed": seed,
-    }  # fmt: skip
+    record = {"bench": "drafters", "rows": rows, "failures": failures + failed, "n_prompts": len(images)}
+    record |= {"batch_size": 1, "max_new_tokens": MOST, "temperature": 0.0, "seed": seed}
+    return measured_on(model, seed=seed) | record
 
 
 def about(spec: str) -> dict[str, Any]:

@@ -24,9 +24,16 @@ from visspec.api import presets, zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, groups_of, measured_on, row_seeds
-from visspec.cli.bench_compiled import compiled_family, compiled_record
 from visspec.cli.bench_image_table import tables
-from visspec.cli.bench_others import composed, fewer_passes, fewer_steps, taught, undrafted
+from visspec.cli.bench_others import (
+    compiled_family,
+    compiled_record,
+    composed,
+    fewer_passes,
+    fewer_steps,
+    taught,
+    undrafted,
+)
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
@@ -95,10 +102,8 @@ def run(arguments: Options) -> None:
     if not arguments.method and arguments.sweep is None:
         methods = fitting(pipe, methods)
     if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
-        asked = (
-            f"--quality: got {arguments.quality}, expected 0" if arguments.quality else "--sweep: got it, expected not"
-        )
-        raise ValueError(f"{asked}: {pipe.family.no_pixels}")
+        given = f"quality: got {arguments.quality}, expected 0" if arguments.quality else "sweep: got it, expected not"
+        raise ValueError(f"--{given}: {pipe.family.no_pixels}")
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
     seed, scenes = arguments.seed, arguments.scenes(pipe.processor, "prompts")
     known = scenes.prompts()
@@ -119,10 +124,8 @@ def run(arguments: Options) -> None:
 
 def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """`count` prompts from all over those given, or over these tasks of them. Raises ValueError for other tasks."""
-    if strange := set(tasks or ()) - {row["tag"] for row in prompts}:
-        raise ValueError(
-            f"--task: got {', '.join(sorted(strange))}, expected tasks of the prompts that the model is taught"
-        )
+    if strange := ", ".join(sorted(set(tasks or ()) - {row["tag"] for row in prompts})):
+        raise ValueError(f"--task: got {strange}, expected tasks of the prompts that the model is taught")
     rows = [row for row in prompts if tasks is None or row["tag"] in tasks]
     return rows[:: max(1, len(rows) // count)][:count]
 
@@ -224,53 +227,38 @@ def bench(
     if not runs["plain"]:
         raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
     rows = [row(name, arm, runs) for name, arm in ours.items()]
-    compiled = compiled_record(rows, ours, runs, len(texts)) if "stock_compiled" in arms else {}
-    return compiled | measured_on(pipe.model, seed=seed) | {
-        "bench": "image", "rows": rows,
-        "n_prompts": len(texts), "batch_size": batch_size, "seed": seed, "failures": failures,
-        "stock": None if stock is None else {
-            "cache": stock.cache, "seconds_per_image": sum(r.seconds for r in runs["stock"]) / max(len(texts), 1),
-            "nfe": pipe.family.layout().positions,
-        },
-        "law": None if pipe.family.draws == "vectors" else law_of(pipe, texts[:LAWS], options, seed),
-        "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
-    }  # fmt: skip
+    record = compiled_record(rows, ours, runs, len(texts)) if "stock_compiled" in arms else {}
+    record |= measured_on(pipe.model, seed=seed) | {"bench": "image", "rows": rows, "n_prompts": len(texts)}
+    record |= {"batch_size": batch_size, "seed": seed, "failures": failures, "stock": None}
+    if stock is not None:
+        seconds = sum(r.seconds for r in runs["stock"]) / max(len(texts), 1)
+        record["stock"] = {"cache": stock.cache, "seconds_per_image": seconds, "nfe": pipe.family.layout().positions}
+    record["law"] = None if pipe.family.draws == "vectors" else law_of(pipe, texts[:LAWS], options, seed)
+    return record | {"guidance_scale": sampling.guidance, "temperature": sampling.temperature}
 
 
 def row(name: str, arm: ImageArm, runs: dict[str, list[ArmRun]]) -> dict[str, Any]:
     """One method's line of the table."""
-    found, plain = runs[name], runs["plain"]
-    against = speed.compare(runs.get("stock", plain), found)
-    passes, saved = speed.tau(found), [fewer(slow, fast) for slow, fast in zip(plain, found)]
-    maps = [accepted(m, arm.whole) for out in arm.outputs[-len(found) :] for m in out.maps]
-    share, tried = mean_map(maps)
-    same = speed.compare(plain, found)
-    stats = arm.outputs[-1].stats[0]
-    traces = [trace for out in arm.outputs[-len(found) :] for trace in out.traces]
-    tokens = max(sum(run.count for run in found), 1)
-    memory = [trace.memory for trace in traces if trace.memory]
-    held = {f"{name}_bytes": max(one.get(name, 0) for one in memory) for name in ("cache", "pass") if memory}
-    calls = {f"{name}_calls": sum(trace.calls[name] for trace in traces) / tokens for name in HEAD_CALLS}
-    return {
-        "name": name, **arm.method, "order": arm.method["order"] or "raster",
-        "guarantee": stats.guarantee, "promises_tokens": arm.promise,
-        "n_prompts": len(found), **against, "identical": same["identical"], "identical_to": "plain (same seeds)",
-        **passes, "nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / passes["nfe"],
-        "nfe_reduction_ci95": list(speed.bootstrap(saved)), "family": None, "setting": None,
-        "trunk_passes": sum(len(run.rounds) + 1 for run in found) / tokens, **calls, **held,
-        "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(len(r.rounds) + 1 for r in found), 1),
-        "over_plain": same["speedup"], "over_plain_ci95": same["speedup_ci95"], **speed.acceptance(found),
-        "acceptance_map": share, "acceptance_map_n": tried,
-        "drift_per_token": speed.drift(found), "unmetered": stats.unmetered,
-        "latent_displacement": float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None,
-        "time_s": speed.time_by_stage(found),
-        **{k: v for k, v in speed.ideal(plain, found).items() if k != "gap"},
-    }  # fmt: skip
-
-
-def fewer(plain: ArmRun, found: ArmRun) -> float:
-    """How many times fewer passes a run took."""
-    return (len(plain.rounds) + 1) / (len(found.rounds) + 1)
+    found, plain, outputs = runs[name], runs["plain"], arm.outputs[-len(runs[name]) :]
+    stats, traces = arm.outputs[-1].stats[0], [trace for out in outputs for trace in out.traces]
+    each, before = ([len(run.rounds) + 1 for run in some] for some in (found, plain))  # passes
+    tokens, memory = max(sum(run.count for run in found), 1), [trace.memory for trace in traces if trace.memory]
+    row: dict[str, Any] = {"name": name, **arm.method, "order": arm.method["order"] or "raster"}
+    row |= {"guarantee": stats.guarantee, "promises_tokens": arm.promise, "family": None, "setting": None}
+    row |= {"n_prompts": len(found), **speed.compare(runs.get("stock", plain), found)}
+    row |= {"identical": speed.compare(plain, found)["identical"], "identical_to": "plain (same seeds)"}
+    row |= speed.tau(found) | speed.over("over_plain", plain, found) | speed.acceptance(found)
+    row |= {"nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / row["nfe"]}
+    row["nfe_reduction_ci95"] = list(speed.bootstrap([slow / fast for slow, fast in zip(before, each)]))
+    row |= {"trunk_passes": sum(each) / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(each), 1)}
+    row |= {f"{part}_calls": sum(trace.calls[part] for trace in traces) / tokens for part in HEAD_CALLS}
+    row |= {f"{part}_bytes": max(one.get(part, 0) for one in memory) for part in ("cache", "pass") if memory}
+    maps = mean_map([accepted(grid, arm.whole) for out in outputs for grid in out.maps])
+    row |= dict(zip(("acceptance_map", "acceptance_map_n"), maps))
+    row |= {"drift_per_token": speed.drift(found), "unmetered": stats.unmetered}
+    row["latent_displacement"] = float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None
+    costs = {key: value for key, value in speed.ideal(plain, found).items() if key != "gap"}
+    return row | costs | {"time_s": speed.time_by_stage(found)}
 
 
 def accepted(origins: np.ndarray, whole: bool) -> np.ndarray | None:
@@ -321,17 +309,14 @@ def judge(
             reference = reference or rendered(extractor, open_image(drawn[0][0]).width, scenes, tasks)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
             distance = fid.from_folder(root, reference, extractor)
-            line |= scores(report.summary)
-            line |= {"right": report.summary["correct_images"], "quality_n": len(prompts), "fd": distance.value}
-            line |= {"fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
+            line |= scores(report.summary) | {"right": report.summary["correct_images"], "quality_n": len(prompts)}
+            line |= {"fd": distance.value, "fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
             line["fd_ratio"] = distance.value / record["rows"][0]["fd"]  # the first is plain decoding
             if "nfe" not in line:
                 line |= passes_of([path for path, _ in drawn], record["rows"][0])
             judged = {r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}
-            line["images"] = [
-                shown(path, replace(picture, verdict=judged[str(path.relative_to(root))]), home).entry()
-                for path, picture in drawn[:SHOWN]
-            ]
+            seen = [(path, replace(one, verdict=judged[str(path.relative_to(root))])) for path, one in drawn[:SHOWN]]
+            line["images"] = [shown(path, picture, home).entry() for path, picture in seen]
 
 
 def scores(summary: dict[str, Any]) -> dict[str, Any]:
@@ -369,10 +354,8 @@ def draw(
     missing = [entry for entry in entries if not entry[0].exists()]
     for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
         group = missing[start : start + 16]
-        out = pipe(
-            [picture.prompt for _, picture in group], seed=[picture.seed for _, picture in group], batch_size=16,
-            **zoo.method(method), **options,
-        )  # fmt: skip
+        texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
+        out = pipe(texts, seed=seeds, batch_size=16, **zoo.method(method), **options)
         for row, ((path, _), image, origins) in enumerate(zip(group, out.images, out.maps)):
             grid = accepted(origins, whole)
             found = {"acceptance": None if grid is None else numbers(grid)} | sidecar(out, row)

@@ -44,11 +44,10 @@ def table(record: dict[str, Any], heads: Iterable[str] = tuple(CELLS)) -> Table:
     if not stock:
         title_of["over stock"] = "over plain"
     missing = ((line["name"], line.get("unmetered")) for line in record["rows"] if "drift / token" in heads)
-    return harness.table(
-        title, [*stock_rows(record), *record["rows"]], {title_of[head]: CELLS[head] for head in heads},
-        "\n".join(f"{name}: drift not measured, {why}" for name, why in missing if why) or None, left=["guarantee"],
-        whole=[title_of[head] for head in heads if head != "guarantee"],
-    )  # fmt: skip
+    columns, rows = {title_of[head]: CELLS[head] for head in heads}, [*stock_rows(record), *record["rows"]]
+    caption = "\n".join(f"{name}: drift not measured, {why}" for name, why in missing if why) or None
+    whole = [title_of[head] for head in heads if head != "guarantee"]
+    return harness.table(title, rows, columns, caption, left=["guarantee"], whole=whole)
 
 
 def stock_rows(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -56,8 +55,6 @@ def stock_rows(record: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     stock, compiled = record["stock"], record.get("baselines")
     arms = {"stock": stock} | ({"stock, compiled": compiled["transformers_compiled"]} if compiled else {})
     for name, arm in arms.items() if stock else ():
-        yield {
-            "name": name, "stock": True, "nfe": stock["nfe"],
-            "ms_per_nfe": 1e3 * arm["seconds_per_image"] / stock["nfe"],
-            "speedup": stock["seconds_per_image"] / arm["seconds_per_image"], "guarantee": "the model's own",
-        }  # fmt: skip
+        seconds, nfe = arm["seconds_per_image"], stock["nfe"]
+        row = {"name": name, "stock": True, "nfe": nfe, "ms_per_nfe": 1e3 * seconds / nfe}
+        yield row | {"speedup": stock["seconds_per_image"] / seconds, "guarantee": "the model's own"}

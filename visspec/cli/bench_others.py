@@ -1,14 +1,21 @@
 """Other targets beside the methods of `visspec bench image`: pipelines of the same model that draw from another
-distribution, each a row of the table, drawn plainly. And which of the prompts a model is taught.
+distribution, each a row of the table, drawn plainly; and the stock class compiled. And which of the prompts a model is
+taught.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from visspec.api import presets, zoo
 from visspec.api.images import ImagePipeline
+from visspec.cli.bench import compilations
+from visspec.eval.bench import paired as speed
+from visspec.eval.bench.paired import ArmRun
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
+from visspec.models.runner.compiled import stepwise
 
 
 def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
@@ -25,11 +32,8 @@ def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePi
     """
     if counts and pipe.family.draws != "vectors":
         raise ValueError(f"--denoising-steps: got {counts[0]}, expected none: {pipe.family.name} draws codes")
-    found = {}
-    for count in counts:
-        parts = pipe.parts | {"denoising_steps": count}
-        found[f"plain, {count} steps"] = ImagePipeline(pipe.model, pipe.processor, parts=parts)
-    return found
+    parts = {f"plain, {count} steps": pipe.parts | {"denoising_steps": count} for count in counts}
+    return {name: ImagePipeline(pipe.model, pipe.processor, parts=some) for name, some in parts.items()}
 
 
 def fewer_passes(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
@@ -64,6 +68,22 @@ def composed(
         wanted |= {f"code, {n} scales": code | {"handover": n} for n in handovers}
         wanted |= {f"scalekv, {share:g}": {"budget": share} for share in shares}
     return {name: pipe.parted(parts) for name, parts in wanted.items()}
+
+
+def compiled_family(pipe: Any) -> Family:
+    """The family of the stock model with compiled passes. Raises ValueError for one that can't be compiled."""
+    return family_of(stepwise(pipe.model, pipe.family.decoder), pipe.processor, **pipe.parts)
+
+
+def compiled_record(
+    rows: Sequence[dict[str, Any]], ours: dict[str, Any], runs: dict[str, list[ArmRun]], prompts: int
+) -> dict[str, Any]:
+    """What a record holds of the compiled stock class; its rows get the ratio over that, and what was compiled late."""
+    stock = runs["stock_compiled"]
+    for line in rows:
+        line |= speed.over("speedup_over_compiled", stock, runs[line["name"]])
+        line |= compilations(ours[line["name"]].setup)
+    return {"baselines": {"transformers_compiled": {"seconds_per_image": sum(r.seconds for r in stock) / prompts}}}
 
 
 def undrafted(pipe: ImagePipeline) -> str:

@@ -1,11 +1,14 @@
 """`visspec bench prompts`: what a pass and the whole loop cost behind long prompts, against transformers' own.
 
 Small random decoders with the head layouts of the field; the prompt's keys and values are made up, the same for both
-sides, so that nothing but decoding is measured. Ratios are of medians of calls that alternate.
+sides, so that nothing but decoding is measured. Ratios are of medians of calls that alternate. With `--drafters` the
+prompt is read for real, and then a drafter reads it: its share is the time of its own reading over both. Drafters are
+untrained; what reading costs doesn't depend on weights.
 """
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -22,22 +25,27 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.cli.arguments import Positive
 from visspec.cli.bench import BenchOptions
-from visspec.cli.bench_first_token import DRAFTERS, first_token
 from visspec.eval.bench.clock import alternated, seconds_of, waiter
 from visspec.eval.bench.oracle import Oracle, erring_every
 from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option
 from visspec.io.provenance import provenance
-from visspec.loop.decode import decode
+from visspec.loop.decode import decode, start
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.output import TokenBuffer
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.attention.slot_layers import CACHE, SlotLayers
+from visspec.models.decoder.small_model import SmallModel
 from visspec.models.decoder.target import HFDecoder
-from visspec.types import Draft, Request, Scores, State
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.lookup.ngram import NGram
+from visspec.types import Draft, Drafter, Request, Scores, State
 
 VOCABULARY = 512
 LOOPED = (1, 8)  # nodes of the drafts with which the whole loop is run; 1 is plain decoding
+LONG = 8192  # tokens of a prompt from which on it is read once
+WARM = 256  # tokens read before the clock starts
+SMALLER = 4  # the small model has this many times less width, and heads; and half of that fewer layers
 
 
 class HeadLayout(NamedTuple):
@@ -53,22 +61,30 @@ class HeadLayout(NamedTuple):
         return f"{self.heads}/{self.keys}x{self.size}"
 
     def config(self) -> LlamaConfig:
-        return LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=self.hidden, intermediate_size=2 * self.hidden,
-            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.keys,
-            head_dim=self.size, max_position_embeddings=1 << 17, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
+        heads: Any = {"num_attention_heads": self.heads, "num_key_value_heads": self.keys, "head_dim": self.size}
+        sizes: Any = {"hidden_size": self.hidden, "intermediate_size": 2 * self.hidden, "vocab_size": VOCABULARY}
+        ends: Any = {"max_position_embeddings": 1 << 17, "eos_token_id": None, "pad_token_id": 0}
+        return LlamaConfig(num_hidden_layers=self.layers, **heads, **sizes, **ends)
 
 
-LAYOUTS = {
-    str(layout): layout
-    for layout in (
-        HeadLayout(8, 8, 32, 4, 256),
-        HeadLayout(8, 2, 32, 4, 256),
-        HeadLayout(16, 4, 64, 8, 512),
-        HeadLayout(28, 4, 128, 2, 896),
-        HeadLayout(32, 8, 128, 2, 1024),
-    )
+SHAPES = ((8, 8, 32, 4, 256), (8, 2, 32, 4, 256), (16, 4, 64, 8, 512), (28, 4, 128, 2, 896), (32, 8, 128, 2, 1024))
+LAYOUTS = {str(layout): layout for layout in (HeadLayout(*shape) for shape in SHAPES)}
+
+
+def small_model(model: nn.Module) -> SmallModel:
+    """A `SmallModel` drafter for a Llama, with a quarter of its width and heads and half its layers."""
+    small: Any = copy.deepcopy(model.config)
+    small.num_hidden_layers = max(small.num_hidden_layers // 2, 1)
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        setattr(small, name, max(getattr(small, name) // SMALLER, 1))
+    made = LlamaForCausalLM._from_config(small, attn_implementation="sdpa").eval().to(model.device)
+    return SmallModel(made, model)
+
+
+DRAFTERS: dict[str, Callable[[Any], Drafter]] = {
+    "ngram": lambda model: NGram(),
+    "feature": FeatureDrafter.for_model,
+    "small_model": small_model,
 }
 
 
@@ -111,10 +127,8 @@ def bench_prompts(arguments: Options) -> dict[str, Any]:
             with torch.inference_mode():
                 rows += PromptRun(case, length, new).rows(arguments.nodes, arguments.tau, repeats)
         first += first_token(case.model, name, arguments.prompts, arguments.drafters, max(3, repeats // 3))
-    return {
-        "bench": "prompts", "guarantee": "exact", "rows": rows, "drafters": first, "tau": arguments.tau,
-        "max_new_tokens": new, "provenance": provenance(case.model, repeats=repeats),
-    }  # fmt: skip
+    record = {"bench": "prompts", "guarantee": "exact", "rows": rows, "drafters": first, "tau": arguments.tau}
+    return record | {"max_new_tokens": new, "provenance": provenance(case.model, repeats=repeats)}
 
 
 COLUMNS: dict[str, Cell] = {
@@ -185,27 +199,23 @@ class PromptRun:
 
     def generate(self, cache: DynamicCache) -> Tensor:
         """transformers' generate behind the cached prompt."""
-        return self.case.model.generate(
-            self.ids,
-            attention_mask=torch.ones_like(self.ids),
-            do_sample=False,
-            max_new_tokens=self.new,
-            **{CACHE: cache},
-        )
+        options = {"attention_mask": torch.ones_like(self.ids), "do_sample": False, "max_new_tokens": self.new}
+        return self.case.model.generate(self.ids, **options, **{CACHE: cache})
 
     def rows(self, nodes: Sequence[int], tau: int, repeats: int) -> list[dict[str, Any]]:
         wait = waiter(self.case.model.device)
         passes = alternated({0: self.stock_pass()} | {n: self.our_pass(n) for n in nodes}, repeats, wait)
-        calls = {0: self.attention(0)} | {n: self.attention(n) for n in nodes}
-        attention = alternated(calls, repeats, wait)
+        attention = alternated({n: self.attention(n) for n in (0, *nodes)}, repeats, wait)
+        about = {"prompt": self.length, "heads": str(self.case.layout), "layers": self.case.layout.layers}
         found = []
         for n in nodes:
             ratio, same = self.loop(n, tau, max(3, repeats // 3)) if n in LOOPED else (None, None)
-            found.append({
-                "nodes": n, "prompt": self.length, "heads": str(self.case.layout), "layers": self.case.layout.layers,
-                "over_stock_pass": passes[n] / passes[0], "attention_over_stock_query": attention[n] / attention[0],
-                "loop_over_transformers": ratio, "speedup": ratio, "identical": same, "compared": int(same is not None),
-            })  # fmt: skip
+            row: dict[str, Any] = {
+                "over_stock_pass": passes[n] / passes[0],
+                "attention_over_stock_query": attention[n] / attention[0],
+            }
+            row |= {"loop_over_transformers": ratio, "speedup": ratio, "identical": same}
+            found.append({"nodes": n} | about | row | {"compared": int(same is not None)})
         return found
 
     def stock_pass(self) -> Callable[[], Any]:
@@ -228,11 +238,10 @@ class PromptRun:
     def attention(self, nodes: int) -> Callable[[], Any]:
         """One attention call with a draft's mask; 0 nodes: with one query and no mask, as in transformers' generate."""
         layout, device = self.case.layout, self.case.model.device
-        queries = max(nodes, 1)
+        queries, mask = max(nodes, 1), None
         query = torch.randn(1, queries, layout.heads, layout.size, device=device).transpose(1, 2)
         key, value = (torch.cat([x, x[:, :, :1].expand(-1, -1, queries, -1)], dim=2) for x in self.cached[0])
         module: Any = SimpleNamespace(num_key_value_groups=layout.heads // layout.keys, is_causal=True)
-        mask = None
         if nodes:
             slots = SlotLayers(1).slots
             slots.lengths = [self.length - 1]
@@ -243,20 +252,47 @@ class PromptRun:
 
     def loop(self, nodes: int, tau: int, repeats: int) -> tuple[float, int]:
         """Time of transformers' generate over that of our loop, and whether the answers are equal."""
-        target = self.case.target
-        guarded = None
+        target, guarded, same = self.case.target, None, True
         if nodes > 1:
             oracle = Oracle(erring_every(self.answer, tau, VOCABULARY))
             guarded = SafeDrafter(oracle, target.capabilities, target.device, False)
-        same = True
-        times: dict[str, list[float]] = {"stock": [], "ours": []}
-        for turn in range(repeats + 1):
-            stock, _ = seconds_of(partial(self.generate, self.stock_cache()), waiter(self.case.model.device))
+        stock, ours = [], []
+        for _ in range(repeats + 1):
+            seconds, _ = seconds_of(partial(self.generate, self.stock_cache()), waiter(self.case.model.device))
             state = decode(target, guarded, Exact(), self.request(), FixedLength(max(nodes - 1, 1)))
             same = same and state.tokens == self.answer.tolist()
-            if turn:
-                times["stock"].append(stock / self.new)
-                stages = state.trace.times
-                # the prefill of ours gives the first token, transformers' first pass is inside its time
-                times["ours"].append(sum(v for k, v in stages.items() if k != "prefill") / (self.new - 1))
-        return statistics.median(times["stock"]) / statistics.median(times["ours"]), int(same)
+            stock.append(seconds / self.new)
+            # the prefill of ours gives the first token, transformers' first pass is inside its time
+            ours.append(sum(v for k, v in state.trace.times.items() if k != "prefill") / (self.new - 1))
+        return statistics.median(stock[1:]) / statistics.median(ours[1:]), int(same)
+
+
+def first_token(
+    model: nn.Module, heads: str, prompts: Sequence[int], drafters: Sequence[str], repeats: int
+) -> list[dict[str, Any]]:
+    """A row for each drafter and length of the prompt: `prefill_s` of the model, `draft_prefill_s`, and `share`, the
+    second over both. Medians; prompts of `LONG` tokens or more are read once.
+    """
+    rows = []
+    for name in drafters:
+        drafter = DRAFTERS[name](model)
+        target = HFDecoder(model, drafter.traits.feature_layers, drafter.traits.embeddings)
+        guarded = SafeDrafter(drafter, target.capabilities, target.device)
+        for length in prompts:
+            ids = torch.randint(5, target.capabilities.vocab, (1, length), device=target.device)
+            read(target, guarded, ids[:, :WARM])
+            times = [read(target, guarded, ids) for _ in range(1 if length >= LONG else repeats)]
+            prefill, own = (statistics.median(part) for part in zip(*times))
+            row = {"heads": heads, "drafter": name, "prompt": length, "prefill_s": prefill, "draft_prefill_s": own}
+            rows.append(row | {"share": own / (prefill + own), "repeats": len(times)})
+    return rows
+
+
+@torch.inference_mode()
+def read(target: HFDecoder, drafter: SafeDrafter, ids: Tensor) -> tuple[float, float]:
+    """Seconds of the target's prefill of a prompt, and of the drafter's. Raises RuntimeError if the drafter failed."""
+    request = Request({"attention_mask": torch.ones_like(ids), "logits_to_keep": 1}, ids, 2)
+    state = start(target, drafter, Exact(), request)
+    if not state.drafting:
+        raise RuntimeError(f"drafter: got a failure of {type(drafter.inner).__name__}, expected it to read the prompt")
+    return state.trace.times["prefill"], state.trace.times["draft_prefill"]

@@ -56,12 +56,11 @@ class Size(NamedTuple):
     def config(self, room: int) -> Any:
         """The configuration, for `room` positions."""
         kind: Any = Qwen2Config if self.qwen else LlamaConfig
-        return kind(
-            vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.inner,
-            num_hidden_layers=self.layers, num_attention_heads=self.heads, num_key_value_heads=self.keys,
-            max_position_embeddings=room, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-            tie_word_embeddings=False, initializer_range=1.3 * self.hidden**-0.5,
-        )  # fmt: skip
+        sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.inner}
+        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.keys}
+        ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
+        spread, room_of = 1.3 * self.hidden**-0.5, {"max_position_embeddings": room}
+        return kind(num_hidden_layers=self.layers, initializer_range=spread, **sizes, **heads, **ends, **room_of)
 
     def build(self) -> Any:
         return Qwen2ForCausalLM if self.qwen else LlamaForCausalLM
@@ -144,12 +143,11 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
             if where.get("cuda"):
                 torch.cuda.empty_cache()
         del model
-    return {
-        "bench": "sizes", "guarantee": "exact", "drafter": "oracle", "acceptance": "exact", "temperature": 0.0,
-        "seed": 0, "n_prompts": arguments.repeats, "prompt": prompt, "max_new_tokens": new, "levels": levels,
-        "identical": sum(row["identical"] for row in rows), "compared": sum(row["compared"] for row in rows),
-        "random_weights": True, "changes": arguments.changes, "failures": failures, "rows": rows, "provenance": where,
-    }  # fmt: skip
+    record = {"bench": "sizes", "guarantee": "exact", "drafter": "oracle", "acceptance": "exact", "temperature": 0.0}
+    record |= {"seed": 0, "n_prompts": arguments.repeats, "prompt": prompt, "max_new_tokens": new, "levels": levels}
+    record |= {key: sum(row[key] for row in rows) for key in ("identical", "compared")}
+    record |= {"random_weights": True, "changes": arguments.changes, "failures": failures}
+    return record | {"rows": rows, "provenance": where}
 
 
 def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
@@ -161,10 +159,7 @@ def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
 class SizeCase:
     """One model at one batch size. A prompt is its number, which seeds its ids."""
 
-    def __init__(
-        self, model: Any, batch: int, length: int, new: int, levels: int, compile: bool = False,
-        attention: str | None = None,
-    ):  # fmt: skip
+    def __init__(self, model: Any, batch: int, length: int, new: int, levels: int, compile=False, attention=None):
         self.model, self.batch, self.length, self.new, self.levels = model, batch, length, new, levels
         self.cuda, self.wait = model.device.type == "cuda", waiter(model.device)
         self.vocabulary = model.config.vocab_size
@@ -189,33 +184,26 @@ class SizeCase:
             self.known[prompt] = self.stock(self.ids(prompt), self.new)[0][:, self.length :]
         return self.known[prompt]
 
-    def stock(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:
-        return self.generate(ids, new), None
+    def stock(self, ids: Tensor, new: int, **more: Any) -> tuple[Tensor, Any]:
+        return self.model.generate(**self.options(ids, new), **more), None
 
     def with_static_cache(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:
         """transformers compiles what runs on such a cache, on a GPU."""
         if self.static is None:
             self.static = StaticCache(config=self.model.config, max_cache_len=self.length + self.new)
         self.static.reset()
-        return self.generate(ids, new, **{CACHE: self.static}), None
+        return self.stock(ids, new, **{CACHE: self.static})
 
-    def ours(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:
-        found = self.plain.run(**self.options(ids, new))
+    def ours(self, ids: Tensor, new: int, drafted: bool = False) -> tuple[Tensor, Any]:
+        found = (self.fast if drafted else self.plain).run(**self.options(ids, new))
         return found.output, found.state
 
     def drafted(self, acceptance: float, prompt: int) -> ArmRun:
         self.drafter.drafts_BT = erring(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
-        return self.timed(self.quickly, prompt)
-
-    def quickly(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:
-        found = self.fast.run(**self.options(ids, new))
-        return found.output, found.state
+        return self.timed(partial(self.ours, drafted=True), prompt)
 
     def options(self, ids: Tensor, new: int) -> dict[str, Any]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
-
-    def generate(self, ids: Tensor, new: int, **more: Any) -> Tensor:
-        return self.model.generate(**self.options(ids, new), **more)
 
     def timed(self, call: Callable[[Tensor, int], tuple[Tensor, Any]], prompt: int) -> ArmRun:
         """A call for one token and one for all of them."""
@@ -231,44 +219,31 @@ class SizeCase:
             STATIC: partial(self.timed, self.with_static_cache),
             PLAIN: partial(self.timed, self.ours),
         }
-        for a in acceptance:
-            arms[f"oracle {a:g}"] = partial(self.drafted, a)
+        arms |= {f"oracle {a:g}": partial(self.drafted, a) for a in acceptance}
         runs, failures = speed.interleave(arms, list(range(repeats)), warmup=1)
         if not runs[STOCK]:
             raise RuntimeError(failures[0])
-        passes, rows = self.passes(), []
-        for name, found in runs.items():
-            wanted = name.removeprefix("oracle ")
-            rows.append(self.row(name, found, runs, passes, float(wanted) if wanted != name else None))
-            rows[-1]["failures"] = failures
-        return rows
+        passes = self.passes()
+        return [self.row(name, runs, passes) | {"failures": failures} for name in runs]
 
-    def row(
-        self,
-        name: str,
-        found: list[ArmRun],
-        runs: dict[str, list[ArmRun]],
-        passes: dict[str, Any],
-        acceptance: float | None,
-    ) -> dict[str, Any]:
+    def row(self, name: str, runs: dict[str, list[ArmRun]], passes: dict[str, Any]) -> dict[str, Any]:
         """A row of the record: one arm."""
-        against = speed.compare(runs[STOCK], found)
+        found, against = runs[name], speed.compare(runs[STOCK], runs[name])
+        acceptance = float(name.removeprefix("oracle ")) if name.startswith("oracle ") else None
         reach = speed.tau(found)["tau"] if acceptance is not None else None
         each = [sum(run.seconds - run.first for run in part) for part in (found, runs[PLAIN])]
         rounds = [sum(len(run.rounds) for run in part) for part in (found, runs[PLAIN])]
-        row: dict[str, Any] = {
-            "arm": name, "batch_size": self.batch, "given_acceptance": acceptance, "tau": reach,
-            "expected_tau": None if acceptance is None else expected_tau(acceptance, self.levels),
-            **{key: against[key] for key in ("speedup", "speedup_ci95", "speedup_decode_only")},
-            "identical": sum(a == b for s, f in zip(runs[STOCK], found) for a, b in zip(s.tokens, f.tokens)),
-            "compared": len(found) * self.batch,
-            "ms_per_token": 1e3 * each[0] / max(len(found) * (self.new - 1), 1) if self.cuda else None,
-            "ms_per_round": 1e3 * each[0] / rounds[0] if self.cuda and rounds[0] else None,
-            "compiled": name == STATIC and self.cuda, "attention": str(self.fast.target.masks.backend),
-        }  # fmt: skip
+        row: dict[str, Any] = {"arm": name, "batch_size": self.batch, "given_acceptance": acceptance, "tau": reach}
+        row["expected_tau"] = None if acceptance is None else expected_tau(acceptance, self.levels)
+        row |= {key: against[key] for key in ("speedup", "speedup_ci95", "speedup_decode_only")}
+        row["identical"] = sum(a == b for s, f in zip(runs[STOCK], found) for a, b in zip(s.tokens, f.tokens))
+        row |= {"compared": len(found) * self.batch, "compiled": name == STATIC and self.cuda}
+        row["ms_per_token"] = 1e3 * each[0] / max(len(found) * (self.new - 1), 1) if self.cuda else None
+        row["ms_per_round"] = 1e3 * each[0] / rounds[0] if self.cuda and rounds[0] else None
+        row["attention"] = str(self.fast.target.masks.backend)
         for other in (STATIC, PLAIN):
             row[f"decode_over_{other}"] = speed.compare(runs[other], found)["speedup_decode_only"]
-        if acceptance is not None and reach is not None:
+        if reach is not None:
             v = passes["verify_over_plain"]
             c = sum(run.stages.get("draft", 0.0) for run in found) / max(rounds[0], 1) / passes["seconds"]
             o = max(0.0, each[1] / max(rounds[1], 1) / passes["seconds"] - 1)

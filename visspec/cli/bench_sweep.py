@@ -49,14 +49,12 @@ def swept(
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
     for name, method in methods.items():
         setup = pipe.setup(**zoo.method(method))
-        rows.append({
-            "name": name, **zoo.method(method), "order": "raster", "family": marks[name][0], "setting": marks[name][1],
-            "guarantee": setup.guarantee, "promises_tokens": setup.promises_tokens(sampling.greedy),
-        })  # fmt: skip
-    return methods, measured_on(pipe.model, seed=seed) | {
-        "bench": "image", "rows": rows, "n_prompts": 0, "batch_size": 16, "seed": seed, "failures": [], "stock": None,
-        "guidance_scale": sampling.guidance, "temperature": sampling.temperature,
-    }  # fmt: skip
+        row = {"name": name, **zoo.method(method), "order": "raster", **dict(zip(("family", "setting"), marks[name]))}
+        row |= {"guarantee": setup.guarantee, "promises_tokens": setup.promises_tokens(sampling.greedy)}
+        rows.append(row)
+    record = measured_on(pipe.model, seed=seed) | {"bench": "image", "rows": rows, "n_prompts": 0, "batch_size": 16}
+    record |= {"seed": seed, "failures": [], "stock": None, "guidance_scale": sampling.guidance}
+    return methods, record | {"temperature": sampling.temperature}
 
 
 def sidecar(out: Any, row: int) -> dict[str, Any]:
@@ -74,12 +72,10 @@ def passes_of(paths: Sequence[Path], plain: dict[str, Any]) -> dict[str, Any]:
     passes = np.array([float(one["passes"]) for one in kept])
     base = plain.get("nfe", float(passes.mean()))
     far = [one["displacement"] for one in kept if one["displacement"] is not None]
-    return {
-        "nfe": float(passes.mean()), "nfe_plain": base, "nfe_reduction": base / float(passes.mean()),
-        "nfe_reduction_ci95": list(speed.bootstrap((base / passes).tolist())), "n_prompts": len(kept),
-        "drift_per_token": float(np.mean([one["drift"] for one in kept])),
-        "latent_displacement": float(np.mean(far)) if far else None,
-    }  # fmt: skip
+    row = {"nfe": float(passes.mean()), "nfe_plain": base, "nfe_reduction": base / float(passes.mean())}
+    row |= {"nfe_reduction_ci95": list(speed.bootstrap((base / passes).tolist())), "n_prompts": len(kept)}
+    drift = float(np.mean([one["drift"] for one in kept]))
+    return row | {"drift_per_token": drift, "latent_displacement": float(np.mean(far)) if far else None}
 
 
 class EntropyRecorder(Exact):

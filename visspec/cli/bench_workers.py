@@ -52,13 +52,11 @@ def run(arguments: Options) -> None:
                 texts.append(found)
                 print(f"{workers} workers: {rate:.2f} images a second", flush=True)
     ratios = [several / one for one, several in zip(rates[1], rates[arguments.workers])]
-    record = {
-        "bench": "workers", "n_prompts": arguments.images, "threads": arguments.threads, "slots": arguments.slots,
-        "speedup": statistics.median(ratios), "ratios": ratios, "load": os.getloadavg()[0],
-        "rows": [{"workers": n, "images_per_second": statistics.median(r), "passes": r} for n, r in rates.items()],
-        "identical": sum(all(t[id] == text for t in texts) for id, text in texts[0].items()),
-        "compared": len(texts[0]), "provenance": provenance(),
-    }  # fmt: skip
+    record = {"bench": "workers", "n_prompts": arguments.images, "threads": arguments.threads, "slots": arguments.slots}
+    rows = [{"workers": n, "images_per_second": statistics.median(r), "passes": r} for n, r in rates.items()]
+    record |= {"speedup": statistics.median(ratios), "ratios": ratios, "load": os.getloadavg()[0], "rows": rows}
+    same = sum(all(t[id] == text for t in texts) for id, text in texts[0].items())
+    record |= {"identical": same, "compared": len(texts[0]), "provenance": provenance()}
     print(
         f"{arguments.workers} workers of {arguments.threads} threads over one: {record['speedup']:.2f} times; identical"
         f" {record['identical']}/{record['compared']}; load {record['load']:.1f}"

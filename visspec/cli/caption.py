@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, load
+from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, exit_code, load, sampling
 from visspec.io import included
 from visspec.io.files import Results
 from visspec.io.options import option
@@ -60,19 +60,15 @@ def run(arguments: Options) -> int:
     request = arguments.prompt or PROMPT
     about = described(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments, arguments.image[:LOOKS])
-    stream = caption_files(
-        fast, processor, arguments.image, request=request, batch_size=arguments.batch_size,
-        max_pixels=arguments.max_pixels, **options,
-    )  # fmt: skip
+    reading: Any = {"request": request, "batch_size": arguments.batch_size, "max_pixels": arguments.max_pixels}
+    stream = caption_files(fast, processor, arguments.image, **reading, **options)
     several, failed, newest = len(arguments.image) > 1, 0, None
     hidden = not several or not sys.stderr.isatty()
     with Results(arguments.json, about) as results:
         for found, stats in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
             newest = stats or newest
-            results.add(
-                {"path": found.path, "caption": found.text, "tokens": found.tokens, "ended": found.ended,
-                 "error": found.error}
-            )  # fmt: skip
+            row = {"path": found.path, "caption": found.text, "tokens": found.tokens, "ended": found.ended}
+            results.add(row | {"error": found.error})
             if found.error:
                 failed += 1
                 print(f"visspec: {found.error}", file=sys.stderr)
@@ -80,18 +76,21 @@ def run(arguments: Options) -> int:
                 print(f"{found.path}: {found.text}" if several else found.text, flush=True)
     if arguments.stats and newest is not None:
         print(newest)
-    return 0 if not failed else 1 if failed < len(results.found) else 2
+    return exit_code(len(results.found), failed)
 
 
 def described(arguments: Options, fast: Any, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """How captions are made, for their records."""
     from visspec.io.provenance import provenance
 
-    return {
-        "model": arguments.model or included.text_model(), "prompt": request, "drafter": fast.name,
-        "acceptance": arguments.acceptance, "guarantee": fast.rule.traits.guarantee, "sampling": options,
-        "provenance": provenance(fast.model),
-    }  # fmt: skip
+    about = settings(arguments, request, options) | {"drafter": fast.name, "guarantee": fast.rule.traits.guarantee}
+    return about | {"provenance": provenance(fast.model)}
+
+
+def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What captions are made with, as asked for."""
+    about = {"model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter}
+    return about | {"acceptance": arguments.acceptance, "sampling": options}
 
 
 def is_plain(source: Path) -> bool:
@@ -104,21 +103,16 @@ def is_plain(source: Path) -> bool:
 def decode_options(arguments: Options) -> dict[str, Any]:
     """generate's keyword arguments. Raises ValueError for sampling options that contradict greedy decoding."""
     sampled = arguments.temperature > 0
-    for name in ("top_k", "top_p"):
-        value = getattr(arguments, name)
+    for name, value in {"top-k": arguments.top_k, "top-p": arguments.top_p}.items():
         if value is not None and not sampled:
-            raise ValueError(
-                f"--{name.replace('_', '-')}: got {value} at temperature 0, expected a temperature above 0"
-            )
+            raise ValueError(f"--{name}: got {value} at temperature 0, expected a temperature above 0")
     if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
         raise ValueError(f"--top-p: got {arguments.top_p}, expected a number in (0, 1]")
     if arguments.top_k is not None and arguments.top_k < 0:
         raise ValueError(f"--top-k: got {arguments.top_k}, expected 0 (off) or more")
-    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": sampled}
-    if sampled:
-        cuts = {"top_k": arguments.top_k or 0, "top_p": arguments.top_p or 1.0}
-        options |= {"temperature": arguments.temperature, **cuts, "seed": arguments.seed}
-    return options
+    cuts = arguments.top_k or 0, arguments.top_p or 1.0
+    found = sampling(arguments.max_new_tokens, arguments.temperature, *cuts)
+    return found | ({"seed": arguments.seed} if sampled else {})
 
 
 def warn_of_foreign(arguments: Options, files: Iterable[Path]) -> None:

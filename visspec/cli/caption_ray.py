@@ -10,10 +10,9 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions
 from visspec.api.shards import EXTRA, Shards
 from visspec.cli.arguments import load
-from visspec.cli.caption import Options
+from visspec.cli.caption import Options, settings
 from visspec.cli.caption_records import COLUMNS, row_of, warn_of_foreign
 from visspec.cli.ray_shards import refuse, write
-from visspec.io import included
 
 
 def run_ray(arguments: Options, options: dict[str, Any]) -> int:
@@ -23,19 +22,13 @@ def run_ray(arguments: Options, options: dict[str, Any]) -> int:
     readers = sources.readers(arguments.image)
     warn_of_foreign(arguments)
     request = arguments.prompt or PROMPT
-    about = {
-        "model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter,
-        "acceptance": arguments.acceptance, "sampling": options,
-    }  # fmt: skip
     make = partial(worker, arguments, request, options)
-    return write(readers, make, Shards(out, COLUMNS), about, arguments)
+    return write(readers, make, Shards(out, COLUMNS), settings(arguments, request, options), arguments)
 
 
 def worker(arguments: Options, request: str, options: dict[str, Any]) -> distributed.Making:
     """In an actor: load the model. What is returned makes the captions of records."""
     model, processor, drafter = load(arguments)
-    captions = Captions(
-        accelerate(model, drafter, acceptance=arguments.acceptance), processor, request=request, workers=1,
-        slots=arguments.slots, max_pixels=arguments.max_pixels, **options,
-    )  # fmt: skip
+    reading: Any = {"request": request, "workers": 1, "slots": arguments.slots, "max_pixels": arguments.max_pixels}
+    captions = Captions(accelerate(model, drafter, acceptance=arguments.acceptance), processor, **reading, **options)
     return lambda records: map(row_of, captions(records))

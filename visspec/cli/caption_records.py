@@ -33,10 +33,8 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     request = arguments.prompt or PROMPT
     warn_of_foreign(arguments)
-    captions = Captions(
-        fast, processor, request=request, slots=arguments.slots, workers=arguments.workers,
-        max_pixels=arguments.max_pixels, **options,
-    )  # fmt: skip
+    reading = {name: getattr(arguments, name) for name in ("slots", "workers", "max_pixels")}
+    captions = Captions(fast, processor, request=request, **reading, **options)
     about = caption.described(arguments, fast, request, options)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
     with Journal(lines, about, retry=arguments.retry_failed) as journal:
@@ -73,10 +71,8 @@ def row_of(made: Caption) -> dict[str, Any]:
     """A caption's record."""
     record = made.record
     assert record is not None
-    values = (
-        made.path, record.image, record.prompt, made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
-    )  # fmt: skip
-    return dict(zip(COLUMNS, values))
+    told = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
+    return dict(zip(COLUMNS, (made.path, record.image, record.prompt, *told)))
 
 
 def warn_of_foreign(arguments: caption.Options) -> None:

@@ -5,8 +5,8 @@ time, and pictures, plain and accelerated, the same codes in less time, with the
 from __future__ import annotations
 
 import html
-import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from visspec.io.options import option
 if TYPE_CHECKING:
     from PIL import Image
     from rich.console import Console
+    from rich.table import Table
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
 PAINTERS = {  # and what they draw
@@ -43,6 +44,13 @@ class Section:
     figures: list[str] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     equal: int = 0
+
+    def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool) -> None:
+        """Count one caption or picture, and show it in a row; slow, fast: seconds."""
+        self.equal += same
+        self.ratios.append(slow / fast)
+        times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
+        view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", "yes" if same else "NO")
 
 
 @dataclass(kw_only=True)
@@ -76,12 +84,10 @@ def run(arguments: Options) -> int:
         same = same and section.equal == count
     origins = {name: MEANING[name] for name in COLOURS if name != "given"}
     console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
-    legend = " · ".join(
-        f'<b style="color:{COLOURS[name]}">{html.escape(meaning)}</b>' for name, meaning in origins.items()
-    )
+    marked = (f'<b style="color:{COLOURS[name]}">{html.escape(meaning)}</b>' for name, meaning in origins.items())
     picture, width, alike = ("", 0, True) if arguments.world else drawn(out, console)
     same = same and alike
-    page = PAGE.format(legend=legend, captions="".join(parts), drawn=picture, width=width)
+    page = PAGE.format(legend=" · ".join(marked), captions="".join(parts), drawn=picture, width=width)
     (out / "index.html").write_text(page)
     console.print(f"page: {out / 'index.html'}")
     return 0 if same else 1
@@ -96,6 +102,7 @@ def captioned(name: str, count: int, console: Console) -> Section:
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
+    from visspec.eval.bench.clock import seconds_of
     from visspec.io import included
     from visspec.loop.stats import COLOURS
 
@@ -108,21 +115,12 @@ def captioned(name: str, count: int, console: Console) -> Section:
     for generate in (model.generate, fast.generate, fast.generate):
         generate(**inputs[0], **options)
     view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section()
-    for i, (image, prompt) in enumerate(zip(images, inputs)):
-        start = time.perf_counter()
-        stock = model.generate(**prompt, **options)
-        middle = time.perf_counter()
-        ours = fast.run(**prompt, **options)
-        end = time.perf_counter()
-        same = torch.equal(stock, ours.output)
-        section.equal += same
-        section.ratios.append((middle - start) / (end - middle))
-        stats, pieces = ours.stats, ours.stats.pieces[0]
-        console.print(f"[bold]{name} {i + 1}[/bold] ", Text.assemble(*((p, COLOURS[o]) for p, o in pieces)), "\n")
-        view.add_row(
-            str(i + 1), f"{1e3 * (middle - start):.0f} ms", f"{1e3 * (end - middle):.0f} ms",
-            f"{section.ratios[-1]:.2f}", f"{stats.tau:.2f}", "yes" if same else "NO",
-        )  # fmt: skip
+    for i, (image, prompt) in enumerate(zip(images, inputs), 1):
+        slow, stock = seconds_of(partial(model.generate, **prompt, **options))
+        quick, ours = seconds_of(partial(fast.run, **prompt, **options))
+        pieces = ours.stats.pieces[0]
+        console.print(f"[bold]{name} {i}[/bold] ", Text.assemble(*((p, COLOURS[o]) for p, o in pieces)), "\n")
+        section.add(view, str(i), slow, quick, ours.stats.tau, torch.equal(stock, ours.output))
         section.figures.append(figure(image, pieces, name))
     console.print(view)
     return section
@@ -150,6 +148,7 @@ def drawn(out: Path, console: Console) -> tuple[str, int, bool]:
     from visspec.api.grid import grid
     from visspec.api.images import ImagePipeline
     from visspec.cli.generate import beside, save
+    from visspec.eval.bench.clock import seconds_of
     from visspec.eval.bench.paired import geometric_mean, in_words
     from visspec.eval.report.images import data_uri
 
@@ -162,19 +161,11 @@ def drawn(out: Path, console: Console) -> tuple[str, int, bool]:
             pipe.set_progress_bar_config(disable=True)
             pipe(prompts[0], seed=0)
         for i, prompt in enumerate(prompts):
-            start = time.perf_counter()
-            slow = plain(prompt, seed=i)
-            middle = time.perf_counter()
-            made = fast(prompt, seed=i)
-            end = time.perf_counter()
-            same = slow.images[0].tobytes() == made.images[0].tobytes()
-            section.equal += same
-            section.ratios.append((middle - start) / (end - middle))
+            slow, wanted = seconds_of(partial(plain, prompt, seed=i))
+            quick, made = seconds_of(partial(fast, prompt, seed=i))
+            same = wanted.images[0].tobytes() == made.images[0].tobytes()
+            section.add(view, f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
             pictures.append(beside(made.images[0], made, 0))
-            view.add_row(
-                f"{painter} {i + 1}", f"{1e3 * (middle - start):.0f} ms", f"{1e3 * (end - middle):.0f} ms",
-                f"{section.ratios[-1]:.2f}", f"{made.stats[0].tau:.2f}", "yes" if same else "NO",
-            )  # fmt: skip
     console.print(view)
     page = grid(pictures, [prompt for prompts in PAINTERS.values() for prompt in prompts], columns=2)
     save(page, out / "drawn.png")

@@ -125,15 +125,14 @@ def inpainted(arguments: Options) -> dict[str, Any]:
     if arguments.image is None and arguments.mask is None:
         return {}
     found = {}
-    for name, path in {"image": arguments.image, "mask": arguments.mask}.items():
+    for name, path, key in (("image", arguments.image, "image"), ("mask", arguments.mask, "mask_image")):
         if path is None:
-            raise ValueError(
-                f"--{name}: got none, expected both --image and --mask: a picture, and white where to draw"
-            )
+            both = "both --image and --mask: a picture, and white where to draw"
+            raise ValueError(f"--{name}: got none, expected {both}")
         if not path.exists():
             raise ValueError(f"--{name}: got {path}, expected an image file")
-        found["image" if name == "image" else "mask_image"] = path
-    return {name: open_image(path) for name, path in found.items()}
+        found[key] = path
+    return {key: open_image(path) for key, path in found.items()}
 
 
 def pipeline(arguments: Options) -> ImagePipeline:

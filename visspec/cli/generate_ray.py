@@ -34,12 +34,9 @@ def run_ray(arguments: Options) -> int:
     if arguments.prompts is not None:
         sources.prompts(arguments.prompts)
         readers.append(partial(wanted, [], arguments.prompts, arguments.n))
-    drawing = settings(arguments)
-    about = {
-        "model": arguments.model or included.image_model(), "preset": arguments.preset, "seed": arguments.seed,
-        **{name: getattr(arguments, name) for name in CHOSEN},
-        **{name: value for name, value in drawing.items() if name != "batch_size"},
-    }  # fmt: skip
+    drawing, about = settings(arguments), {"model": arguments.model or included.image_model()}
+    about |= {name: getattr(arguments, name) for name in ("preset", "seed", *CHOSEN)}
+    about |= {name: value for name, value in drawing.items() if name != "batch_size"}
     make = partial(worker, arguments, drawing)
     return write(readers, make, Shards(arguments.out, COLUMNS), about, arguments)
 
@@ -71,17 +68,19 @@ class RecordImages:
                 yield self._row(record, error=record.error)
             else:
                 whole.append(record)
-        try:
-            rows = list(self._drawn(whole)) if whole else []
-        except (ValueError, RuntimeError):  # of one of them, which is found by drawing each alone
-            rows = [row for record in whole for row in self._alone(record)]
-        yield from rows
+        if whole:
+            yield from self._tried(whole)
 
-    def _alone(self, record: Record) -> Iterator[dict[str, Any]]:
+    def _tried(self, records: list[Record]) -> Iterator[dict[str, Any]]:
+        """Their rows; if one of several can't be drawn, it is found by drawing each alone."""
         try:
-            yield from list(self._drawn([record]))
+            rows = list(self._drawn(records))
         except (ValueError, RuntimeError) as error:
-            yield self._row(record, error=f"{record.id}: {str(error).splitlines()[0]}")
+            if len(records) == 1:
+                rows = [self._row(records[0], error=f"{records[0].id}: {str(error).splitlines()[0]}")]
+            else:
+                rows = [row for record in records for row in self._tried([record])]
+        yield from rows
 
     def _drawn(self, records: list[Record]) -> Iterator[dict[str, Any]]:
         seeds, left = [seed_of(self.seed, record.id) for record in records], iter(records)
@@ -90,10 +89,8 @@ class RecordImages:
             for i, image in enumerate(part.images):
                 file = io.BytesIO()
                 image.save(file, format="PNG")
-                yield self._row(
-                    next(left), image=file.getvalue(), tokens=part.tokens[i].numel(), rounds=int(part.passes[i].max()),
-                    **measured,
-                )  # fmt: skip
+                counts = {"tokens": part.tokens[i].numel(), "rounds": int(part.passes[i].max())}
+                yield self._row(next(left), image=file.getvalue(), **counts, **measured)
 
     def _row(self, record: Record, **found: Any) -> dict[str, Any]:
         empty = dict.fromkeys(COLUMNS) | {"tokens": 0, "rounds": 0}

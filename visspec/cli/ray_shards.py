@@ -54,9 +54,8 @@ class Totals:
 
 
 def write(
-    readers: Sequence[Any], make: Callable[[], distributed.Making], shards: Shards, about: dict[str, Any],
-    arguments: Any,
-) -> int:  # fmt: skip
+    readers: Sequence, make: Callable[[], distributed.Making], shards: Shards, about: dict, arguments: Any
+) -> int:
     """Make and write all records that are not there, under a bar. Returns the exit code."""
     totals, twice = Totals(), 0
     with shards.opened(about), tqdm(unit=" records", disable=not sys.stderr.isatty(), smoothing=0.05) as bar:
@@ -64,21 +63,17 @@ def write(
             shards.take_failed_out()
         before, lost = len(shards.ids()), len(shards.failed())
 
-        def complain(sentence: str) -> None:
+        def complain(sentence: str, of_id: int = 1) -> None:
+            nonlocal twice
+            twice += of_id
             bar.write(f"visspec: {sentence}", file=sys.stderr)
 
-        def complain_of_id(sentence: str) -> None:
-            nonlocal twice
-            twice += 1
-            complain(sentence)
-
-        for told in distributed.run(
-            readers, make, shards, pool=pool_of(arguments), size=arguments.shard, complain=complain_of_id
-        ):
+        options: Any = {"pool": pool_of(arguments), "size": arguments.shard, "complain": complain}
+        for told in distributed.run(readers, make, shards, **options):
             shards.check_there()
             totals.add(told)
             for sentence in told["errors"]:
-                complain(sentence)
+                complain(sentence, of_id=0)
             bar.update(told["records"])
             bar.set_postfix(failed=totals.failed, refresh=False)
         shards.check_there()

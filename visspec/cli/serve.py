@@ -71,11 +71,10 @@ def made(arguments: Options, key: str | None, local: bool) -> Any:
 
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
-    limits = RequestLimits(
-        body=arguments.max_body, pixels=arguments.max_pixels, images=arguments.max_images,
-        at_once=max(arguments.pixels_at_once, arguments.max_pixels), new=arguments.max_new_tokens,
-        context=getattr(model.config.get_text_config(), "max_position_embeddings", None),
-    )  # fmt: skip
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    images = {"images": arguments.max_images, "at_once": max(arguments.pixels_at_once, arguments.max_pixels)}
+    given = {"body": arguments.max_body, "pixels": arguments.max_pixels, "new": arguments.max_new_tokens}
+    limits = RequestLimits(context=context, **given, **images)
     meters, painting = ServerMetrics(), None
     if arguments.image_model is not None:
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **arguments.hardware)

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from visspec.io.provenance import provenance
 PAYS = 1.02  # least predicted speed-up of a choice that drafts, and as in `loop.draft_length`
 WIDTHS = (4,)  # of trees that are tried beside chains, for drafters that grow them
 PLAIN = "none"
+HOW = ("predicted", "measured")
 FINALISTS = 3  # rows with the best predictions, which are measured
 
 
@@ -54,18 +55,11 @@ def run(arguments: Options) -> None:
     found = sources.records(arguments.images)
     model, processor = loading.load(arguments.model, **arguments.hardware)
     drafters = arguments.drafters or list(dict.fromkeys(["ngram", default_drafter(model)]))
-    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
-    if arguments.temperature > 0:
-        options |= {"temperature": arguments.temperature, "top_k": 0, "top_p": 1.0}
     images = list(islice(readable(found), 2 * arguments.count))
     if len(images) < 2 * max(arguments.batches):
         wanted, where = 2 * max(arguments.batches), ", ".join(map(str, arguments.images))
         raise ValueError(f"images: got {len(images)} that can be read, expected {wanted} or more in {where}")
-    record = tune(
-        model, processor, images, drafters, lengths=sorted(set(arguments.lengths)), batches=arguments.batches,
-        acceptance=arguments.acceptance, request=arguments.prompt or PROMPT, passes=arguments.passes,
-        seed=arguments.seed, sweep=arguments.sweep, trees=arguments.trees, **options,
-    )  # fmt: skip
+    record = tune(model, processor, images, drafters, arguments)
     arguments.end(record, view(record))
     print(verdict(record))
     if arguments.out is not None:
@@ -106,23 +100,17 @@ def grows(spec: str, model: Any) -> bool:
     return hasattr(type(drafter), "for_model") and not said and not drafter.traits.samples
 
 
-def tune(
-    model, processor, images: Sequence[tuple[Any, str | None]], drafters: Sequence[str], *, lengths: Sequence[int],
-    batches: Sequence[int], acceptance: str, request: str, passes: int, seed: int, sweep: bool,
-    trees: Path | None = None, **options: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Measure, predict, choose and check. Returns the JSON object of docs/evaluate.md.
+def tune(model: Any, processor: Any, images: Sequence[tuple], drafters: Sequence[str], arguments: Options):
+    """Measure, predict, choose and check (image, prompt) pairs. Returns the JSON object of docs/evaluate.md.
 
-    trees: a file for acceptance by rank, of the first drafter that grows trees.
+    Acceptance by rank, for `arguments.trees`, is of the first drafter that grows trees.
     """
-    half = len(images) // 2
+    options, seed, request, trees = arguments.generation, arguments.seed, arguments.prompt or PROMPT, arguments.trees
+    half, batches, lengths = len(images) // 2, arguments.batches, sorted(set(arguments.lengths))
 
     def grouped(some: Sequence, size: int) -> list[dict[str, Any]]:
-        groups = [some[i : i + size] for i in range(0, len(some) - size + 1, size)]
-        return [
-            moved(processed(processor, [i for i, _ in group], [p or request for _, p in group]), model)
-            for group in groups
-        ]
+        groups = [zip(*some[i : i + size]) for i in range(0, len(some) - size + 1, size)]
+        return [moved(processed(processor, list(i), [p or request for p in asked]), model) for i, asked in groups]
 
     if trees is not None:
         growing = [spec for spec in drafters if grows(spec, model)][:1]
@@ -134,7 +122,7 @@ def tune(
     specs = candidates(drafters[:1], model, trees) + candidates(drafters[1:], model)
 
     def arms() -> dict[str, Accelerated]:
-        common: dict[str, Any] = {"acceptance": acceptance, "levels": max(lengths), "adaptive": False}
+        common: dict[str, Any] = {"acceptance": arguments.acceptance, "levels": max(lengths), "adaptive": False}
         return {PLAIN: accelerate(model, None)} | {spec: accelerate(model, spec, **common) for spec in specs}
 
     rules = {name: arm.rule for name, arm in arms().items()}  # refuses before work
@@ -143,31 +131,29 @@ def tune(
     checks = {size: grouped(images[half:], size) for size in batches}
     left = {size: half % size + (len(images) - half) % size for size in batches}
     for size in batches:
-        seen = measured(arms, firsts[size], checks[size][0], size, lengths, passes, seed, options)
+        seen = measured(arms, firsts[size], checks[size][0], size, arguments)
         rows += [row for one in seen.values() for row in tuning.predicted(one, seen[PLAIN], seed)]
     for row in rows:
-        row["acceptance"] = acceptance
+        row["acceptance"] = arguments.acceptance
     finalists = tuning.best(rows, PAYS, FINALISTS)
     sizes = {row["batch_size"] for row in finalists}
-    asked = [row for row in rows if sweep or row in finalists or (row["levels"] == 0 and row["batch_size"] in sizes)]
+    asked = finalists + [row for row in rows if row["levels"] == 0 and row["batch_size"] in sizes]
+    asked = [row for row in rows if arguments.sweep or row in asked]
     check(model, asked, checks, {size: groups[0] for size, groups in firsts.items()}, options, seed)
     paying = [row for row in finalists if row["levels"] == 0 or row["measured_speedup"] >= PAYS]
     paying += [row for row in asked if row["levels"] == 0]
     choice = max(paying, key=lambda row: row["measured_images_per_second"])
     drafting = [row["predicted_speedup"] for row in rows if row["levels"]]
-    record = {
-        "bench": "tune", "choice": {name: choice[name] for name in (*tuning.KEPT, "batch_size")},
-        "pays": choice["levels"] > 0, "best_predicted": max(drafting, default=1.0),
-        "guarantee": rules[choice["drafter"]].traits.guarantee,
-        **{name: choice[name] for name in ("predicted_speedup", "predicted_ci95", "measured_speedup", "measured_ci95")},
-        "rows": rows, "n_prompts": half, "n_checked": len(images) - half,
-        "left_over": {str(size): n for size, n in left.items() if n}, "seed": seed, "load": os.getloadavg()[0],
-        "provenance": provenance(model, seed=seed), **options,
-    }  # fmt: skip
-    if sweep:
-        record["choice_over_best"] = choice["measured_images_per_second"] / max(
-            row["measured_images_per_second"] for row in rows
-        )
+    record: dict[str, Any] = {"bench": "tune", "choice": {name: choice[name] for name in (*tuning.KEPT, "batch_size")}}
+    record |= {"pays": choice["levels"] > 0, "best_predicted": max(drafting, default=1.0)}
+    record["guarantee"] = rules[choice["drafter"]].traits.guarantee
+    record |= {f"{how}_{what}": choice[f"{how}_{what}"] for how, what in product(HOW, ("speedup", "ci95"))}
+    record |= {"rows": rows, "n_prompts": half, "n_checked": len(images) - half, "seed": seed, **options}
+    record |= {"left_over": {str(size): n for size, n in left.items() if n}, "load": os.getloadavg()[0]}
+    record["provenance"] = provenance(model, seed=seed)
+    if arguments.sweep:
+        best = max(row["measured_images_per_second"] for row in rows)
+        record["choice_over_best"] = choice["measured_images_per_second"] / best
         errors = [abs(row["predicted_speedup"] / row["measured_speedup"] - 1) for row in rows if row["levels"]]
         record["prediction_error"] = {"choice": abs(choice["predicted_speedup"] / choice["measured_speedup"] - 1)}
         record["prediction_error"] |= {"median": sorted(errors)[len(errors) // 2], "largest": max(errors)}
@@ -175,32 +161,28 @@ def tune(
 
 
 def measured(
-    make: Callable[[], dict[str, Accelerated]], inputs: Sequence[dict[str, Any]], warm: dict[str, Any], size: int,
-    lengths: Sequence[int], passes: int, seed: int, options: dict[str, Any],
-) -> dict[str, tuning.DrafterMeasurement]:  # fmt: skip
+    make: Callable[[], dict[str, Accelerated]], inputs: Sequence[dict], warm: dict, size: int, arguments: Options
+) -> dict[str, tuning.DrafterMeasurement]:
     """Every arm on every batch, in an order that alternates. Each pass has arms of its own, and a batch of other
     images warms them up: a drafter that remembers earlier requests (`shared=true`) has seen no image before.
     """
     seen: dict[str, tuning.DrafterMeasurement] = {}
-    for done in range(0, passes * len(inputs), len(inputs)):
+    lengths = sorted(set(arguments.lengths))
+    for done in range(0, arguments.passes * len(inputs), len(inputs)):
         arms = make()
-        seen = seen or {n: tuning.DrafterMeasurement(n, size, [0] if n == PLAIN else list(lengths)) for n in arms}
+        seen = seen or {n: tuning.DrafterMeasurement(n, size, [0] if n == PLAIN else lengths) for n in arms}
         for number, batch in enumerate([warm, *inputs]):
             for name in list(arms) if number % 2 else list(arms)[::-1]:
                 asked = (0,) if name == PLAIN else tuple(lengths)
-                found = tuning.observe(arms[name], batch, asked, seed + size * (done + number), **options)
+                seed = arguments.seed + size * (done + number)
+                found = tuning.observe(arms[name], batch, asked, seed, **arguments.generation)
                 if number:
                     seen[name].batches.append(found)
     return seen
 
 
 def check(
-    model: Any,
-    rows: Sequence[dict[str, Any]],
-    inputs: dict[int, list[dict[str, Any]]],
-    warm: dict[int, dict[str, Any]],
-    options: dict[str, Any],
-    seed: int,
+    model: Any, rows: Sequence[dict], inputs: dict[int, list[dict]], warm: dict[int, dict], options: dict, seed: int
 ) -> None:
     """Measure rows against plain decoding of the same batches, and note it in them. warm: batches of other images."""
     for size in {row["batch_size"]: None for row in rows}:
@@ -214,11 +196,9 @@ def check(
         for row, found in zip(own, runs.values()):
             ratio = paired.compare(plain, found, per_token=options["do_sample"])
             seconds = sum(one.seconds for one in found)
-            row |= {
-                "measured_speedup": ratio["speedup_total_time"], "measured_ci95": ratio["speedup_ci95"],
-                "measured_images_per_second": sum(len(one.tokens) for one in found) / seconds,
-                "identical": ratio["identical"], "compared": ratio["compared"],
-            }  # fmt: skip
+            row |= {"measured_speedup": ratio["speedup_total_time"], "measured_ci95": ratio["speedup_ci95"]}
+            row["measured_images_per_second"] = sum(len(one.tokens) for one in found) / seconds
+            row |= {key: ratio[key] for key in ("identical", "compared")}
 
 
 def made(model: Any, row: dict[str, Any]) -> Accelerated:
