@@ -167,10 +167,10 @@ def test_drafts_of_rows_that_are_apart_are_of_their_own_place():
 def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
     ours = bench_sizes.SizeCase.ours
 
-    def full(self, ids, new):
+    def full(self, ids, new, **more):
         if self.batch == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return ours(self, ids, new)
+        return ours(self, ids, new, **more)
 
     monkeypatch.setattr(bench_sizes.SizeCase, "ours", full)
     record = bench_sizes.bench_sizes(options("llamagen-xl", [3, 1], max_new_tokens=6))

@@ -23,10 +23,9 @@ from visspec.kernels import accept
 
 NOT_MEASURED = "not measured"
 WEIGHTS_7B = 2 * 7_000_000_000  # bytes, bf16: minimum read by a pass of a 7B target
-MEASURED = (
-    "time_us", "time_us_quartiles", "host_us", "share_of_copy_bandwidth", "flops", "share_of_matrix_rate",
-    "share_of_reading_14_gb", "ratio_to_eager", "ratio_ci95", "eager_us", "eager_host_us", "timed", "eager_timed",
-)  # fmt: skip
+TIMES = ("time_us", "time_us_quartiles", "host_us", "eager_us", "eager_host_us", "timed", "eager_timed")
+SHARES = ("share_of_copy_bandwidth", "flops", "share_of_matrix_rate", "share_of_reading_14_gb")
+MEASURED = (*TIMES, *SHARES, "ratio_to_eager", "ratio_ci95")
 
 
 def paired(ours, eager, clock, repeats, draws=1):
@@ -105,23 +104,18 @@ def measured(job, clock, repeats, bandwidth, rate):
         host, eager_host = (clock.host(call, repeats) for call in (ours, eager))
     seconds, (ratio, ends) = median(mine), ratio_of(mine, theirs)
     low, high = torch.tensor(mine, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75]).double()).tolist()
+    row = {"time_us": seconds * 1e6, "time_us_quartiles": [low * 1e6, high * 1e6], "eager_us": median(theirs) * 1e6}
+    row |= {"host_us": median(host) * 1e6 if host else None, "timed": how, "eager_timed": eager_how}
+    row |= {"eager_host_us": median(eager_host) * 1e6 if eager_host else None, "ratio_to_eager": ratio}
+    row |= {"share_of_copy_bandwidth": job.bytes / seconds / bandwidth, "ratio_ci95": ends, "flops": job.flops or None}
+    row["share_of_matrix_rate"] = job.flops / seconds / rate if job.flops else None
     whole = job.whole_round and host is not None
-    return {
-        "time_us": seconds * 1e6, "time_us_quartiles": [low * 1e6, high * 1e6],
-        "host_us": median(host) * 1e6 if host else None,
-        "share_of_copy_bandwidth": job.bytes / seconds / bandwidth,
-        "flops": job.flops or None, "share_of_matrix_rate": job.flops / seconds / rate if job.flops else None,
-        "share_of_reading_14_gb": seconds / (WEIGHTS_7B / bandwidth) if whole else None,
-        "ratio_to_eager": ratio, "ratio_ci95": ends, "eager_us": median(theirs) * 1e6,
-        "eager_host_us": median(eager_host) * 1e6 if eager_host else None, "timed": how, "eager_timed": eager_how,
-    }  # fmt: skip
+    return row | {"share_of_reading_14_gb": seconds / (WEIGHTS_7B / bandwidth) if whole else None}
 
 
 def described(job, device, repeats):
-    return {
-        "kernel": job.kernel, "shape": job.shape, "dtype": job.dtype, "device": device.type, "bytes": job.bytes,
-        "eager": job.against, "repeats": repeats, **dict.fromkeys(MEASURED, NOT_MEASURED),
-    }  # fmt: skip
+    row = {"kernel": job.kernel, "shape": job.shape, "dtype": job.dtype, "device": device.type, "bytes": job.bytes}
+    return row | {"eager": job.against, "repeats": repeats} | dict.fromkeys(MEASURED, NOT_MEASURED)
 
 
 def run(device="cpu", json_path=None, quick=False):
@@ -150,18 +144,12 @@ def _measured_on(device, quick):
         rows.append(row)
     if device.type != "cuda":
         rows += [described(job, torch.device("cuda"), 0) for job in jobs(torch.device("cuda"), quick=False)]
-    return {
-        "bench": "kernels",
-        "host_syncs_per_round": waits,
-        "dispatched_ops_per_verification": calls,
-        "copy_bandwidth_gb_s": bandwidth / 1e9,
-        "ms_to_read_14_gb_at_copy_bandwidth": WEIGHTS_7B / bandwidth * 1e3 if device.type == "cuda" else None,
-        "matrix_rate_gflop_s": rate / 1e9,
-        "matrix_rate_of": product,
-        "failures": [f"{row['kernel']} {row['shape']}: {row['failure']}" for row in rows if "failure" in row],
-        "rows": rows,
-        "provenance": provenance(device=device),
-    }
+    reading = WEIGHTS_7B / bandwidth * 1e3 if device.type == "cuda" else None
+    record = {"bench": "kernels", "host_syncs_per_round": waits, "dispatched_ops_per_verification": calls}
+    record |= {"copy_bandwidth_gb_s": bandwidth / 1e9, "ms_to_read_14_gb_at_copy_bandwidth": reading}
+    record |= {"matrix_rate_gflop_s": rate / 1e9, "matrix_rate_of": product}
+    record["failures"] = [f"{row['kernel']} {row['shape']}: {row['failure']}" for row in rows if "failure" in row]
+    return record | {"rows": rows, "provenance": provenance(device=device)}
 
 
 def table(result):

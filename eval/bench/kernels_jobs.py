@@ -33,14 +33,9 @@ class Shapes:
     losses: tuple[int, ...]  # rows
 
 
-FULL = Shapes(
-    rounds=((LEVELS, VOCABULARY), (LEVELS_64, 32768)),
-    codebooks=((16384, 8, 1000), (8192, 256, 1000)),  # LlamaGen's and Janus's; Chameleon's
-    grouped=16, layers=32, prefix=4096, losses=(256,),
-)  # fmt: skip
-SMALL = Shapes(
-    rounds=((LEVELS, VOCABULARY),), codebooks=((1024, 8, 100),), grouped=4, layers=4, prefix=512, losses=(8, 64)
-)  # the full sizes take seconds per call on a CPU
+CODEBOOKS = ((16384, 8, 1000), (8192, 256, 1000))  # LlamaGen's and Janus's; Chameleon's
+FULL = Shapes(((LEVELS, VOCABULARY), (LEVELS_64, 32768)), CODEBOOKS, 16, 32, 4096, (256,))
+SMALL = Shapes(((LEVELS, VOCABULARY),), ((1024, 8, 100),), 4, 4, 512, (8, 64))  # full sizes take seconds on a CPU
 
 
 @dataclass
@@ -60,25 +55,20 @@ class KernelJob:
 
 
 def _tried_bytes(V):
-    """Bytes of a relaxed verification, on average over these uniforms: eight nodes tested, one distribution sampled
-    from.
-    """
+    """Of a relaxed verification, on average over these uniforms: eight nodes tested, one distribution sampled from."""
     return 8 * NEIGHBOURS * (4 + 4) + V * 4 * 2
 
 
 def _verify(case, p, i, **options):
     i %= case["uniforms"].shape[0]
-    return kernels.accept_tree(
-        case["tokens"], case["parent"], p, None, case["uniforms"][i], case["draw"][i],
-        neighbours=case["neighbours"], delta=DELTA, depth=case["paths"].shape[1] - 1, **options,
-    )  # fmt: skip
+    options |= {"neighbours": case["neighbours"], "delta": DELTA, "depth": case["paths"].shape[1] - 1}
+    return kernels.accept_tree(case["tokens"], case["parent"], p, None, case["uniforms"][i], case["draw"][i], **options)
 
 
 def _verify_in_loop(loop, case, shape, distributions, table, i, **options):
     i %= case["uniforms"].shape[0]
-    return loop(
-        case["tokens"][0], shape, distributions, table, DELTA, case["uniforms"][i, 0], case["draw"][i, 0], **options
-    )
+    uniforms, draw = case["uniforms"][i, 0], case["draw"][i, 0]
+    return loop(case["tokens"][0], shape, distributions, table, DELTA, uniforms, draw, **options)
 
 
 def _verification_jobs(device):
@@ -107,9 +97,8 @@ def _round_job(device, levels, V):
     def build():
         case = verification_case(device, levels, V, NEIGHBOURS)
         uncond = torch.randn(N, V, generator=torch.Generator().manual_seed(1)).to(device)
-        cond = (
-            uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE
-        )  # with guidance these give the case's distribution
+        # with guidance these give the case's distribution
+        cond = uncond + (case["logits"] * TEMPERATURE - uncond) / GUIDANCE
         cond, uncond = cond.to(torch.bfloat16), uncond.to(torch.bfloat16)
         table = case["neighbours"].long()
 
@@ -123,10 +112,9 @@ def _round_job(device, levels, V):
 
         return ours, eager
 
-    return KernelJob(
-        "verification round", f"{N}x{V} k={NEIGHBOURS}", "bfloat16", build, _warp_bytes(N, V) + _tried_bytes(V),
-        "torch steps, loop over reached children", draws=DRAWS, whole_round=True,
-    )  # fmt: skip
+    moved, against = _warp_bytes(N, V) + _tried_bytes(V), "torch steps, loop over reached children"
+    shape, name = f"{N}x{V} k={NEIGHBOURS}", "verification round"
+    return KernelJob(name, shape, "bfloat16", build, moved, against, draws=DRAWS, whole_round=True)
 
 
 def _exact_job(device, B=8):
@@ -187,10 +175,7 @@ def _neighbour_job(device, R=NODES, V=VOCABULARY, K=NEIGHBOURS):
                 out.append(kept[-1] if kept.numel() else summed.new_zeros(()))
             return torch.stack(out)
 
-        def ours(_):
-            return kernels.neighbour_mass(p, token, table, delta=DELTA)
-
-        return ours, eager
+        return lambda _: kernels.neighbour_mass(p, token, table, delta=DELTA), eager
 
     return KernelJob("neighbour_mass", f"{R}x{V} k={K}", "float32", build, R * K * 12, "loop over tokens")
 
@@ -209,10 +194,7 @@ def _group_job(device, R, V=65536, group=14):
                 out.append(p[r, ids].sum() / q[r, ids].sum())
             return torch.stack(out)
 
-        def ours(_):
-            return kernels.grouped_mass(p, q, token, group=group)
-
-        return ours, eager
+        return lambda _: kernels.grouped_mass(p, q, token, group=group), eager
 
     return KernelJob("grouped_mass dynamic", f"{R}x{V} G={group}", "float32", build, R * V * 4, "loop with a sort")
 
@@ -224,10 +206,7 @@ def _codebook_job(device, V, F, k):
         def eager(_):
             return torch.cdist(e, e).fill_diagonal_(float("inf")).sort(dim=1).indices[:, :k]
 
-        def ours(_):
-            return kernels.codebook_neighbours(e, k)
-
-        return ours, eager
+        return lambda _: kernels.codebook_neighbours(e, k), eager
 
     name, moved = f"{V}x{F} k={k}", V * F * 4 + V * k * 8
     return KernelJob("codebook_neighbours", name, "float32", build, moved, "cdist and sort", flops=2 * V * V * F)
@@ -252,10 +231,7 @@ def _commit_job(device, layers, B=4, H=8, S=1024, F=128, count=5):
                     first = int(length[b])
                     t[b, :, first : first + count] = t[b, :, first + path[b]]
 
-        def ours(_):
-            kernels.commit_kv(kv, length, path, counts)
-
-        return ours, eager
+        return lambda _: kernels.commit_kv(kv, length, path, counts), eager
 
     moved = 2 * 2 * layers * B * H * (count - 1) * F * dtype.itemsize
     name = f"{2 * layers} x {B}x{H}x{S}x{F}"
@@ -271,10 +247,7 @@ def _growth_job(device, B=1, W=10, V=VOCABULARY, width=10):
             best = each.flatten(1).topk(width).indices
             return token.flatten(1), each.flatten(1), best
 
-        def ours(_):
-            return kernels.draft_topk(score, logp, width)
-
-        return ours, eager
+        return lambda _: kernels.draft_topk(score, logp, width), eager
 
     return KernelJob("draft_topk", f"{B}x{W}x{V} top {width}", "float32", build, B * W * V * 4, "two top-k")
 
@@ -299,10 +272,7 @@ def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
             attend = torch.nn.functional.scaled_dot_product_attention
             return attend(q, pair[0], pair[1], attn_mask=mask, enable_gqa=baseline == "grouped")
 
-        def ours(_):
-            return kernels.tree_attention(q, k, v, length, ancestors=ancestors)
-
-        return ours, eager
+        return lambda _: kernels.tree_attention(q, k, v, length, ancestors=ancestors), eager
 
     moved = (2 * G * (prefix + N) + 2 * H * N) * F * dtype.itemsize
     shape = f"{N} nodes, prefix {prefix}, {H}/{G} heads"

@@ -45,55 +45,67 @@ def loop_over_children(tokens, parent, p, neighbours, delta, uniforms, draw):
     return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
 
 
-def loop_over_paths(tokens, paths, p, neighbours, delta, uniforms, draw, copied=True):
-    """Our rule in a loop structured like the published implementations, from warped distributions.
+def _walk_paths(tokens, paths, laws_at, test, uniforms, draw):
+    """A loop structured like the published implementations: every level selects the paths with the accepted prefix and
+    tests their tokens, with a branch on the host; then the next token is drawn.
 
-    Every level selects the paths with the accepted prefix and tests their tokens: the probabilities of all K neighbours
-    (a numpy table on the host), a running sum, the last entry within the bound, a branch on the host; after a rejection
-    the token is zeroed and the distribution renormalised. copied: first expand the distributions of the nodes to (P, D,
-    V), as in the published code. Warping is not included. paths (P, D) with -1 as padding, the rest as in
-    `loop_over_children`.
+    laws_at(path, depth): the distribution of a node, the first of a tuple. test(x, n, laws): the probability of
+    accepting token x at node n, and a function that gives the laws after its rejection.
     """
     candidates = torch.where(paths >= 0, tokens[paths], -1)
-    laws_PDV = p[paths] if copied else None
-    levels = paths.shape[1]
-    prefix, accepted, best, adjusted = candidates[0, :1], 1, 0, False
-
-    def law_at(path, depth):
-        return p[paths[path, depth]] if laws_PDV is None else laws_PDV[path, depth]
-
+    levels, prefix, accepted, best, adjusted = paths.shape[1], candidates[0, :1], 1, 0, False
+    laws = laws_at(0, 0)
     for depth in range(1, levels):
         if accepted != depth:
             break
         adjusted, tried = False, []
         same = (candidates[:, :accepted] == prefix).all(dim=1)
-        first = torch.nonzero(same, as_tuple=True)[0][0]
-        row = law_at(first, depth - 1)
-        law, lender = row.clone(), row.clone()
+        laws = laws_at(torch.nonzero(same, as_tuple=True)[0][0], depth - 1)
         for j in range(paths.shape[0]):
             if same[j]:
-                x = candidates[j, depth].item()
+                x, n = candidates[j, depth].item(), paths[j, depth]
                 if x in tried or x == -1:
                     continue
                 tried.append(x)
-                summed = torch.cumsum(lender[neighbours[x]], dim=0)
-                kept = (summed <= delta).nonzero(as_tuple=True)[0]
-                px = law[x] if kept.numel() == 0 else law[x] + summed[kept[-1]]
-                if uniforms[paths[j, depth]] < px:
+                probability, rejected = test(x, n, laws)
+                if uniforms[n] < probability:
                     prefix = torch.cat((prefix, candidates[j, depth][None]))
                     accepted, best = accepted + 1, j
                     break
-                lender[neighbours[x, : kept.numel()]] = 0
-                law[x] = lender[x] = 0
-                if law.sum() == 0:
-                    law = torch.ones_like(law)
-                lender /= law.sum()
-                law /= law.sum()
-                adjusted = True
-    if not adjusted or accepted == levels:
-        law = law_at(best, accepted - 1)
+                laws, adjusted = rejected(), True
+    law = laws[0] if adjusted and accepted != levels else laws_at(best, accepted - 1)[0]
     path = paths[best, :accepted].tolist()
     return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
+
+
+def loop_over_paths(tokens, paths, p, neighbours, delta, uniforms, draw, copied=True):
+    """Our rule over paths, from warped distributions.
+
+    The probabilities of all K neighbours (a numpy table on the host), a running sum, the last entry within the bound;
+    after a rejection the token is zeroed and the distribution renormalised. copied: first expand the distributions of
+    the nodes to (P, D, V), as in the published code. Warping is not included. paths (P, D) with -1 as padding, the rest
+    as in `loop_over_children`.
+    """
+    laws_PDV = p[paths] if copied else None
+
+    def laws_at(path, depth):
+        row = p[paths[path, depth]] if laws_PDV is None else laws_PDV[path, depth]
+        return row.clone(), row.clone()  # the second lends mass to neighbours
+
+    def test(x, n, laws):
+        law, lender = laws
+        summed = torch.cumsum(lender[neighbours[x]], dim=0)
+        kept = (summed <= delta).nonzero(as_tuple=True)[0]
+
+        def rejected():
+            lender[neighbours[x, : kept.numel()]] = 0
+            law[x] = lender[x] = 0
+            left = torch.ones_like(law) if law.sum() == 0 else law
+            return left / left.sum(), lender / left.sum()
+
+        return law[x] if kept.numel() == 0 else law[x] + summed[kept[-1]], rejected
+
+    return _walk_paths(tokens, paths, laws_at, test, uniforms, draw)
 
 
 def published_loop(tokens, paths, scores, q, neighbours, k, uniforms, draw, delta=None, lam=None):
@@ -103,47 +115,34 @@ def published_loop(tokens, paths, scores, q, neighbours, k, uniforms, draw, delt
     reached node, and the published residuals, see `visspec.accept.published`. tokens (N,), q (N, V) or None for point
     masses, neighbours (V, k + 1) a numpy array, uniform numbers a list of N floats.
     """
-    candidates = torch.where(paths >= 0, tokens[paths], -1)
-    levels, prefix, accepted, best, adjusted = paths.shape[1], candidates[0, :1], 1, 0, False
-    for depth in range(1, levels):
-        if accepted != depth:
-            break
-        adjusted, tried = False, []
-        same = (candidates[:, :accepted] == prefix).all(dim=1)
-        law = torch.softmax(scores[torch.nonzero(same, as_tuple=True)[0][0], depth - 1], dim=0)
-        for j in range(paths.shape[0]):
-            if same[j]:
-                x, n = int(candidates[j, depth]), paths[j, depth]
-                if x in tried or x == -1:
-                    continue
-                tried.append(x)
-                near, px = neighbours[x], law[x]
-                summed = torch.cumsum(law[near[:k]].reshape(k, 1), dim=0)
-                kept = (summed <= (delta if lam is None else (lam - 1) * px)).nonzero(as_tuple=True)[0]
+
+    def laws_at(path, depth):
+        return (torch.softmax(scores[path, depth], dim=0),)
+
+    def test(x, n, laws):
+        (law,) = laws
+        near, px = neighbours[x], law[x]
+        summed = torch.cumsum(law[near[:k]].reshape(k, 1), dim=0)
+        kept = (summed <= (delta if lam is None else (lam - 1) * px)).nonzero(as_tuple=True)[0]
+        if kept.numel():
+            px = px + summed[kept[-1]]
+
+        def rejected():
+            if q is None:
+                law[x], left = 0, law
                 if kept.numel():
-                    px = px + summed[kept[-1]]
-                if uniforms[n] < (px if q is None else px / q[n, x]):
-                    prefix = torch.cat((prefix, candidates[j, depth][None]))
-                    accepted, best = accepted + 1, j
-                    break
-                if q is None:
-                    law[x] = 0
-                    if kept.numel():
-                        law[near] = 0
-                else:
-                    drawn = q[n].clone()
-                    if kept.numel():
-                        drawn[near] = 0
-                    law = law - drawn
-                    law[law < 0] = 0
-                if law.sum() == 0:
-                    law = torch.ones_like(law)
-                law = law / law.sum()
-                adjusted = True
-    if not adjusted or accepted == levels:
-        law = torch.softmax(scores[best, accepted - 1], dim=0)
-    path = paths[best, :accepted].tolist()
-    return path, int(torch.searchsorted(law.cumsum(0), draw * law.sum(), right=True))
+                    law[near] = 0
+            else:
+                drawn = q[n].clone()
+                if kept.numel():
+                    drawn[near] = 0
+                left = (law - drawn).clamp_min(0)
+            left = torch.ones_like(left) if left.sum() == 0 else left
+            return (left / left.sum(),)
+
+        return (px if q is None else px / q[n, x]), rejected
+
+    return _walk_paths(tokens, paths, laws_at, test, uniforms, draw)
 
 
 def paths_of(parent):
@@ -177,13 +176,7 @@ def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, d
     place = [parent[:n].count(above) for n, above in enumerate(parent)]
     tokens = torch.stack([best[max(above, 0), k] for above, k in zip(parent, place)]).unsqueeze(0)
     neighbours = torch.stack([torch.randperm(V, generator=g)[:K] for _ in range(256)])[torch.arange(V) % 256]
-    case = {
-        "tokens": tokens,
-        "parent": torch.tensor([parent]),
-        "neighbours": neighbours.int(),
-        "paths": paths_of(parent),
-    }
-    case.update(
-        logits=logits, p=p, uniforms=torch.rand(draws, 1, N, generator=g), draw=torch.rand(draws, 1, generator=g)
-    )
+    uniforms, draw = torch.rand(draws, 1, N, generator=g), torch.rand(draws, 1, generator=g)
+    case = {"tokens": tokens, "parent": torch.tensor([parent]), "neighbours": neighbours.int()}
+    case |= {"paths": paths_of(parent), "logits": logits, "p": p, "uniforms": uniforms, "draw": draw}
     return {k: v.to(device) for k, v in case.items()}

@@ -48,9 +48,8 @@ def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRA
     parent, p_NV, tokens_BN, q_BNV = case["parent"][0].tolist(), case["p"][0], case["tokens"], None
     if samples:
         tokens_BN, q_BNV = drawn(tokens_BN, parent, p_NV)
-    codes_KE = torch.nn.functional.normalize(
-        torch.randn(V, features, generator=torch.Generator().manual_seed(2)), dim=1
-    )
+    drawn_KE = torch.randn(V, features, generator=torch.Generator().manual_seed(2))
+    codes_KE = torch.nn.functional.normalize(drawn_KE, dim=1)
     rule.bind(Capabilities(vocab=V, codebook=codes_KE.to(device)))
     tree = trees.static(tuple(parent), str(device))
     distribution = Categorical(p_NV.log()[None].to(device))
@@ -69,9 +68,8 @@ def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRA
 
     def theirs(i):
         coins_BN, draw_B = tossed[i % draws]
-        return published_loop(
-            draft.value[0], paths, laws_PDV, q_NV, table, rule.k, coins_BN[0].tolist(), draw_B[0], **limit
-        )
+        uniforms, draw = coins_BN[0].tolist(), draw_B[0]
+        return published_loop(draft.value[0], paths, laws_PDV, q_NV, table, rule.k, uniforms, draw, **limit)
 
     return ours, theirs
 
@@ -82,9 +80,8 @@ def rule_jobs(device, job, V=16384):
     for name, make, samples in RULES:
         for levels in (LEVELS_26, LEVELS):
             N = sum(levels) + 1
-            moved = (
-                4 * V * (8 if samples else 4)
-            )  # about two distributions read and written, a sample; also of the drafts
+            # about two distributions read and written, a sample; also of the drafts
+            moved = 4 * V * (8 if samples else 4)
             build = partial(compared, make(), levels, samples, device)
             against = "the published loop, from warped logits on"
             rows.append(job(name, f"{N}x{V} k=1000", "float32", build, moved, against, draws=DRAWS))
