@@ -1,5 +1,6 @@
 """Settings of the whole suite. Models and prompts are in `tiny`, drafters for tests in `doubles`."""
 
+import gc
 import os
 from importlib.util import find_spec
 
@@ -30,10 +31,19 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish():
+    """What was imported stays: the garbage of a test is looked for in what came after."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
-    """Every test starts from the same global random state."""
+    """Every test starts from the same global random state, and leaves the number of threads as it was."""
     torch.manual_seed(0)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

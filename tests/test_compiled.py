@@ -54,8 +54,9 @@ def ids_of(length: int, rows: int = 1) -> dict:
 
 
 @pytest.mark.slow
-def test_one_row_then_several_in_two_graphs_each_and_the_model_is_left_as_it_was(monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
+def test_one_row_then_several_in_two_graphs_each_and_the_model_is_left_as_it_was(backend, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", backend)
     model = llama(seed=11)
     before = dressed(model)
     quick = visspec.accelerate(model, "ngram", compile=True, adaptive=False)

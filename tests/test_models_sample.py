@@ -43,7 +43,10 @@ SAMPLE = (
 )
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+CONTRACT = {"Gemma2ForCausalLM", "Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration"}  # families of `test_contract`
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in CONTRACT)) for n in SAMPLE])
 def test_identical_or_refused_as_the_table_says(name):
     rows = sweep.verdicts(name)
     assert rows

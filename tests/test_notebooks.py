@@ -1,8 +1,10 @@
 """The notebooks run from top to bottom, say what they promise, and are kept with the outputs that a run gives."""
 
+import ast
 import base64
 import io
 import re
+from types import ModuleType
 
 import nbformat
 import pytest
@@ -30,7 +32,7 @@ NEED_WEIGHTS = {
     "02_caption_with_a_vlm", "04_speed_and_quality_of_your_own_model", "05_generate_an_image",
     "06_acceptance_between_densities", "07_caption_a_folder",
 }  # fmt: skip
-SHORT = ("01_the_loop_on_a_toy_law", "03_write_a_drafter_in_forty_lines", "05_generate_an_image")
+SHORT = ("01_the_loop_on_a_toy_law", "03_write_a_drafter_in_forty_lines")
 LONG = sorted(set(PROMISES) - set(SHORT))
 
 
@@ -75,6 +77,18 @@ def test_kept_with_outputs_and_short(name):
         assert len(picture) < PICTURE and Image.open(io.BytesIO(base64.b64decode(picture))).mode == "P"
     assert notebook.cells[0].cell_type == "markdown" and notebook.cells[0].source.startswith("# ")
     assert len(notebook.cells) <= 20 and max(len(cell.source.splitlines()) for cell in code) <= 45
+
+
+@pytest.mark.parametrize("name", PROMISES)
+def test_what_a_notebook_takes_from_modules_is_there(name):
+    """Also of those that run every night alone."""
+    tree, found = ast.parse("\n".join(cell.source for cell in code_cells(read(name)))), {}
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    exec(compile(ast.Module(imports, []), name, "exec"), found)
+    taken = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    taken = [node for node in taken if isinstance(found.get(node.value.id), ModuleType)]
+    assert imports and taken
+    assert all(hasattr(found[node.value.id], node.attr) for node in taken)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+import zlib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,7 +50,8 @@ def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
     assert run.returncode == 0, run.stderr
     assert "Warning" not in run.stderr and "****" not in run.stderr  # the frame around setuptools' warnings
     if kind == "wheel":
-        held = zipfile.ZipFile(tmp_path / run.stdout.splitlines()[-1]).namelist()
+        wheel = zipfile.ZipFile(tmp_path / run.stdout.splitlines()[-1])
+        held = wheel.namelist()
         data = [file for name in packaged() for file in included.folder(name).iterdir()]
         data += (ROOT / "eval" / "report" / "templates").iterdir()
         left_out = (".safetensors", ".pyc")
@@ -60,6 +62,31 @@ def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
             name.split("/")[3] for name in held if name.startswith("visspec/models/zoo/") and name.count("/") > 3
         }
         assert folders == {included.folder(name).name for name in packaged()}
+        weights = [file for name in packaged() for file in included.folder(name).glob("*.safetensors")]
+        packed = sum(len(zlib.compress(file.read_bytes(), 1)) for file in weights)
+        assert Path(wheel.filename).stat().st_size + packed <= LARGEST
+        wheel.extractall(tmp_path / "site")
+        assert_found_in(tmp_path / "site", tmp_path, "")
+
+
+def assert_found_in(site: Path, cwd: Path, further: str) -> str:
+    """The package is found in `site`, its checkpoints too, and weights that are not there are named. What a program
+    prints that goes on with the lines `further`.
+    """
+    program = (
+        "import sys, visspec, visspec.api.zoo as zoo\n"
+        f"assert visspec.__file__.startswith({str(site)!r}), visspec.__file__\n"
+        f"assert str(zoo.CHECKPOINTS).startswith({str(site)!r}), zoo.CHECKPOINTS\n"
+        "from visspec.cli.main import main\n"
+        "assert main(['generate', 'x', '--model', 'painter-mar']) == 2\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-P", "-c", program + further]
+    run = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    (missing,) = [line for line in run.stderr.splitlines() if "painter-mar" in line]
+    assert "whose weights are not in this installation" in missing and "the repository has them" in missing
+    return run.stdout
 
 
 def test_a_checkout_that_comes_before_the_package_finds_its_parts(tmp_path):
@@ -82,7 +109,7 @@ def test_a_checkout_that_comes_before_the_package_finds_its_parts(tmp_path):
     assert run.stdout.split() == [str(tmp_path / part / "__init__.py") for part in ("visspec", "models")]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
     source, site = copied(tmp_path / "source"), tmp_path / "site"
     pip = [sys.executable, "-m", "pip"]
@@ -92,30 +119,13 @@ def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
     assert wheel.stat().st_size <= LARGEST
     install = [*pip, "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(install, check=True, capture_output=True, timeout=300)
-    program = (
-        "import sys, visspec, visspec.api.zoo as zoo\n"
-        f"assert visspec.__file__.startswith({str(site)!r}), visspec.__file__\n"
-        f"assert str(zoo.CHECKPOINTS).startswith({str(site)!r}), zoo.CHECKPOINTS\n"
-        "from visspec.cli.main import main\n"
+    further = (
         "from visspec.toys.world.render import to_image\n"
         "from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed\n"
         "to_image(scene_from_seed(HELD_OUT_SEED)).save('scene.png')\n"
-        "assert main(['generate', 'x', '--model', 'painter-mar']) == 2\n"
         "sys.exit(main(['caption', 'scene.png']))\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", program],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr
-    assert "shapes" in run.stdout
-    (missing,) = [line for line in run.stderr.splitlines() if "painter-mar" in line]
-    assert "whose weights are not in this installation" in missing and "the repository has them" in missing
+    assert "shapes" in assert_found_in(site, tmp_path, further)
 
 
 NOT_IMPORTED = {  # by our code

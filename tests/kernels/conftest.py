@@ -13,8 +13,5 @@ collect_ignore = [] if INTERPRETED or torch.cuda.is_available() else ["test_trit
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
+def _one_thread(_seeded):
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

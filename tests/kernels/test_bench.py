@@ -1,13 +1,14 @@
 """The bench measures what it says: the eager forms decide as the operators do, and every row is complete."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 
 from visspec.api import zoo
 from visspec.eval.bench import kernels as bench
-from visspec.eval.bench import kernels_jobs, kernels_rules
+from visspec.eval.bench import kernels_clock, kernels_jobs, kernels_rules
 from visspec.eval.bench import kernels_loops as loops
 from visspec.eval.report import kernels as report_kernels
 from visspec.kernels import accept_tree
@@ -127,7 +128,11 @@ def test_a_gpu_is_asked_for_before_work_starts(monkeypatch):
 
 
 @pytest.mark.slow
-def test_run_writes_a_complete_table(tmp_path):
+def test_run_writes_a_complete_table(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels_clock, "BEST_OF", 1)
+    monkeypatch.setattr(kernels_clock.Processor, "fewest", 2)
+    monkeypatch.setattr(kernels_rules, "compared", partial(kernels_rules.compared, V=2048))
+    monkeypatch.setattr(kernels_jobs, "VOCABULARY", 2048)
     result = bench.run("cpu", tmp_path / "kernels.json", quick=True)
     assert json.loads((tmp_path / "kernels.json").read_text()) == result
     assert result["host_syncs_per_round"] == 0 and result["dispatched_ops_per_verification"] <= 60
