@@ -127,7 +127,7 @@ def test_what_was_used_is_pickled_without_the_hooks_of_passes(drafter, ragged):
     expected = fast.generate(**ragged, **GREEDY)
 
     def count(fast):
-        models = [m for m in (fast.model, fast._asked[0]) if isinstance(m, torch.nn.Module)]
+        models = [m for m in (fast.model, fast._options.drafter) if isinstance(m, torch.nn.Module)]
         return [sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) for model in models]
 
     before, watch = count(fast), DecoderRecorder(fast.model.get_decoder())

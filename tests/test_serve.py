@@ -711,7 +711,7 @@ def test_jobs_that_nobody_wants_any_more_are_passed_by():
 
     from visspec.api.serving import QueuedRequest
 
-    jobs = [QueuedRequest(print, None, cancelled=i == 1) for i in range(3)]
+    jobs = [QueuedRequest(print, cancelled=i == 1) for i in range(3)]
     worker = Noting("x", ServerMetrics())
     for job in jobs:
         worker.submit(job)

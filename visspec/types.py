@@ -15,10 +15,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from typing_extensions import TypeVar
 
 from visspec.distributions import Categorical, DenoisingSteps, Distribution
 
@@ -169,6 +171,118 @@ class Request:
         return self.grid[1] + (ends >= self.grid[0])  # plus one if every row ends with a grammar token
 
 
+class Tokenizer(Protocol):
+    """Turns texts into ids and back, as those of transformers do."""
+
+    padding_side: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Ids of texts."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids."""
+
+
+class Processor(Protocol):
+    """Turns texts and pictures into a model's inputs, as those of transformers do."""
+
+    tokenizer: Tokenizer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """A model's inputs."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids."""
+
+
+class ConfiguredModel(Protocol):
+    """A model of transformers, or one of ours that is configured like them."""
+
+    config: Any
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Noise(Protocol):
+    """Random numbers of a request, with one generator a row (`sampling.Noise`)."""
+
+    generators: list[torch.Generator]
+    samples: bool  # whether drafts are draws from a distribution that they report, independent of these numbers
+
+    def window(self, positions: int) -> Tensor:
+        """(B, positions, width): the numbers of each row's next positions. Reading them does not consume them."""
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Consume positions: counts[b] nodes of row b are now final."""
+
+    def select(self, keep: Sequence[int]) -> None:
+        """Keep only these rows."""
+
+    def join(self, other: Any, take: Sequence[int]) -> None:
+        """Add rows of other noise of the same kind."""
+
+    def draft(self, distribution: Any, level: int) -> tuple[Tensor, Any]:
+        """A drafted value for each row (B,), `level` positions after the next one, and the distribution it was drawn
+        from; None where drafts are point masses to the rule.
+        """
+
+    def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
+        """Logits of W nodes of a level as a tree ranks them."""
+
+
+NoiseT = TypeVar("NoiseT", bound=Noise, default=Any)
+
+
+class OutputBuffer:
+    """Base class of what a request has produced (`loop.output`). tokens: numbers of every original row's nodes.
+    distributions, raw: with `keep_logits`, `keep_raw`, the warped and the raw logits of every token, (V,). finished:
+    rows that have ended.
+    """
+
+    def __init__(self, request: Request, rows: int):
+        self.request = request
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.raw: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.finished: set[int] = set()
+
+    def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        """What the round's read brings to the host: of the nodes (B, *), and of the one that follows (B, *)."""
+        raise NotImplementedError
+
+    def new_tokens(self, path: list[int], values: list[int], following: list[int]) -> list[int]:
+        """What a row gained, by its columns: the nodes of its path without the root, then the next one."""
+        raise NotImplementedError
+
+    def append(self, row: int, new_tokens: list[int]) -> int:
+        """Add a row's new tokens up to its end, and return how many were added."""
+        raise NotImplementedError
+
+    def record(self, row: int, b: int, path: list[int], scores: Scores) -> None:
+        """Keep what the request asks for beside the tokens just added."""
+        raise NotImplementedError
+
+    def values(self, row: int) -> Tensor:
+        """What an original row has produced, (T, ...)."""
+        raise NotImplementedError
+
+    def ids(self, row: int) -> Tensor:
+        """The ids of an original row that a criterion or a drafter reads, (1, length)."""
+        raise NotImplementedError
+
+    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+        """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
+        return items
+
+    def join(self, other: OutputBuffer, rows: list[int], places: list[int]) -> None:
+        """Take over rows of another buffer, at these places; a place that is not there yet is the next one."""
+        raise NotImplementedError
+
+
 class Round(NamedTuple):
     """One pass over a draft, for every row that was live."""
 
@@ -211,8 +325,8 @@ class State:
     position: Tensor  # (B,) position id of the pending node
     cache: Any  # the target's cache
     rows: list[int]
-    output: Any  # output of the request, `tape.TokenBuffer`; the target chooses it
-    noise: Any = None
+    output: OutputBuffer  # the target chooses it
+    noise: Noise | None = None
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
     lent: Any = None  # what the drafter reads of it (`read_only.ReadOnlyState`)
@@ -285,12 +399,21 @@ class Capabilities:
         return len(self.steps), self.size
 
 
+class Passes(Protocol):
+    """Passes of a network that are compiled, or recorded as CUDA graphs (`models.runner`)."""
+
+    name: str
+    graphs: int  # that were made
+    late: int  # of them after a warm-up
+    refused: str  # why none is made any more
+
+
 class Target:
     """Base class of targets: the model to accelerate."""
 
     capabilities: Capabilities
-    passes: Any = None  # its compiled passes, if it has any
-    recorder: Any = None  # its passes recorded as CUDA graphs, if they are
+    passes: Passes | None = None  # compiled, if it has any
+    recorder: Passes | None = None  # recorded as CUDA graphs, if they are
 
     def record(self, asked: bool | None) -> None:
         """Called once where passes may be recorded as CUDA graphs (None: where that pays), before any request; by
@@ -385,8 +508,8 @@ class Drafter:
     """
 
     traits = DrafterTraits()
-    passes: Any = None  # its compiled calls, if it has any
-    recorder: Any = None  # its calls recorded as CUDA graphs, if they are
+    passes: Passes | None = None  # its calls, compiled, if it has any
+    recorder: Passes | None = None  # its calls recorded as CUDA graphs, if they are
     saved_as = ""  # "network": it writes its weights (`save_pretrained`); "model": they are those of a model it runs
 
     def compile(self) -> None:
@@ -394,6 +517,10 @@ class Drafter:
 
     def record(self) -> None:
         """Called where the target's passes are recorded; by default a drafter runs as it is."""
+
+    def save_pretrained(self, folder: Path, record: dict[str, Any]) -> None:
+        """Write configuration, weights and provenance, of drafters that are saved as a network."""
+        raise NotImplementedError
 
     def attach(self, target: Any) -> None:
         """Called with the model (for images its family) when a setup is built, and again after its device or dtype
@@ -439,7 +566,7 @@ class RuleTraits:
     unmetered: str = ""  # of a rule that reports no drift though it is approximate: why, in words
 
 
-class Acceptance:
+class Acceptance(Generic[NoiseT]):
     """Base class of acceptance rules, which select the accepted nodes of a draft."""
 
     traits = RuleTraits()
@@ -447,11 +574,11 @@ class Acceptance:
     def bind(self, capabilities: Capabilities) -> None:
         """Called with the target's capabilities when a setup is built, on a copy of the given rule."""
 
-    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> NoiseT:
         """Random numbers for a request, one generator per row; `width` is that of the distribution."""
         raise NotImplementedError
 
-    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: NoiseT | None) -> Verdict:
         """noise None: greedy decoding."""
         raise NotImplementedError
 
@@ -459,6 +586,29 @@ class Acceptance:
     def inner(self) -> Acceptance:
         """The innermost rule, for wrapped rules; used in statistics."""
         return self
+
+
+class DraftLengthPolicy:
+    """Base class (`loop.draft_length`). `depth` is called before each round, `observe` after it.
+
+    levels: maximum number of levels.
+    """
+
+    def __init__(self, levels: int = 8):
+        if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
+            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
+        self.levels = levels
+
+    def limit(self, state: State) -> int:
+        """Levels that a draft may have in this round: one token of the budget is the target's own."""
+        return max(min(self.levels, state.budget - 1), 0)
+
+    def depth(self, state: State) -> int:
+        """Levels to draft in this round; 0 for none. Stored in `state.trace.requested`."""
+        raise NotImplementedError
+
+    def observe(self, trace: Trace) -> None:
+        """The latest round has ended: `trace.rounds[-1]`, `trace.latest`."""
 
 
 class Order:
@@ -476,7 +626,51 @@ class Order:
         return self
 
     def decode(
-        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rule: Acceptance,
+        request: Request,
+        length_policy: DraftLengthPolicy,
     ) -> State:
         """Decode a batch. Returns the finished state."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """Prompts and the target's answers to them, recorded (`train.capture`). Row b has lengths[b] answer tokens, stop
+    included; M is the longest.
+    """
+
+    ids: Tensor  # (B, L + M) prompts (left-padded) and answers (right-padded)
+    prompt_length: int
+    lengths: list[int]
+    features: Tensor  # (B, L + M - 1, F)
+    logits: Tensor  # (B, M - 1, V) log-distribution after each answer token, up to a constant; float32
+    positions: Tensor  # (B, L + M - 1), or (3, B, L + M - 1)
+    attention: Tensor | None  # (B, L) bool
+    embeddings: Tensor | None  # (B, L, d) input embeddings of the prompt
+
+
+Rollout = Sequence[tuple[Tensor, Tensor, Tensor]]  # of each step: logits (B, T, V), features (B, T, d), mask (B, T)
+
+
+class TrainedDrafter(Protocol):
+    """A drafter with a network, as the trainer sees it. It is trained on batches of answers of its target."""
+
+    head: nn.Module
+    borrowed: tuple[nn.Module, ...]  # modules of the target, frozen in training
+    ids: Tensor | None  # the ids that its logits are of; None: all
+
+    def rollout(self, lesson: TrainingBatch, steps: int) -> Rollout:
+        """Its predictions along the answers, each step fed by the one before."""
+
+    def expected(self, lesson: TrainingBatch, hidden_BTd: Tensor) -> Tensor:
+        """Logits of the acceptance rates that its network expects, (B, T); called where they are trained."""
+
+    def refresh(self) -> None:
+        """Called when the weights have changed."""
+
+    def save_pretrained(self, folder: Path, record: dict[str, Any]) -> None:
+        """Write its configuration, weights and provenance."""

@@ -99,6 +99,7 @@ class ContinuousDrafter(Drafter):
         values: list[Tensor] = []
         paths: list[Trajectory] = []
         noise = state.noise
+        assert noise is not None
         for level in range(depth):
             if level:
                 hidden = self._read(memory, values[-1][:, None], hidden if self.feature else None)

@@ -30,8 +30,8 @@ from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
 from visspec.models.decoder import probe
 from visspec.models.decoder.layer_subset import LayerSubset
-from visspec.models.runner.compiled import compiled
-from visspec.models.runner.graphs import recorded
+from visspec.models.runner.compiled import CompiledPasses, compiled
+from visspec.models.runner.graphs import GraphedForward, recorded
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
@@ -53,6 +53,9 @@ class HFDecoder(Target):
     be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
     that fails `probe`; `check=False` disables the probe. `compile`: see `compiled`.
     """
+
+    passes: CompiledPasses | None
+    recorder: GraphedForward | None = None
 
     def __init__(
         self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False, check: bool = True,
@@ -194,6 +197,7 @@ class HFDecoder(Target):
             given = draft.value, state.position[:, None] + draft.tree.depth
             found = self.recorder.run(state, draft.tree, given, self._whole, lambda: self._eager(state, draft)[0])
         logits, features = found or self._eager(state, draft)
+        assert logits is not None
         aux = {"raw": logits} if state.request.keep_raw else {}
         return Scores(Categorical(process(logits, draft, state)), features, aux)
 

@@ -36,6 +36,9 @@ class FeatureDrafter(FeatureDrafting):
     and global vectors (for ablations). Raises ValueError if the network was made for another target.
     """
 
+    passes: CompiledDrafter | None = None
+    recorder: GraphedDrafter | None = None
+
     def __init__(
         self, head: FeatureHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24, images: bool = True
     ):

@@ -299,6 +299,9 @@ class ImageAR(Target):
     `compiled`.
     """
 
+    passes: CompiledPasses | None
+    recorder: GraphedForward | None = None
+
     def __init__(self, family: Family, features: bool = False, compile: bool = False):
         decoder = family.decoder
         self.cache_name = cache_argument(type(decoder).forward) or CACHE

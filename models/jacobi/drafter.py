@@ -221,6 +221,7 @@ class Jacobi(Drafter):
         """A uniform id for each entry: (B, W)."""
         if window.noise is None or self.redraw == "gumbel":  # uniform distribution, sampled by the noise
             noise = state.noise if window.noise is None else window.noise
+            assert noise is not None
             return noise.window(width)[..., :vocab].argmax(dim=-1)
         u_BW2 = window.noise.window(width)
         window.noise.advance([width] * u_BW2.shape[0])

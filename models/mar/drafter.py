@@ -62,6 +62,7 @@ class SmallMAR(Drafter):
             distribution = self.small.after(
                 known, number_B1, number_B1, prefixes, state.request.sampling, state.calls, "draft_head"
             )
+            assert state.noise is not None
             value, path = state.noise.draft(distribution, level)
             known.put(number_B1, value[:, None])
             values.append(value)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from visspec.distributions import Denoising
+from visspec.loop.output import VectorBuffer
 from visspec.models.mar.target import MARTarget, revealed, revealing
 from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
 
@@ -40,14 +41,15 @@ class ParallelMAR(Order):
         revealed(tokens, self.iterations)
         state = target.opened(request)
         assert request.generators is not None
-        state.noise = rule.make_noise(request.generators, 0)
+        state.noise = noise = rule.make_noise(request.generators, 0)
         trace, known, rows, passes = state.trace, state.cache, state.rows, []
-        steps = revealing(target, known, state.noise, self.iterations, request.sampling, trace.calls)
+        steps = revealing(target, known, noise, self.iterations, request.sampling, trace.calls)
         trace.origin = [[] for _ in rows]
         for step in range(self.iterations):
             with trace.stage("verify" if step else "prefill"):
                 numbers = next(steps)
             for row in rows:
+                assert isinstance(state.output, VectorBuffer)
                 state.output.held[row].append(known.values[row, numbers.start : numbers.stop])
                 state.output.append(row, list(numbers))
                 trace.origin[row] += ["plain"] * len(numbers)

@@ -208,7 +208,8 @@ class MARTarget(Target):
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         """The output buffer's values: a rule may have put others in place of the drafted ones."""
-        output: UnorderedBuffer = state.output
+        output = state.output
+        assert isinstance(output, UnorderedBuffer)
         kept = pad_sequence([output.latest(row) for row in state.rows], batch_first=True)
         first_B1 = state.position[:, None] - to_device([[len(path) - 1] for path in outcome.path], self.device)
         state.cache.put(first_B1 + torch.arange(kept.shape[1], device=self.device), kept)

@@ -243,6 +243,7 @@ class ScaleTarget(Target):
     def _hand_over(self, state: State) -> list[DistanceGroup]:
         """The refiner reads all scales so far in one pass, of which only the last is asked; the model's cache goes."""
         assert self.family.refiner is not None
+        assert isinstance(state.output, ScaleBuffer)
         maps_BNS = torch.stack([state.output.maps(row) for row in state.rows])
         prompt, before = state.request.inputs.of(state.rows), state.cache.cache.bytes
         state.cache = reading = self.reading(prompt, state.request.sampling, self.family.refiner)

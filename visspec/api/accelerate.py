@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.generation.streamers import BaseStreamer
 
 from visspec.api import queueing, requests, saving, zoo
 from visspec.api.copies import Rebuildable
+from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
 from visspec.loop.bandit import among
 from visspec.loop.draft_length import DraftLengthPolicy
@@ -23,20 +25,20 @@ from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
 from visspec.models.decoder.target import HFDecoder, adapted, driven
-from visspec.types import Acceptance, Drafter, DrafterTraits, State
+from visspec.types import Acceptance, DrafterTraits, Processor, State, Tokenizer
 
-OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_asked", "_made"})  # attributes of an Accelerated
+OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made"})  # of an Accelerated
 BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved model
 
 
 def accelerate(
     model: nn.Module,
-    drafter: str | Drafter | Sequence[Any] | None = "auto",
+    drafter: DrafterSpec = "auto",
     *,
     acceptance: str | Acceptance = "exact",
     levels: int | None = None,
     adaptive: bool = True,
-    tokenizer: Any = None,
+    tokenizer: Processor | Tokenizer | None = None,
     probe: bool = True,
     compile: bool = False,
     graphs: bool | None = None,
@@ -69,12 +71,36 @@ def accelerate(
         preset = read_preset(file, model)
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
-    return Accelerated(model, drafter, acceptance, levels, adaptive, tokenizer, probe, compile, graphs, length)
+    return Accelerated(
+        model,
+        drafter,
+        acceptance=acceptance,
+        levels=levels,
+        adaptive=adaptive,
+        tokenizer=tokenizer,
+        probe=probe,
+        compile=compile,
+        graphs=graphs,
+        length=length,
+    )
 
 
-def speculative(drafter: str | Drafter | Sequence[Any] | None = "auto", **options) -> Speculative:
+def speculative(drafter: DrafterSpec = "auto", **options) -> Speculative:
     """A callable for `model.generate(..., custom_generate=visspec.speculative(...))`. Options as in `accelerate`."""
     return Speculative(drafter, options)
+
+
+@dataclass(frozen=True)
+class SetupOptions:
+    """What a setup is built from beside the model: arguments of `accelerate`."""
+
+    drafter: DrafterSpec
+    acceptance: str | Acceptance = "exact"
+    levels: int | None = None
+    length: str | DraftLengthPolicy | None = None
+    probe: bool = True
+    compile: bool = False
+    graphs: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -98,21 +124,26 @@ class Accelerated(Rebuildable):
     model: Any
 
     def __init__(
-        self, model, drafter="auto", acceptance="exact", levels=None, adaptive=True, tokenizer=None, probe=True,
-        compile=False, graphs=None, length=None,
-    ):  # fmt: skip
+        self,
+        model: Any,
+        drafter: DrafterSpec = "auto",
+        *,
+        tokenizer: Processor | Tokenizer | None = None,
+        adaptive: bool = True,
+        **options: Any,
+    ):
+        named = [default_drafter(model) if one == "auto" else one for one in each_of(drafter)]
+        own = SetupOptions(named if isinstance(drafter, (list, tuple)) else named[0], **options)
         self.model, self.tokenizer = model, tokenizer
-        several = isinstance(drafter, (list, tuple))
-        named = [default_drafter(model) if each == "auto" else each for each in (drafter if several else [drafter])]
-        drafter = named if several else named[0]
-        length = "fixed" if length is None and not adaptive else length
-        self._asked = (drafter, acceptance, levels, length, probe, compile, graphs)
-        self._made = (self._fits(), self._pair())
-        self.last_stats: Any = None  # a Stats after the first call
-        self.last_state: Any = None  # its finished State
+        self._options = own if adaptive or own.length is not None else replace(own, length="fixed")
+        self._made = (self._fits(), self._build())
+        self.last_stats: Stats | None = None  # after the first call
+        self.last_state: State | None = None  # its finished one
 
     @classmethod
-    def from_pretrained(cls, where: str | Path, *, device: str = "cpu", dtype: Any = "auto", **options) -> Accelerated:
+    def from_pretrained(
+        cls, where: str | Path, *, device: str = "cpu", dtype: str | torch.dtype = "auto", **options
+    ) -> Accelerated:
         """Load what `save_pretrained` wrote, from a folder or by hub id; of another folder, its model alone.
 
         options: `trust_remote_code` (off), and as in `accelerate`; drafter, acceptance and levels given here win. The
@@ -134,9 +165,15 @@ class Accelerated(Rebuildable):
         options: of the model's own. transformers reads the folder as the model alone. Raises ValueError, before
         anything is written, for what can't be written so.
         """
-        drafter, acceptance, levels, *_ = self._asked
+        own = self._options
         words = {} if self.tokenizer is None else {"processor": self.tokenizer}
-        parts = {"drafter": drafter, "acceptance": acceptance, "order": None, "levels": levels, "parts": {}}
+        parts: dict[str, Any] = {
+            "drafter": own.drafter,
+            "acceptance": own.acceptance,
+            "order": None,
+            "levels": own.levels,
+            "parts": {},
+        }
         saving.save(folder, {"model": self.model, **words, **parts}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
@@ -144,14 +181,14 @@ class Accelerated(Rebuildable):
         return hub.push(repo_id, self.save_pretrained, private, message)
 
     @property
-    def setup(self) -> DecodingSetup:
+    def setup(self) -> DecodingSetup[HFDecoder]:
         """The current setup. A call reads it once, independent of changes by other threads."""
         fits, setup = self._made
         if fits == (now := self._fits()):
             return setup
         with BUILDING:
             if self._made[0] != now:
-                self._made = (now, self._pair())
+                self._made = (now, self._build())
             return self._made[1]
 
     @property
@@ -176,34 +213,39 @@ class Accelerated(Rebuildable):
 
     def _fits(self) -> tuple:
         """Key of a setup: dtype, device and attention of the model and of a small model used as drafter."""
-        asked = self._asked[0]
-        small = asked if isinstance(asked, (list, tuple)) else (asked,)
-        models = (m for m in (self.model, *small) if isinstance(m, nn.Module))
+        models = (m for m in (self.model, *each_of(self._options.drafter)) if isinstance(m, nn.Module))
         attention = "_attn_implementation"
         return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
 
-    def _pair(self) -> DecodingSetup:
-        spec = self._asked[0]
-        if isinstance(spec, (list, tuple)):
-            return among([self._paired(each) for each in spec])
-        return self._paired(spec)
-
-    def _paired(self, spec: Any) -> DecodingSetup:
-        _, acceptance, levels, length, probe, compile, graphs = self._asked
-        model = driven(self.model)
+    def _build(self) -> DecodingSetup[HFDecoder]:
+        """The setup, or those of several drafters."""
+        options, model = self._options, driven(self.model)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
-            target = HFDecoder(model, traits.feature_layers, traits.embeddings, check=probe, compile=compile)
+            target = HFDecoder(
+                model, traits.feature_layers, traits.embeddings, check=options.probe, compile=options.compile
+            )
             if traits.partial and target.capabilities.layers:
                 target.layer_subset.check()
             return target
 
-        with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
+        def build(spec: DrafterSpec) -> DecodingSetup[HFDecoder]:
             drafter, name = zoo.drafter(spec, model)
             return build_setup(
-                drafter, name, own_rule(acceptance), model, make_target, levels=levels,
-                length=zoo.length(length), compile=compile, graphs=graphs,
-            )  # fmt: skip
+                drafter,
+                name,
+                own_rule(options.acceptance),
+                model,
+                make_target,
+                levels=options.levels,
+                length=zoo.length(options.length),
+                compile=options.compile,
+                graphs=options.graphs,
+            )
+
+        with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
+            setups = [build(spec) for spec in each_of(options.drafter)]
+            return among(setups) if isinstance(options.drafter, (list, tuple)) else setups[0]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in self.__dict__:  # called by copy and pickle on an empty object
@@ -226,12 +268,10 @@ class Accelerated(Rebuildable):
             setattr(self.model, name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "asked": self._asked, "tokenizer": self.tokenizer}
+        return {"model": self.model, "options": vars(self._options), "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        drafter, acceptance, levels, length, probe, compile, graphs = state["asked"]
-        model, words = state["model"], state["tokenizer"]
-        Accelerated.__init__(self, model, drafter, acceptance, levels, True, words, probe, compile, graphs, length)
+        Accelerated.__init__(self, state["model"], tokenizer=state["tokenizer"], **state["options"])
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
@@ -251,12 +291,13 @@ class Accelerated(Rebuildable):
         media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
         call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media)
         output = self.model.generate(**kwargs, custom_generate=call)
-        self.last_state, self.last_stats = call.state, call.stats
-        return Result(output, call.state, call.stats)
+        assert call.result is not None
+        self.last_state, self.last_stats = call.result
+        return Result(output, *call.result)
 
     def stream(
-        self, prompts: Iterable[Mapping[str, Any] | None], *, slots: int = 8, ahead: int | None = None, **options: Any
-    ) -> Iterator[Answer]:
+        self, prompts: Iterable[queueing.Entry | None], *, slots: int = 8, ahead: int | None = None, **options: Any
+    ) -> Generator[Answer, None, None]:
         """Results of many prompts as they are ready (continuous batching): a row enters the batch as another leaves.
 
         prompts: `generate` arguments of one prompt each, and optionally its `id` (default: its number), `seed` or
@@ -277,16 +318,19 @@ class Accelerated(Rebuildable):
         return self.model(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class _Run:
     """Custom decoding function for one call of generate: transformers prepares the inputs and calls it. Stores the
     final state and statistics.
     """
 
-    def __init__(self, setup: DecodingSetup, tokenizer=None, streamer=None, generator=None, seed=None, media=None):
-        self.setup, self.tokenizer, self.streamer = setup, tokenizer, streamer
-        self.generator, self.seed, self.media = generator, seed, media or {}
-        self.state: Any = None
-        self.stats: Any = None
+    setup: DecodingSetup[HFDecoder]
+    tokenizer: Processor | Tokenizer | None = None
+    streamer: BaseStreamer | None = None
+    generator: torch.Generator | Sequence[torch.Generator] | None = None
+    seed: int | Sequence[int] | None = None
+    media: Mapping[str, Tensor] = field(default_factory=dict)
+    result: tuple[State, Stats] | None = None  # after the call
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         setup = self.setup
@@ -300,11 +344,11 @@ class _Run:
         if self.streamer is not None:
             request.on_tokens = requests.streaming(self.streamer, input_ids)
             self.streamer.put(input_ids.cpu())  # generate passes the prompt only to its own streamer argument
-        self.state = setup.decode(request)
+        state = setup.decode(request)
         if self.streamer is not None:
             self.streamer.end()
-        self.stats = Stats.of(self.state, setup, self.tokenizer)
-        return requests.package(self.state, input_ids, generation_config)
+        self.result = state, Stats.of(state, setup, self.tokenizer)
+        return requests.package(state, input_ids, generation_config)
 
 
 class Speculative:
@@ -318,26 +362,29 @@ class Speculative:
         self.fast: Accelerated | None = None  # for the model of the last call
         self.last_stats: Stats | None = None
 
-    def __call__(
-        self, model, input_ids, logits_processor, stopping_criteria, generation_config,
-        tok_streamer=None, generator=None, seed=None, **model_kwargs,
-    ):  # fmt: skip
+    def __call__(self, model, input_ids, *, tok_streamer=None, generator=None, seed=None, **prepared):
         requests.check_seeds(generator, seed)
         fast = self.fast
         if fast is None or fast.target.model is not model:
             fast = self.fast = accelerate(model, self.drafter, **self.options)
         call = _Run(fast.setup.select(), fast.tokenizer, tok_streamer, generator, seed)
-        output = call(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs)
-        self.last_stats = call.stats
+        output = call(model, input_ids, **prepared)
+        assert call.result is not None
+        self.last_stats = call.result[1]
         return output
 
 
-def default_drafter(model: Any) -> str:
+def default_drafter(model: nn.Module) -> str:
     """The drafter of a model for which none is given: the one that `visspec.json` in its folder names, or an included
     one that is made for it, or "ngram".
     """
     folder = getattr(model, "name_or_path", None)
     return (saving.drafter_of(folder) if folder else None) or zoo.included_drafter(model) or "ngram"
+
+
+def each_of(spec: DrafterSpec) -> Sequence[DrafterSpec]:
+    """The drafters of a list of them, or the one there is."""
+    return spec if isinstance(spec, (list, tuple)) else (spec,)
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:

@@ -10,18 +10,22 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 
+from visspec.api import queueing
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, seed_of
 from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.loop.stats import Stats, ended_by, text_pieces
 from visspec.loop.stream import Answer
+from visspec.types import Processor
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
+Prepared = tuple[Record, dict[str, Any] | Exception]  # a record without its pixels, and its inputs or what went wrong
 PROMPT = "describe the picture in detail ."
 
 
@@ -135,9 +139,16 @@ class Captions:
     """
 
     def __init__(
-        self, fast: Accelerated, processor: Any, *, request: str = PROMPT, slots: int = 8, workers: int = 2,
-        max_pixels: int = MAX_PIXELS, **generate: Any,
-    ):  # fmt: skip
+        self,
+        fast: Accelerated,
+        processor: Processor,
+        *,
+        request: str = PROMPT,
+        slots: int = 8,
+        workers: int = 2,
+        max_pixels: int = MAX_PIXELS,
+        **generate: Any,
+    ):
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"workers: got {workers!r}, expected a whole number of at least 1")
         self.fast, self.processor, self.request, self.slots, self.workers = fast, processor, request, slots, workers
@@ -156,12 +167,14 @@ class Captions:
         raised: list[Exception] = []
         read = prefetched(self._prepared, _until_raised(records, raised), self.workers, 2 * self.slots)
         options = {k: v for k, v in self.generate.items() if k != "seed"}
-        answers: Any = self.fast.stream(map(self._entry, read), slots=self.slots, **options)
+        answers = self.fast.stream(map(self._entry, read), slots=self.slots, **options)
         run = self._run(answers, read, raised)
         self._runs.add(run)
         return run
 
-    def _run(self, answers: Any, read: Any, raised: list[Exception]) -> Generator[Caption, None, None]:
+    def _run(
+        self, answers: Generator[Answer, None, None], read: Generator[Any, None, None], raised: list[Exception]
+    ) -> Generator[Caption, None, None]:
         try:
             yield from map(self._caption, answers)
         finally:
@@ -179,10 +192,10 @@ class Captions:
     def __enter__(self) -> Captions:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: BaseException | type | TracebackType | None) -> None:
         self.close()
 
-    def _prepared(self, record: Record) -> tuple[Record, dict[str, Any] | Exception]:
+    def _prepared(self, record: Record) -> Prepared:
         """In a worker: a record without its pixels, and the processor's output or what went wrong."""
         label = str(record.image) if isinstance(record.image, (str, Path)) else None
         bare = replace(record, image=label, prompt=record.prompt or self.request)
@@ -208,7 +221,7 @@ class Captions:
         except Exception as error:
             return bare, error
 
-    def _entry(self, prepared: tuple[Record, dict[str, Any] | Exception]) -> Any:
+    def _entry(self, prepared: Prepared) -> queueing.Entry:
         record, inputs = prepared
         if isinstance(inputs, Exception):
             return record, inputs
@@ -239,7 +252,9 @@ def _until_raised(records: Iterable[Record | str | Path], raised: list[Exception
         raised.append(error)
 
 
-def prefetched(make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int) -> Iterator[Made]:
+def prefetched(
+    make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int
+) -> Generator[Made, None, None]:
     """`map` in threads, in order, at most `ahead` items before they are asked for."""
     queue: deque[Any] = deque()
     items = iter(given)

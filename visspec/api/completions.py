@@ -22,7 +22,9 @@ from transformers.image_processing_backends import TorchvisionBackend
 
 from visspec.api.captions import chat_text
 from visspec.api.image_call import ImageRequest
+from visspec.io.files import Json
 from visspec.io.images import MAX_PIXELS, image_size, read_image
+from visspec.types import Processor
 
 MEDIA = ("image/png", "image/jpeg", "image/webp")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -61,11 +63,11 @@ class RequestError(ValueError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def refused(name: str, found: Any, expected: str, **more: Any) -> RequestError:
+def refused(name: str, found: Json, expected: str, code: str | None = None) -> RequestError:
     """An error about an argument of a body."""
     shown = repr(found)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return RequestError(f"{name}: got {shown}, expected {expected}", param=name, **more)
+    return RequestError(f"{name}: got {shown}, expected {expected}", param=name, code=code)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: Any = None  # `server.Service` knows which there are
+    model: Json = None  # `server.Service` knows which there are
     temperature: float | None = number(0, 100)
     seed: int | None = whole(0, MOST_SEED)
 
@@ -139,7 +141,7 @@ Stop = Annotated[str, Field(min_length=1)]
 class ChatBody(Body):
     """Arguments of a chat completion. Beyond OpenAI's own: top_k."""
 
-    messages: list[Any] = Field(min_length=1, description="a list of messages")
+    messages: list[Json] = Field(min_length=1, description="a list of messages")
     top_p: float | None = Field(None, gt=0, le=1, description="a number above 0 and at most 1")
     top_k: int | None = whole(0)
     max_tokens: int | None = whole(1)
@@ -167,7 +169,7 @@ class DrawingBody(Body):
 Read = TypeVar("Read", bound=Body)
 
 
-def read(kind: type[Read], body: Any, neutral: Mapping[str, tuple]) -> Read:
+def read(kind: type[Read], body: Json, neutral: Mapping[str, tuple]) -> Read:
     """The arguments of a body. Raises Refused for a body that is no object, and for the first argument that is not
     supported, not known or not valid.
     """
@@ -187,7 +189,7 @@ def read(kind: type[Read], body: Any, neutral: Mapping[str, tuple]) -> Read:
     raise refused(name, body.get(name), kind.model_fields[name].description or "another value")
 
 
-def only(given: Mapping[str, Any], known: Collection[str], where: str = "") -> None:
+def only(given: Mapping[str, Json], known: Collection[str], where: str = "") -> None:
     """Raises Refused for what an object of a body has beside its known members."""
     for name, found in given.items():
         if found is not None and name not in known and name not in NO_MATTER:
@@ -195,7 +197,7 @@ def only(given: Mapping[str, Any], known: Collection[str], where: str = "") -> N
             raise refused(where + shown, found, "none: this server does not know it", code="unknown_parameter")
 
 
-def chat(body: Any, limits: RequestLimits) -> ChatRequest:
+def chat(body: Json, limits: RequestLimits) -> ChatRequest:
     """Read the body of a chat completion; of its images the headers. Raises Refused."""
     asked = read(ChatBody, body, NOTHING)
     messages: list[dict[str, Any]] = []
@@ -226,7 +228,7 @@ def chat(body: Any, limits: RequestLimits) -> ChatRequest:
     return found
 
 
-def drawing(body: Any) -> ImageRequest:
+def drawing(body: Json) -> ImageRequest:
     """Read the body of an image generation. Raises Refused."""
     asked = read(DrawingBody, body, NO_PICTURE)
     width, height = (None, None) if asked.size in (None, "auto") else map(int, str(asked.size).split("x"))
@@ -244,7 +246,7 @@ def drawing(body: Any) -> ImageRequest:
         raise RequestError(str(error)) from None
 
 
-def content(given: Any, where: str, images: list[Picture], limits: RequestLimits) -> list[dict[str, Any]]:
+def content(given: Json, where: str, images: list[Picture], limits: RequestLimits) -> list[dict[str, Any]]:
     """A message's parts as chat templates take them; its images are added to `images`."""
     if isinstance(given, str):
         return [{"type": "text", "text": given}]
@@ -252,14 +254,14 @@ def content(given: Any, where: str, images: list[Picture], limits: RequestLimits
         raise refused(where, given, "a text or a list of parts")
     found: list[dict[str, Any]] = []
     for i, part in enumerate(given):
-        at, kind = f"{where}[{i}]", part.get("type") if isinstance(part, Mapping) else None
+        at, part = f"{where}[{i}]", part if isinstance(part, dict) else {}
+        kind, text, url = (part.get(name) for name in ("type", "text", "image_url"))
         if kind in ("text", "image_url"):
-            only(part, ("type", kind), f"{at}.")
-        if kind == "text" and isinstance(part.get("text"), str):
-            found.append({"type": "text", "text": part["text"]})
+            only(part, ("type", str(kind)), f"{at}.")
+        if kind == "text" and isinstance(text, str):
+            found.append({"type": "text", "text": text})
         elif kind == "image_url":
-            url = part.get("image_url")
-            if isinstance(url, Mapping):
+            if isinstance(url, dict):
                 only(url, ("url", "detail"), f"{at}.image_url.")
                 if (detail := url.get("detail")) not in (None, "auto", "high"):  # a model sees what its processor makes
                     raise refused(f"{at}.image_url.detail", detail, "'auto' or 'high': this server has nothing else")
@@ -273,7 +275,7 @@ def content(given: Any, where: str, images: list[Picture], limits: RequestLimits
     return found
 
 
-def picture(url: Any, where: str, most: int) -> Picture:
+def picture(url: Json, where: str, most: int) -> Picture:
     """The image of a data URL, at most `most` pixels by its header. Raises Refused; nothing is fetched."""
     head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
     scheme, _, kind = head.lower().partition(":")
@@ -296,7 +298,7 @@ def picture(url: Any, where: str, most: int) -> Picture:
 
 
 def prompt_of(
-    processor: Any, asked: ChatRequest, lock: AbstractContextManager, tensors: bool = False
+    processor: Processor, asked: ChatRequest, lock: AbstractContextManager, tensors: bool = False
 ) -> dict[str, Any]:
     """A processor's output for a chat, on the CPU, whose images are decoded here and let go. lock: held while the
     processor runs. tensors: the processor is one that `takes_tensors`. Raises Refused for what can't be read.
@@ -322,7 +324,7 @@ def prompt_of(
     raise RequestError(f"messages: got what the model's processor can't read ({said}), expected a chat")
 
 
-def _processed(processor: Any, messages: list[dict[str, Any]], images: list[Any]) -> dict[str, Any]:
+def _processed(processor: Processor, messages: list[dict[str, Any]], images: list[Any]) -> dict[str, Any]:
     given = {"images": [images]} if images else {}
     return dict(processor(text=[chat_text(processor, messages)], **given, return_tensors="pt"))
 
@@ -332,7 +334,7 @@ def tensor_of(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
 
 
-def takes_tensors(processor: Any) -> bool:
+def takes_tensors(processor: Processor) -> bool:
     """Whether a processor's first step is `tensor_of`, so that an image's tensor may stand for the image; where it is
     not, both are held until the last image of a prompt is read. Tried on two images.
     """

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, SupportsIndex
 
 from torch import nn
 
@@ -17,7 +18,10 @@ class Rebuildable:
 
     model: nn.Module
 
-    def __setstate__(self, state: Any) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def __copy__(self) -> Any:
@@ -26,12 +30,12 @@ class Rebuildable:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._from(copy.deepcopy(self.__getstate__(), memo))
 
-    def _from(self, state: Any) -> Any:
+    def _from(self, state: dict[str, Any]) -> Any:
         other = type(self).__new__(type(self))
         other.__setstate__(state)
         return other
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """For pickle. Raises ValueError for a model that can't be pickled because of its hooks."""
         reduced: Any = super().__reduce_ex__(protocol)  # (function, its arguments, state, ...)
         with HOOKING:
@@ -70,11 +74,11 @@ def _module(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
     return memo[id(module)]
 
 
-def _is_local(hook: Any) -> bool:
+def _is_local(hook: Callable) -> bool:
     return "<locals>" in getattr(hook, "__qualname__", "")
 
 
-def _put_up_again(hook: Any) -> bool:
+def _put_up_again(hook: Callable) -> bool:
     """Whether a hook is of a pass of ours, or one of those by which transformers collects outputs."""
     where = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}"
     capturing = where.startswith("transformers.") and where.endswith("output_capturing_hook")

@@ -19,10 +19,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visspec.api.shards import EXTRA, Shards
 from visspec.api.sources import Record, as_utf8, need
+
+if TYPE_CHECKING:
+    from pyarrow import Table
+    from ray.actor import ActorHandle
 
 SIZE = 64  # records of a shard
 DEATHS = 2  # of workers at the same record, before it is given up
@@ -134,10 +138,10 @@ def unpacked(row: Mapping[str, Any]) -> list[Record]:
 class ReadTask:
     """A task of Ray Data: numbers of readers in, rows of so many records out."""
 
-    def __init__(self, readers: Sequence[Callable[[], Iterator[Record]]], claims: Any, size: int, home: str):
+    def __init__(self, readers: Sequence[Callable[[], Iterator[Record]]], claims: ActorHandle, size: int, home: str):
         self.readers, self.claims, self.size, self.home = readers, claims, size, home
 
-    def __call__(self, batch: Any) -> Iterator[Any]:
+    def __call__(self, batch: Table) -> Iterator[Table]:
         ray = importlib.import_module("ray")
         os.chdir(self.home)  # sources may be relative paths
         for number in batch["item"].to_pylist():
@@ -152,7 +156,7 @@ class ReadTask:
 class RayWorker:
     """An actor of Ray Data: rows of records in, what was written of each out. `make` loads what makes records."""
 
-    def __init__(self, make: Callable[[], Making], shards: Shards, claims: Any, pool: WorkerPool, home: str):
+    def __init__(self, make: Callable[[], Making], shards: Shards, claims: ActorHandle, pool: WorkerPool, home: str):
         import torch
 
         os.chdir(home)
@@ -164,7 +168,7 @@ class RayWorker:
         self.making = make()
         self._ask("loading", -1)
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch: Table) -> Table:
         told = [json.dumps(self.written(unpacked(row))) for row in batch.to_pylist()]
         return importlib.import_module("pyarrow").table({"told": told})
 
@@ -191,7 +195,7 @@ class RayWorker:
             self._ask("at", shard, record.id)
             yield from self.making([record])
 
-    def _ask(self, what: str, *values: Any) -> Any:
+    def _ask(self, what: str, *values: str | int) -> Any:
         ray = importlib.import_module("ray")
         return ray.get(getattr(self.claims, what).remote(*values))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from visspec.accept.exact import Exact
 from visspec.api import zoo
@@ -29,7 +30,7 @@ def frequent(target, prompts: Callable[[int], Request], count: int, batches: int
 
 
 @torch.no_grad()
-def focused(model: Any, inputs: dict[str, Any]) -> int:
+def focused(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     """The hidden state behind the layer whose attention over these prompts has the smallest entropy, the mean of heads
     and tokens; the last layer aside (DREAM). Needs a pass that returns its attention weights; of a model that returns
     none it is the middle one.

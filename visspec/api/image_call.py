@@ -8,20 +8,25 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from inspect import Parameter, signature
-from typing import Any
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from visspec.api import requests
-from visspec.api.inpainting import InpaintingStart
+from visspec.api.inpainting import InpaintingStart, Pictures
+from visspec.api.zoo import DrafterSpec
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
-from visspec.types import Acceptance, Order, Sampling, State, Trace
+from visspec.types import Acceptance, Order, Processor, Sampling, State, Trace
+
+if TYPE_CHECKING:
+    from visspec.api.images import ImagePipeline
 
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -84,8 +89,8 @@ class ImageRequest:
     """
 
     prompt: str | Sequence[str]
-    image: Any = None
-    mask_image: Any = None
+    image: Pictures | None = None
+    mask_image: Pictures | None = None
     _: KW_ONLY
     negative_prompt: str | Sequence[str] | None = None
     num_images_per_prompt: int = 1
@@ -98,7 +103,7 @@ class ImageRequest:
     generator: torch.Generator | Sequence[torch.Generator] | None = None
     seed: int | Sequence[int] | None = None
     batch_size: int = 8
-    drafter: Any = ...
+    drafter: DrafterSpec | EllipsisType = ...
     acceptance: str | Acceptance | None = None
     order: str | Order | None = None
     output_type: str = "pil"
@@ -183,7 +188,7 @@ class ImageJob:
 class ProgressCallback:
     """Called after every round: progress, the callback, and the state for early termination."""
 
-    pipeline: Any
+    pipeline: ImagePipeline
     job: ImageJob
     bar: tqdm
     state: State | None = None
@@ -245,7 +250,7 @@ def refuse_others(others: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got {shown}, expected none: {MEANINGLESS[name]}")
 
 
-def check_texts(prompt: Any) -> None:
+def check_texts(prompt: str | Sequence[str]) -> None:
     """Raises ValueError for anything but a text or a list of texts."""
     texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
     if not texts or not all(isinstance(t, str) for t in texts):
@@ -254,7 +259,9 @@ def check_texts(prompt: Any) -> None:
         raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can hold")
 
 
-def negatives_of(given: Any, texts: list[str], guidance: float, family: Family) -> list[str] | None:
+def negatives_of(
+    given: str | Sequence[str] | None, texts: list[str], guidance: float, family: Family
+) -> list[str] | None:
     """A negative prompt for each text, None for the model's own. Raises ValueError where it would change nothing."""
     if given is None:
         return None
@@ -271,7 +278,7 @@ def negatives_of(given: Any, texts: list[str], guidance: float, family: Family) 
     return None if why else found
 
 
-def warn_of_words(processor: Any, **texts: list[str]) -> None:
+def warn_of_words(processor: Processor | None, **texts: list[str]) -> None:
     """A warning for prompts with words that no image will show."""
     for name, those in texts.items():
         if words := requests.unknown_words(processor, those):
@@ -301,7 +308,7 @@ def encoded(
     return found
 
 
-def sampling_of(given: Mapping[str, Any], model: Any, family: Family) -> Sampling:
+def sampling_of(given: Mapping[str, Any], model: nn.Module, family: Family) -> Sampling:
     """A call's settings, the model's own where it gives None. Raises ValueError that names what is off."""
     own = getattr(model, "generation_config", None)
     usual = {"guidance_scale": family.default_guidance, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
@@ -324,7 +331,7 @@ def sampling_of(given: Mapping[str, Any], model: Any, family: Family) -> Samplin
     return sampling
 
 
-def check_callback(callback: Any, tensors: Any) -> None:
+def check_callback(callback: Callable | None, tensors: Sequence[str]) -> None:
     """Raises ValueError for a callback that can't be called, and for unknown names of tensors."""
     if callback is not None and not callable(callback):
         raise ValueError(f"callback_on_step_end: got {callback!r}, expected a function")
@@ -353,7 +360,7 @@ def tensors_so_far(state: State, layout: ImageLayout, names: Sequence[str]) -> d
     return {name: found[name] for name in names}
 
 
-def check_unchanged(back: Any, state: State, given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+def check_unchanged(back: dict | None, state: State, given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     """Raises ValueError where a callback wants something changed: `back` is what it returned, `given` the tensors that
     it was handed, copies of `own`.
     """

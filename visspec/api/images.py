@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from visspec.api.image_call import (
 )
 from visspec.api.image_call import image_seeds as image_seeds
 from visspec.api.inpainting import picture_of
+from visspec.api.zoo import DrafterSpec
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import DecodingSetup, build_setup
@@ -41,7 +43,7 @@ from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
-from visspec.types import Acceptance, DrafterTraits, Order, Request, Sampling, State, Target
+from visspec.types import Acceptance, DrafterTraits, Order, Processor, Request, Sampling, State, Target
 
 # of the constructor
 PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile", "graphs")
@@ -65,8 +67,8 @@ class ImagePipeline(Rebuildable):
     def __init__(
         self,
         model: nn.Module,
-        processor: Any,
-        drafter: Any = ...,
+        processor: Processor | None,
+        drafter: DrafterSpec | EllipsisType = ...,
         acceptance: str | Acceptance | None = None,
         levels: int | None = None,
         parts: dict[str, Any] | None = None,
@@ -75,7 +77,7 @@ class ImagePipeline(Rebuildable):
         graphs: bool | None = None,
     ):
         self.model, self.processor, self.parts = model, processor, parts or {}
-        self.drafter, self.acceptance, self.levels, self.order = drafter, acceptance, levels, order
+        self.levels, self.order = levels, order
         self.compile, self.graphs = compile, graphs
         self.last_output = ImageOutput()  # finished images of the latest call, also if it was interrupted
         self.last_state: State | None = None
@@ -83,8 +85,7 @@ class ImagePipeline(Rebuildable):
         self._home: torch.device | None = None
         self._lock, self._inside, self._calls = threading.RLock(), 0, RunningCalls()
         self._renew()
-        if drafter is ...:
-            self.drafter = self.family.default_drafter
+        self.drafter: DrafterSpec = self.family.default_drafter if isinstance(drafter, EllipsisType) else drafter
         self.acceptance = acceptance if acceptance is not None else self.family.default_rule
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,7 +96,9 @@ class ImagePipeline(Rebuildable):
         self._progress, self._home = state["_progress"], state["_home"]
 
     @classmethod
-    def from_pretrained(cls, where: str | None = None, *, device: str = "cpu", dtype: Any = "auto", **options):
+    def from_pretrained(
+        cls, where: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", **options
+    ):
         """Load a folder, a hub id or an included model by name (None: the one that draws). Safetensors only; `options`
         as in the constructor, and `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch
         dtype. Of a folder that `save_pretrained` wrote, drafter, acceptance, levels and parts are read too; those given
@@ -291,7 +294,7 @@ class ImagePipeline(Rebuildable):
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         return image_call.sampling_of(given, self.model, self.family)
 
-    def _default_drafter(self, order: Any) -> Any:
+    def _default_drafter(self, order: str | Order | None) -> DrafterSpec:
         """The pipeline's drafter, if the order of a call uses one."""
         found = zoo.order(order)
         return self.drafter if found is None or found.drafts else None

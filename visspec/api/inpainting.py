@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,8 @@ from torch.nn import functional as F
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.types import FREE
 
+Picture = Image.Image | np.ndarray | Tensor  # or its codes, as a tensor
+Pictures = Picture | list[Picture] | tuple[Picture, ...]
 WHITE = 0.5  # and more, as diffusers binarises masks
 FROM = "a PIL image, an array (height, width, 3) in 0..1 or 0..255 of uint8, a tensor (3, height, width) in 0..1, codes"
 
@@ -48,7 +49,13 @@ class InpaintingStart:
 
 
 def picture_of(
-    image: Any, mask: Any, family: Family, layout: ImageLayout, prompts: int, copies: int, device: torch.device
+    image: Pictures | None,
+    mask: Pictures | None,
+    family: Family,
+    layout: ImageLayout,
+    prompts: int,
+    copies: int,
+    device: torch.device,
 ) -> InpaintingStart | None:
     """The checked picture of a call with so many prompts, and so many images of each; None without one. Raises
     ValueError in one sentence, before any pass of the model; pictures are encoded here.
@@ -62,7 +69,7 @@ def picture_of(
         if given is not None and other is None:
             missing = "mask_image" if name == "image" else "image"
             raise ValueError(f"{missing}: got None beside {name}, expected both: a picture, and white where to draw")
-    if image is None:
+    if image is None or mask is None:
         return None
     height, width = family.pixel_size()
     each = [_pixels(item, (height, width), layout, family) for item in _items(image, _one_image)]
@@ -88,23 +95,23 @@ def picture_of(
     return InpaintingStart(torch.where(again, FREE, codes_BT), pixels, white)
 
 
-def _items(given: Any, one: Callable[[Any], bool]) -> list[Any]:
+def _items(given: Pictures, one: Callable[[np.ndarray | Tensor], bool]) -> list[Picture]:
     """Images of an argument: a list of them, one, or an array or tensor of several."""
     if isinstance(given, (list, tuple)) or (isinstance(given, (np.ndarray, Tensor)) and not one(given)):
         return list(given)
     return [given]
 
 
-def _one_image(given: Any) -> bool:
+def _one_image(given: np.ndarray | Tensor) -> bool:
     """Whether an array or tensor is one picture, or the codes of one."""
     return given.ndim <= 2 or (given.ndim == 3 and given.dtype != torch.long)
 
 
-def _one_mask(given: Any) -> bool:
+def _one_mask(given: np.ndarray | Tensor) -> bool:
     return given.ndim <= 2 or (given.ndim == 3 and 1 in (given.shape[0], given.shape[-1]))
 
 
-def _pixels(item: Any, size: tuple[int, int], layout: ImageLayout, family: Family) -> Tensor:
+def _pixels(item: Picture, size: tuple[int, int], layout: ImageLayout, family: Family) -> Tensor:
     """Pixels (3, height, width) of one picture, or its codes (rows * columns,)."""
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("RGB"))
@@ -135,7 +142,7 @@ def _pixels(item: Any, size: tuple[int, int], layout: ImageLayout, family: Famil
     return found.float()
 
 
-def _white(item: Any, size: tuple[int, int]) -> Tensor:
+def _white(item: Picture, size: tuple[int, int]) -> Tensor:
     """(1, height, width) bool: where a mask is white."""
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("L"))

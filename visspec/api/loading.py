@@ -24,7 +24,9 @@ SPREAD = {  # over several devices, by transformers' own plans
 logger = logging.getLogger(__name__)
 
 
-def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code: bool = False):
+def load(
+    spec: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+):
     """(model, processor), ready for `accelerate`. `spec`: an included model by name (None: the one that
     captions), a folder or a hub id.
 
@@ -39,7 +41,9 @@ def load(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", t
     return _load(spec or included.text_model(), AutoModelForImageTextToText, device, dtype, trust_remote_code)
 
 
-def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str = "auto", trust_remote_code=False):
+def load_image_model(
+    spec: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code=False
+):
     """(model, processor) of an image generator, for `ImagePipeline`. None: the included one that draws. As `load`."""
     import transformers
 
@@ -53,7 +57,7 @@ def load_image_model(spec: str | None = None, *, device: str = "cpu", dtype: str
     return _load(where, kind, device, dtype, trust_remote_code)
 
 
-def load_saved(where: str, *, device: str = "cpu", dtype: Any = "auto", trust_remote_code: bool = False):
+def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False):
     """(model, processor or tokenizer, or None if the folder has neither) of a folder with any model that generates."""
     import transformers
 
@@ -77,7 +81,7 @@ def _quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _load_own(folder: Path, reference: str, device: str, dtype: str):
+def _load_own(folder: Path, reference: str, device: str, dtype: str | torch.dtype):
     """(model, processor) of a folder with a network of ours."""
     from transformers import AutoProcessor
 
@@ -92,7 +96,7 @@ def _load_own(folder: Path, reference: str, device: str, dtype: str):
     return model.to(device).eval(), processor
 
 
-def _load(where: str, kind: Any, device: str, dtype: Any, trust_remote_code: bool, worded: bool = True):
+def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_remote_code: bool, worded: bool = True):
     from safetensors import SafetensorError
     from transformers import AutoProcessor
     from transformers.utils import logging as transformers_logging

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from itertools import count
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from visspec.api import requests
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stream import Answer, Stream
-from visspec.types import Request
+from visspec.models.decoder.target import HFDecoder
+from visspec.types import Processor, Request, Tokenizer
 
 Entry = Mapping[str, Any] | tuple[Any, Exception]  # generate's arguments, or the id and error of what became none
 MOST_KNOWN = 256  # kinds of options
@@ -38,9 +39,14 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
 
 
 def answers(
-    model: nn.Module, setup: DecodingSetup, entries: Iterable[Entry | None], slots: int, ahead: int,
-    defaults: dict[str, Any], tokenizer: Any,
-) -> Iterator[Answer]:  # fmt: skip
+    model: nn.Module,
+    setup: DecodingSetup[HFDecoder],
+    entries: Iterable[Entry | None],
+    slots: int,
+    ahead: int,
+    defaults: dict[str, Any],
+    tokenizer: Processor | Tokenizer | None,
+) -> Generator[Answer, None, None]:
     """The results of `accelerate.Accelerated.stream`."""
     builder = RequestBuilder(model, setup, defaults)
     stream = Stream(setup, builder.kind, builder.together, slots, ahead)
@@ -64,7 +70,7 @@ class Ticket(NamedTuple):
 class RequestBuilder:
     """Makes requests of one row from generate's arguments, and one of many rows from requests of one."""
 
-    def __init__(self, model: nn.Module, setup: DecodingSetup, defaults: dict[str, Any]):
+    def __init__(self, model: nn.Module, setup: DecodingSetup[HFDecoder], defaults: dict[str, Any]):
         self.model, self.setup, self.defaults = model, setup, dict(defaults)
         self.seed = self.defaults.pop("seed", None)
         self.content = torch.tensor(sorted(setup.target.capabilities.never_drafted), dtype=torch.long)

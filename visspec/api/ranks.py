@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from visspec.api import zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.tuning import described
 from visspec.io.files import write_json
 from visspec.models.drafting.structure import RANKS, StructuredDrafter
-from visspec.types import Draft, Drafter, Outcome, Scores, State, Verdict
+from visspec.types import ConfiguredModel, Draft, Drafter, Outcome, Scores, State, Verdict
 
 WIDE = "8-12-10-8-6-5"  # nodes of each depth, while rates are measured
 
@@ -57,7 +59,9 @@ class RankMeter(Drafter):
         return [[a / max(r, 1) for a, r in zip(*rows)] for rows in zip(self.accepted, self.reached)]
 
 
-def measure(model: Any, spec: str, inputs: Iterable[Mapping[str, Any]], seed: int = 0, **options: Any) -> RankMeter:
+def measure(
+    model: PreTrainedModel, spec: str, inputs: Iterable[Mapping[str, Any]], seed: int = 0, **options: Any
+) -> RankMeter:
     """Decode batches of one prompt with wide trees of a drafter. spec: as in `accelerate`; options: of `generate`.
 
     Raises ValueError for a drafter that builds no trees.
@@ -70,7 +74,7 @@ def measure(model: Any, spec: str, inputs: Iterable[Mapping[str, Any]], seed: in
     return watched
 
 
-def write(path: str | Path, model: Any, spec: str, watched: RankMeter) -> None:
+def write(path: str | Path, model: ConfiguredModel, spec: str, watched: RankMeter) -> None:
     """Write what the option `tree=FILE` of a drafter reads."""
     rates = [[round(rate, 5) for rate in row] for row in watched.rates]
     write_json(path, {RANKS: rates, "reached": watched.reached, "drafter": spec, "made_for": described(model)})

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -22,7 +23,7 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
-from visspec.types import Request, Sampling, State
+from visspec.types import Processor, Request, Sampling, State, Tokenizer
 
 PROMPT = ("input_ids", "inputs", "inputs_embeds")  # tensor arguments of generate that are not media
 GREEDY_OR_SAMPLED = "accelerated decoding is greedy or sampling"
@@ -102,14 +103,14 @@ def adopt_cache(options: dict[str, Any]) -> None:
 
 def adopt_stop_strings(options: dict[str, Any]) -> None:
     """Create the criterion for `stop_strings` here, because generate drops `tokenizer` for custom decoding."""
-    config: Any = options.get("generation_config")
+    config: GenerationConfig | None = options.get("generation_config")
     strings = options.pop("stop_strings", None) or getattr(config, "stop_strings", None)
     tokenizer = options.pop("tokenizer", None)
     if strings is None:
         return
     if tokenizer is None:
         raise ValueError("stop_strings: got no tokenizer, expected tokenizer=... beside it")
-    if getattr(config, "stop_strings", None):
+    if config is not None and getattr(config, "stop_strings", None):
         options["generation_config"] = config = copy.deepcopy(config)
         config.stop_strings = None
     given = options.get("stopping_criteria") or []
@@ -165,7 +166,7 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
     return Sampling(processors=tuple(rest), **numbers)
 
 
-def keeps_state(processor: Any) -> bool:
+def keeps_state(processor: Callable) -> bool:
     """Whether a processor is known to keep state between calls, or can be reset, which says so."""
     if getattr(getattr(processor, "call_fn", None), "__name__", None) == "stateless_call":  # xgrammar's
         return False
@@ -221,14 +222,14 @@ def _next(generator: torch.Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
-def unknown_words(processor: Any, texts: Sequence[str]) -> list[str]:
+def unknown_words(processor: Processor | Tokenizer | None, texts: Sequence[str]) -> list[str]:
     """Words of prompts, without repetitions, that contain the tokenizer's unknown token. Empty for a processor without
     a tokenizer or a tokenizer without such a token.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
     unknown = getattr(tokenizer, "unk_token_id", None)
     words = list(dict.fromkeys(word for text in texts for word in text.split()))
-    if unknown is None or not words:
+    if tokenizer is None or unknown is None or not words:
         return []
     return [word for word, ids in zip(words, tokenizer(words, add_special_tokens=False)["input_ids"]) if unknown in ids]
 

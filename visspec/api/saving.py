@@ -17,18 +17,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from visspec.api import zoo
+from visspec.api.zoo import DrafterSpec
 from visspec.io import checkpoint, hub
-from visspec.io.files import unwritable, write_json
+from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import PROVENANCE
-from visspec.types import Drafter
+from visspec.types import Acceptance, Drafter, Order
 
 FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
 ENTRIES = ("drafter", "acceptance", "order", "levels", "parts")
 DEEPEST = 4096  # levels that a file may ask for
+Component = DrafterSpec | Acceptance | Order
 PLAIN = (bool, int, float, str, tuple, list, type(None))
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ def drafter_of(folder: str | Path) -> str | None:
 # --- one entry, read --------------------------------------------------------------------------------------------------
 
 
-def _drafter(folder: Path, entry: Any) -> str | None:
+def _drafter(folder: Path, entry: Json) -> str | None:
     if isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
@@ -112,7 +114,7 @@ def _drafter(folder: Path, entry: Any) -> str | None:
     return None if entry is None else named("drafter", zoo.DRAFTERS | zoo.SHIPPED, entry)
 
 
-def _rule(folder: Path, entry: Any) -> str:
+def _rule(folder: Path, entry: Json) -> str:
     if not isinstance(entry, str):
         raise ValueError(
             f"checkpoint: acceptance of {folder / FILE} is {checkpoint.shown(entry)}, expected the name of a rule"
@@ -120,7 +122,7 @@ def _rule(folder: Path, entry: Any) -> str:
     return named("acceptance", zoo.ACCEPTANCE, entry)
 
 
-def _order(folder: Path, entry: Any) -> str | None:
+def _order(folder: Path, entry: Json) -> str | None:
     if entry is not None and not isinstance(entry, str):
         raise ValueError(
             f"checkpoint: order of {folder / FILE} is {checkpoint.shown(entry)}, expected the name of an order or null"
@@ -128,13 +130,14 @@ def _order(folder: Path, entry: Any) -> str | None:
     return None if entry is None else named("order", zoo.ORDERS, entry)
 
 
-def _levels(folder: Path, entry: Any) -> int | None:
+def _levels(folder: Path, entry: Json) -> int | None:
     if entry is not None:
         checkpoint.check_whole("levels", entry, 1, DEEPEST)
+    assert entry is None or isinstance(entry, int)
     return entry
 
 
-def _parts(folder: Path, entry: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(entry, dict) or not all(isinstance(part, str | None) for part in entry.values()):
         raise ValueError(
             f"checkpoint: parts of {folder / FILE} is {checkpoint.shown(entry)}, expected an object of texts and nulls"
@@ -151,7 +154,7 @@ def _parts(folder: Path, entry: Any, given: Mapping[str, Any]) -> dict[str, Any]
 # --- one entry, written -----------------------------------------------------------------------------------------------
 
 
-def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
+def _drafter_entry(drafter: DrafterSpec, model: nn.Module, staged: Path) -> Json:
     """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
     from transformers import PreTrainedModel
 
@@ -184,8 +187,7 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     if isinstance(drafter, PreTrainedModel):
         drafter.save_pretrained(staged)
         return {"folder": DRAFTER}
-    saved_as = drafter.saved_as if isinstance(drafter, Drafter) else ""
-    if saved_as == "network":
+    if isinstance(drafter, Drafter) and drafter.saved_as == "network":
         drafter.save_pretrained(staged, provenance(model))
         found = zoo.drafter(staged, model)[0]
         if type(found) is not type(drafter):
@@ -201,19 +203,19 @@ def _drafter_entry(drafter: Any, model: Any, staged: Path) -> Any:
     return _described_as(drafter, "drafter", zoo.DRAFTERS)
 
 
-def _rule_entry(rule: Any) -> str:
+def _rule_entry(rule: str | Acceptance) -> str:
     if isinstance(rule, str):
         return named("acceptance", zoo.ACCEPTANCE, rule)
     return _described_as(rule, "acceptance", zoo.ACCEPTANCE)
 
 
-def _order_entry(order: Any) -> str | None:
+def _order_entry(order: str | Order | None) -> str | None:
     if order is None or isinstance(order, str):
         return None if order is None else named("order", zoo.ORDERS, order)
     return _described_as(order, "order", zoo.ORDERS)
 
 
-def _described_as(thing: Any, what: str, table: Mapping[str, tuple]) -> str:
+def _described_as(thing: Component, what: str, table: Mapping[str, tuple]) -> str:
     spec = spec_of(thing, what, table)
     if spec is None:
         raise ValueError(
@@ -223,7 +225,7 @@ def _described_as(thing: Any, what: str, table: Mapping[str, tuple]) -> str:
     return spec
 
 
-def _options(drafter: Any) -> dict[str, Any]:
+def _options(drafter: Drafter) -> dict[str, Any]:
     """What of a drafter around a network its constructor's options have set: its numbers and names."""
     kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
     shape = {name: vars(drafter).get(name) for name in ("paths", "stop")}
@@ -258,7 +260,7 @@ def reference(thing: Any) -> str:
     return f"{type(thing).__module__}:{type(thing).__qualname__}"
 
 
-def spec_of(thing: Any, what: str, table: Mapping[str, tuple]) -> str | None:
+def spec_of(thing: Component, what: str, table: Mapping[str, tuple]) -> str | None:
     """The "name:options" from which a table of `zoo` makes an object that equals this one; None where there is none.
 
     Constructors keep their arguments as attributes, some by another name: an argument that is no attribute may be the
@@ -287,7 +289,7 @@ def spec_of(thing: Any, what: str, table: Mapping[str, tuple]) -> str | None:
     return None
 
 
-def state_of(thing: Any, table: Mapping[str, tuple]) -> dict[str, Any]:
+def state_of(thing: Component, table: Mapping[str, tuple]) -> dict[str, Any]:
     """What an object was made with: its attributes, and those of the table's objects in it. Tensors are left out, as
     they come from the target that it was bound to.
     """

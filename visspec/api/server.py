@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -32,12 +33,15 @@ from visspec.api.serving import (
     ClientDisconnected,
     ImageResult,
     ImageWorker,
-    QueuedRequest,
+    QueuedChat,
+    QueuedImages,
     QueueWorker,
     RequestQueue,
     TextResult,
     TextWorker,
+    Told,
 )
+from visspec.io.files import Json
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
@@ -124,7 +128,7 @@ class Service:
 
         return await asyncio.get_running_loop().run_in_executor(self.readers, work)
 
-    def named(self, name: Any, workers: list[QueueWorker]) -> QueueWorker:
+    def named(self, name: Json, workers: list[QueueWorker]) -> QueueWorker:
         """The worker of a model. Raises Refused for another name."""
         for worker in workers:
             if name == worker.name:
@@ -132,7 +136,7 @@ class Service:
         names = " or ".join(repr(worker.name) for worker in workers)
         raise RequestError(f"model: got {name!r}, expected {names}", 404, "model", "model_not_found")
 
-    def _chat(self, body: Any) -> ChatRequest:
+    def _chat(self, body: Json) -> ChatRequest:
         return completions.chat(body, self.limits)
 
     async def chat(self, request: Request) -> Response:
@@ -175,7 +179,7 @@ class Service:
             assert painting is not None
             events = JobEvents(request)
             stack.callback(events.close)
-            job = QueuedRequest(events.tell, asked)
+            job = QueuedImages(events.tell, asked=asked)
             stack.callback(setattr, job, "cancelled", True)
             painting.submit(job)
             drawn: ImageResult = await events.next()
@@ -208,7 +212,7 @@ class JobEvents:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    def tell(self, event: Any) -> None:
+    def tell(self, event: Told) -> None:
         """Called in any thread."""
         with suppress(RuntimeError):  # the loop is closed: nobody listens
             self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
@@ -243,13 +247,15 @@ class JobEvents:
 class EventStream(Response):
     """A streamed completion as server-sent events; `held` is let go when it ends."""
 
-    def __init__(self, job: QueuedRequest, events: JobEvents, first: Any, id: str, name: str, held: AsyncExitStack):
+    def __init__(
+        self, job: QueuedChat, events: JobEvents, first: str | TextResult, id: str, name: str, held: AsyncExitStack
+    ):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
         del self.headers["content-length"]
         self.job, self.events, self.first, self.id, self.name, self.held = job, events, first, id, name, held
 
     async def __call__(self, scope, receive, send) -> None:
-        async def say(data: Any) -> None:
+        async def say(data: Json) -> None:
             text = data if isinstance(data, str) else json.dumps(data)
             await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
 
@@ -340,6 +346,6 @@ class Server(uvicorn.Server):
             )
         )  # fmt: skip
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.desk.closing = True  # connections that are open get an answer
         super().handle_exit(sig, frame)

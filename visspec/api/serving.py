@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from visspec.api import completions
 from visspec.api.accelerate import Accelerated
@@ -28,6 +28,7 @@ from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
+from visspec.types import Processor
 
 BODIES = 100_000_000  # bytes of bodies that are held at once
 logger = logging.getLogger(__name__)
@@ -54,18 +55,34 @@ class ImageResult:
     files: list[bytes]
 
 
+Told = str | TextResult | ImageResult | Exception | None  # what a worker tells of a request
+
+
 @dataclass(eq=False)
 class QueuedRequest:
     """One request. tell: called in the worker's thread, with None when the model has read a chat, with pieces of text
     (streamed answers), and at last with the result or an exception.
     """
 
-    tell: Callable[[Any], None]
-    asked: Any  # a Chat or a Drawing
-    inputs: dict[str, Any] = field(default_factory=dict)  # of a Chat that waits: arguments of generate
-    prompt: int = 0  # tokens
-    writer: StopTextFilter | None = None
+    tell: Callable[[Told], None]
     cancelled: bool = False
+
+
+@dataclass(eq=False)
+class QueuedImages(QueuedRequest):
+    """A request of images."""
+
+    asked: ImageRequest = field(kw_only=True)
+
+
+@dataclass(eq=False)
+class QueuedChat(QueuedRequest):
+    """A request of a chat. inputs: arguments of generate, while it waits. prompt: tokens."""
+
+    asked: ChatRequest = field(kw_only=True)
+    inputs: dict[str, Any] = field(default_factory=dict)
+    prompt: int = 0
+    writer: StopTextFilter | None = None
     begun: bool = False
 
     def put(self, tokens: list[int]) -> bool:
@@ -79,6 +96,9 @@ class QueuedRequest:
         if piece and self.asked.stream:
             self.tell(piece)
         return self.writer.stopped
+
+
+Job = TypeVar("Job", bound=QueuedRequest)
 
 
 class StopTextFilter:
@@ -268,24 +288,24 @@ class RequestQueue:
         return min(max(round(self.meters.seconds / max(served, 1)), 1), 60)
 
 
-class QueueWorker:
+class QueueWorker(Generic[Job]):
     """A thread that works on jobs in the order in which they come. `close` lets it finish those it has."""
 
     def __init__(self, name: str, meters: ServerMetrics):
         self.name, self.meters = name, meters
-        self.jobs: queue.SimpleQueue[QueuedRequest | None] = queue.SimpleQueue()
-        self.running: set[QueuedRequest] = set()
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.running: set[Job] = set()
         self.thread = threading.Thread(target=self._work, name=f"visspec-{type(self).__name__.lower()}", daemon=True)
         self.thread.start()
 
-    def submit(self, job: QueuedRequest) -> None:
+    def submit(self, job: Job) -> None:
         self.jobs.put(job)
 
     def close(self) -> None:
         self.jobs.put(None)
         self.thread.join()
 
-    def _next(self, block: bool) -> QueuedRequest | None:
+    def _next(self, block: bool) -> Job | None:
         """The next job that is still wanted; None at the end. Raises queue.Empty if none waits."""
         while (job := self.jobs.get(block=block)) is not None and job.cancelled:
             pass
@@ -295,11 +315,17 @@ class QueueWorker:
         raise NotImplementedError
 
 
-class TextWorker(QueueWorker):
+class TextWorker(QueueWorker[QueuedChat]):
     """Answers chats on a stream of `slots` rows. name: of the model, as clients know it."""
 
     def __init__(
-        self, name: str, fast: Accelerated, processor: Any, meters: ServerMetrics, slots: int, limits: RequestLimits
+        self,
+        name: str,
+        fast: Accelerated,
+        processor: Processor,
+        meters: ServerMetrics,
+        slots: int,
+        limits: RequestLimits,
     ):
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
         self.fast, self.processor, self.slots, self.limits = fast, processor, slots, limits
@@ -309,14 +335,14 @@ class TextWorker(QueueWorker):
         self.over = False
         super().__init__(name, meters)
 
-    def job(self, asked: ChatRequest, tell: Callable[[Any], None]) -> QueuedRequest:
+    def job(self, asked: ChatRequest, tell: Callable[[Told], None]) -> QueuedChat:
         """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
         inputs = completions.prompt_of(self.processor, asked, self.processing, self.tensors)
         length = inputs["input_ids"].shape[1]
         most = completions.room(length, asked, self.limits)
         inputs = moved(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
         writer = StopTextFilter(self._decode, asked.stops) if asked.stops or asked.stream else None
-        return QueuedRequest(tell, asked, inputs, length, writer)
+        return QueuedChat(tell, asked=asked, inputs=inputs, prompt=length, writer=writer)
 
     def _decode(self, tokens: list[int]) -> str:
         return self.decoder.decode(tokens, skip_special_tokens=True)
@@ -349,7 +375,7 @@ class TextWorker(QueueWorker):
             yield entry
             entry.clear()  # of pixels too, before it waits
 
-    def _answer(self, job: QueuedRequest, answer: Answer) -> None:
+    def _answer(self, job: QueuedChat, answer: Answer) -> None:
         self.running.discard(job)
         self.meters.row(answer)
         if answer.error is not None:
@@ -364,7 +390,7 @@ class TextWorker(QueueWorker):
         job.tell(TextResult(writer.text, len(writer.tokens), job.prompt, ended))
 
 
-class ImageWorker(QueueWorker):
+class ImageWorker(QueueWorker[QueuedImages]):
     """Draws images with a pipeline."""
 
     def __init__(self, name: str, pipe: ImagePipeline, meters: ServerMetrics):
@@ -382,13 +408,12 @@ class ImageWorker(QueueWorker):
                 job.tell(error)
             self.running.discard(job)
 
-    def _draw(self, job: QueuedRequest) -> list[bytes]:
-        def look(pipe: ImagePipeline, *_: Any) -> None:
+    def _draw(self, job: QueuedImages) -> list[bytes]:
+        def look(pipe: ImagePipeline, *_: int | dict) -> None:
             if job.cancelled:
                 pipe.interrupt = True
 
-        asked: ImageRequest = job.asked
-        out = self.pipe.draw(replace(asked, callback_on_step_end=look))
+        out = self.pipe.draw(replace(job.asked, callback_on_step_end=look))
         self.meters.images += len(out.images)
         files = []
         for image in out.images:

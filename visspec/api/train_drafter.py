@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from tqdm import tqdm
 
 from visspec.accept.exact import Exact
@@ -90,7 +91,7 @@ def check_out(out: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"out: got {out}, which holds a drafter, expected a folder of its own or {how}")
 
 
-def opened(image: Any) -> Any:
+def opened(image: str | Path | bytes) -> Image.Image:
     """A PIL image, from a path or the bytes of a file."""
     return read_image(image, "data", MAX_PIXELS) if isinstance(image, bytes) else open_image(image)
 
@@ -178,7 +179,7 @@ def run(
     unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
-    given = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers)))
+    given: dict[str, Any] = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers)))
     asked = {name: value for name, value in given.items() if value is not None}
     check_preset(preset, asked)
     check_out(Path(out), resume, overwrite)
@@ -230,7 +231,13 @@ def plan_of(options: argparse.Namespace) -> TrainingOptions:
 
 
 def fresh_or_resumed(
-    model, out: str | Path, resume: bool, seed: int, kind: Any = FeatureDrafter, draft: Any = None, **options: Any
+    model,
+    out: str | Path,
+    resume: bool,
+    seed: int,
+    kind: Any = FeatureDrafter,
+    draft: Mapping[str, Any] | None = None,
+    **options: Any,
 ):
     """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`. draft:
     width and nodes of its trees, or another shape of `Shaped.shaped`.
@@ -272,7 +279,7 @@ def train(
     validate,
     resume: bool,
     rule=None,
-    several: Any = None,
+    several: SingleProcess | None = None,
 ) -> list[dict]:
     """Run a trainer under a progress bar, a JSON line a hundred steps; the drafter is saved to `out`, its curves in
     `out/run/curves.html`. several: the processes of the run.

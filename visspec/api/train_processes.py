@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from visspec.api.sources import need
 from visspec.train.loop import SingleProcess
@@ -14,7 +13,7 @@ from visspec.train.loop import SingleProcess
 EXTRA = "train"
 
 
-def workers(parallel: str | None, device: str) -> Any:
+def workers(parallel: str | None, device: str) -> SingleProcess:
     """What torchrun has started, or `SingleProcess`. parallel: "ddp" (each process has all weights of the drafter),
     "fsdp" (they are spread) or None: ddp where there are several. Raises ValueError for anything else.
     """
@@ -42,7 +41,7 @@ class AcceleratorContext(SingleProcess):
         self.rank = rank
 
 
-class Workers:
+class Workers(SingleProcess):
     """Several processes. The trained module is wrapped; everything else is each process's own."""
 
     def __init__(self, sharded: bool, device: str):
@@ -56,13 +55,9 @@ class Workers:
         unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # lessons without images
         self.accelerator = Accelerator(cpu=device == "cpu", fsdp_plugin=plugin, kwargs_handlers=[unused])
         self.rank, self.world, self.sharded = self.accelerator.process_index, self.accelerator.num_processes, sharded
+        self.device = self.accelerator.device
 
-    @property
-    def device(self) -> torch.device:
-        return self.accelerator.device
-
-    def prepared(self, module: nn.Module, optimiser: Any) -> tuple[nn.Module, Any]:
-        """As `SingleProcess.prepared`."""
+    def prepared(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
         module, wrapped = self.accelerator.prepare(module, optimiser)
         return module, wrapped.optimizer
 

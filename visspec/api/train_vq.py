@@ -26,7 +26,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from visspec.api.train_drafter import items_of, opened
-from visspec.io.files import write_json
+from visspec.io.files import Json, write_json
 from visspec.io.provenance import provenance
 from visspec.models.scales.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.var.layout import save_vae
@@ -171,7 +171,7 @@ class MultiScaleVQStage(Stage):
         return figures
 
 
-def _said(value: Any) -> Any:
+def _said(value: Any) -> Json:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 

@@ -27,7 +27,7 @@ from visspec.api.accelerate import Accelerated
 from visspec.io.checkpoint import read_json
 from visspec.io.files import write_json
 from visspec.loop.draft_length import DraftLengthPolicy, expected_tokens
-from visspec.types import State, Trace
+from visspec.types import ConfiguredModel, State, Trace
 
 OUTLIER = (
     2.0  # times the median of a length's rounds; longer ones count as so long, as in `loop.draft_length.LinearCost`
@@ -155,13 +155,13 @@ def best(rows: Sequence[dict[str, Any]], least: float, count: int = 1) -> list[d
     return sorted(paying, key=lambda row: -row["images_per_second"])[:count]
 
 
-def described(model: Any) -> dict[str, Any]:
+def described(model: ConfiguredModel) -> dict[str, Any]:
     """What a preset is made for."""
     text = model.config.get_text_config()
     return {name: getattr(model.config if name == "model_type" else text, name, None) for name in SIZES}
 
 
-def write_preset(path: str | Path, model: Any, choice: Mapping[str, Any], **more: Any) -> None:
+def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, Any], **more: Any) -> None:
     """Write what `accelerate(model, path)` reads."""
     write_json(path, {**{name: choice[name] for name in KEPT}, "made_for": described(model), **more})
 

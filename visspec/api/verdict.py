@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from visspec.api.accelerate import Accelerated
 from visspec.api.captions import chat_prompt, prepare
 from visspec.api.queueing import of_ids
+from visspec.types import Processor
 
 GUARANTEE = "selection (not lossless)"
 TEMPLATE = "{question}\n\nOthers who saw the picture said:\n{paths}\n\nDecide, and answer the question: {question}"
@@ -37,7 +38,7 @@ class Member:
 
     name: str
     fast: Accelerated
-    processor: Any
+    processor: Processor
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -21,8 +21,9 @@ from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
 from visspec.loop.draft_length import DraftLengthPolicy
-from visspec.types import Order
+from visspec.types import Drafter, Order
 
+DrafterSpec = str | Path | Drafter | nn.Module | Sequence[Any] | None  # what `accelerate` takes as its drafter
 SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
 SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
@@ -95,7 +96,7 @@ def acceptance(text: str, what: str = "acceptance") -> Any:
     return make(what, name, load(str(_pick(ACCEPTANCE, what, name).reference)), options)
 
 
-def preset(name: str, draws: str = "any order", model: Any = None) -> Preset:
+def preset(name: str, draws: str = "any order", model: nn.Module | None = None) -> Preset:
     """A preset of image generation, for a family that `draws` codes, codes in any order, vectors or maps. Drafters that
     have to be trained are named by kind; with a `model`, by the included one of that kind that is made for it, where
     one is. Raises ValueError for an unknown name.
@@ -107,7 +108,7 @@ def preset(name: str, draws: str = "any order", model: Any = None) -> Preset:
     return found._replace(drafter=_drafter_of(found.drafter, model), parts=parts)
 
 
-def _drafter_of(spec: str, model: Any) -> str:
+def _drafter_of(spec: str, model: nn.Module) -> str:
     """`spec` with the included model that is made for `model` in place of each kind of one."""
     name, options = parse(spec)
     if DRAFTERS[name].of == "vectors":  # their drafters are models of the same type
@@ -117,12 +118,12 @@ def _drafter_of(spec: str, model: Any) -> str:
     return f"{name}:{words}" if words else name
 
 
-def made_for(kind: str, model: Any) -> str:
+def made_for(kind: str, model: nn.Module) -> str:
     """The included model of a kind that is made for `model`; the kind itself, where none is."""
     return included.made_for(kind, model) or kind
 
 
-def included_drafter(model: Any, kind: str = "eagle") -> str | None:
+def included_drafter(model: nn.Module, kind: str = "eagle") -> str | None:
     """The included drafter of a kind that is made for a model, by its configuration; None where there is none."""
     own = included.made_for(kind, model)
     return own if own and included.present(own) else None
@@ -133,7 +134,7 @@ def trained(name: str) -> TrainedPreset:
     return _pick(TRAINED, "preset", name)
 
 
-def kind_of(model: Any) -> str:
+def kind_of(model: nn.Module) -> str:
     """The `model_type` of a model's configuration; of a class without one, its name."""
     return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
 
@@ -145,7 +146,7 @@ def method(text: str) -> dict[str, str | None]:
     return {"drafter": drafter, "acceptance": acceptance, "order": order or None}
 
 
-def order(spec: Any) -> Any:
+def order(spec: str | Order | Iterable[int] | None) -> Any:
     """An order by name and options, "zipar:window=4", or an object; of any-order models a list of places, too. Raises
     ValueError as `acceptance` does.
     """
@@ -171,7 +172,7 @@ def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthP
     return partial(kind, **options)
 
 
-def drafter(spec: Any, model: nn.Module) -> tuple[Any, str]:
+def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
     """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`."""
     if spec is None or spec == "none":
         return None, "none"

@@ -15,6 +15,7 @@ try:
 except ImportError:  # a system without it
     fcntl = None  # type: ignore[assignment]
 
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]  # what a file or a body may hold
 TRIAL = 4096  # bytes written to test whether a disk is full
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
+    from visspec.types import Processor
+
 PACKAGE, TABLE = "visspec.toys", "visspec.toys.table"
 FOLDER = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
 NOT_ARCHITECTURE = {
@@ -92,7 +94,7 @@ def load(reference: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def scenes(world: str | None = None, processor: Any = None, use: str = "captions") -> Scenes:
+def scenes(world: str | None = None, processor: Processor | None = None, use: str = "captions") -> Scenes:
     """The scenes of a world by name; without a name, of the one all of whose words a model's processor knows, or of the
     first. use: what the words are of, "captions" or "prompts". Raises ValueError for an unknown name, and where no
     scenes are included.

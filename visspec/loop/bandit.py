@@ -15,9 +15,8 @@ import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
-from visspec.loop.setup import DecodingSetup
+from visspec.loop.setup import DecodingSetup, TargetT
 from visspec.types import State
 
 DISCOUNT = 0.98
@@ -55,11 +54,11 @@ class Bandit:
 
 
 @dataclass(frozen=True, eq=False)
-class Arm(DecodingSetup):
+class Arm(DecodingSetup[TargetT]):
     """The setup of one drafter, that tells how fast it was."""
 
-    bandit: Any = None
-    number: int = 0
+    bandit: Bandit
+    number: int
 
     def finish(self, state: State) -> State:
         times = state.trace.times
@@ -70,27 +69,27 @@ class Arm(DecodingSetup):
 
 
 @dataclass(frozen=True, eq=False)
-class Arms(DecodingSetup):
-    """The first setup of several, and the choice of one for each request (`chosen`)."""
+class Arms(DecodingSetup[TargetT]):
+    """The first setup of several, and the choice of one for each request."""
 
-    arms: tuple[DecodingSetup, ...] = ()
-    bandit: Any = None
+    arms: tuple[DecodingSetup[TargetT], ...]
+    bandit: Bandit
 
     @property
-    def each(self) -> tuple[DecodingSetup, ...]:
+    def each(self) -> tuple[DecodingSetup[TargetT], ...]:
         return self.arms
 
-    def select(self) -> DecodingSetup:
+    def select(self) -> DecodingSetup[TargetT]:
         return self.arms[self.bandit.choose()]
 
 
-def among(pairings: Sequence[DecodingSetup]) -> Arms:
-    """Pairings of one target with several drafters. Raises ValueError for rules whose tokens depend on the draft."""
-    values = [{f.name: vars(setup)[f.name] for f in fields(DecodingSetup)} for setup in pairings]
+def among(setups: Sequence[DecodingSetup[TargetT]]) -> Arms[TargetT]:
+    """Setups of one target with several drafters. Raises ValueError for rules whose tokens depend on the draft."""
+    values = [{f.name: vars(setup)[f.name] for f in fields(DecodingSetup)} for setup in setups]
     if not values:
         raise ValueError("drafter: got an empty list, expected one drafter or more")
-    if not pairings[0].promises_tokens(greedy=False):
-        rule = type(pairings[0].rule.inner).__name__
+    if not setups[0].promises_tokens(greedy=False):
+        rule = type(setups[0].rule.inner).__name__
         raise ValueError(f"acceptance: got {rule} with several drafters, expected exact, of which none changes a token")
     bandit = Bandit(len(values))
     return Arms(**values[0], arms=tuple(Arm(**v, bandit=bandit, number=n) for n, v in enumerate(values)), bandit=bandit)

@@ -37,24 +37,24 @@ Part = TypeVar("Part")
 
 @torch.inference_mode()
 def decode(
-    target: Target, drafter: Drafter | None, accept: Acceptance, request: Request, length_policy: DraftLengthPolicy
+    target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: DraftLengthPolicy
 ) -> State:
     """Decode a batch. Returns the finished state: its `output` (trimmed at stops) and its `trace`.
 
     Exceptions of the target are raised. Faults of the drafter give an empty draft (`loop.safe_drafter`).
     """
-    state = start(target, drafter, accept, request)
+    state = start(target, drafter, rule, request)
     while state.live:
-        advance(state, target, drafter, accept, length_policy)
+        advance(state, target, drafter, rule, length_policy)
         retire(state, target, drafter)
         if request.on_round is not None:
             request.on_round(state)
     return state
 
 
-def start(target: Target, drafter: Drafter | None, accept: Acceptance, request: Request) -> State:
+def start(target: Target, drafter: Drafter | None, rule: Acceptance, request: Request) -> State:
     """Prefill, the first token of every row, and the drafter's own prefill."""
-    state, scores = open_request(target, accept, request)
+    state, scores = open_request(target, rule, request)
     if drafter is not None and state.live:
         with state.trace.stage("draft_prefill"):
             drafter.start(state, scores)
@@ -62,7 +62,7 @@ def start(target: Target, drafter: Drafter | None, accept: Acceptance, request: 
 
 
 def advance(
-    state: State, target: Target, drafter: Drafter | None, accept: Acceptance, length_policy: DraftLengthPolicy
+    state: State, target: Target, drafter: Drafter | None, rule: Acceptance, length_policy: DraftLengthPolicy
 ) -> None:
     """One round of all live rows."""
     trace = state.trace
@@ -76,7 +76,7 @@ def advance(
     with trace.stage("verify"):
         scores = target.verify(state, draft)
     with trace.stage("accept"):
-        verdict = accept(draft, scores, state.noise)
+        verdict = rule(draft, scores, state.noise)
         outcome = apply_verdict(state, draft, scores, verdict)
     with trace.stage("commit"):
         target.commit(state, draft, outcome)
@@ -86,7 +86,7 @@ def advance(
         length_policy.observe(trace)
 
 
-def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[State, Scores]:
+def open_request(target: Target, rule: Acceptance, request: Request) -> tuple[State, Scores]:
     """Prefill, and the first token of every row: the acceptance of an empty draft below the prompt's last token."""
     trace = Trace()
     with trace.stage("prefill"):
@@ -94,9 +94,9 @@ def open_request(target: Target, accept: Acceptance, request: Request) -> tuple[
         trace.calls, trace.origin = state.trace.calls, [[] for _ in state.rows]
         state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
-            state.noise = accept.make_noise(request.generators, scores.distribution.width)
+            state.noise = rule.make_noise(request.generators, scores.distribution.width)
         draft = trees.empty_draft(state.pending, own=True)
-        apply_verdict(state, draft, scores, accept(draft, scores, state.noise))
+        apply_verdict(state, draft, scores, rule(draft, scores, state.noise))
     trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
     trace.context = request.prompt.shape[1] + 1
     retire(state, target, None)

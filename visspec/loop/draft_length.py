@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from visspec.types import MAX_NODES, Round, State, Trace
+from visspec.types import DraftLengthPolicy, Round, State, Trace
 
 WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97
@@ -94,29 +94,6 @@ class RoundCosts:
     def drafted(self, levels: int) -> float:
         """Seconds of a round with so many levels."""
         return self.verify.at(levels) + self.draft.at(levels)
-
-
-class DraftLengthPolicy:
-    """Base class. `depth` is called before each round, `observe` after it.
-
-    levels: maximum number of levels.
-    """
-
-    def __init__(self, levels: int = 8):
-        if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
-            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
-        self.levels = levels
-
-    def limit(self, state: State) -> int:
-        """Levels that a draft may have in this round: one token of the budget is the target's own."""
-        return max(min(self.levels, state.budget - 1), 0)
-
-    def depth(self, state: State) -> int:
-        """Levels to draft in this round; 0 for none. Stored in `state.trace.requested`."""
-        raise NotImplementedError
-
-    def observe(self, trace: Trace) -> None:
-        """The latest round has ended: `trace.rounds[-1]`, `trace.latest`."""
 
 
 class FixedLength(DraftLengthPolicy):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +11,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.local import Local, settled
 from visspec.loop.decode import decode
 from visspec.loop.out_of_order import OutOfOrder, OutOfOrderDecoder, Places
-from visspec.types import Acceptance, Drafter, Order, Request, State, Target
+from visspec.types import Acceptance, Drafter, Order
 
 
 class Raster(Order):
@@ -21,10 +20,7 @@ class Raster(Order):
     name = "raster"
     raster = True
 
-    def decode(
-        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
-    ) -> State:
-        return decode(target, drafter, rule, request, length_policy)
+    decode = staticmethod(decode)
 
 
 class ZipAR(OutOfOrder):

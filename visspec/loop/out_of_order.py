@@ -15,8 +15,6 @@ Shapes: B rows, T places of the image in raster order, grammar included, N nodes
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,7 +22,7 @@ from visspec.accept.local import settled
 from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.sampling import Gumbel
-from visspec.types import FREE, Acceptance, Drafter, Order, Request, Round, State, Target, Trace
+from visspec.types import FREE, Acceptance, Drafter, DraftLengthPolicy, Order, Request, Round, State, Target, Trace
 
 Places = list[int]
 NOWHERE = -1  # position of padding nodes
@@ -36,7 +34,12 @@ class OutOfOrder(Order):
     audit = True  # whether to measure the drift, in one extra pass
 
     def decode(
-        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rule: Acceptance,
+        request: Request,
+        length_policy: DraftLengthPolicy,
     ) -> State:
         return decode_wavefront(target, self, request)
 

@@ -7,30 +7,12 @@ The loop reads a round on the host once. A buffer adds what it needs to that rea
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from visspec.distributions import categorical
-from visspec.types import Draft, Request, Scores, Verdict
-
-
-class OutputBuffer:
-    """Base class. tokens: numbers of every original row's nodes. distributions, raw: with `keep_logits`, `keep_raw`,
-    the warped and the raw logits of every token, (V,). finished: rows that have ended.
-    """
-
-    def __init__(self, request: Request, rows: int):
-        self.request = request
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
-        self.raw: list[list[Tensor]] = [[] for _ in range(rows)]
-        self.finished: set[int] = set()
-
-    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
-        """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
-        return items
+from visspec.types import Draft, OutputBuffer, Request, Scores, Verdict
 
 
 class TokenBuffer(OutputBuffer):
@@ -81,8 +63,7 @@ class TokenBuffer(OutputBuffer):
         new_tokens = torch.tensor([self.tokens[row]], dtype=torch.long, device=request.prompt.device)
         return torch.cat([request.prompt[index : index + 1], new_tokens], dim=1)
 
-    def join(self, other: TokenBuffer, rows: list[int], places: list[int]) -> None:
-        """Take over rows of another buffer, at these places; a place that is not there yet is the next one."""
+    def join(self, other: OutputBuffer, rows: list[int], places: list[int]) -> None:
         for row, place in zip(rows, places):
             if place == len(self.tokens):
                 for kept in (self.tokens, self.distributions, self.raw):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from visspec.distributions import Categorical
-from visspec.sampling import Noise
-from visspec.types import Request, Sampling, State, Target
+from visspec.types import Noise, Request, Sampling, State, Target
 
 
 def deep_copied(value: Any) -> Any:
@@ -136,7 +135,7 @@ class ReadOnlyNoise:
 class ReadOnlyRequest:
     """The data fields of `Request`, and the noise. Created once per request."""
 
-    def __init__(self, request: Request, noise: Any):
+    def __init__(self, request: Request, noise: Noise | None):
         self._request = request
         self.noise = None if noise is None else ReadOnlyNoise(noise)
         self.max_new_tokens, self.eos, self.keep_logits = request.max_new_tokens, request.eos, request.keep_logits

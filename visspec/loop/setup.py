@@ -5,23 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
+
+from typing_extensions import TypeVar
 
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.distributions import Categorical
 from visspec.loop.draft_length import AdaptiveLength, DraftLengthPolicy, FixedLength
 from visspec.loop.orders import Raster, RejectedRegions
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
+from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Passes, Request, State, Target
 
 SHAPES = 64  # of drafts whose verdicts are recorded
 
 
+TargetT = TypeVar("TargetT", bound=Target, default=Target, covariant=True)
+
+
 @dataclass(frozen=True, eq=False)
-class DecodingSetup:
+class DecodingSetup(Generic[TargetT]):
     """A target with drafter, rule, draft-length policy and order, which decodes requests."""
 
-    target: Any  # a Target
+    target: TargetT
     drafter: SafeDrafter | None
     name: str  # of the drafter
     rule: Acceptance
@@ -29,10 +34,12 @@ class DecodingSetup:
     order: Order
 
     @property
-    def passes(self) -> list[Any]:
+    def passes(self) -> list[Passes]:
         """What was compiled or recorded, of the target and of the drafter."""
-        both = self.target, *([] if self.drafter is None else [self.drafter.inner])
-        return [passes for one in both for passes in (one.passes, one.recorder) if passes is not None]
+        found = [self.target.passes, self.target.recorder]
+        if self.drafter is not None:
+            found += [self.drafter.inner.passes, self.drafter.inner.recorder]
+        return [passes for passes in found if passes is not None]
 
     @property
     def guarantee(self) -> str:
@@ -46,12 +53,12 @@ class DecodingSetup:
         """
         return self.guarantee != "approximate" and (greedy or not self.rule.traits.judges_draws)
 
-    def select(self) -> DecodingSetup:
+    def select(self) -> DecodingSetup[TargetT]:
         """The setup of the next request: this one, unless there are several drafters (`bandit.Arms`)."""
         return self
 
     @property
-    def each(self) -> tuple[DecodingSetup, ...]:
+    def each(self) -> tuple[DecodingSetup[TargetT], ...]:
         """All that may be chosen."""
         return (self,)
 
@@ -72,14 +79,14 @@ def build_setup(
     name: str,
     rule: Acceptance,
     subject: Any,
-    make_target: Callable[[DrafterTraits], Target],
+    make_target: Callable[[DrafterTraits], TargetT],
     *,
     order: Order | None = None,
     levels: int | None = None,
     length: Callable[[int], DraftLengthPolicy] | None = None,
     compile: bool = False,
     graphs: bool | None = False,
-) -> DecodingSetup:
+) -> DecodingSetup[TargetT]:
     """Check and build a setup. `rule` is bound here, so pass a copy.
 
     subject: passed to the drafter's `attach`, a model or a family; make_target builds the target for a drafter's

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from visspec.loop.orders import Raster
-from visspec.types import Acceptance, Drafter, Request, State, Target
+from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Request, State, Target
 
 
 class VisitOrder(Raster):
@@ -27,7 +27,12 @@ class VisitOrder(Raster):
         raise NotImplementedError
 
     def decode(
-        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rule: Acceptance,
+        request: Request,
+        length_policy: DraftLengthPolicy,
     ) -> State:
         assert request.grid is not None
         request.order = tuple(self.places(*request.grid))

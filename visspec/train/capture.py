@@ -8,8 +8,6 @@ Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, d hidden s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -17,21 +15,7 @@ from visspec import tree as trees
 from visspec.distributions import categorical
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
-from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, Verdict
-
-
-@dataclass(frozen=True)
-class TrainingBatch:
-    """A training batch: prompts and the target's answers. Row b has lengths[b] answer tokens, stop included."""
-
-    ids: Tensor  # (B, L + M) prompts (left-padded) and answers (right-padded)
-    prompt_length: int
-    lengths: list[int]
-    features: Tensor  # (B, L + M - 1, F)
-    logits: Tensor  # (B, M - 1, V) log-distribution after each answer token, up to a constant; float32
-    positions: Tensor  # (B, L + M - 1), or (3, B, L + M - 1)
-    attention: Tensor | None  # (B, L) bool
-    embeddings: Tensor | None  # (B, L, d) input embeddings of the prompt
+from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, TrainingBatch, Verdict
 
 
 class Recorder(Drafter):

@@ -25,12 +25,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from visspec.io.checkpoint import read_json
 from visspec.io.files import replacing, write_json
 from visspec.train import losses
-from visspec.train.capture import TrainingBatch, capture, split, to
-from visspec.types import Acceptance, Request, Target
+from visspec.train.capture import capture, split, to
+from visspec.types import Acceptance, Request, Target, TrainedDrafter, TrainingBatch
 
 RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
 DRAFTER = "drafter"  # the folder of its weights in a checkpoint
@@ -88,8 +89,9 @@ class SingleProcess:
     """
 
     rank, world, sharded = 0, 1, False  # sharded: the trained module's weights are spread over the processes
+    device = torch.device("cpu")  # of several processes, that of this one
 
-    def prepared(self, module: nn.Module, optimiser: Any) -> tuple[nn.Module, Any]:
+    def prepared(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
         """The module and its optimiser as they are trained."""
         return module, optimiser
 
@@ -97,7 +99,7 @@ class SingleProcess:
 class Step(nn.Module):
     """The loss of a lesson as a forward pass, so that what wraps a module for several processes sees one."""
 
-    def __init__(self, drafter: Any, plan: TrainingOptions):
+    def __init__(self, drafter: TrainedDrafter, plan: TrainingOptions):
         super().__init__()
         self.head, self.plan = drafter.head, plan
         self._drafter = (drafter,)  # the target's modules are not trained
@@ -138,14 +140,14 @@ class Trainer:
     def __init__(
         self,
         target: Target,
-        drafter: Any,
+        drafter: TrainedDrafter,
         rule: Acceptance,
         prompts: Callable[[int], Request],
         plan: TrainingOptions,
         folder: str | Path,
         provenance: dict[str, Any],
         validate: Callable[[], dict[str, float]] | None = None,
-        workers: Any = None,
+        workers: SingleProcess | None = None,
     ):
         self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
         self.folder, self.provenance, self.validate = Path(folder), provenance, validate
