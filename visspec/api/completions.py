@@ -123,7 +123,7 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-    model: Json = None  # `server.Service` knows which there are
+    model: Any = None  # `server.Service` knows which there are
     temperature: float | None = number(0, 100)
     seed: int | None = whole(0, MOST_SEED)
 
@@ -141,7 +141,7 @@ Stop = Annotated[str, Field(min_length=1)]
 class ChatBody(Body):
     """Arguments of a chat completion. Beyond OpenAI's own: top_k."""
 
-    messages: list[Json] = Field(min_length=1, description="a list of messages")
+    messages: list[Any] = Field(min_length=1, description="a list of messages")
     top_p: float | None = Field(None, gt=0, le=1, description="a number above 0 and at most 1")
     top_k: int | None = whole(0)
     max_tokens: int | None = whole(1)
