@@ -1,10 +1,14 @@
 """Child processes forked from one that has loaded the library, in place of interpreters that each load it again."""
 
 import multiprocessing
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch.multiprocessing as mp
+
 LOADED = ["torch", "transformers", "visspec.cli.main", "visspec.cli.caption", "visspec.api.train_drafter"]
+LOADED += ["visspec.toys.recipes.painter"]  # where there are toys
 START = """
 import os, sys
 said = os.open({said!r}, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -16,12 +20,24 @@ os.environ.update({environment!r})
 
 def forked(code: str, said: Path, **environment: str) -> BaseProcess:
     """A process that runs this code with these variables of the environment. What it prints is written to `said`."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)  # the server starts with the first child
+    context = server()
     code = START.format(said=str(said), environment=environment) + code
     process = context.Process(target=exec, args=(code, {"__name__": "__main__"}), daemon=True)
     process.start()
     return process
+
+
+def server() -> multiprocessing.context.ForkServerContext:
+    """What makes the processes; it starts with the first of them."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)
+    return context
+
+
+def spawn(function: Callable, args: tuple, nprocs: int) -> None:
+    """`torch.multiprocessing.spawn` of such processes."""
+    server()
+    mp.start_processes(function, args, nprocs, start_method="forkserver")
 
 
 def command(argv: list[str], said: Path) -> BaseProcess:

@@ -128,7 +128,10 @@ def test_bounded_coupling_is_exact_for_every_number_of_candidates(size, K):
 WRONG = (2.0, 0.0)  # forecasts that fail for a head of deviation 0.5, so that points are replaced
 
 
-@pytest.mark.parametrize("size", [1, 2, 16])
+SIZES = [1, 16, pytest.param(2, marks=pytest.mark.nightly)]
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("window,spreads", [(1, denoise.SPREADS), (8, denoise.SPREADS), (8, WRONG)])
 @pytest.mark.parametrize("drafts", ["none", "near", "far"])
 def test_law_of_coupled_chains(size, window, spreads, drafts, monkeypatch):
@@ -289,7 +292,7 @@ def failing(whitened):
     return [round(ks(column, 0.0, 1.0), 2) for column in columns if ks(column, 0.0, 1.0) >= KS_LIMIT]
 
 
-@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("window", [1, 4])
 def test_joint_law_through_the_loop(size, window):
     whitened, state = joint(Coupled, rows=20_000 // size, size=size, window=window, merge=10)

@@ -16,6 +16,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
+from tests import children
 from visspec.api import zoo
 from visspec.toys.recipes import (
     captioner,
@@ -229,7 +230,8 @@ def test_training_and_stock_generation_see_the_same_law():
     assert losses.mean() < others.mean() / 2  # the greedy codes are the likely ones
 
 
-def test_recipe_runs_on_a_few_steps(tmp_path):
+def test_recipe_runs_on_a_few_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing, "spawn", children.spawn)
     few = ["--out", str(tmp_path), "--workers", "1", "--every", "100", "--every-prompt", "368"]
     few += ["--vq-steps", "3", "--vq-rows", "1", "--pairs", "16", "--steps", "2", "--rows", "1"]
     few += ["--composed-steps", "1", "--decoder-steps", "1"]
