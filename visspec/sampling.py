@@ -150,9 +150,12 @@ class Normals(Noise):
         steps, candidates, uniforms, chances = numbers_MU.split(self.parts, dim=1)
         steps = steps.unflatten(1, (self.steps + 1, self.size))
         return TrajectoryNumbers(
-            steps[:, 0], steps[:, 1:], uniforms.unflatten(1, (self.steps, 2)).log(),
-            candidates.unflatten(1, (*self.candidates, self.size)), chances.unflatten(1, self.candidates).log(),
-        )  # fmt: skip
+            steps[:, 0],
+            steps[:, 1:],
+            uniforms.unflatten(1, (self.steps, 2)).log(),
+            candidates.unflatten(1, (*self.candidates, self.size)),
+            chances.unflatten(1, self.candidates).log(),
+        )
 
     def draft(self, distribution: Denoising, level: int) -> tuple[Tensor, Trajectory]:  # type: ignore[override]
         numbers = self.numbers(level + 1, level)
@@ -180,10 +183,12 @@ class ScaleNoise(Noise):
         spans = [[self._span(b, first + n) for n in range(nodes)] for b in range(len(self.generators))]
         self.window(max(end for row in spans for _, end in row))
         most = max(end - begin for row in spans for begin, end in row)
-        return torch.stack([
-            torch.stack([F.pad(ahead[begin:end], (0, 0, 0, most - (end - begin))) for begin, end in row])
-            for ahead, row in zip(self.ahead, spans)
-        ])  # fmt: skip
+        return torch.stack(
+            [
+                torch.stack([F.pad(ahead[begin:end], (0, 0, 0, most - (end - begin))) for begin, end in row])
+                for ahead, row in zip(self.ahead, spans)
+            ]
+        )
 
     def _span(self, b: int, ahead: int) -> tuple[int, int]:
         """Where the codes of a row's scale begin and end; behind the last scale there are none."""
@@ -266,8 +271,12 @@ def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Te
     z_RV = kernels.guided_warp(
         logits.reshape(-1, width),
         None if uncond is None else uncond.reshape(-1, width),
-        sampling.guidance, sampling.temperature, sampling.top_k, sampling.top_p, scores=True,
-    )  # fmt: skip
+        sampling.guidance,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        scores=True,
+    )
     return z_RV.view_as(logits)
 
 
@@ -286,11 +295,12 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
     paths = trees.paths(draft.tree).expand(rows, -1, -1).tolist()
     paths = [[[i for i in path if i >= 0] for path in row] for row in paths]
     prefix = [state.ids(b)[0] for b in range(rows)]  # ends with the pending token; empty below an embedded prompt
-    level = [(b, 0) for b, row in enumerate(state.rows) if state.request.of(row)[0].sampling.processors]
+    owners = [state.request.of(row) for row in state.rows]
+    level = [(b, 0) for b, (own, _) in enumerate(owners) if own.sampling.processors]
     while level:
         for b, n in level:
             ids = torch.cat([prefix[b], draft.value[b, paths[b][n][1:]]])
-            logits_BNV[b, n] = _processed(logits_BNV[b, n], ids, *state.request.of(state.rows[b]))
+            logits_BNV[b, n] = _processed(logits_BNV[b, n], ids, *owners[b])
         level = _reached(logits_BNV, draft, sampling, level, paths)
     return warp(logits_BNV, sampling)
 

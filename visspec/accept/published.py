@@ -33,9 +33,17 @@ ROWS = 512  # codes whose neighbours are looked up at a time
 
 
 def walk(
-    draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
-    delta: float | None = None, lam: float | None = None, logs: bool = False,
-) -> Verdict:  # fmt: skip
+    draft: Draft,
+    p_BNV: Tensor,
+    coins_BN: Tensor,
+    draw_B: Tensor,
+    table: Tensor,
+    k: int,
+    codes: int,
+    delta: float | None = None,
+    lam: float | None = None,
+    logs: bool = False,
+) -> Verdict:
     """The verdict of the published rule. table (V, k + 1): neighbours, the last one is not used by the rule.
 
     logs: p holds log-distributions.
@@ -47,9 +55,17 @@ def walk(
 
 
 def walked(
-    draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
-    delta: float | None, lam: float | None, logs: bool,
-) -> Verdict:  # fmt: skip
+    draft: Draft,
+    p_BNV: Tensor,
+    coins_BN: Tensor,
+    draw_B: Tensor,
+    table: Tensor,
+    k: int,
+    codes: int,
+    delta: float | None,
+    lam: float | None,
+    logs: bool,
+) -> Verdict:
     """The CPU path: tested nodes only, on numpy views of the tensors."""
     x_BN, over_BN = host(draft.value), host(draft.tree.parent.expand_as(draft.value))
     real_BN = np.ones_like(x_BN, bool) if draft.real is None else host(draft.real)
@@ -150,9 +166,16 @@ def _lent_on_host(law_V, ids, near_Rk, k, codes, delta, lam):
 
 
 def batched(
-    draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, table: Tensor, k: int, codes: int,
-    delta: float | None, lam: float | None,
-) -> Verdict:  # fmt: skip
+    draft: Draft,
+    p_BNV: Tensor,
+    coins_BN: Tensor,
+    draw_B: Tensor,
+    table: Tensor,
+    k: int,
+    codes: int,
+    delta: float | None,
+    lam: float | None,
+) -> Verdict:
     """The CUDA path: all rows at once, node by node, without synchronisation."""
     parent_BN, size = draft.tree.parent.expand_as(draft.value), draft.tree.size
     lend = partial(_lent, table.long(), k, codes, delta, lam)

@@ -237,10 +237,15 @@ class Captions:
             return Caption(record.id, None, error=said, record=record)
         tokenizer = self.processor.tokenizer
         return Caption(
-            record.id, tokenizer.decode(answer.tokens, skip_special_tokens=True).strip(), len(answer.tokens),
-            pieces=tuple(text_pieces(tokenizer, answer.tokens, answer.origin)), ended=answer.ended, drift=answer.drift,
-            rounds=len(answer.rounds), record=record,
-        )  # fmt: skip
+            record.id,
+            tokenizer.decode(answer.tokens, skip_special_tokens=True).strip(),
+            len(answer.tokens),
+            pieces=tuple(text_pieces(tokenizer, answer.tokens, answer.origin)),
+            ended=answer.ended,
+            drift=answer.drift,
+            rounds=len(answer.rounds),
+            record=record,
+        )
 
 
 def _until_raised(records: Iterable[Record | str | Path], raised: list[Exception]) -> Iterator[Record]:

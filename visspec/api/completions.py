@@ -361,8 +361,10 @@ def room(length: int, asked: ChatRequest, limits: RequestLimits) -> int:
     if limits.context is not None and length + most > limits.context:
         raise RequestError(
             f"messages: got a prompt of {length} tokens and {most} new ones, expected at most {limits.context},"
-            " the model's context", param="messages", code="context_length_exceeded",
-        )  # fmt: skip
+            " the model's context",
+            param="messages",
+            code="context_length_exceeded",
+        )
     return most
 
 

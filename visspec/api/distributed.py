@@ -243,9 +243,14 @@ def _name_in_utf8(utils: Any) -> None:
 
 
 def run(
-    readers: Sequence[Callable[[], Iterator[Record]]], make: Callable[[], Making], shards: Shards, *,
-    pool: WorkerPool | None = None, size: int = SIZE, complain: Callable[[str], None] = print,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    readers: Sequence[Callable[[], Iterator[Record]]],
+    make: Callable[[], Making],
+    shards: Shards,
+    *,
+    pool: WorkerPool | None = None,
+    size: int = SIZE,
+    complain: Callable[[str], None] = print,
+) -> Iterator[dict[str, Any]]:
     """Make all records that are not in the folder, which is open. Yields, for every shard as it is ready, what
     `QueueWorker` tells of it. make: called in every actor, and what it returns is called with records and returns their
     rows. complain: is told of ids that came twice.
@@ -275,10 +280,13 @@ def _shards(readers, claims, make, shards: Shards, pool: WorkerPool, size: int) 
         numbers = data.from_items(list(range(len(readers))), override_num_blocks=max(len(readers), 1))
         rows = numbers.map_batches(ReadTask(readers, claims, size, home).__call__, **whole, num_cpus=READING)
         made = rows.map_batches(
-            RayWorker, fn_constructor_args=(make, shards, claims, pool, home), **whole,
+            RayWorker,
+            fn_constructor_args=(make, shards, claims, pool, home),
+            **whole,
             compute=data.ActorPoolStrategy(size=pool.workers, max_tasks_in_flight_per_actor=2),
-            num_cpus=pool.threads, num_gpus=pool.gpus or None,
-        )  # fmt: skip
+            num_cpus=pool.threads,
+            num_gpus=pool.gpus or None,
+        )
         for row in made.iter_rows():
             yield json.loads(row["told"])
 

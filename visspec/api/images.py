@@ -43,7 +43,7 @@ from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
-from visspec.types import Acceptance, DrafterTraits, Order, Processor, Request, Sampling, State, Target
+from visspec.types import Acceptance, Order, Processor, Request, Sampling, State
 
 # of the constructor
 PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile", "graphs")
@@ -311,24 +311,19 @@ class ImagePipeline(Rebuildable):
             if key not in self._built:
                 with torch.inference_mode(False), torch.no_grad():  # what is built in a call may be trained later
                     # stored with the given objects, so that their ids are not reused
-                    self._built[key] = (self._pairing(*asked), asked)
+                    self._built[key] = (self._build(*asked), asked)
             return self._built[key][0]
 
-    def _pairing(self, drafter, acceptance, order) -> DecodingSetup:
-        def make_target(traits: DrafterTraits) -> Target:
-            return self.family.made(traits, self.compile)
-
-        rule, (found, name) = own_rule(acceptance), self._drafter(drafter)
+    def _build(self, drafter, acceptance, order) -> DecodingSetup:
+        rule = own_rule(acceptance)
         # with adaptive lengths the samples of rules with their own random numbers would depend on timing
         length = FixedLength if isinstance(rule, Acceptance) and rule.traits.judges_draws else None
-        order = zoo.order(self.family.default_order if order is None else order)
         return build_setup(
-            found,
-            name,
+            *self._drafter(drafter),
             rule,
             self.family,
-            make_target,
-            order=order,
+            lambda traits: self.family.made(traits, self.compile),
+            order=zoo.order(self.family.default_order if order is None else order),
             levels=self.levels,
             length=length,
             compile=self.compile,

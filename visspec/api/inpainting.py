@@ -84,9 +84,12 @@ def picture_of(
         raise ValueError("mask_image: got one that is black everywhere, expected white where to draw")
     codes = [item if item.dim() == 1 else None for item in each]
     with torch.inference_mode():
-        pixels = torch.stack([
-            item if item.dim() == 3 else family.pixels(item[None].to(device), layout)[0].float().cpu() for item in each
-        ])  # fmt: skip
+        pixels = torch.stack(
+            [
+                item if item.dim() == 3 else family.pixels(item[None].to(device), layout)[0].float().cpu()
+                for item in each
+            ]
+        )
         own = [family.encode(p[None].to(device))[0].cpu() if c is None else c for c, p in zip(codes, pixels)]
     codes_BT, pixels, white, again = (
         (part.expand(prompts, *part.shape[1:]) if len(part) == 1 else part).repeat_interleave(copies, dim=0)

@@ -108,26 +108,27 @@ def _drafter(folder: Path, entry: Json) -> str | None:
             )
         root = str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
         return f"{root}:{options}" if options else root
-    if entry is not None and not isinstance(entry, str):
-        expected = f"a name, null or {{'folder': {DRAFTER!r}}}"
-        raise ValueError(f"checkpoint: drafter of {folder / FILE} is {checkpoint.shown(entry)}, expected {expected}")
-    return None if entry is None else named("drafter", zoo.DRAFTERS | zoo.SHIPPED, entry)
+    if entry is None:
+        return None
+    text = _text("drafter", folder, entry, f"a name, null or {{'folder': {DRAFTER!r}}}")
+    return named("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
 
 
 def _rule(folder: Path, entry: Json) -> str:
-    if not isinstance(entry, str):
-        raise ValueError(
-            f"checkpoint: acceptance of {folder / FILE} is {checkpoint.shown(entry)}, expected the name of a rule"
-        )
-    return named("acceptance", zoo.ACCEPTANCE, entry)
+    return named("acceptance", zoo.ACCEPTANCE, _text("acceptance", folder, entry, "the name of a rule"))
 
 
 def _order(folder: Path, entry: Json) -> str | None:
-    if entry is not None and not isinstance(entry, str):
-        raise ValueError(
-            f"checkpoint: order of {folder / FILE} is {checkpoint.shown(entry)}, expected the name of an order or null"
-        )
-    return None if entry is None else named("order", zoo.ORDERS, entry)
+    if entry is None:
+        return None
+    return named("order", zoo.ORDERS, _text("order", folder, entry, "the name of an order or null"))
+
+
+def _text(name: str, folder: Path, entry: Json, expected: str) -> str:
+    if not isinstance(entry, str):
+        where, found = folder / FILE, checkpoint.shown(entry)
+        raise ValueError(f"checkpoint: {name} of {where} is {found}, expected {expected}")
+    return entry
 
 
 def _levels(folder: Path, entry: Json) -> int | None:

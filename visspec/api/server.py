@@ -162,8 +162,10 @@ class Service:
             id, name = f"chatcmpl-{uuid.uuid4().hex}", writing.name
             if job.asked.stream:
                 return EventStream(job, events, first, id, name, stack.pop_all())
-            choice = {"message": {"role": "assistant", "content": first.text, "refusal": None},
-                      "finish_reason": first.ended}  # fmt: skip
+            choice = {
+                "message": {"role": "assistant", "content": first.text, "refusal": None},
+                "finish_reason": first.ended,
+            }
             return JSONResponse(
                 completion("chat.completion", id, name, choice) | {"usage": usage(first.prompt, first.tokens)}
             )
@@ -302,10 +304,13 @@ def application(service: Service) -> FastAPI:
         return {"status": "stopping" if service.desk.closing else "ok"}
 
     routes: list[tuple[str, str, Callable[..., Any]]] = [
-        ("GET", "/health", health), ("GET", "/v1/models", service.models),
-        ("GET", "/v1/models/{id:path}", service.model), ("GET", "/metrics", service.metrics),
-        ("POST", "/v1/chat/completions", service.chat), ("POST", "/v1/images/generations", service.images),
-    ]  # fmt: skip
+        ("GET", "/health", health),
+        ("GET", "/v1/models", service.models),
+        ("GET", "/v1/models/{id:path}", service.model),
+        ("GET", "/metrics", service.metrics),
+        ("POST", "/v1/chat/completions", service.chat),
+        ("POST", "/v1/images/generations", service.images),
+    ]
     for method, path, call in routes:
         guards = [] if call is health else [Depends(service.guard)]
         app.add_api_route(path, call, methods=[method], response_model=None, dependencies=guards)
@@ -341,10 +346,14 @@ class Server(uvicorn.Server):
         self.service = service
         super().__init__(
             uvicorn.Config(
-                application(service), host=host, port=port, log_level=log_level, timeout_graceful_shutdown=grace,
+                application(service),
+                host=host,
+                port=port,
+                log_level=log_level,
+                timeout_graceful_shutdown=grace,
                 server_header=False,
             )
-        )  # fmt: skip
+        )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.desk.closing = True  # connections that are open get an answer

@@ -175,13 +175,18 @@ class ServerMetrics:
         """Prometheus' text. now: gauges of the moment."""
         reached, accepted = sum(self.reached.values()), sum(self.accepted.values())
         gauges = {
-            **now, "tau": self.committed / max(self.passes, 1), "acceptance": accepted / max(reached, 1),
+            **now,
+            "tau": self.committed / max(self.passes, 1),
+            "acceptance": accepted / max(reached, 1),
             "drift_per_token": self.drift / max(self.tokens, 1),
-        }  # fmt: skip
+        }
         counters = {
-            "tokens": self.tokens, "images": self.images, "passes": self.passes, "drift": self.drift,
+            "tokens": self.tokens,
+            "images": self.images,
+            "passes": self.passes,
+            "drift": self.drift,
             "request_seconds": self.seconds,
-        }  # fmt: skip
+        }
         found = [f"# TYPE visspec_{name} gauge\nvisspec_{name} {value:g}" for name, value in gauges.items()]
         for name, value in counters.items():
             found.append(f"# TYPE visspec_{name}_total counter\nvisspec_{name}_total {value!r}")
@@ -231,8 +236,9 @@ class RequestQueue:
         if self.taken >= self.places:
             raise RequestError(
                 f"server: got a request beside {self.taken} others, expected at most {self.places} at once",
-                429, code="queue_full",
-            )  # fmt: skip
+                429,
+                code="queue_full",
+            )
 
     @contextmanager
     def place(self) -> Iterator[None]:
@@ -256,8 +262,9 @@ class RequestQueue:
             if self.bytes + count > self.most_bytes:
                 raise RequestError(
                     f"server: got bodies of more than {self.most_bytes} bytes together, expected at most as many",
-                    429, code="queue_full",
-                )  # fmt: skip
+                    429,
+                    code="queue_full",
+                )
             self.bytes += count
             mine += count
 

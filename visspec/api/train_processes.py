@@ -23,7 +23,7 @@ def workers(parallel: str | None, device: str) -> SingleProcess:
     if device == "tp":  # they share one target, so all of them make the same answers and train the same drafter
         if parallel is not None:
             raise ValueError(f"parallel: got {parallel} with device tp, expected one of the two")
-        return AcceleratorContext(int(os.environ.get("RANK", "0")))
+        return SingleProcess(int(os.environ.get("RANK", "0")))  # the first one writes
     if world == 1:
         if parallel is not None:
             raise ValueError(
@@ -32,13 +32,6 @@ def workers(parallel: str | None, device: str) -> SingleProcess:
         return SingleProcess()
     need("accelerate", f"{world} processes", EXTRA)
     return Workers(parallel == "fsdp", device)
-
-
-class AcceleratorContext(SingleProcess):
-    """Processes that do the same; the first one writes."""
-
-    def __init__(self, rank: int):
-        self.rank = rank
 
 
 class Workers(SingleProcess):

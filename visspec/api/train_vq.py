@@ -85,9 +85,15 @@ class MultiScaleVQStage(Stage):
         self.device = torch.device(options.device)
         self.model = MultiScaleVAE(shape).to(self.device).train()
         super().__init__(
-            options, rank, "training.pt", options.steps, options.rate, list(self.model.parameters()), 0.01,
+            options,
+            rank,
+            "training.pt",
+            options.steps,
+            options.rate,
+            list(self.model.parameters()),
+            0.01,
             {"model": self.model},
-        )  # fmt: skip
+        )
         side = options.sides[-1] * self.model.factor
         held = 0 if len(items) == 1 else min(max(1, int(HELD_OUT * len(items))), MOST_HELD)
         self.held, self.images = Images(items[:held] or items, side), Images(items[held:], side)
@@ -158,9 +164,11 @@ class MultiScaleVQStage(Stage):
         law = law / law.sum()
         perplexity = torch.exp(-(law * law.clamp(min=1e-12).log()).sum()).item()
         figures = {
-            "psnr": round(10 * math.log10(4 / max(squares / count, 1e-12)), 3), "codes_used": int((law > 0).sum()),
-            "perplexity": round(perplexity, 1), "held_out": len(self.held),
-        }  # fmt: skip
+            "psnr": round(10 * math.log10(4 / max(squares / count, 1e-12)), 3),
+            "codes_used": int((law > 0).sum()),
+            "perplexity": round(perplexity, 1),
+            "held_out": len(self.held),
+        }
         save_vae(self.options.out, self.model, self.scales)
         options = {name: value for name, value in vars(self.options).items() if name not in ("run", "command", "what")}
         record = provenance(device=self.device, recipe="train_vq", step=self.step, measured=figures)

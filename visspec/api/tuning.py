@@ -108,12 +108,15 @@ def predicted(seen: DrafterMeasurement, plain: DrafterMeasurement, seed: int = 0
         ratio_R = base_R / seconds_R
         rows.append(
             {
-                "drafter": seen.drafter, "levels": length, "batch_size": seen.size, "tau": float(tau_R[0]),
+                "drafter": seen.drafter,
+                "levels": length,
+                "batch_size": seen.size,
+                "tau": float(tau_R[0]),
                 "predicted_speedup": float(ratio_R[0]),
                 "predicted_ci95": [float(edge) for edge in np.nanquantile(ratio_R[1:], (0.025, 0.975))],
                 "images_per_second": images / float(seconds_R[0]),
             }
-        )  # fmt: skip
+        )
     return rows
 
 

@@ -84,12 +84,9 @@ class Panel:
         """
         said = [self._drafted(member, image, question, generate | {"seed": seed}) for member in self.members]
         table = [
-            [
-                None if draft.error is not None else likelihood(member, image, question, draft.answer)
-                for draft in said
-            ]
+            [None if draft.error is not None else likelihood(member, image, question, draft.answer) for draft in said]
             for member in self.members
-        ]  # fmt: skip
+        ]
         scores = disagreement(table)
         chosen = choose(scores, self.keep, torch.Generator().manual_seed(seed))
         drafts = [

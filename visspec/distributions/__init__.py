@@ -24,4 +24,4 @@ __all__ = [
     "draw",
     "maps",
     "residual",
-]  # fmt: skip
+]

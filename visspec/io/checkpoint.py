@@ -121,26 +121,23 @@ def check_folder(folder: str | Path) -> Path:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder's safetensors files."""
-    tensors: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}
-        except Exception as error:
-            raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
-    return tensors
+    return _each_tensor(folder, lambda file, name: file.get_tensor(name))
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Names and shapes of all tensors of a folder, read from the file headers only."""
-    shapes: dict[str, tuple[int, ...]] = {}
+    return _each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()))
+
+
+def _each_tensor(folder: Path, get: Callable[[safe_open, str], Value]) -> dict[str, Value]:
+    found: dict[str, Value] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+                found |= {name: get(file, name) for name in file.keys()}
         except Exception as error:
             raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
-    return shapes
+    return found
 
 
 def unwrapped(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:

@@ -133,13 +133,14 @@ class ReadOnlyNoise:
 
 
 class ReadOnlyRequest:
-    """The data fields of `Request`, and the noise. Created once per request."""
+    """The data fields of `Request`, and the noise. Created once per request; tensors are copied when first read."""
 
     def __init__(self, request: Request, noise: Noise | None):
         self._request = request
         self.noise = None if noise is None else ReadOnlyNoise(noise)
         self.max_new_tokens, self.eos, self.keep_logits = request.max_new_tokens, request.eos, request.keep_logits
         self.copies, self.grid, self.order = request.copies, request.grid, request.order
+        self.media = CopyOnRead(request.media)
 
     @cached_property
     def prompt(self) -> Tensor:
@@ -150,10 +151,6 @@ class ReadOnlyRequest:
         return deep_copied(self._request.inputs)
 
     @cached_property
-    def media(self) -> Mapping[str, Any]:
-        return CopyOnRead(self._request.media)
-
-    @cached_property
     def fixed(self) -> Tensor | None:
         return deep_copied(self._request.fixed)
 
@@ -161,18 +158,18 @@ class ReadOnlyRequest:
     def known(self) -> Tensor | None:
         return deep_copied(self._request.known)
 
-    def visits(self, row: int) -> list[int]:
-        return self._request.visits(row)
-
     @cached_property
     def sampling(self) -> Sampling:
         """Its processors can only be called."""
         own = self._request.sampling
         return replace(own, processors=tuple(map(_callable, own.processors))) if own.processors else own
 
-    @property
+    @cached_property
     def stride(self) -> int:
         return self._request.stride
+
+    def visits(self, row: int) -> list[int]:
+        return self._request.visits(row)
 
 
 def _callable(processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

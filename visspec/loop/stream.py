@@ -66,25 +66,26 @@ class Row:
         """A function that ends the row where it returns true or raises."""
 
         def caught(argument: Any) -> Any:
-            if self.error is None and call is not None:
-                try:
-                    return call(argument)
-                except Exception as error:
-                    self.error = error
-            return self.error is not None
+            found = None if call is None else self._tried(call, argument)
+            return found if self.error is None else True
 
         return caught
 
     def _processor(self, processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         def caught(ids: Tensor, scores: Tensor) -> Tensor:
-            if self.error is None:
-                try:
-                    return processor(ids, scores)
-                except Exception as error:
-                    self.error = error
-            return scores
+            found = self._tried(processor, ids, scores)
+            return scores if found is None else found
 
         return caught
+
+    def _tried(self, call: Callable, *arguments: Any) -> Any:
+        """What a call of the user's returns; None if it raises, or something has before."""
+        if self.error is None:
+            try:
+                return call(*arguments)
+            except Exception as error:
+                self.error = error
+        return None
 
 
 class RunningBatch:
@@ -107,9 +108,14 @@ class RunningBatch:
     def _answer(self, number: int, row: Row) -> Answer:
         tokens, request, drift = self.state.tokens[number], row.request, self.state.meters.get("drift")
         return Answer(
-            row.id, tokens, None if row.error else why_ended(tokens, request), self.state.trace.origin[number],
-            row.rounds, 0.0 if drift is None else float(drift[number]), row.error,
-        )  # fmt: skip
+            row.id,
+            tokens,
+            None if row.error else why_ended(tokens, request),
+            self.state.trace.origin[number],
+            row.rounds,
+            0.0 if drift is None else float(drift[number]),
+            row.error,
+        )
 
 
 class Stream:
@@ -146,9 +152,7 @@ class Stream:
         state, setup = lane.state, self.setup
         rows = [lane.rows[number] for number in state.rows]
         advance(state, setup.target, setup.drafter, setup.rule, setup.length_policy)
-        levels, committed, had_rejection = (
-            state.trace.rounds.pop()
-        )  # each row keeps its own part: the lane may run for days
+        levels, committed, had_rejection = state.trace.rounds.pop()  # each row keeps its own: lanes run for days
         for row, count, missed in zip(rows, committed, had_rejection):
             row.rounds.append(Round(levels, [count], [missed]))
         if (keep := filled([row not in state.finished for row in state.rows])) is not None:

@@ -84,12 +84,15 @@ class TrainingOptions:
 
 
 class SingleProcess:
-    """What a run asks of its processes: here one. `recipes.workers.Workers` are several, which train on lessons of
-    their own and average gradients.
+    """What a run asks of its processes: here one, or several that do the same. `api.train_processes.Workers` are
+    several that train on lessons of their own and average gradients.
     """
 
-    rank, world, sharded = 0, 1, False  # sharded: the trained module's weights are spread over the processes
+    world, sharded = 1, False  # sharded: the trained module's weights are spread over the processes
     device = torch.device("cpu")  # of several processes, that of this one
+
+    def __init__(self, rank: int = 0):
+        self.rank = rank
 
     def prepared(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
         """The module and its optimiser as they are trained."""

@@ -69,9 +69,16 @@ class Stage:
     warm = 0.04  # share of the steps in which the learning rate rises
 
     def __init__(
-        self, options: argparse.Namespace, rank: int, file: str, steps: int, peak: float, trained: list[nn.Parameter],
-        decay: float, parts: dict,
-    ):  # fmt: skip
+        self,
+        options: argparse.Namespace,
+        rank: int,
+        file: str,
+        steps: int,
+        peak: float,
+        trained: list[nn.Parameter],
+        decay: float,
+        parts: dict,
+    ):
         matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimiser = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98))
@@ -147,9 +154,18 @@ class OneCycleStage(Stage):
     """
 
     def __init__(
-        self, options: argparse.Namespace, rank: int, file: str, steps: int, peak: float, trained: list[nn.Parameter],
-        decay: float, parts: dict, rises: float, betas: tuple[float, float] = (0.9, 0.98),
-    ):  # fmt: skip
+        self,
+        options: argparse.Namespace,
+        rank: int,
+        file: str,
+        steps: int,
+        peak: float,
+        trained: list[nn.Parameter],
+        decay: float,
+        parts: dict,
+        rises: float,
+        betas: tuple[float, float] = (0.9, 0.98),
+    ):
         super().__init__(options, rank, file, steps, peak, trained, decay, parts)
         for group in self.optimiser.param_groups:
             group |= {"weight_decay": decay, "betas": betas}
