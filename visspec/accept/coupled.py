@@ -24,7 +24,7 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 CANDIDATES = 8  # of the residual of a step, where deviations are predicted and so differ
 
 
-class Coupled(Acceptance):
+class Coupled(Acceptance[Normals]):
     """window: maximum number of points of each chain in a pass of the head. merge: number of last steps in which chains
     that have parted may meet again.
     """

@@ -21,7 +21,7 @@ from visspec.tree import above, paths, roots
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
 
 
-class Exact(Acceptance):
+class Exact(Acceptance[Gumbel]):
     """The default rule: exact for greedy and sampling, for chains and trees. Takes point-mass or coupled drafts."""
 
     traits = RuleTraits("exact")

@@ -24,10 +24,10 @@ from torch import Tensor
 from visspec.distributions import Categorical, categorical
 from visspec.replay import REPLAYING, Call, Recording, Recordings, stream
 from visspec.tree import bounded, branch
-from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
+from visspec.types import Acceptance, Draft, Noise, Scores, Tree, Verdict
 
 
-class GraphedRule(Recordings, Acceptance):
+class GraphedRule(Recordings, Acceptance[Noise]):
     """`rule` in recordings, one for each of the first `most` shapes. `record` stands in for `cuda_graph` in tests."""
 
     def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):
@@ -44,10 +44,10 @@ class GraphedRule(Recordings, Acceptance):
     def inner(self) -> Acceptance:
         return self.rule.inner
 
-    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Noise:
         return self.rule.make_noise(generators, width)
 
-    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: Noise | None) -> Verdict:
         logits = categorical(scores.distribution).logits
         record = self.recorder(logits.device)
         if record is None or self.traits.remembers:

@@ -30,7 +30,7 @@ from visspec.tree import above, roots
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
-class Local(Acceptance):
+class Local(Acceptance[Gumbel]):
     """tau: required pooled probability; k: number of codes pooled; radius: dilation of rejections.
 
     rows: image rows verified per pass, None for all. window: how far the row above must be ahead, as in ZipAR, when an

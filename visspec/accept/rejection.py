@@ -29,7 +29,7 @@ from visspec.tree import above, branch
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
-class Rejection(Acceptance):
+class Rejection(Acceptance[AcceptanceNoise]):
     """Exact rejection sampling. Subclasses relax it by adding probability mass to a drafted token (`mass`)."""
 
     traits = RuleTraits("exact", judges_draws=True)

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from visspec.accept.coupled import followed
 from visspec.distributions import Maps, draw, maps, residual
-from visspec.sampling import Noise, ScaleAcceptanceNoise, ScaleGumbel
+from visspec.sampling import ScaleAcceptanceNoise, ScaleGumbel, ScaleNoise
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
-class Scales(Acceptance):
+class Scales(Acceptance[ScaleNoise]):
     """Scales code for code as plain decoding draws them, greedy and sampling."""
 
     traits = RuleTraits("exact", chains_only=True, distribution=Maps)
@@ -33,14 +33,14 @@ class Scales(Acceptance):
     def bind(self, capabilities: Capabilities) -> None:
         self.sizes = capabilities.scales
 
-    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Noise:
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> ScaleNoise:
         return ScaleGumbel(generators, width, self.sizes)
 
-    def chosen(self, draft: Draft, distribution: Maps, noise: ScaleGumbel) -> Tensor:
+    def chosen(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
         """(B, N, S): the target's map after each node."""
         return (distribution.logits + _wide(noise.codes(draft.tree.size), distribution)).argmax(dim=-1)
 
-    def __call__(self, draft: Draft, scores: Scores, noise: ScaleGumbel | None) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: ScaleNoise | None) -> Verdict:
         distribution, size = maps(scores.distribution), draft.value.shape[-1]
         codes_BNS = distribution.logits.argmax(dim=-1) if noise is None else self.chosen(draft, distribution, noise)
         codes_BNS = codes_BNS.masked_fill(~distribution.real, 0)
@@ -61,10 +61,10 @@ class Repaired(Scales):
 
     traits = RuleTraits("exact", judges_draws=True, chains_only=True, distribution=Maps)
 
-    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Noise:
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> ScaleNoise:
         return ScaleAcceptanceNoise(generators, self.sizes)
 
-    def chosen(self, draft: Draft, distribution: Maps, noise: ScaleAcceptanceNoise) -> Tensor:  # type: ignore[override]
+    def chosen(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
         uniform, fresh, _ = _wide(noise.codes(draft.tree.size), distribution).unbind(dim=-1)
         p_BNSV = distribution.p
         if draft.tree.size == 1:

@@ -33,7 +33,7 @@ from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
-class Surrogate(Acceptance):
+class Surrogate(Acceptance[Normals]):
     """tries: candidates of a residual."""
 
     traits = RuleTraits("approximate", judges_draws=True, chains_only=True, distribution=Denoising)
