@@ -593,6 +593,7 @@ def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn, monkeyp
         uniforms, draw = torch.rand(40, shape.size, generator=g), torch.rand(40, generator=g)
         found = rule.judge(draft, scores.distribution.logits, uniforms, draw, logs=True)
         limits = {"delta": None, "lam": None, rule.bound: rule.value}
-        wanted = published.batched(draft, scores.distribution.p, uniforms, draw, rule.wide_Vk, rule.k, K, **limits)
+        bounds = published.Bounds(rule.wide_Vk, rule.k, K, **limits)
+        wanted = published.batched(draft, scores.distribution.p, uniforms, draw, bounds)
         assert same(found, wanted) and torch.allclose(found.drift, wanted.drift, atol=1e-6)
         assert float(found.drift.sum()) > 0

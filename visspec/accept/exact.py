@@ -30,7 +30,9 @@ class Exact(Acceptance[Gumbel]):
         return Gumbel(generators, width)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
-        return follow(draft, sampling.choose(categorical(scores.distribution), draft.tree.depth, noise, draft.levels))
+        return follow(
+            draft, sampling.choose(categorical(scores.distribution), draft.tree.depth, noise, draft.tree.levels)
+        )
 
 
 def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:

@@ -105,8 +105,8 @@ class Lantern(Rejection):
         self.table()
         assert self.wide_Vk is not None and self.codes is not None
         delta, lam = (self.value, None) if self.bound == "delta" else (None, self.value)
-        given = (draft, p_BNV, coins_BN, draw_B, self.wide_Vk)
-        return published.walk(*given, self.k, len(self.codes), delta, lam, logs)
+        bounds = published.Bounds(self.wide_Vk, self.k, len(self.codes), delta, lam)
+        return published.walk(draft, p_BNV, coins_BN, draw_B, bounds, logs)
 
 
 class LanternPlus(Lantern):

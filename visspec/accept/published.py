@@ -18,6 +18,7 @@ B rows, N nodes, D path nodes, V vocabulary, R codes, k neighbours.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,46 +33,32 @@ FEW = 32  # neighbours read first; sufficient for most codes
 ROWS = 512  # codes whose neighbours are looked up at a time
 
 
-def walk(
-    draft: Draft,
-    p_BNV: Tensor,
-    coins_BN: Tensor,
-    draw_B: Tensor,
-    table: Tensor,
-    k: int,
-    codes: int,
-    delta: float | None = None,
-    lam: float | None = None,
-    logs: bool = False,
-) -> Verdict:
-    """The verdict of the published rule. table (V, k + 1): neighbours, the last one is not used by the rule.
-
-    logs: p holds log-distributions.
+class Bounds(NamedTuple):
+    """What a code may borrow: of its k neighbours in a table (V, k + 1), whose last one the rule does not use, up to a
+    mass `delta` or a factor `lam`. codes: number of codes; larger ids are grammar.
     """
+
+    table: Tensor
+    k: int
+    codes: int
+    delta: float | None = None
+    lam: float | None = None
+
+
+def walk(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bounds: Bounds, logs: bool = False) -> Verdict:
+    """The verdict of the published rule. logs: p holds log-distributions."""
     if p_BNV.device.type == "cpu":
-        return walked(draft, p_BNV, coins_BN, draw_B, table, k, codes, delta, lam, logs)
-    p_BNV = p_BNV.softmax(-1) if logs else p_BNV
-    return batched(draft, p_BNV, coins_BN, draw_B, table, k, codes, delta, lam)
+        return walked(draft, p_BNV, coins_BN, draw_B, bounds, logs)
+    return batched(draft, p_BNV.softmax(-1) if logs else p_BNV, coins_BN, draw_B, bounds)
 
 
-def walked(
-    draft: Draft,
-    p_BNV: Tensor,
-    coins_BN: Tensor,
-    draw_B: Tensor,
-    table: Tensor,
-    k: int,
-    codes: int,
-    delta: float | None,
-    lam: float | None,
-    logs: bool,
-) -> Verdict:
+def walked(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bounds: Bounds, logs: bool) -> Verdict:
     """The CPU path: tested nodes only, on numpy views of the tensors."""
     x_BN, over_BN = host(draft.value), host(draft.tree.parent.expand_as(draft.value))
     real_BN = np.ones_like(x_BN, bool) if draft.real is None else host(draft.real)
     q_BNV = None if draft.q is None else host(categorical(draft.q).p)
-    near, coin_BN = host(table), host(coins_BN)
-    lend = partial(_lent_on_host, k=k, codes=codes, delta=delta, lam=lam)
+    near, coin_BN = host(bounds.table), host(coins_BN)
+    lend = partial(_lent_on_host, *bounds[1:])
     path_BD = np.full((len(x_BN), draft.levels + 1), -1)
     length_B, drift_B, last = np.ones(len(x_BN), np.int64), np.zeros(len(x_BN), np.float32), []
     for b in range(len(x_BN)):
@@ -157,7 +144,7 @@ def _short(ids, law_V, q_V, near, lend):
     return np.maximum(short, 0.0), some
 
 
-def _lent_on_host(law_V, ids, near_Rk, k, codes, delta, lam):
+def _lent_on_host(k, codes, delta, lam, law_V, ids, near_Rk):
     """For codes: the added mass, whether any neighbour was within the bound, whether all that were read were."""
     summed_Rk = law_V[near_Rk[:, :k]].cumsum(1)
     bound = delta if lam is None else (lam - 1.0) * law_V[ids][:, None]
@@ -165,20 +152,10 @@ def _lent_on_host(law_V, ids, near_Rk, k, codes, delta, lam):
     return (summed_Rk * within_Rk).max(1), within_Rk[:, 0], within_Rk[:, -1]
 
 
-def batched(
-    draft: Draft,
-    p_BNV: Tensor,
-    coins_BN: Tensor,
-    draw_B: Tensor,
-    table: Tensor,
-    k: int,
-    codes: int,
-    delta: float | None,
-    lam: float | None,
-) -> Verdict:
+def batched(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bounds: Bounds) -> Verdict:
     """The CUDA path: all rows at once, node by node, without synchronisation."""
     parent_BN, size = draft.tree.parent.expand_as(draft.value), draft.tree.size
-    lend = partial(_lent, table.long(), k, codes, delta, lam)
+    lend = partial(_lent, bounds.table.long(), *bounds[1:])
     law_BV, current_B = p_BNV[:, 0].double(), torch.zeros_like(parent_BN[:, 0])
     kept_BN, drift_B = torch.zeros_like(parent_BN, dtype=torch.bool), torch.zeros_like(law_BV[:, 0])
     kept_BN[:, 0] = True

@@ -152,7 +152,7 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
             meter = state.meters.setdefault(name, measured.new_zeros(len(origin)))
             meter.index_add_(0, to_device(state.rows, measured.device), measured)
     lengths = [len(path) for path in outcome.path]
-    state.trace.rounds.append(Round(draft.levels, lengths, had_rejection))
+    state.trace.rounds.append(Round(tree.levels, lengths, had_rejection))
     state.trace.context += max(lengths)
     state.pending, state.position = verdict.next, state.position + verdict.length
     if state.noise is not None:
