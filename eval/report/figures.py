@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import numpy as np
 from markupsafe import Markup
 
 from visspec.eval.report.data import Interval
@@ -144,35 +145,6 @@ def waterfall(steps: Sequence[tuple[str, float]]) -> Markup:
     return svg(32 * len(steps) + 4, parts, "Gap from tau to the measured speed-up, term by term")
 
 
-def pareto(
-    points: Sequence[tuple[str, float, Interval, float, Interval, int]], quality: str, higher_is_better: bool
-) -> Markup:
-    """Speed-up against quality, up and right is better; points are numbered as in the table of methods.
-
-    points: (number, speed-up, its interval, quality, its interval, n).
-    """
-    xs = [1.0] + [v for _, x, ci, _, _, _ in points for v in (x, *(ci or ()))]
-    ys = [v for _, _, _, y, ci, _ in points for v in (y, *(ci or ()))]
-    top, bottom, left = 26, 204, 42
-    x = Scale(*bounds(xs), left, RIGHT - 4)
-    low, high = bounds(ys, 0.1)
-    y = Scale(low, high, bottom, top) if higher_is_better else Scale(low, high, top, bottom)
-    parts = columns(x, ticks(*bounds(xs)), top, bottom) + rows(y, ticks(low, high, 4), left, RIGHT - 4)
-    parts.append(line(x(1), top, x(1), bottom, INK))
-    for number, speed, speed_ci, value, value_ci, n in points:
-        colour = BLUE if n >= FEW else GREY
-        if speed_ci:
-            parts.append(line(x(speed_ci[0]), y(value), x(speed_ci[1]), y(value), colour, 2))
-        if value_ci:
-            parts.append(line(x(speed), y(value_ci[0]), x(speed), y(value_ci[1]), colour, 2))
-        parts.append(dot(x(speed), y(value), 8, colour, title=f"{number}: {speed:.2f} times, {value:.4g}, n={n}"))
-        parts.append(text(x(speed), y(value) + 4, number, "middle", "#ffffff", halo=False))
-    direction = "higher is better" if higher_is_better else "lower is better, drawn upwards"
-    parts.append(text(LEFT, 10, f"{quality} ({direction})", colour=FAINT))
-    parts.append(text(RIGHT, bottom + 29, "times faster, 95 % intervals", "end", FAINT))
-    return svg(bottom + 36, parts, f"Speed-up against {quality}")
-
-
 def curves(series: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: str, higher_is_better: bool) -> Markup:
     """Lines over a log axis, each labelled at its right end and drawn with a dash of its own; 1 is drawn as a line.
 
@@ -258,24 +230,20 @@ def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Ma
 
 def pooled(grid: Sequence[Sequence[float]]) -> list[list[float]]:
     """The grid summed in blocks, so that no side is longer than LARGEST_GRID."""
-    rows, columns = len(grid), max(map(len, grid))
-    block = max(-(-rows // LARGEST_GRID), -(-columns // LARGEST_GRID))
-    small = [[0.0] * -(-columns // block) for _ in range(-(-rows // block))]
-    for r, row in enumerate(grid):
-        for c, value in enumerate(row):
-            small[r // block][c // block] += value
-    return small
+    cells = np.asarray(grid)
+    block = -(-max(cells.shape) // LARGEST_GRID)
+    padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
+    rows, columns = (n // block for n in padded.shape)
+    return padded.reshape(rows, block, columns, block).sum(axis=(1, 3)).tolist()
 
 
 def rgb(share: float, grey: bool = False) -> tuple[int, int, int]:
     """A share in [0, 1] on the cividis map; `grey` keeps its lightness only."""
-    place = min(max(share, 0.0), 1.0) * (len(CIVIDIS) - 1)
-    i = min(int(place), len(CIVIDIS) - 2)
-    mixed = [a + (b - a) * (place - i) for a, b in zip(CIVIDIS[i], CIVIDIS[i + 1])]
+    places = np.linspace(0, 1, len(CIVIDIS))
+    red, green, blue = (float(np.interp(share, places, channel)) for channel in zip(*CIVIDIS))
     if grey:
-        mixed = [0.3 * mixed[0] + 0.59 * mixed[1] + 0.11 * mixed[2]] * 3
-    red, green, blue = (round(v) for v in mixed)
-    return red, green, blue
+        red = green = blue = 0.3 * red + 0.59 * green + 0.11 * blue
+    return round(red), round(green), round(blue)
 
 
 def shade(share: float, grey: bool = False) -> str:

@@ -71,19 +71,29 @@ def methods(found: Sequence[Method]) -> Markup | None:
 
 def frontiers(methods: Sequence[Method]) -> list[tuple[str, Markup]]:
     """Speed against the distance to real pictures, and against drift, where two methods differ in it."""
-    drawings = []
+    found = []
     for field in (distance_of(methods), "drift_per_token"):
-        points = []
-        for m in methods:
-            if m.speed and (found := m.quality(field)):
-                at = m.speed, found.value, positive(m.speed_interval), found.interval
-                points.append(Point(m.index, m.label, kind_of(m.record), *at, min(m.n, found.n)))
-        if len({p.y for p in points}) > 1:
-            name = QUALITY[field][0]
-            start = 1.0 if field == "fd_ratio" else 0.0
-            drawn = frontier(points, name, "times faster, 95 % intervals", QUALITY[field][1], start)
-            drawings.append((f"Speed against {name}", drawn))
-    return drawings
+        if len({quality.value for m in methods if m.speed and (quality := m.quality(field))}) > 1:
+            found.append((f"Speed against {QUALITY[field][0]}", against(methods, field)))
+    return found
+
+
+def pareto(methods: Sequence[Method], field: str) -> Markup | None:
+    """Speed against a quality measure; None where it was not measured, or is 0 for all: no trade-off."""
+    values = [quality.value for m in methods if m.speed and (quality := m.quality(field))]
+    return against(methods, field) if values and (field != "drift_per_token" or any(values)) else None
+
+
+def against(methods: Sequence[Method], field: str) -> Markup:
+    """The figure of the methods that were timed and have this quality measure."""
+    points = []
+    for m in methods:
+        if m.speed and (found := m.quality(field)):
+            at = m.speed, found.value, positive(m.speed_interval), found.interval
+            points.append(Point(m.index, m.label, kind_of(m.record), *at, min(m.n, found.n)))
+    name, higher_is_better = QUALITY[field]
+    start = 1.0 if field == "fd_ratio" else 0.0
+    return frontier(points, name, "times faster, 95 % intervals", higher_is_better, start)
 
 
 def distance_of(methods: Sequence[Method]) -> str:

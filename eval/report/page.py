@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
@@ -112,7 +113,7 @@ class MethodGroup:
         self.mapped = any(image.acceptance for m in methods for image in m.images)
         self.strip = strip(measured)
         self.waterfalls = [(m.label, figure) for m in measured if (figure := waterfall(m.record))]
-        self.paretos = [figure for quality in QUALITY if (figure := pareto(measured, quality))]
+        self.paretos = [figure for quality in QUALITY if (figure := overview.pareto(measured, quality))]
         rates = [(m, [number(rate) or 0.0 for rate in m.record.get("acceptance_by_depth") or []]) for m in measured]
         self.depths = [(m.label, figures.depth_bars(r, m.record.get("reached_by_depth"))) for m, r in rates if r]
         self.heats = [figure for m in measured for figure in heats(m)]
@@ -198,17 +199,6 @@ def waterfall(record: Mapping[str, Any]) -> Markup | None:
     return figures.waterfall(known) if len(known) == len(steps) else None
 
 
-def pareto(methods: Sequence[Method], field: str) -> Markup | None:
-    points = []
-    for m in methods:
-        if m.speed is not None and (found := m.quality(field)):
-            points.append((str(m.index), m.speed, m.speed_interval, found.value, found.interval, min(m.n, found.n)))
-    name, higher = QUALITY[field]
-    if field == "drift_per_token" and not any(value for _, _, _, value, _, _ in points):
-        return None  # exact rules only: no trade-off
-    return figures.pareto(points, name, higher) if points else None
-
-
 def heats(method: Method) -> list[tuple[str, Markup]]:
     """The mean acceptance map of a method: from the record, or from its images, one for each grid size."""
     record = method.record
@@ -217,19 +207,16 @@ def heats(method: Method) -> list[tuple[str, Markup]]:
         count = [[0 if value is None else int(n or 0) for value, n in zip(*rows)] for rows in zip(given, known)]
         total = [[n * (value or 0.0) for value, n in zip(*rows)] for rows in zip(given, count)]
         return [(heat_title(method, known), figures.heat(total, count))]
-    sums: dict[tuple[int, int], tuple[list[list[float]], list[list[int]]]] = {}
+    grids: dict[tuple[int, ...], list[np.ndarray]] = {}
     for image in method.images:
-        grid = image.acceptance
-        if not grid:
-            continue
-        size = (len(grid), len(grid[0]))
-        total, count = sums.setdefault(size, ([[0.0] * size[1] for _ in grid], [[0] * size[1] for _ in grid]))
-        for r, row in enumerate(grid):
-            for c, value in enumerate(row):
-                if value is not None:
-                    total[r][c] += value
-                    count[r][c] += 1
-    return [(heat_title(method, count), figures.heat(total, count)) for total, count in sums.values()]
+        if image.acceptance:
+            grid = np.array(image.acceptance, float)  # NaN where nothing was drafted
+            grids.setdefault(grid.shape, []).append(grid)
+    found = []
+    for stack in map(np.stack, grids.values()):
+        count = (~np.isnan(stack)).sum(axis=0).tolist()
+        found.append((heat_title(method, count), figures.heat(np.nansum(stack, axis=0).tolist(), count)))
+    return found
 
 
 def heat_title(method: Method, count: Sequence[Sequence[int]]) -> str:

@@ -10,7 +10,7 @@ import scipy.stats
 from PIL import Image
 
 from visspec.eval.metrics.intervals import wilson
-from visspec.eval.report import figures
+from visspec.eval.report import figures, overview
 from visspec.eval.report import images as pictures
 from visspec.loop.stats import COLOURS
 
@@ -57,17 +57,18 @@ def test_large_grids_are_pooled():
 @pytest.mark.parametrize("higher", [True, False])
 def test_pareto_right_and_up_is_better(higher):
     points = [
-        ("1", 1.0, None, 0.8, None, 64),
-        ("2", 2.0, (1.8, 2.2), 0.6, (0.5, 0.7), 64),
-        ("3", 1.5, None, 0.7, None, 19),
+        overview.Point(1, "a", "tokens", 1.0, 0.8, None, None, 64),
+        overview.Point(2, "b", "tokens", 2.0, 0.6, (1.8, 2.2), (0.5, 0.7), 64),
+        overview.Point(3, "c", "tokens", 1.5, 0.7, None, None, 19),
     ]
-    drawing = figures.pareto(points, "score", higher)
-    found = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)" r="8" fill="(#\w+)"', drawing)
-    (x1, y1, c1), (x2, y2, _), (x3, y3, c3) = [(float(x), float(y), c) for x, y, c in found]
+    drawing = overview.frontier(points, "score", "times faster", higher)
+    found = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*stroke="(#\w+)"[^>]*><title>(\d)', drawing)
+    places = {number: (float(x), float(y), colour) for x, y, colour, number in found}
+    (x1, y1, c1), (x2, y2, _), (x3, y3, c3) = (places[number] for number in "123")
     assert x1 < x3 < x2 and ((y1 < y3 < y2) if higher else (y1 > y3 > y2))
     assert x3 - x1 == pytest.approx(x2 - x3, abs=0.2)
     assert c1 == figures.BLUE and c3 == figures.GREY
-    assert len(re.findall('stroke-width="2"', drawing)) == 2, "one interval each way, for the second point only"
+    assert len(re.findall('stroke-width="0.8"', drawing)) == 2, "one interval each way, for the second point only"
 
 
 def test_waterfall_by_hand():
