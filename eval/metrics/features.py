@@ -190,9 +190,8 @@ class Inception:
     def __init__(self, path: str | Path | None = None, device: str | torch.device = "cpu"):
         path = Path(path) if path else Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
         if not path.is_file():
-            raise FileNotFoundError(
-                f"there is no Inception weight file {path}; torch-fidelity's {INCEPTION_FILE} is needed"
-            )
+            needed = f"torch-fidelity's {INCEPTION_FILE} is needed"
+            raise FileNotFoundError(f"there is no Inception weight file {path}; {needed}")
         found = file_digest(path)
         if not found.startswith(INCEPTION_SHA256):
             raise ValueError(f"{path} has SHA-256 {found[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception")
@@ -260,9 +259,8 @@ def gather(
     progress(len(files), len(files))
     problems = tuple(reason for _, reason in broken)
     if not n:
-        raise ValueError(
-            f"no image of the folder {folder} can be used; the first problem: {problems[0]}, expected readable images"
-        )
+        first = f"the first problem: {problems[0]}, expected readable images"
+        raise ValueError(f"no image of the folder {folder} can be used; {first}")
     return FeatureTable(n, content.hexdigest()[:16], problems)
 
 

@@ -78,11 +78,9 @@ def kept(found: DetectionResult, threshold: float, max_overlap: float = MAX_OVER
     """Detections above a threshold by class, best first, at most MAX_OBJECTS a class; overlapping ones merged."""
     out: dict[str, list[Detection]] = {}
     for label in dict.fromkeys(d.label for d in found.detections):
-        queue = sorted(
-            (d for d in found.detections if d.label == label and d.score > threshold), key=lambda d: -d.score
-        )[:MAX_OBJECTS]
         chosen: list[Detection] = []
-        for d in queue:
+        sure = [d for d in found.detections if d.label == label and d.score > threshold]
+        for d in sorted(sure, key=lambda d: -d.score)[:MAX_OBJECTS]:
             if max_overlap >= 1 or all(overlap(d.box, other.box) < max_overlap for other in chosen):
                 chosen.append(d)
         if chosen:
@@ -187,9 +185,8 @@ def read_prompts(root: str | Path) -> list[PromptFolder]:
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}")
-    folders = sorted(
-        (p for p in root.iterdir() if p.is_dir() and p.name.isdecimal()), key=lambda p: (int(p.name), p.name)
-    )
+    numbered = [p for p in root.iterdir() if p.is_dir() and p.name.isdecimal()]
+    folders = sorted(numbered, key=lambda p: (int(p.name), p.name))
     if not folders:
         raise ValueError(f"the folder {root} holds no numbered prompt folder such as 00000")
     out = []
@@ -200,10 +197,8 @@ def read_prompts(root: str | Path) -> list[PromptFolder]:
             out.append(PromptFolder(folder.name, {}, (), f"{folder.name}/metadata.jsonl: {_sentence(error)}"))
             continue
         samples = folder / "samples"
-        names = samples.iterdir() if samples.is_dir() else ()
-        files = sorted(
-            (p for p in names if re.match(r"\d+\.png", p.name)), key=lambda p: (int(p.name.split(".")[0]), p.name)
-        )
+        names = [p for p in (samples.iterdir() if samples.is_dir() else ()) if re.match(r"\d+\.png", p.name)]
+        files = sorted(names, key=lambda p: (int(p.name.split(".")[0]), p.name))
         problem = "" if files else f"{folder.name}/samples holds no image such as 0000.png"
         out.append(PromptFolder(folder.name, metadata, tuple(files), problem))
     if not any(prompt.files for prompt in out):
@@ -227,10 +222,8 @@ def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[PromptFolder]:
     out = []
     for i, (described, files) in enumerate(found.items()):
         there = tuple(path for path in files if path.is_file())
-        lost = [path.name for path in files if not path.is_file()]
-        out.append(
-            PromptFolder(f"{i:05d}", json.loads(described), there, f"there is no image {lost[0]}" if lost else "")
-        )
+        lost = [f"there is no image {path.name}" for path in files if not path.is_file()]
+        out.append(PromptFolder(f"{i:05d}", json.loads(described), there, "".join(lost[:1])))
     if not any(prompt.files for prompt in out):
         raise ValueError(f"prompts: {folder} holds none of the {len(rows)} images named, expected some of them")
     return out
@@ -329,11 +322,8 @@ def _uneven(prompts: list[PromptFolder]) -> list[str]:
     """A sentence for every folder whose number of images differs from the most common one."""
     counts = [len(prompt.files) for prompt in prompts if prompt.files]
     usual = max(set(counts), key=lambda n: (counts.count(n), n))
-    return [
-        f"{p.name}/samples holds {len(p.files)} images, most folders {usual}"
-        for p in prompts
-        if p.files and len(p.files) != usual
-    ]
+    odd = [p for p in prompts if p.files and len(p.files) != usual]
+    return [f"{p.name}/samples holds {len(p.files)} images, most folders {usual}" for p in odd]
 
 
 def _name(prompts: list[PromptFolder], detector: Detector, colours: ColourClassifier) -> str:
@@ -367,13 +357,12 @@ def summarise(rows: Iterable[dict]) -> dict:
         known = all(row.get("strict") is not None for row in own)
         tasks[tag]["strict"] = sum(bool(row["strict"]) for row in own) / len(own) if known else None
     stricts = [task["strict"] for task in tasks.values()]
-    return {
+    found: dict[str, Any] = {
         "images": len(rows),
         "prompts": len(prompts),
-        "correct_images": sum(bool(row["correct"]) for row in rows) / len(rows),
-        "correct_prompts": sum(prompts.values()) / len(prompts),
-        "overall": float(np.mean([task["score"] for task in tasks.values()])),
-        "strict": None if None in stricts else float(np.mean(stricts)),
         "broken": sum(bool(row.get("broken")) for row in rows),
-        "tasks": tasks,
     }
+    found |= {"correct_images": sum(bool(row["correct"]) for row in rows) / len(rows), "tasks": tasks}
+    found |= {"correct_prompts": sum(prompts.values()) / len(prompts)}
+    found["overall"] = float(np.mean([task["score"] for task in tasks.values()]))
+    return found | {"strict": None if None in stricts else float(np.mean(stricts))}

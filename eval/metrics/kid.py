@@ -18,9 +18,8 @@ def from_features(
 ) -> tuple[float, float]:
     """Mean and standard deviation of the estimate over subsets; ValueError if a side is smaller than a subset."""
     if min(len(first), len(second)) < subset_size:
-        raise ValueError(
-            f"subset_size must be at most the number of images, {len(first)} and {len(second)}, not {subset_size}"
-        )
+        counts = f"{len(first)} and {len(second)}"
+        raise ValueError(f"subset_size must be at most the number of images, {counts}, not {subset_size}")
     if subset_size < 2:
         raise ValueError(f"the unbiased estimate needs at least 2 images on each side, not {subset_size}")
     from torch_fidelity.metric_kid import kid_features_to_metric

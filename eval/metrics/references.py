@@ -43,26 +43,27 @@ class Reference:
 
 def from_features(features: torch.Tensor, extractor: FeatureExtractor, content: str = "") -> Reference:
     """A reference from a feature table (n, d), n at least 4."""
-    collect = _Halves(extractor.dim)
-    collect.add(features)
-    return collect.reference(extractor, content, ())
+    halves = _Halves(extractor)
+    halves.add(features)
+    return halves.reference(content, ())
 
 
 class _Halves:
     """Splits a stream of features into even and odd rows."""
 
-    def __init__(self, dim: int):
-        self.parts, self.seen = (GaussianStats(dim), GaussianStats(dim)), 0
+    def __init__(self, extractor: FeatureExtractor):
+        self.extractor, self.seen = extractor, 0
+        self.parts = GaussianStats(extractor.dim), GaussianStats(extractor.dim)
 
     def add(self, features: torch.Tensor) -> None:
         for i in (0, 1):
             self.parts[(self.seen + i) % 2].update(features[i::2])
         self.seen += len(features)
 
-    def reference(self, extractor: FeatureExtractor, content: str, problems: tuple[str, ...]) -> Reference:
+    def reference(self, content: str, problems: tuple[str, ...]) -> Reference:
         if self.seen < 4:
             raise ValueError(f"a reference needs at least 4 images, not {self.seen}")
-        names = (extractor.name, extractor.fingerprint, extractor.preprocessing)
+        names = self.extractor.name, self.extractor.fingerprint, self.extractor.preprocessing
         return Reference(merged(list(self.parts)), self.parts, *names, content, problems)
 
 
@@ -75,9 +76,9 @@ def from_folder(
 ) -> Reference:
     """Reference of a folder's images, read from the cache folder if it has one for these images and extractor."""
     if cache is None:
-        collect = _Halves(extractor.dim)
-        gathered = gather(folder, extractor, collect.add, batch_size, progress=progress)
-        return collect.reference(extractor, gathered.content, gathered.problems)
+        halves = _Halves(extractor)
+        gathered = gather(folder, extractor, halves.add, batch_size, progress=progress)
+        return halves.reference(gathered.content, gathered.problems)
     files = image_files(folder)
     key = digest(FORMAT, extractor.fingerprint, [file_digest(path) for path in files])
     path = Path(cache) / f"{extractor.name}-{key}.safetensors"

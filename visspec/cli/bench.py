@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api.accelerate import Accelerated
 from visspec.cli.arguments import JsonOption, Positive
@@ -46,11 +47,11 @@ class ScenesOptions(BenchOptions):
         "of the scenes; default: the one whose words the model knows", None, choices=included.table().worlds
     )
 
-    def scenes(self, processor: Any, use: str = "captions") -> included.Scenes:
+    def scenes(self, processor: ProcessorMixin, use: str = "captions") -> included.Scenes:
         return included.scenes(self.world, processor, use)
 
 
-def measured_on(model: Any, **more: Any) -> dict[str, Any]:
+def measured_on(model: PreTrainedModel, **more: Any) -> dict[str, Any]:
     """Fields of a record: the name of the model, and the provenance of its figures."""
     return {"target": getattr(model.config, "_name_or_path", ""), "provenance": provenance(model, **more)}
 

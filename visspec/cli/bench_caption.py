@@ -51,7 +51,7 @@ def run(arguments: Options) -> None:
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
     images = arguments.scenes(processor).images(arguments.images)
-    options: Any = {"request": arguments.prompt or PROMPT}
+    options: dict[str, Any] = {"request": arguments.prompt or PROMPT}
     options |= {name: getattr(arguments, name) for name in (*SETTINGS, "compile")}
     record = bench_caption(model, processor, images, drafter=drafter, assistant=assistant, **options)
     arguments.end(record, view(record))

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from tqdm import tqdm
+from transformers import PreTrainedModel
 
 from visspec.api import presets, zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
@@ -130,7 +131,7 @@ def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] |
     return rows[:: max(1, len(rows) // count)][:count]
 
 
-def chosen(method: str, draws: str = "any order", model: Any = None) -> tuple[str, str]:
+def chosen(method: str, draws: str = "any order", model: PreTrainedModel | None = None) -> tuple[str, str]:
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:

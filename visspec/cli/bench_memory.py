@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import resource
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,23 +49,18 @@ def bench_memory(arguments: Options) -> dict[str, Any]:
     return {"bench": "memory", "arms": found, **over, "provenance": where}
 
 
-def _in_a_process(*arguments: Any) -> dict[str, float]:
-    context = multiprocessing.get_context("spawn")
-    receive, send = context.Pipe(duplex=False)
-    child = context.Process(target=_measure, args=(send, *arguments))
-    child.start()
-    send.close()
-    try:
-        return receive.recv()
-    except EOFError:
-        raise RuntimeError("the measuring process died; its message is above") from None
-    finally:
-        child.join()
+def _in_a_process(arm: str, arguments: Options) -> dict[str, float]:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_measure, arm, arguments).result()
+        except BrokenProcessPool:
+            raise RuntimeError("the measuring process died; its message is above") from None
 
 
-def _measure(send, arm: str, arguments: Options) -> None:
+def _measure(arm: str, arguments: Options) -> dict[str, float]:
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
+    from visspec.cli.bench import groups_of
     from visspec.io import included
 
     model, processor, drafter = load(ModelOptions(drafter=arguments.drafter))
@@ -72,11 +69,10 @@ def _measure(send, arm: str, arguments: Options) -> None:
         generate = accelerate(model, None if arm == "plain" else drafter).generate
     scenes = included.scenes(None, processor).images(arguments.images)
     before = _peak_mb()
-    for start in range(0, len(scenes), arguments.batch_size):
-        inputs = prepare(processor, scenes[start : start + arguments.batch_size], PROMPT, model)
+    for group in groups_of(scenes, arguments.batch_size):
+        inputs = prepare(processor, group, PROMPT, model)
         generate(**inputs, max_new_tokens=MOST, do_sample=False)
-    send.send({"loaded_mb": before, "peak_mb": _peak_mb(), "working_mb": _peak_mb() - before})
-    send.close()
+    return {"loaded_mb": before, "peak_mb": _peak_mb(), "working_mb": _peak_mb() - before}
 
 
 def _peak_mb() -> float:

@@ -70,7 +70,7 @@ def composed(
     return {name: pipe.parted(parts) for name, parts in wanted.items()}
 
 
-def compiled_family(pipe: Any) -> Family:
+def compiled_family(pipe: ImagePipeline) -> Family:
     """The family of the stock model with compiled passes. Raises ValueError for one that can't be compiled."""
     return family_of(stepwise(pipe.model, pipe.family.decoder), pipe.processor, **pipe.parts)
 

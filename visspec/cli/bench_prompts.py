@@ -61,10 +61,10 @@ class HeadLayout(NamedTuple):
         return f"{self.heads}/{self.keys}x{self.size}"
 
     def config(self) -> LlamaConfig:
-        heads: Any = {"num_attention_heads": self.heads, "num_key_value_heads": self.keys, "head_dim": self.size}
-        sizes: Any = {"hidden_size": self.hidden, "intermediate_size": 2 * self.hidden, "vocab_size": VOCABULARY}
-        ends: Any = {"max_position_embeddings": 1 << 17, "eos_token_id": None, "pad_token_id": 0}
-        return LlamaConfig(num_hidden_layers=self.layers, **heads, **sizes, **ends)
+        options: dict[str, Any] = {"max_position_embeddings": 1 << 17, "eos_token_id": None, "pad_token_id": 0}
+        options |= {"num_attention_heads": self.heads, "num_key_value_heads": self.keys, "head_dim": self.size}
+        options |= {"hidden_size": self.hidden, "intermediate_size": 2 * self.hidden, "vocab_size": VOCABULARY}
+        return LlamaConfig(num_hidden_layers=self.layers, **options)
 
 
 SHAPES = ((8, 8, 32, 4, 256), (8, 2, 32, 4, 256), (16, 4, 64, 8, 512), (28, 4, 128, 2, 896), (32, 8, 128, 2, 1024))

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 
 from visspec.accept.exact import Exact
-from visspec.accept.scales import Scales
+from visspec.accept.scales import ScaleGumbel, Scales
 from visspec.api import zoo
+from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.cli.bench import measured_on
 from visspec.distributions import categorical, maps
 from visspec.eval.bench import paired as speed
 from visspec.io.checkpoint import read_json
-from visspec.types import Draft, Scores, Verdict
+from visspec.sampling import Gumbel
+from visspec.types import Capabilities, Draft, Scores, Verdict
 
 DRAFTER = "jacobi:redraw=maximal,window=16"
 FAMILIES = {  # of swept rules: the rule with the parameter to fill in, and its values
@@ -36,7 +38,7 @@ FAMILIES = {  # of swept rules: the rule with the parameter to fill in, and its 
 
 
 def swept(
-    pipe: Any, families: Sequence[str], drafter: str, options: dict[str, Any], seed: int
+    pipe: ImagePipeline, families: Sequence[str], drafter: str, options: dict[str, Any], seed: int
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Methods by name, and a record with a row for each that is to be judged. What can't be is refused here."""
     methods, rows = {"plain": "none/exact", "exact": f"{drafter}/rejection"}, []
@@ -49,7 +51,12 @@ def swept(
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
     for name, method in methods.items():
         setup = pipe.setup(**zoo.method(method))
-        row = {"name": name, **zoo.method(method), "order": "raster", **dict(zip(("family", "setting"), marks[name]))}
+        row: dict[str, Any] = {
+            "name": name,
+            **zoo.method(method),
+            "order": "raster",
+            **dict(zip(("family", "setting"), marks[name])),
+        }
         row |= {"guarantee": setup.guarantee, "promises_tokens": setup.promises_tokens(sampling.greedy)}
         rows.append(row)
     record = measured_on(pipe.model, seed=seed) | {"bench": "image", "rows": rows, "n_prompts": 0, "batch_size": 16}
@@ -57,7 +64,7 @@ def swept(
     return methods, record | {"temperature": sampling.temperature}
 
 
-def sidecar(out: Any, row: int) -> dict[str, Any]:
+def sidecar(out: ImageOutput, row: int) -> dict[str, Any]:
     """Passes of an image of a batch, the prefill included; drift and displacement per code of its batch."""
     origin, stats = out.traces[0].origin[row], out.stats[0]
     measured = {"drift": stats.drift_per_token, "displacement": stats.displacement_per_token}
@@ -85,10 +92,10 @@ class EntropyRecorder(Exact):
         self.seen: list[torch.Tensor] = []  # (B, 3): entropy in nats, top-1 and top-10 mass
         self.codes = 0
 
-    def bind(self, capabilities: Any) -> None:
+    def bind(self, capabilities: Capabilities) -> None:
         self.codes = capabilities.vocab if capabilities.codebook is None else len(capabilities.codebook)
 
-    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
         p_BV = categorical(scores.distribution).p[:, 0]
         self.seen.append(flatness(p_BV)[p_BV.argmax(-1) < self.codes])  # not of grammar
         return super().__call__(draft, scores, noise)
@@ -100,7 +107,7 @@ class ScaleEntropyRecorder(Scales):
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
-    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: ScaleGumbel | None) -> Verdict:
         distribution = maps(scores.distribution)
         self.seen.append(flatness(distribution.p[distribution.real]))
         return super().__call__(draft, scores, noise)
@@ -112,7 +119,7 @@ def flatness(p_NV: torch.Tensor) -> torch.Tensor:
     return torch.stack([torch.special.entr(p_NV).sum(-1), top_NK[:, 0], top_NK.sum(-1)], 1)
 
 
-def law_of(pipe: Any, texts: Sequence[str], options: dict[str, Any], seed: int) -> dict[str, float]:
+def law_of(pipe: ImagePipeline, texts: Sequence[str], options: dict[str, Any], seed: int) -> dict[str, float]:
     """Mean entropy in nats, top-1 and top-10 mass of codes, as sampled, over plainly drawn images."""
     rule = ScaleEntropyRecorder() if pipe.family.draws == "maps" else EntropyRecorder()
     drawn = {"drafter": "none", "acceptance": rule, "output_type": "latent", **options}

@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, exit_code, load, sampling
 from visspec.io import included
 from visspec.io.files import Results
 from visspec.io.options import option
+
+if TYPE_CHECKING:
+    from visspec.api.accelerate import Accelerated
 
 LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
 
@@ -60,8 +63,8 @@ def run(arguments: Options) -> int:
     request = arguments.prompt or PROMPT
     about = described(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments, arguments.image[:LOOKS])
-    reading: Any = {"request": request, "batch_size": arguments.batch_size, "max_pixels": arguments.max_pixels}
-    stream = caption_files(fast, processor, arguments.image, **reading, **options)
+    reading = {name: getattr(arguments, name) for name in ("batch_size", "max_pixels")}
+    stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options)
     several, failed, newest = len(arguments.image) > 1, 0, None
     hidden = not several or not sys.stderr.isatty()
     with Results(arguments.json, about) as results:
@@ -79,7 +82,7 @@ def run(arguments: Options) -> int:
     return exit_code(len(results.found), failed)
 
 
-def described(arguments: Options, fast: Any, request: str, options: dict[str, Any]) -> dict[str, Any]:
+def described(arguments: Options, fast: Accelerated, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """How captions are made, for their records."""
     from visspec.io.provenance import provenance
 

@@ -29,6 +29,7 @@ def run_ray(arguments: Options, options: dict[str, Any]) -> int:
 def worker(arguments: Options, request: str, options: dict[str, Any]) -> distributed.Making:
     """In an actor: load the model. What is returned makes the captions of records."""
     model, processor, drafter = load(arguments)
-    reading: Any = {"request": request, "workers": 1, "slots": arguments.slots, "max_pixels": arguments.max_pixels}
-    captions = Captions(accelerate(model, drafter, acceptance=arguments.acceptance), processor, **reading, **options)
+    fast = accelerate(model, drafter, acceptance=arguments.acceptance)
+    reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels")}
+    captions = Captions(fast, processor, request=request, workers=1, **reading, **options)
     return lambda records: map(row_of, captions(records))

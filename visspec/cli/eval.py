@@ -218,7 +218,7 @@ def human_preference(arguments: HpsOptions) -> Row:
         raise ValueError(f"--prompts: got {arguments.prompts}, expected JSON of {{style: [prompts]}}")
     scorer = named.clip(arguments.model, arguments.device)
     with bar(sum(map(len, prompts.values()))) as progress:
-        kept: Any = {"results": results(arguments, "hps"), "model": scorer.fingerprint, "progress": progress}
+        kept: dict[str, Any] = {"results": results(arguments, "hps"), "model": scorer.fingerprint, "progress": progress}
         found = hps.evaluate(arguments.generated, prompts, scorer.cosines, arguments.version, **kept)
     return _row(found | {"name": f"{found['name']}[{scorer.name}]", "model": scorer.name})
 
@@ -253,7 +253,7 @@ def dense_prompts(arguments: DpgOptions) -> Row:
     items = dpg.read_items(arguments.questions)
     answer, name = answerer(arguments, max_new_tokens=8)
     with bar(len(items)) as progress:
-        kept: Any = {"results": results(arguments, "dpg"), "progress": progress}
+        kept: dict[str, Any] = {"results": results(arguments, "dpg"), "progress": progress}
         return _row(dpg.evaluate(items, arguments.generated, answer, name, arguments.resolution, **kept))
 
 

@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from visspec.api import distributed, sources
+from visspec.api.images import ImagePipeline
 from visspec.api.shards import EXTRA, Shards
 from visspec.api.sources import Record, seed_of
 from visspec.cli.generate import CHOSEN, MEASURED, Options, method, pipeline, settings
@@ -41,7 +43,7 @@ def run_ray(arguments: Options) -> int:
     return write(readers, make, Shards(arguments.out, COLUMNS), about, arguments)
 
 
-def wanted(texts: list[str], file: Any, n: int) -> Iterator[Record]:
+def wanted(texts: list[str], file: Path | None, n: int) -> Iterator[Record]:
     """A record for each image: `n` of a prompt are ID#0, ID#1, ..."""
     read = chain((Record(text, prompt=text) for text in texts), () if file is None else sources.prompts(file))
     for record in read:
@@ -58,7 +60,7 @@ def worker(arguments: Options, drawing: dict[str, Any]) -> distributed.Making:
 class RecordImages:
     """Images of records, each by its own seed; one that can't be drawn has an error."""
 
-    def __init__(self, pipe: Any, options: dict[str, Any], seed: int):
+    def __init__(self, pipe: ImagePipeline, options: dict[str, Any], seed: int):
         self.pipe, self.options, self.seed = pipe, options, seed
 
     def __call__(self, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
@@ -84,7 +86,7 @@ class RecordImages:
 
     def _drawn(self, records: list[Record]) -> Iterator[dict[str, Any]]:
         seeds, left = [seed_of(self.seed, record.id) for record in records], iter(records)
-        for part in self.pipe.stream([record.prompt for record in records], seed=seeds, **self.options):
+        for part in self.pipe.stream([str(record.prompt) for record in records], seed=seeds, **self.options):
             measured = {name: getattr(part.stats[0], name) for name in MEASURED}
             for i, image in enumerate(part.images):
                 file = io.BytesIO()

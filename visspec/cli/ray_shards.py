@@ -68,7 +68,7 @@ def write(
             twice += of_id
             bar.write(f"visspec: {sentence}", file=sys.stderr)
 
-        options: Any = {"pool": pool_of(arguments), "size": arguments.shard, "complain": complain}
+        options: dict[str, Any] = {"pool": pool_of(arguments), "size": arguments.shard, "complain": complain}
         for told in distributed.run(readers, make, shards, **options):
             shards.check_there()
             totals.add(told)

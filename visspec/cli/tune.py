@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api import loading, ranks, sources, tuning, zoo
 from visspec.api.accelerate import Accelerated, accelerate, default_drafter
@@ -79,7 +80,7 @@ def readable(records: Iterator[sources.Record]) -> Iterator[tuple[Any, str | Non
             print(f"visspec: {error}", file=sys.stderr)
 
 
-def candidates(drafters: Sequence[str], model: Any, trees: Path | None = None) -> list[str]:
+def candidates(drafters: Sequence[str], model: PreTrainedModel, trees: Path | None = None) -> list[str]:
     """The drafters, and those of them that grow trees as trees too; with `trees`, also as that file's static tree.
     Raises ValueError as `zoo.drafter`.
     """
@@ -93,14 +94,16 @@ def candidates(drafters: Sequence[str], model: Any, trees: Path | None = None) -
     return found
 
 
-def grows(spec: str, model: Any) -> bool:
+def grows(spec: str, model: PreTrainedModel) -> bool:
     """Whether a drafter builds trees whose structure its name does not say."""
     drafter, _ = zoo.drafter(spec, model)
     said = any(f"{option}=" in spec for option in ("width", "tree", "entropy", "confidence"))
     return hasattr(type(drafter), "for_model") and not said and not drafter.traits.samples
 
 
-def tune(model: Any, processor: Any, images: Sequence[tuple], drafters: Sequence[str], arguments: Options):
+def tune(
+    model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[tuple], drafters: list[str], arguments: Options
+) -> dict[str, Any]:
     """Measure, predict, choose and check (image, prompt) pairs. Returns the JSON object of docs/evaluate.md.
 
     Acceptance by rank, for `arguments.trees`, is of the first drafter that grows trees.
@@ -182,7 +185,7 @@ def measured(
 
 
 def check(
-    model: Any, rows: Sequence[dict], inputs: dict[int, list[dict]], warm: dict[int, dict], options: dict, seed: int
+    model: PreTrainedModel, rows: list[dict], inputs: dict[int, list], warm: dict[int, dict], options: dict, seed: int
 ) -> None:
     """Measure rows against plain decoding of the same batches, and note it in them. warm: batches of other images."""
     for size in {row["batch_size"]: None for row in rows}:
@@ -201,7 +204,7 @@ def check(
             row |= {key: ratio[key] for key in ("identical", "compared")}
 
 
-def made(model: Any, row: dict[str, Any]) -> Accelerated:
+def made(model: PreTrainedModel, row: dict[str, Any]) -> Accelerated:
     """What a row stands for."""
     if row["levels"] == 0:
         return accelerate(model, None)
