@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from visspec.eval.report import rendering
 from visspec.eval.report.images import MAX_PIXELS, thumbnail
-from visspec.io.files import replacing
 from visspec.io.images import open_image, read_image
-from visspec.loop.stats import COLOURS, MEANING, coloured
 
 MOST = 200  # records with a thumbnail, and errors, on a page
-STYLE = (
-    "body{font-family:sans-serif;max-width:60em;margin:2em auto}td{vertical-align:top;padding:.4em}"
-    "small{color:#666}img{max-width:128px}"
-)
 
 
 class CaptionSamples:
@@ -53,32 +46,16 @@ def write_page(
 ) -> None:
     """Write the page of all records: counts of all of them, the first ones with pictures, the first errors."""
     count = tokens = rounds = failed = 0
-    rows: list[Any] = []
-    errors: list[Any] = []
+    rows: list[tuple[Mapping[str, Any], str | None, Any]] = []  # record, thumbnail, pieces of its text
+    errors: list[str] = []
     for record in records:
         count += 1
         if record["error"]:
             failed += 1
-            if len(errors) < MOST:
-                errors.append(f"<li>{html.escape(record['error'])}</li>")
+            errors += [record["error"]] if len(errors) < MOST else []
             continue
         tokens, rounds = tokens + max(record["tokens"] - 1, 0), rounds + record["rounds"]
         if len(rows) < MOST:
-            rows.append(_row(record, shown))
-    legend = " · ".join(f'<b style="color:{COLOURS[o]}">{html.escape(MEANING[o])}</b>' for o in COLOURS)
-    said = html.escape(json.dumps(about, indent=1))
-    page = (
-        f"<!doctype html><meta charset=utf-8><title>Captions</title><style>{STYLE}</style><h1>Captions</h1>"
-        f"<p>{count} records, {failed} failed; tau {tokens / max(rounds, 1):.2f}, bonus included.</p><p>{legend}</p>"
-        f"<table>{''.join(rows)}</table>" + (f"<h2>Failed</h2><ul>{''.join(errors)}</ul>" if errors else "")
-    )
-    with replacing(path) as draft:
-        draft.write_text(f"{page}<h2>Provenance</h2><pre>{said}</pre>\n", encoding="utf-8", errors="backslashreplace")
-
-
-def _row(record: Mapping[str, Any], shown: CaptionSamples) -> str:
-    uri, pieces = shown.thumbnail(record), shown.pieces.get(record["id"])
-    picture = f'<img src="{uri}" alt="">' if uri else ""
-    text = coloured(pieces) if pieces else html.escape(record["caption"])
-    small = html.escape(f"{record['id']} · {record['tokens']} tokens · {record['ended']}")
-    return f"<tr><td>{picture}<td>{text}<br><small>{small}</small>"
+            rows.append((record, shown.thumbnail(record), shown.pieces.get(record["id"])))
+    values = {"count": count, "failed": failed, "tau": tokens / max(rounds, 1), "rows": rows, "errors": errors}
+    rendering.write_page(path, "captions", values | {"about": about})

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
@@ -22,8 +21,8 @@ from visspec.eval.report import figures, kernels, overview, prompts
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, QUALITY, Method, interval, methods_of, number, pairs_of, positive, read
 from visspec.eval.report.records import RecordImage
-from visspec.io.files import replacing
-from visspec.loop.stats import COLOURS, MEANING
+from visspec.eval.report.rendering import write_page
+from visspec.loop.stats import COLOURS
 
 MOST_PICTURES = 600  # images on the page; figures use all images
 MOST_TEXTS = 8  # coloured texts per method
@@ -68,31 +67,12 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     where = [(f"Kernels of {table.source}", table.provenance) for table in tables if table.provenance]
     where += [(f"Long prompts of {curve.source}", curve.provenance) for curve in curves if curve.provenance]
     relative = overview.distance_of(methods) == "fd_ratio"
-    page = (
-        environment()
-        .get_template("report.html.j2")
-        .render(shown, provenance=where + provenance(methods), relative=relative)
-    )
-    with replacing(out) as draft:
-        draft.write_text(page, encoding="utf-8")
+    shown |= {"provenance": where + provenance(methods), "relative": relative, "few": figures.FEW}
+    shown |= {"guarantees": overview.GUARANTEES, "equal": overview.EQUAL_FD}
+    shown |= {"open_cases": OPEN_CASES, "open_texts": OPEN_TEXTS}
+    shown["shades"] = figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED
+    write_page(out, "report", shown)
     return out
-
-
-def environment() -> Environment:
-    loader = FileSystemLoader(Path(__file__).parent / "templates")
-    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.filters["num"] = shown
-    found.globals |= {"guarantees": overview.GUARANTEES, "equal": overview.EQUAL_FD, "few": figures.FEW}
-    found.globals |= {"open_cases": OPEN_CASES, "open_texts": OPEN_TEXTS}
-    found.globals["origins"] = [(name, COLOURS[name], MEANING[name]) for name in COLOURS]
-    found.globals["shades"] = figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED
-    return found
-
-
-def shown(value: Any, digits: int = 2) -> str:
-    """A formatted number; a dash for null, NaN and absent ones."""
-    found = number(value)
-    return "–" if found is None else f"{found:.{digits}f}"
 
 
 class MethodGroup:

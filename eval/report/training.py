@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from visspec.eval.report import figures
-from visspec.io.files import replacing
+from visspec.eval.report import figures, rendering
 
 HEIGHT = 120  # of a curve
 
@@ -35,23 +33,16 @@ def curve(points: Sequence[tuple[float, float]], label: str) -> Markup:
     return figures.svg(HEIGHT + 40, parts, label)
 
 
+CURVES = (  # field, its words, and the list of `progress` that has it
+    ("loss", "Loss", "curve"),
+    ("agreed", "First drafted token agrees with the target's most probable one", "curve"),
+    ("tau_greedy", "tau on held-out prompts, greedy, bonus included", "validations"),
+    ("tau_sampled", "tau on held-out prompts, temperature 1, bonus included", "validations"),
+)
+
+
 def write_page(path: str | Path, progress: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
     """Write the page of a run: loss, agreement with the target, and tau on held-out prompts, over steps."""
-    drawn = []
-    for name, label, entries in (
-        ("loss", "Loss", progress["curve"]),
-        ("agreed", "First drafted token agrees with the target's most probable one", progress["curve"]),
-        ("tau_greedy", "tau on held-out prompts, greedy, bonus included", progress["validations"]),
-        ("tau_sampled", "tau on held-out prompts, temperature 1, bonus included", progress["validations"]),
-    ):
-        points = [(entry["step"], entry[name]) for entry in entries if name in entry]
-        if points:
-            drawn.append(Markup("<h2>{}</h2>{}").format(label, curve(points, label)))
-    said = json.dumps({"plan": progress["plan"], "provenance": provenance}, indent=1)
-    page = Markup(
-        "<!doctype html><meta charset=utf-8><title>Training</title><style>body{{font-family:sans-serif;max-width:44em;"
-        "margin:2em auto}} .halo{{paint-order:stroke;stroke:#fff;stroke-width:3px}}</style><h1>Training</h1>"
-        "<p>{} steps, {:.0f} s, {} processes.</p>{}<h2>Plan and provenance</h2><pre>{}</pre>\n"
-    ).format(progress["step"], progress["seconds"], progress["workers"], Markup("").join(drawn), said)
-    with replacing(path) as draft:
-        draft.write_text(page, encoding="utf-8", errors="backslashreplace")
+    points = {label: [(e["step"], e[name]) for e in progress[entries] if name in e] for name, label, entries in CURVES}
+    curves = [(label, curve(found, label)) for label, found in points.items() if found]
+    rendering.write_page(path, "training", {"progress": progress, "provenance": provenance, "curves": curves})

@@ -4,7 +4,6 @@ time, and pictures, plain and accelerated, the same codes in less time, with the
 
 from __future__ import annotations
 
-import html
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,23 +24,15 @@ PAINTERS = {  # and what they draw
 }
 PRESET = "gumbel"  # the fastest of both painters that draws the pictures of plain decoding (docs/presets.md)
 FIRST = 500  # of the held-out scenes
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>visspec demo</title>
-<style>:root{{color-scheme:light dark}}body{{font:16px/1.5 sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}}
-.worlds{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:0 2rem}}
-figure{{display:flex;gap:1rem;flex-wrap:wrap;align-items:start;margin:1.5rem 0}}
-img{{width:192px;image-rendering:pixelated}}
-.drawn img{{width:100%;max-width:{width}px}}figcaption{{flex:1;min-width:14rem}}</style>
-<h1>Same words, fewer passes</h1><p>{legend}</p><div class="worlds">{captions}</div>
-<h1>Same pictures, fewer passes</h1>{drawn}</html>
-"""
 
 
 @dataclass
 class Section:
-    """What one world's captions, or all pictures, came to."""
+    """What one world's captions, or all pictures, came to; figures: the picture and the pieces of each caption."""
 
-    figures: list[str] = field(default_factory=list)
+    world: str = ""
+    summary: str = ""
+    figures: list[tuple[str, list[tuple[str, str]]]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     equal: int = 0
 
@@ -68,27 +59,27 @@ def run(arguments: Options) -> int:
     from rich.console import Console
 
     from visspec.eval.bench.paired import geometric_mean, in_words
+    from visspec.eval.report.rendering import write_page
     from visspec.loop.stats import COLOURS, MEANING
 
     console, count, out = Console(), arguments.images, arguments.out
     out.mkdir(parents=True, exist_ok=True)
-    threads, same, parts = torch.get_num_threads(), True, []
+    threads, same, sections = torch.get_num_threads(), True, []
     for name in [arguments.world] if arguments.world else WORLDS:
         section = captioned(name, count, console)
-        summary = (
+        section.summary = (
             f"{count} captions of {name} against transformers' generate on {threads} threads: "
             f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {count} word for word the same."
         )
-        console.print(summary, "\n")
-        parts.append(f"<section><p>{html.escape(summary)}</p>{''.join(section.figures)}</section>")
+        console.print(section.summary, "\n")
+        sections.append(section)
         same = same and section.equal == count
     origins = {name: MEANING[name] for name in COLOURS if name != "given"}
     console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
-    marked = (f'<b style="color:{COLOURS[name]}">{html.escape(meaning)}</b>' for name, meaning in origins.items())
-    picture, width, alike = ("", 0, True) if arguments.world else drawn(out, console)
+    summary, picture, width, alike = ("", "", 0, True) if arguments.world else drawn(out, console)
     same = same and alike
-    page = PAGE.format(legend=" · ".join(marked), captions="".join(parts), drawn=picture, width=width)
-    (out / "index.html").write_text(page)
+    values = {"sections": sections, "summary": summary, "picture": picture, "width": width}
+    write_page(out / "index.html", "demo", values)
     console.print(f"page: {out / 'index.html'}")
     return 0 if same else 1
 
@@ -103,6 +94,7 @@ def captioned(name: str, count: int, console: Console) -> Section:
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
     from visspec.eval.bench.clock import seconds_of
+    from visspec.eval.report.images import small_png
     from visspec.io import included
     from visspec.loop.stats import COLOURS
 
@@ -114,32 +106,21 @@ def captioned(name: str, count: int, console: Console) -> Section:
     inputs = [prepare(processor, [image], PROMPT, model) for image in images]
     for generate in (model.generate, fast.generate, fast.generate):
         generate(**inputs[0], **options)
-    view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section()
+    view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section(name)
     for i, (image, prompt) in enumerate(zip(images, inputs), 1):
         slow, stock = seconds_of(partial(model.generate, **prompt, **options))
         quick, ours = seconds_of(partial(fast.run, **prompt, **options))
         pieces = ours.stats.pieces[0]
         console.print(f"[bold]{name} {i}[/bold] ", Text.assemble(*((p, COLOURS[o]) for p, o in pieces)), "\n")
         section.add(view, str(i), slow, quick, ours.stats.tau, torch.equal(stock, ours.output))
-        section.figures.append(figure(image, pieces, name))
+        section.figures.append((f"data:image/png;base64,{small_png(image)}", pieces))
     console.print(view)
     return section
 
 
-def figure(image, pieces: list[tuple[str, str]], name: str) -> str:
-    """HTML of a scene and its caption, coloured by the origin of its pieces."""
-    from visspec.eval.report.images import small_png
-    from visspec.loop.stats import coloured
-
-    return (
-        f'<figure><img alt="a rendered scene of {name}" src="data:image/png;base64,{small_png(image)}">'
-        f"<figcaption>{coloured(pieces)}</figcaption></figure>"
-    )
-
-
-def drawn(out: Path, console: Console) -> tuple[str, int, bool]:
-    """Pictures of PAINTERS, each beside the map of its tokens' origins, in `out`/drawn.png: HTML, width, and whether
-    they are those of plain decoding.
+def drawn(out: Path, console: Console) -> tuple[str, str, int, bool]:
+    """Pictures of PAINTERS, each beside the map of its tokens' origins, in `out`/drawn.png: a sentence, the page as a
+    data URI, its width, and whether they are those of plain decoding.
     """
     import torch
     from rich.table import Table
@@ -174,6 +155,4 @@ def drawn(out: Path, console: Console) -> tuple[str, int, bool]:
         f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {len(pictures)} the same picture."
     )
     console.print(summary, f"pictures: {out / 'drawn.png'}")
-    alt = "drawn shapes and animals, each beside a map of which of its tokens were drafted"
-    picture = f'<p class="drawn"><img alt="{alt}" src="{data_uri(page, True)}"></p>'
-    return f"<p>{html.escape(summary)}</p>{picture}", page.width, section.equal == len(pictures)
+    return summary, data_uri(page, True), page.width, section.equal == len(pictures)

@@ -1,0 +1,38 @@
+"""Pages from the templates: HTML in which every value is escaped, written whole."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from visspec.eval.report.data import number
+from visspec.io.files import replacing
+from visspec.loop.stats import COLOURS, MEANING
+
+
+@cache
+def environment() -> Environment:
+    """Templates with the origins of tokens: (name, colour, meaning) of each."""
+    loader = FileSystemLoader(Path(__file__).parent / "templates")
+    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    found.globals["origins"] = [(name, COLOURS[name], MEANING[name]) for name in COLOURS]
+    found.globals["colours"] = COLOURS
+    found.filters |= {"num": number_text, "indented": lambda value: json.dumps(value, indent=1)}
+    return found
+
+
+def number_text(value: Any, digits: int = 2) -> str:
+    """A formatted number; a dash for null, NaN and absent ones."""
+    found = number(value)
+    return "–" if found is None else f"{found:.{digits}f}"
+
+
+def write_page(path: str | Path, template: str, values: dict[str, Any]) -> None:
+    """Write the page of a template."""
+    page = environment().get_template(f"{template}.html.j2").render(values)
+    with replacing(path) as draft:
+        draft.write_text(page, encoding="utf-8", errors="backslashreplace")
