@@ -57,6 +57,9 @@ HEAD_CALLS = ("head", "draft_head")  # networks of models of vectors whose seque
 SHOWN = 8  # images a method keeps in the record
 LAWS = 8  # images whose codes' distributions are measured
 REFERENCE_SEED = 20261121
+NUMBERS: dict[str, Any] = {"default": [], "repeat": True, "metavar": "N"}  # options for rows beside the methods'
+SHARES: dict[str, Any] = NUMBERS | {"metavar": "S"}
+SWEPT = f"relaxed rules over their parameters: {', '.join(FAMILIES)}; default: all"
 
 
 @dataclass(kw_only=True)
@@ -66,22 +69,13 @@ class Options(DrawingOptions, ScenesOptions):
     method: list[str] | None = option("preset or name=drafter/rule; repeat; default: all", None, repeat=True)
     task: list[str] | None = option("prompts of this task only; repeat", None, repeat=True)
     denoising_steps: list[Positive] = option(
-        "models of vectors: also plain decoding with N steps of the head; repeat", [], repeat=True, metavar="N"
+        "models of vectors: also plain decoding with N steps of the head; repeat", **NUMBERS
     )
-    iterations: list[Positive] = option(
-        "MAR: also several tokens at a time, in N passes; repeat", [], repeat=True, metavar="N"
-    )
-    handover: list[int] = option(
-        "models of scales: also CoDe, the first N scales by the model; repeat", [], repeat=True, metavar="N"
-    )
-    share: list[float] = option(
-        "models of scales: also ScaleKV, this share of the cache; repeat", [], repeat=True, metavar="S"
-    )
+    iterations: list[Positive] = option("MAR: also several tokens at a time, in N passes; repeat", **NUMBERS)
+    handover: list[int] = option("models of scales: also CoDe, the first N scales by the model; repeat", **NUMBERS)
+    share: list[float] = option("models of scales: also ScaleKV, this share of the cache; repeat", **SHARES)
     quality: int = option("images a method for GenEval and FD (0: none)", 0)
-    sweep: list[str] | None = option(
-        f"relaxed rules over their parameters: {', '.join(FAMILIES)}; default: all", None, choices=FAMILIES,
-        nargs="*", metavar="RULE",
-    )  # fmt: skip
+    sweep: list[str] | None = option(SWEPT, None, choices=FAMILIES, nargs="*", metavar="RULE")
     sweep_drafter: str = option("the drafter of all swept rules", DRAFTER)
     batch_size: Positive = option("images at a time in the speed part", 1)
     images: Path | None = option(
@@ -201,8 +195,8 @@ class ImageArm:
 
 
 def bench(
-    pipe: ImagePipeline, texts: Sequence[str], methods: dict[str, str], options: dict[str, Any], seed: int = 0,
-    batch_size: int = 1, warmup: int = 2, others: dict[str, ImagePipeline] | None = None,
+    pipe: ImagePipeline, texts: Sequence[str], methods: dict[str, str], options: dict[str, Any], seed=0, batch_size=1,
+    warmup=2, others: Mapping[str, ImagePipeline] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Speed of every method against the stock generate at its better cache, and against our plain loop. others:
     pipelines with plain decoding of their own, by name.
