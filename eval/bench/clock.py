@@ -1,7 +1,5 @@
 """Wall clocks of calls, alone: in turns, and until the host has issued them."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping

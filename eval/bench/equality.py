@@ -10,8 +10,6 @@
 Targets and requests are arguments (`types.Target`, `types.Request`). Shapes: B rows, T tokens, N nodes, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

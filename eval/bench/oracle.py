@@ -1,7 +1,5 @@
 """A drafter that knows the answer, and errs where it is told to: its acceptance is what a bench asks for."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

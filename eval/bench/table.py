@@ -1,7 +1,5 @@
 """A bench's table: a column is its head and a format of a row's fields."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """95 % intervals of shares: of one, and of the mean of several, as in benchmarks that average tasks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Safetensors only, and no remote code. Raises ValueError, starting with the argument's name, if a model can't be loaded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

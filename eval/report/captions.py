@@ -1,7 +1,5 @@
 """The page of `visspec caption --report`: thumbnails beside captions, coloured by origin, and what failed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any

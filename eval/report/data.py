@@ -1,7 +1,5 @@
 """Reads and checks result files of the benches for the report. Errors name file and field."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Colours are never the only cue: points carry numbers, bars carry values, cells c
 `FEW` observations are grey.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise

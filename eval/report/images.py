@@ -1,7 +1,5 @@
 """Pictures of the report: thumbnails, difference maps and acceptance maps as data URIs."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import io

@@ -1,7 +1,5 @@
 """The report's section for `bench kernels`, and the list of other benches."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

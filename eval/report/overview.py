@@ -5,8 +5,6 @@ distribution, a triangle is approximate. Methods on the frontier (no other is as
 the others are hollow and numbered as in the table.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

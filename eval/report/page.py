@@ -6,8 +6,6 @@ to the ideal, acceptance by depth and over the token grid, all figures with inte
 failures, and provenance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The report's section for `bench prompts`: costs of passes and of the whole loop behind prompts of any length."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pages from the templates: HTML in which every value is escaped, written whole."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

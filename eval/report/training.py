@@ -1,7 +1,5 @@
 """The page of a training run: its curves."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`visspec answer`: several models answer about an image, agreement selects, a large one decides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

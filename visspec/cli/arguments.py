@@ -2,8 +2,6 @@
 types, the model they name, and what a run of records ends with. Imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, fields

@@ -1,7 +1,5 @@
 """What the benches share: their options, the scenes that they measure on, the arms that caption, and their end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

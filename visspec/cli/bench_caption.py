@@ -4,8 +4,6 @@ One process, one set of prompts and pixels, same dtype, attention, threads, stop
 prompt. Every arm goes through the same `model.generate` entry, so preparation and the vision tower are in every time.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +21,6 @@ from visspec.cli.arguments import CaptioningOptions, Positive, load, sampling
 from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, compilations, groups_of, measured_on
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.paired import ArmRun
 from visspec.eval.bench.table import Cell, table
 from visspec.eval.report.images import small_png
 from visspec.io import included
@@ -99,7 +96,7 @@ def bench_caption(
 
 
 def equality_tiers(
-    fast: Accelerated, prompts: Sequence, runs: dict[str, list[ArmRun]], options, dtype
+    fast: Accelerated, prompts: Sequence, runs: dict[str, list[speed.ArmRun]], options, dtype
 ) -> dict[str, Any]:
     """What ours and plain decoding being equal, or not, proves (`visspec.eval.bench.equality`), outside the clocks.
 
@@ -117,7 +114,7 @@ def equality_tiers(
     return tiers.record()
 
 
-def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperature: float) -> dict[str, Any]:
+def summarise(runs: dict[str, list[speed.ArmRun]], failures: list[str], arms, temperature: float) -> dict[str, Any]:
     """Ratios of every arm to ours, tau, the gap to ideal, times by stage."""
     ours, plain, sampled = runs["ours"], runs["plain"], temperature > 0
     against = speed.compare(runs["transformers_generate"], ours, per_token=sampled)
@@ -149,13 +146,13 @@ def summarise(runs: dict[str, list[ArmRun]], failures: list[str], arms, temperat
     return record
 
 
-def texts(runs: Sequence[ArmRun], tokenizer) -> list[list[tuple[str, str]]]:
+def texts(runs: Sequence[speed.ArmRun], tokenizer) -> list[list[tuple[str, str]]]:
     """The first captions in pieces of (text, origin), for the report. Decoded here, outside the clocks."""
     rows = [(tokens, origin) for run in runs[:TEXTS] for tokens, origin in zip(run.tokens, run.origin)]
     return [text_pieces(tokenizer, tokens, origin) for tokens, origin in rows[:TEXTS]]
 
 
-def thumbnails(runs: Sequence[ArmRun], groups: Sequence[Sequence]) -> list[str | None]:
+def thumbnails(runs: Sequence[speed.ArmRun], groups: Sequence[Sequence]) -> list[str | None]:
     """The pictures of `texts`, in its order, as small PNGs in base64; None for what is no PIL image."""
     shown = [image for run in runs[:TEXTS] for image, _ in zip(groups[run.prompt], run.tokens)]
     return [small_png(image) if isinstance(image, Image.Image) else None for image in shown[:TEXTS]]

@@ -6,8 +6,6 @@ sorted by the length of their answers, which is its best and which nobody knows 
 prompts; passes alternate in order, and ratios are medians over passes.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -4,8 +4,6 @@ What a drafter's tokens are accepted for is counted at its whole depth in every 
 machine. Times are those of `bench caption`, where the pace chooses the depth; --untimed leaves them out.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

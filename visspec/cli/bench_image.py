@@ -5,8 +5,6 @@ same seeds, judged by the world's detector, and a Frechet distance against rende
 --sweep, relaxed rules over their parameters, quality and passes only (`bench_sweep`).
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time
@@ -38,7 +36,6 @@ from visspec.cli.bench_others import (
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.paired import ArmRun
 from visspec.eval.metrics import fid, geneval, intervals, references
 from visspec.eval.metrics.features import RandomConv
 from visspec.eval.report.images import small_png
@@ -154,7 +151,7 @@ class StockImageArm:
     def __init__(self, family: Family, sampling: Sampling, seed: int, cache: str):
         self.family, self.sampling, self.seed, self.cache = family, sampling, seed, cache
 
-    def __call__(self, prompt: tuple[int, list[str]]) -> ArmRun:
+    def __call__(self, prompt: tuple[int, list[str]]) -> speed.ArmRun:
         index, texts = prompt
         torch.manual_seed(self.seed + index)
         layout = self.family.layout()
@@ -163,7 +160,7 @@ class StockImageArm:
         if not self.family.no_pixels:
             with torch.inference_mode():
                 self.family.pixels(tokens[:, layout.free], layout)
-        return ArmRun(time.perf_counter() - start, tokens[:, layout.free].tolist())
+        return speed.ArmRun(time.perf_counter() - start, tokens[:, layout.free].tolist())
 
 
 class ImageArm:
@@ -180,7 +177,7 @@ class ImageArm:
         self.outputs: list[ImageOutput] = []
         self.displacement: list[float] = []
 
-    def __call__(self, prompt: tuple[int, list[str]]) -> ArmRun:
+    def __call__(self, prompt: tuple[int, list[str]]) -> speed.ArmRun:
         index, texts = prompt
         start = time.perf_counter()
         options = {**self.method, "output_type": self.output_type, **self.options}
@@ -191,7 +188,7 @@ class ImageArm:
         if stats.displacement_per_token is not None:
             self.displacement.append(stats.displacement_per_token)
         tokens = [t.tolist() for t in out.tokens]
-        return ArmRun.of_trace(seconds, tokens, trace, trace.times["prefill"], drift=stats.drift_per_token)
+        return speed.ArmRun.of_trace(seconds, tokens, trace, trace.times["prefill"], drift=stats.drift_per_token)
 
 
 def bench(
@@ -232,7 +229,7 @@ def bench(
     return record | {"guidance_scale": sampling.guidance, "temperature": sampling.temperature}
 
 
-def row(name: str, arm: ImageArm, runs: dict[str, list[ArmRun]]) -> dict[str, Any]:
+def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[str, Any]:
     """One method's line of the table."""
     found, plain, outputs = runs[name], runs["plain"], arm.outputs[-len(runs[name]) :]
     stats, traces = arm.outputs[-1].stats[0], [trace for out in outputs for trace in out.traces]

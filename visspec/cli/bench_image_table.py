@@ -1,7 +1,5 @@
 """The tables that `visspec bench image` prints, from its record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

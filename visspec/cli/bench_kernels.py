@@ -1,7 +1,5 @@
 """`visspec bench kernels`: time and bandwidth of each kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from visspec.cli.arguments import JsonOption

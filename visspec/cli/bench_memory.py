@@ -1,7 +1,5 @@
 """`visspec bench memory`: peak memory of plain and accelerated captioning, each in a process of its own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import sys

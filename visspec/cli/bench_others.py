@@ -3,8 +3,6 @@ distribution, each a row of the table, drawn plainly; and the stock class compil
 taught.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +10,6 @@ from visspec.api import presets, zoo
 from visspec.api.images import ImagePipeline
 from visspec.cli.bench import compilations
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.paired import ArmRun
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.models.runner.compiled import stepwise
@@ -76,7 +73,7 @@ def compiled_family(pipe: ImagePipeline) -> Family:
 
 
 def compiled_record(
-    rows: Sequence[dict[str, Any]], ours: dict[str, Any], runs: dict[str, list[ArmRun]], prompts: int
+    rows: Sequence[dict[str, Any]], ours: dict[str, Any], runs: dict[str, list[speed.ArmRun]], prompts: int
 ) -> dict[str, Any]:
     """What a record holds of the compiled stock class; its rows get the ratio over that, and what was compiled late."""
     stock = runs["stock_compiled"]

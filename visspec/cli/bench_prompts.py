@@ -6,8 +6,6 @@ prompt is read for real, and then a drafter reads it: its share is the time of i
 untrained; what reading costs doesn't depend on weights.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 from collections.abc import Callable, Sequence

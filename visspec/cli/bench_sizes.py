@@ -6,8 +6,6 @@ computed is checked by distributions, not by these tokens alone: `law_error` com
 text in one stock pass. Arms run in turn, behind prompts of random ids; B rows, L levels of a draft, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +28,6 @@ from visspec.eval.bench.clock import alternated, issued, seconds_of, waiter
 from visspec.eval.bench.kernels import copy_bandwidth
 from visspec.eval.bench.kernels_clock import clock_of
 from visspec.eval.bench.oracle import Oracle, erring
-from visspec.eval.bench.paired import ArmRun
 from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option
 from visspec.io.provenance import provenance
@@ -198,23 +195,23 @@ class SizeCase:
         found = (self.fast if drafted else self.plain).run(**self.options(ids, new))
         return found.output, found.state
 
-    def drafted(self, acceptance: float, prompt: int) -> ArmRun:
+    def drafted(self, acceptance: float, prompt: int) -> speed.ArmRun:
         self.drafter.drafts_BT = erring(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
         return self.timed(partial(self.ours, drafted=True), prompt)
 
     def options(self, ids: Tensor, new: int) -> dict[str, Any]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
 
-    def timed(self, call: Callable[[Tensor, int], tuple[Tensor, Any]], prompt: int) -> ArmRun:
+    def timed(self, call: Callable[[Tensor, int], tuple[Tensor, Any]], prompt: int) -> speed.ArmRun:
         """A call for one token and one for all of them."""
         ids = self.ids(prompt)
         first, _ = seconds_of(partial(call, ids, 1), self.wait)
         whole, (output, state) = seconds_of(partial(call, ids, self.new), self.wait)
         tokens = output[:, self.length :].tolist()
-        return ArmRun(whole, tokens, first, *([] if state is None else [state.trace.times, state.trace.rounds]))
+        return speed.ArmRun(whole, tokens, first, *([] if state is None else [state.trace.times, state.trace.rounds]))
 
     def rows(self, acceptance: Sequence[float], repeats: int) -> list[dict[str, Any]]:
-        arms: dict[str, Callable[[int], ArmRun]] = {
+        arms: dict[str, Callable[[int], speed.ArmRun]] = {
             STOCK: partial(self.timed, self.stock),
             STATIC: partial(self.timed, self.with_static_cache),
             PLAIN: partial(self.timed, self.ours),
@@ -226,7 +223,7 @@ class SizeCase:
         passes = self.passes()
         return [self.row(name, runs, passes) | {"failures": failures} for name in runs]
 
-    def row(self, name: str, runs: dict[str, list[ArmRun]], passes: dict[str, Any]) -> dict[str, Any]:
+    def row(self, name: str, runs: dict[str, list[speed.ArmRun]], passes: dict[str, Any]) -> dict[str, Any]:
         """A row of the record: one arm."""
         found, against = runs[name], speed.compare(runs[STOCK], runs[name])
         acceptance = float(name.removeprefix("oracle ")) if name.startswith("oracle ") else None

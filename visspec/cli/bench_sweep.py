@@ -5,8 +5,6 @@ All rules have one drafter, beside exact rejection with it and plain decoding. N
 displacement are those of the images that are judged, kept beside them, so that a killed sweep goes on where it was.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The same held-out scenes are captioned by one worker and by several, of so many 
 The rate counts from the beginning of the first shard, when all workers have loaded their models, to the last one's end.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import tempfile

@@ -1,7 +1,5 @@
 """`visspec caption SOURCES --ray --out FOLDER`: captions by several processes, through Ray Data."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`visspec caption SOURCES --out FILE`: records of many images, kept one by one, and the page of `--report`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice

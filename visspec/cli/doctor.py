@@ -1,7 +1,5 @@
 """What this machine has, and so what will run and what will not."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os

@@ -4,8 +4,6 @@ The extractor, detector or model is a flag, and its name stands in the metric's.
 their rows to a file beside the images (`--results`) and continue from it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`visspec generate --ray --out FOLDER`: images by several processes, through Ray Data, as PNG in parquet shards."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`visspec list`: names of drafters, rules, presets and checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -4,8 +4,6 @@ Exit code 2 for bad input or a target that can't be written, 1 when some files f
 the reader of the output has gone (`| head`).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

@@ -1,7 +1,5 @@
 """What the commands with `--ray` share: a folder of shards, a bar of what the processes make, and its sum."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

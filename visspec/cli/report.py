@@ -1,7 +1,5 @@
 """`visspec report`: one HTML page from the JSON of benches."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

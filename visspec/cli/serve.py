@@ -1,7 +1,5 @@
 """`visspec serve`: a model behind OpenAI's HTTP interface, on this machine unless told otherwise."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

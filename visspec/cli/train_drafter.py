@@ -1,7 +1,5 @@
 """`visspec train drafter`: distil a feature drafter for a target, in process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal

@@ -1,7 +1,5 @@
 """`visspec train vq`: a multi-scale VQ autoencoder (VAR's) of a folder of images."""
 
-from __future__ import annotations
-
 import argparse
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ Half of the images are decoded with drafts of mixed lengths, from which the spee
 with --sweep every row is measured.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
