@@ -11,7 +11,7 @@ from visspec.io.options import option
 SIDES = "1,2,3,4,6,8"
 
 
-def sides(text: str) -> tuple[int, ...]:
+def read_sides(text: str) -> tuple[int, ...]:
     """ "1,2,4" -> (1, 2, 4)."""
     try:
         found = tuple(int(side) for side in text.split(","))
@@ -26,7 +26,7 @@ def sides(text: str) -> tuple[int, ...]:
 class Options:
     data: Path = option("images, as `visspec caption` reads them")
     out: Path = option("folder for the autoencoder and its checkpoint", writes="folder")
-    sides: Annotated[tuple[int, ...], sides] = option(f"rows of each map ({SIDES})", sides(SIDES))
+    sides: Annotated[tuple[int, ...], read_sides] = option(f"rows of each map ({SIDES})", read_sides(SIDES))
     levels: Positive = option("levels of the encoder; pixels a code: 2^(levels - 1)", 4)
     codes: Positive = option("size of the codebook (512)", 512)
     size: Positive = option("numbers of a code (16)", 16)
