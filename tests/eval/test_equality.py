@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ class Broken(HFDecoder):
     def changed(self, tree) -> dict: ...
 
     def verify(self, state, draft):
-        return super().verify(state, Draft(draft.value, trees.Tree(**{**vars(draft.tree), **self.changed(draft.tree)})))
+        return super().verify(state, Draft(draft.value, replace(draft.tree, **self.changed(draft.tree))))
 
 
 class Flat(Broken):
