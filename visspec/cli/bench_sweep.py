@@ -13,14 +13,14 @@ import numpy as np
 import torch
 
 from visspec.accept.exact import Exact
-from visspec.accept.scales import ScaleGumbel, Scales
+from visspec.accept.scales import Scales
 from visspec.api import zoo
 from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.cli.bench import measured_on
 from visspec.distributions import categorical, maps
 from visspec.eval.bench import paired as speed
 from visspec.io.checkpoint import read_json
-from visspec.sampling import Gumbel
+from visspec.sampling import Gumbel, ScaleNoise
 from visspec.types import Capabilities, Draft, Scores, Verdict
 
 DRAFTER = "jacobi:redraw=maximal,window=16"
@@ -105,7 +105,7 @@ class ScaleEntropyRecorder(Scales):
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 
-    def __call__(self, draft: Draft, scores: Scores, noise: ScaleGumbel | None) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: ScaleNoise | None) -> Verdict:
         distribution = maps(scores.distribution)
         self.seen.append(flatness(distribution.p[distribution.real]))
         return super().__call__(draft, scores, noise)
