@@ -50,7 +50,7 @@ def joint(drafter, rule, rows=6000):
     return chi_square(torch.bincount(index, minlength=V**SHORT), plain_law(SHARP.distribution(), V, SHORT))
 
 
-def balance(drafter, rule, rows=1500):
+def balance(drafter, rule, rows=1000):
     """How many standard errors off the sums over long outputs are: of "token is v, less its probability", and of the
     square of that sum, less its variance. Under the target's law both have mean 0, however tokens hang together.
     """

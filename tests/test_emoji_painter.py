@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import JanusConfig, JanusForConditionalGeneration, JanusProcessor
 
+from tests import children
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
 from visspec.toys.recipes import emoji_painter, painter_draw, painter_score
@@ -28,7 +29,8 @@ def test_every_pair_shows_the_animal_of_its_prompt():
 
 
 @pytest.mark.slow
-def test_the_stages_learn_resume_and_know_animals(tmp_path):
+def test_the_stages_learn_resume_and_know_animals(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.multiprocessing, "spawn", children.spawn)
     common = ["--out", str(tmp_path), "--workers", "1", "--every", "2", "--every-prompt", "160"]
     emoji_painter.PAINTER.run([*common, "--stage", "vq", "--vq-steps", "2", "--vq-rows", "1"])
     emoji_painter.PAINTER.run([*common, "--stage", "tokens", "--pairs", "4"])
@@ -59,10 +61,11 @@ def test_the_card_is_what_the_recipe_writes_of_its_provenance():
 
 
 @shipped
-def test_the_painter_draws_the_animals_and_its_laws_are_flat():
+@pytest.mark.parametrize("every", [40, pytest.param(20, marks=pytest.mark.nightly)])
+def test_the_painter_draws_the_animals_and_its_laws_are_flat(every):
     """Half of them; by chance it would be one in some hundred."""
     model = JanusForConditionalGeneration.from_pretrained(FOLDER, dtype=torch.float32).eval()
-    processor, rows = JanusProcessor.from_pretrained(FOLDER), EMOJI.prompts()[::20]
+    processor, rows = JanusProcessor.from_pretrained(FOLDER), EMOJI.prompts()[::every]
     texts = [row["prompt"] for row in rows]
     pictures = painter_draw.draw(model, processor, texts, model.generation_config.guidance_scale, 0)
     assert sum(painter_score.verdicts(pictures, rows, EMOJI.detector())) >= len(rows) // 2

@@ -271,7 +271,7 @@ def test_visibility(parent, lengths, spare):
                 assert bool(seen[b, n, s]) == (committed or drafted)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data(), st.integers(1, 6))
 def test_pace_asks_within_limits(data, levels):
     """Whatever the times, the depth is within 0 .. min(levels, budget - 1)."""

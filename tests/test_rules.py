@@ -25,7 +25,7 @@ from visspec.loop.stats import Stats
 from visspec.sampling import SIBLINGS, AcceptanceNoise, ranks
 from visspec.types import Request, Scores, State, Verdict
 
-V = 6
+V, ROWS = 6, 40_000
 
 
 def distributions(seed: int, sharpness: float = 1.5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,11 +58,11 @@ def frequencies(tokens) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(4))
 def test_rejection_keeps_the_law_and_accepts_as_often_as_it_can(seed):
     p, q = distributions(seed)
-    drawn, verdict = one_step(Rejection(), p, q, 200_000, seed)
-    error = 4 * (p * (1 - p) / 200_000).sqrt()
+    drawn, verdict = one_step(Rejection(), p, q, ROWS, seed)
+    error = 4 * (p * (1 - p) / ROWS).sqrt()
     assert ((frequencies(first_token(drawn, verdict)) - p).abs() < error).all()
     accepted = (verdict.length == 2).double().mean()
-    assert abs(accepted - torch.minimum(p, q).sum()) < 4 * (0.25 / 200_000) ** 0.5
+    assert abs(accepted - torch.minimum(p, q).sum()) < 4 * (0.25 / ROWS) ** 0.5
     assert verdict.drift is None
 
 
@@ -77,8 +77,8 @@ class Careless(Rejection):
 
 def test_the_law_test_can_fail():
     p, q = distributions(0)
-    drawn, verdict = one_step(Careless(), p, q, 200_000)
-    assert ((frequencies(first_token(drawn, verdict)) - p).abs() > 4 * (p * (1 - p) / 200_000).sqrt()).any()
+    drawn, verdict = one_step(Careless(), p, q, ROWS)
+    assert ((frequencies(first_token(drawn, verdict)) - p).abs() > 4 * (p * (1 - p) / ROWS).sqrt()).any()
 
 
 def typical_law(rule: Typical, p, q):
@@ -105,7 +105,7 @@ def test_every_point_of_acceptance_costs_a_point_of_total_variation(seed, epsilo
 def test_the_drift_meter_is_unbiased(seed):
     p, q = distributions(seed, 1.0)
     rule = Typical(0.2, 0.5)
-    rows = 100_000
+    rows = ROWS
     drawn, verdict = one_step(rule, p, q, rows, seed)
     _, output = typical_law(rule, p, q)
     tv = 0.5 * float((output - p).abs().sum())
