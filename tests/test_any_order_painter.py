@@ -20,8 +20,9 @@ from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.randar.model import RandARImageConfig, RandARImageModel, load
-from visspec.toys.recipes import any_order_data, any_order_draw, any_order_painter, painter_tokens
+from visspec.toys.recipes import any_order_painter, painter_build
 from visspec.toys.recipes.painter_build import build_processor
+from visspec.toys.recipes.recipe import read_coded
 
 SIDE, PIXELS, CODES = 6, 48, 24
 TEXTS = ["a photo of a red ring", "a photo of a blue cross and a green star"]
@@ -364,17 +365,17 @@ def test_the_folder_s_loader_is_the_command_line_s(written):
 
 def test_training_rows_are_what_the_stage_says():
     """Codes stand in the order of their row, and the loss of whole pictures is that of their later half."""
-    drawn = any_order_draw.orders(np.random.default_rng(0), 40, SIDE)
+    drawn = any_order_painter.orders(np.random.default_rng(0), 40, SIDE)
     assert all(sorted(row) == list(range(SIDE * SIDE)) for row in drawn.tolist())
     named = [row for row in drawn.tolist() if tuple(row) in {halton(SIDE, SIDE), tuple(range(SIDE * SIDE))}]
     assert 4 < len(named) < 30
-    stage = object.__new__(any_order_draw.AnyOrderStage)
+    stage = object.__new__(any_order_painter.AnyOrderStage)
     with torch.inference_mode(False):
         stage.model = fresh().train()
         stage.model.requires_grad_(True)
     stage.processor, stage.step, stage.rank, stage.workers, stage.notes = build_processor(True), 0, 0, 1, {}
     stage.options = SimpleNamespace(rows=6)
-    ids = painter_tokens.prompt_ids(stage.processor.tokenizer, TEXTS * 3)
+    ids = painter_build.prompt_ids(stage.processor.tokenizer, TEXTS * 3)
     codes = torch.arange(6 * SIDE * SIDE).view(6, -1) % CODES
     stage.data = {"ids": ids.short(), "codes": codes.short(), "whole": (CODES - 1 - codes).short()}
     _, placed, order, whole, _ = stage.rows()
@@ -402,22 +403,22 @@ def test_training_laws_are_those_that_are_drawn_from(pipe):
 def test_recipe_writes_a_folder(tmp_path, monkeypatch):
     """Two steps, from codes to the card."""
     small = {"layers": 1, "heads": 2, "hidden_size": 32, "intermediate": 32}
-    monkeypatch.setitem(any_order_draw.__dict__, "NETWORK", small)
+    monkeypatch.setitem(any_order_painter.__dict__, "NETWORK", small)
     monkeypatch.setattr(any_order_painter, "GUIDANCES", (1.0, 2.0))
     monkeypatch.setattr(any_order_painter, "ORDERS", ("spread",))
     monkeypatch.setattr(any_order_painter, "DRAFTERS", ("none", "ahead:levels=8"))
-    monkeypatch.setattr(any_order_data, "SHARD", 4)
+    monkeypatch.setattr(any_order_painter, "SHARD", 4)
     options = any_order_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "6", "--rows", "2", "--steps", "2", "--workers", "1", "--every", "9",
          "--every-prompt", "184"]
     )  # fmt: skip
-    for file, numbers in any_order_data.shards(tmp_path, 6).items():
-        torch.save(any_order_data.coded(any_order_data.included_vq(), numbers), file)
-    data = any_order_data.read_tokens(tmp_path, 6)
+    for file, numbers in any_order_painter.shards(tmp_path, 6).items():
+        torch.save(any_order_painter.coded_pairs(any_order_painter.included_vq(), numbers), file)
+    data = read_coded(any_order_painter.shards(tmp_path, 6))
     assert data["codes"].shape == data["whole"].shape == (6, 144) and not torch.equal(data["codes"], data["whole"])
-    stage = any_order_draw.AnyOrderStage(options, 0)
+    stage = any_order_painter.AnyOrderStage(options, 0)
     stage.run()
-    again = any_order_draw.AnyOrderStage(options, 0)
+    again = any_order_painter.AnyOrderStage(options, 0)
     again.restore()
     assert again.step == 2 and torch.equal(again.model.words.weight, stage.model.words.weight)
     any_order_painter.finish(options)

@@ -11,10 +11,10 @@ from visspec.api.loading import load_image_model
 from visspec.distributions import DenoisingSteps
 from visspec.models.continuous.model import ContinuousImageModel, Sampler, guided, load, value_of
 from visspec.models.vectors.diffusion_head import cosine_levels, schedule
-from visspec.toys.recipes import continuous_autoencoder, continuous_data, continuous_draw, continuous_painter
+from visspec.toys.recipes import continuous_autoencoder, continuous_painter
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_build import build_tokenizer
-from visspec.toys.recipes.painter_tokens import prompt_ids, without_words
+from visspec.toys.recipes.painter_build import build_tokenizer, prompt_ids, without_words
+from visspec.toys.recipes.recipe import write_coded
 
 TINY = {
     "text": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -27,7 +27,7 @@ SMALL = continuous_autoencoder.CONFIG | {"block_out_channels": (8, 8, 8, 8), "no
 def painter():
     """A tiny one with random weights, those that begin at zero too."""
     torch.manual_seed(0)
-    model = continuous_draw.build("painter", SMALL, TINY).eval()
+    model = continuous_painter.build("painter", SMALL, TINY).eval()
     for parameter in model.head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model
@@ -127,13 +127,13 @@ def test_refuses_what_is_no_painter(written, tmp_path, change, said):
 
 
 def test_a_drafter_draws_no_picture():
-    model = continuous_draw.build("drafter", sizes=TINY)
+    model = continuous_painter.build("drafter", sizes=TINY)
     with pytest.raises(ValueError, match="no autoencoder"):
         model.pixels(torch.zeros(1, 64, 8))
 
 
 def test_a_drafter_reads_the_conditions_that_are_known():
-    model = continuous_draw.build("drafter", sizes=TINY | {"feature": 16}).eval()
+    model = continuous_painter.build("drafter", sizes=TINY | {"feature": 16}).eval()
     values, index, features = torch.randn(2, 3, 8), torch.arange(3).expand(2, 3), torch.randn(2, 3, 16)
     features[:, 1:] = 0.0
     plain, read = model.embed(values, index), model.embed(values, index, features)
@@ -142,7 +142,7 @@ def test_a_drafter_reads_the_conditions_that_are_known():
 
 
 def test_a_fresh_drafter_has_the_painters_head_and_embeddings(painter):
-    model = continuous_draw.drafter_of(painter, TINY | {"feature": 16}).eval()
+    model = continuous_painter.drafter_of(painter, TINY | {"feature": 16}).eval()
     ids, _ = prompts(1.0)
     assert torch.equal(model.embed_prompt(ids), painter.embed_prompt(ids))
     x, t, condition = torch.randn(3, 8), torch.tensor([5, 500, 999]), torch.randn(3, 16)
@@ -155,11 +155,11 @@ def test_a_fresh_drafter_has_the_painters_head_and_embeddings(painter):
 
 def test_pairs_are_of_known_tasks_on_plain_ground():
     for seed in range(6):
-        metadata, scene = continuous_data.pair(seed)
-        assert metadata["tag"] in continuous_data.TASKS and scene.ground == "plain"
+        metadata, scene = continuous_autoencoder.pair(seed)
+        assert metadata["tag"] in continuous_autoencoder.TASKS and scene.ground == "plain"
         for shape in scene.shapes:
-            assert shape.radius in continuous_data.RADII
-            assert all((at / continuous_data.STEP).is_integer() for at in (shape.x, shape.y))
+            assert shape.radius in continuous_autoencoder.RADII
+            assert all((at / continuous_autoencoder.STEP).is_integer() for at in (shape.x, shape.y))
 
 
 def test_settled_autoencoder_gives_tokens_of_deviation_one(monkeypatch):
@@ -169,16 +169,16 @@ def test_settled_autoencoder_gives_tokens_of_deviation_one(monkeypatch):
     monkeypatch.setattr(continuous_autoencoder, "CONFIG", SMALL)
     trained = continuous_autoencoder.AutoencoderKL(**SMALL).eval()
     model = continuous_autoencoder.normalize_latents(trained, count=64)
-    first = continuous_data.FIRST_SEED["tokens"] - 1
-    scenes = [continuous_data.pair(first - i)[1] for i in range(64)]
-    pictures = continuous_autoencoder.pixels(scenes, continuous_data.SIDE)
+    first = continuous_autoencoder.FIRST_SEED["tokens"] - 1
+    scenes = [continuous_autoencoder.pair(first - i)[1] for i in range(64)]
+    pictures = continuous_autoencoder.pixels(scenes, continuous_autoencoder.SIDE)
     with torch.no_grad():
         posterior = model.encode(pictures).latent_dist
         variance = posterior.mean.var((0, 2, 3)) + posterior.var.mean((0, 2, 3))
         assert torch.allclose(posterior.mean.mean((0, 2, 3)), torch.zeros(8), atol=1e-4)
         assert torch.allclose(variance, torch.ones(8), atol=1e-3)
         assert torch.allclose(posterior.std, posterior.std[:1, :, :1, :1].expand_as(posterior.std))
-        mean = continuous_autoencoder.moments(trained, continuous_data.mixed(0, 64))
+        mean = continuous_autoencoder.moments(trained, continuous_autoencoder.mixed(0, 64))
         own = continuous_autoencoder.moments(trained, pictures)
         normalised = (own - mean.mean((0, 2, 3), keepdim=True)) / mean.std((0, 2, 3), keepdim=True)
         wanted = trained.decoder(trained.post_quant_conv(normalised))
@@ -187,10 +187,10 @@ def test_settled_autoencoder_gives_tokens_of_deviation_one(monkeypatch):
 
 @pytest.mark.slow
 def test_recipe_writes_both_folders(tmp_path, monkeypatch):
-    for module in (continuous_autoencoder, continuous_draw):
+    for module in (continuous_autoencoder, continuous_painter):
         monkeypatch.setattr(module, "CONFIG", SMALL)
     for name in ("painter", "drafter"):
-        monkeypatch.setitem(continuous_draw.SIZES, name, TINY | {"feature": 16 if name == "drafter" else 0})
+        monkeypatch.setitem(continuous_painter.SIZES, name, TINY | {"feature": 16 if name == "drafter" else 0})
     monkeypatch.setattr(continuous_painter, "GUIDANCES", (1.0, 2.0))
     options: argparse.Namespace = continuous_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "8", "--rows", "4", "--steps", "3", "--drafter-steps", "2", "--every", "9",
@@ -198,9 +198,9 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     )  # fmt: skip
     continuous_autoencoder.AutoencoderStage(options, 0).run()
     continuous_autoencoder.AutoencoderDecoderStage(options, 0).run()
-    continuous_data.write_tokens(options, continuous_autoencoder.load_autoencoder(tmp_path))
-    continuous_draw.ContinuousStage(options, 0).run()
-    continuous_draw.ContinuousDraftStage(options, 0).run()
+    write_coded(continuous_autoencoder.coders, options)
+    continuous_painter.ContinuousStage(options, 0).run()
+    continuous_painter.ContinuousDraftStage(options, 0).run()
     continuous_painter.finish(options)
     for name in continuous_painter.NAMES.values():
         assert isinstance(load(tmp_path / name), ContinuousImageModel)

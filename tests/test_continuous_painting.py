@@ -17,8 +17,8 @@ from visspec.models.continuous.drafter import ContinuousDrafter
 from visspec.models.continuous.model import ContinuousImageModel, Sampler
 from visspec.models.vectors.target import ContinuousAR
 from visspec.sampling import Normals
-from visspec.toys.recipes import continuous_draw, continuous_painter
-from visspec.toys.recipes.painter_tokens import without_words
+from visspec.toys.recipes import continuous_painter
+from visspec.toys.recipes.painter_build import without_words
 from visspec.types import Request, Sampling
 
 PROMPTS = ["a photo of a red ring", "a photo of a star and a bar", "a photo of a blue square"]
@@ -29,7 +29,7 @@ VECTOR_RULES = [
 
 def fresh(name, autoencoder=None, **sizes):
     torch.manual_seed(len(name))
-    model = continuous_draw.build(name, autoencoder, TINY | sizes).eval()
+    model = continuous_painter.build(name, autoencoder, TINY | sizes).eval()
     for parameter in model.head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.generation_config = continuous_painter.generation_config(2.0)

@@ -26,7 +26,7 @@ from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, 
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
-from visspec.toys.recipes import distilled_data, distilled_draw, painter_distilled
+from visspec.toys.recipes import painter_distilled
 from visspec.types import FREE, Request, Sampling, Verdict
 
 V = 3  # codes that the drafter of the law tests knows
@@ -386,14 +386,14 @@ def test_it_is_refused_for_models_of_another_type():
 def test_layers_of_a_painter_are_the_painter(tmp_path):
     """All of its layers, begun from: its laws without guidance, whatever the rotations' layout."""
     painter(tmp_path)
-    own = distilled_data.painter(str(tmp_path))
-    head = distilled_draw.begun(own, (0, 1))
+    own = painter_distilled.painter(str(tmp_path))
+    head = painter_distilled.begun(own, (0, 1))
     ids, attention = prompts(3)
     with torch.no_grad():
         codes = torch.arange(12).view(3, 4)
         batch = {"prompt": own.embed_prompt(ids), "words": attention}
         table = own.embed(torch.arange(own.codes))
-        found = distilled_draw.run(head, table, batch, codes, torch.full_like(codes, GUESSED))
+        found = painter_distilled.run(head, table, batch, codes, torch.full_like(codes, GUESSED))
         for b in range(3):
             inputs = torch.cat([own.embed_prompt(ids[b, attention[b]]), table[codes[b]]])[None]
             hidden = own.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
@@ -405,11 +405,10 @@ def test_layers_of_a_painter_are_the_painter(tmp_path):
 def tiny_run(tmp_path, monkeypatch):
     """Arguments of the recipe for a tiny painter."""
     painter(tmp_path / "painter")
-    monkeypatch.setattr(distilled_data, "BATCH", 2)
-    monkeypatch.setattr(painter_distilled, "SHAPES", ((4, 1), (4, 3)))
     monkeypatch.setattr(painter_distilled, "BATCH", 2)
-    for module in (distilled_draw, painter_distilled):
-        monkeypatch.setattr(module, "LAYERS", (0, 1))
+    monkeypatch.setattr(painter_distilled, "SHAPES", ((4, 1), (4, 3)))
+    monkeypatch.setattr(painter_distilled, "TOGETHER", 2)
+    monkeypatch.setattr(painter_distilled, "LAYERS", (0, 1))
     return ["--target", str(tmp_path / "painter"), "--out", str(tmp_path / "run"), "--pictures", "4", "--rows", "2"]
 
 
@@ -417,15 +416,17 @@ def test_the_recipe_draws_trains_resumes_measures_and_writes_a_card(tiny_run, tm
     options = painter_distilled.DRAFTER.parse([*tiny_run, "--steps", "2", "--every", "1", "--watched", "1"])
     options.export, options.measured = tmp_path / "x", 3
     options.out.mkdir()
-    distilled_data.write_pictures(options)
-    drawn = distilled_data.read_pictures(options.out, distilled_data.files(4))
-    assert drawn["codes"].shape[0] == 4 and drawn["seed"].tolist() == [distilled_data.FIRST_SEED + i for i in range(4)]
-    before = {name: (options.out / name).stat().st_mtime_ns for name in distilled_data.files(4)}
-    distilled_data.write_pictures(options)
-    assert before == {name: (options.out / name).stat().st_mtime_ns for name in distilled_data.files(4)}
-    first = distilled_draw.DistilStage(options, 0)
+    painter_distilled.write_pictures(options)
+    drawn = painter_distilled.read_pictures(options.out, painter_distilled.files(4))
+    assert drawn["codes"].shape[0] == 4 and drawn["seed"].tolist() == [
+        painter_distilled.FIRST_SEED + i for i in range(4)
+    ]
+    before = {name: (options.out / name).stat().st_mtime_ns for name in painter_distilled.files(4)}
+    painter_distilled.write_pictures(options)
+    assert before == {name: (options.out / name).stat().st_mtime_ns for name in painter_distilled.files(4)}
+    first = painter_distilled.DistilStage(options, 0)
     first.run()
-    again = distilled_draw.DistilStage(options, 0)
+    again = painter_distilled.DistilStage(options, 0)
     again.restore()
     assert again.step == 2 and torch.equal(again.head.codes.weight, first.head.codes.weight)
     painter_distilled.finish(options)
@@ -440,14 +441,14 @@ def test_the_recipe_draws_trains_resumes_measures_and_writes_a_card(tiny_run, tm
 
 def test_the_noise_of_recorded_pictures_is_that_of_their_seeds(tiny_run, monkeypatch):
     """Codes are the argmax of the recorded laws and the noise of the picture's seed."""
-    width = distilled_data.painter(tiny_run[1]).codes
-    monkeypatch.setattr(distilled_data, "LIKELY", width)
+    width = painter_distilled.painter(tiny_run[1]).codes
+    monkeypatch.setattr(painter_distilled, "LIKELY", width)
     options = painter_distilled.DRAFTER.parse(tiny_run)
     options.out.mkdir()
-    distilled_data.write_pictures(options)
-    found = distilled_data.read_pictures(options.out, distilled_data.files(4))
+    painter_distilled.write_pictures(options)
+    found = painter_distilled.read_pictures(options.out, painter_distilled.files(4))
     places = found["codes"].shape[1]
-    numbers = distilled_data.noise(found["seed"], places, width)[:, 1:]
+    numbers = painter_distilled.noise(found["seed"], places, width)[:, 1:]
     likely = found["likely"].long()
     ranked = (found["law"].float() + numbers.gather(2, likely)).argmax(dim=-1)
     same = likely.gather(2, ranked[..., None])[..., 0] == found["codes"][:, 1:]
@@ -458,21 +459,21 @@ def test_the_noise_of_recorded_pictures_is_that_of_their_seeds(tiny_run, monkeyp
 def test_missing_codes_and_guesses_weigh_less_the_later_they_come(tiny_run, share, kinds, monkeypatch):
     options = painter_distilled.DRAFTER.parse(tiny_run)
     options.out.mkdir()
-    distilled_data.write_pictures(options)
-    stage = distilled_draw.DistilStage(options, 0)
-    batch = stage.chosen(np.random.default_rng(0))
-    monkeypatch.setattr(distilled_draw, "MIXTURE", share)
+    painter_distilled.write_pictures(options)
+    stage = painter_distilled.DistilStage(options, 0)
+    batch = stage.batch()
+    monkeypatch.setattr(painter_distilled, "MIXTURE", share)
     seen = []
     stage.head.register_forward_pre_hook(lambda module, given: seen.append(given[1:3]))
     with torch.no_grad():
-        logits, weight = distilled_draw.attempted(stage.head, stage.drafter.table, batch, np.random.default_rng(3))
+        logits, weight = painter_distilled.attempted(stage.head, stage.drafter.table, batch, np.random.default_rng(3))
     kind, _ = seen[-1]
     assert set(kind.flatten().tolist()) == kinds and logits.shape[:2] == weight.shape == kind.shape
     for row, of in zip(weight, kind):
         known = int((of == KNOWN).sum())
-        expected = [1.0] * known + [distilled_draw.FADE**n for n in range(1, len(row) - known + 1)]
+        expected = [1.0] * known + [painter_distilled.FADE**n for n in range(1, len(row) - known + 1)]
         torch.testing.assert_close(row, torch.tensor(expected))
-    cross, apart = distilled_draw.distances(logits, batch)
+    cross, apart = painter_distilled.distances(logits, batch)
     p = torch.zeros_like(logits).scatter_(-1, batch["likely"].long(), batch["law"].float().exp())
     torch.testing.assert_close(apart, 1 - torch.minimum(p, logits.softmax(-1)).sum(-1), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(cross, -(p * logits.log_softmax(-1)).sum(-1), rtol=1e-4, atol=1e-4)

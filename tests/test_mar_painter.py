@@ -20,9 +20,9 @@ from visspec.models.mar.model import MARImageConfig, MARImageModel, load
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
 from visspec.models.mar.parallel import ParallelMAR
 from visspec.models.vectors.diffusion_head import cosine_levels, schedule
-from visspec.toys.recipes import mar_draw, mar_painter
+from visspec.toys.recipes import mar_painter
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.continuous_data import write_tokens
+from visspec.toys.recipes.recipe import write_coded
 
 TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
 PROMPTS = ["a photo of a red ring", "a photo of a star"]
@@ -30,7 +30,7 @@ PROMPTS = ["a photo of a red ring", "a photo of a star"]
 
 def fresh(autoencoder=None, seed=0, **sizes):
     torch.manual_seed(seed)
-    model = mar_draw.build("painter", autoencoder, TINY | sizes).eval()
+    model = mar_painter.build("painter", autoencoder, TINY | sizes).eval()
     for parameter in model.mar.head.parameters():
         nn.init.normal_(parameter, std=0.2)
     model.generation_config = GenerationConfig(guidance_scale=2.0)
@@ -53,11 +53,11 @@ def written(pipe, tmp_path_factory):
 
 
 def test_prompts_are_names_of_classes(pipe):
-    red = mar_draw.LABELS.index(PROMPTS[0])
+    red = mar_painter.LABELS.index(PROMPTS[0])
     out = pipe([PROMPTS[0], str(red)], seed=[3, 3])
     torch.testing.assert_close(out.tokens[0], out.tokens[1], atol=1e-4, rtol=1e-4)
     assert out.images[0].size == (64, 64)
-    assert pipe.family.default_guidance == 2.0 and len(mar_draw.LABELS) == 88
+    assert pipe.family.default_guidance == 2.0 and len(mar_painter.LABELS) == 88
     for text in ("a photo of a dog", "88", ""):
         with pytest.raises(ValueError, match=r"^prompt: got .*expected") as error:
             pipe(text)
@@ -195,7 +195,7 @@ def test_initial_weights_are_the_published_ones():
 
 def test_the_recipe_s_masks_and_divergence():
     """Rows know as many tokens as each other; the divergence is zero for the posterior itself."""
-    stage = object.__new__(mar_draw.MARStage)
+    stage = object.__new__(mar_painter.MARStage)
     plan = schedule(1000, learned=True).steps
     stage.low, stage.high, stage.move = (part.flip(0) for part in (plan.low, plan.high, plan.move))
     stage.noise = (1 - cosine_levels().float()).sqrt()
@@ -209,19 +209,19 @@ def test_the_recipe_s_masks_and_divergence():
 def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     for name in ("painter", "drafter"):
         own = {size: value for size, value in TINY.items() if size != "denoising_steps"}
-        monkeypatch.setitem(mar_draw.SIZES, name, own)
+        monkeypatch.setitem(mar_painter.SIZES, name, own)
     monkeypatch.setattr(mar_painter, "GUIDANCES", (1.0, 2.0))
     options = mar_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "24", "--rows", "4", "--steps", "3", "--drafter-steps", "2",
          "--every", "9", "--every-prompt", "44"]
     )  # fmt: skip
-    write_tokens(options, mar_draw.included_autoencoder())
-    stage = mar_draw.MARStage(options, 0)
+    write_coded(mar_painter.coders, options)
+    stage = mar_painter.MARStage(options, 0)
     values, classes, known, hidden = stage.batch()
     assert values.shape == (4, 64, 8) and known.sum(1).unique().numel() == 1 and int(classes.min()) >= UNCONDITIONAL
     assert not bool(known.gather(1, hidden).any())
     stage.run()
-    mar_draw.MARDraftStage(options, 0).run()
+    mar_painter.MARDraftStage(options, 0).run()
     mar_painter.finish(options)
     for name in mar_painter.NAMES.values():
         assert isinstance(load(tmp_path / name), MARImageModel)

@@ -25,12 +25,9 @@ from visspec.toys.recipes import (
     painter_build,
     painter_data,
     painter_draw,
-    painter_reading,
     painter_score,
-    painter_tokens,  # fmt: skip
 )
-from visspec.toys.recipes.painter_codes import composed, latents, nearest
-from visspec.toys.recipes.painter_vq import Codebook
+from visspec.toys.recipes.painter_vq import Codebook, composed, latents, nearest
 from visspec.toys.world.palette import CLASSES, COLOURS
 from visspec.toys.world.scene import HELD_OUT_SEED, Shape, ShapeScene
 from visspec.toys.world.suite import parse, suite, vocabulary
@@ -50,7 +47,7 @@ def test_configuration_has_the_stock_geometry(low):
     assert config.vq_config.num_patches == side
     assert config.vision_config.num_image_tokens == side * side
     assert config.vision_config.image_size == side * painter_build.PATCH == painter_data.SIDE[low]
-    assert painter_build.generation_config(low).max_length >= painter_tokens.PROMPT + side * side
+    assert painter_build.generation_config(low).max_length >= painter_build.PROMPT + side * side
 
 
 def test_tokenizer_and_processor_round_trip(tmp_path):
@@ -58,7 +55,7 @@ def test_tokenizer_and_processor_round_trip(tmp_path):
     processor = JanusProcessor.from_pretrained(tmp_path)
     prompts = [row["prompt"] for row in suite()]
     ids = processor(text=prompts, generation_mode="image", return_tensors="pt", padding=True)["input_ids"]
-    assert torch.equal(ids, painter_tokens.prompt_ids(painter_build.build_tokenizer(), prompts))
+    assert torch.equal(ids, painter_build.prompt_ids(painter_build.build_tokenizer(), prompts))
     assert (ids[:, -1] == processor.tokenizer.convert_tokens_to_ids(painter_build.BOI)).all()
     assert processor.tokenizer.unk_token_id not in ids
     assert set(vocabulary()) <= set(processor.tokenizer.get_vocab())
@@ -67,8 +64,8 @@ def test_tokenizer_and_processor_round_trip(tmp_path):
 
 def test_the_unconditional_form_keeps_only_bos_and_image_start():
     tokenizer = painter_build.build_tokenizer()
-    ids = painter_tokens.prompt_ids(tokenizer, ["a photo of a ring"])
-    bare = painter_tokens.without_words(tokenizer, ids)
+    ids = painter_build.prompt_ids(tokenizer, ["a photo of a ring"])
+    bare = painter_build.without_words(tokenizer, ids)
     kept = [tokenizer.bos_token_id, tokenizer.convert_tokens_to_ids(painter_build.BOI)]
     assert bare[bare != tokenizer.pad_token_id].tolist() == kept
     assert torch.equal(bare != tokenizer.pad_token_id, (ids == kept[0]) | (ids == kept[1]))
@@ -118,7 +115,7 @@ def test_progress_says_what_has_been_begun():
     scene = ShapeScene((Shape("ring", "blue", 6 / 12, 3 / 12, 13 / 96), Shape("bar", "red", 4 / 12, 9 / 12, 13 / 96)))
     shown = np.zeros((12, 12), bool)
     shown[2:5, 5:7], shown[8:10, 2:6] = True, True
-    begun = painter_reading.progress(metadata, scene, shown)
+    begun = painter_draw.progress(metadata, scene, shown)
     ring, bar = 12 * 2 + 5, 12 * 8 + 2  # the first codes that show them
     assert begun.shape == (144, 7)
     assert begun[:, 1].argmax() == ring + 1 and begun[:, 0].argmax() == bar + 1  # the prompt's order, not the picture's
@@ -132,8 +129,8 @@ def test_progress_says_what_has_been_begun():
 
 def test_reading_counts_what_a_prompt_says_only_where_there_is_one():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_reading.ProbeHeads(8, tokenizer.get_vocab(), 4)
-    ids = painter_tokens.prompt_ids(tokenizer, ["a photo of three crosses", "a photo of a bar above a star"])
+    reading = painter_draw.ProbeHeads(8, tokenizer.get_vocab(), 4)
+    ids = painter_build.prompt_ids(tokenizer, ["a photo of three crosses", "a photo of a bar above a star"])
     begun, layers, looks = torch.zeros(2, 16, 7, dtype=torch.long), torch.randn(2, 2, 16, 8), torch.rand(2, 16, 12)
     both, first = (reading(*layers, looks, ids, torch.tensor(asked), begun) for asked in ([1.0, 1.0], [1.0, 0.0]))
     alone = reading(*layers[:, :1], looks[:1], ids[:1], torch.ones(1), begun[:1])
@@ -145,8 +142,8 @@ def test_reading_counts_what_a_prompt_says_only_where_there_is_one():
 
 def test_reading_looks_at_the_class_of_a_shape_while_it_is_new():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_reading.ProbeHeads(8, tokenizer.get_vocab(), 2)  # a shape is new for four codes
-    ids = painter_tokens.prompt_ids(tokenizer, ["a photo of a red bar and a blue star"])
+    reading = painter_draw.ProbeHeads(8, tokenizer.get_vocab(), 2)  # a shape is new for four codes
+    ids = painter_build.prompt_ids(tokenizer, ["a photo of a red bar and a blue star"])
     star = (ids[0] == tokenizer.convert_tokens_to_ids("star")).nonzero().item()
     begun, layers, looks = torch.zeros(1, 9, 7, dtype=torch.long), torch.randn(2, 1, 9, 8), torch.rand(1, 9, 12)
     begun[0, 3:, 2], begun[0, 3:, 5] = 1, 1 + CLASSES.index("star")
@@ -160,8 +157,8 @@ def test_reading_looks_at_the_class_of_a_shape_while_it_is_new():
 
 def test_reading_tells_the_colour_that_stands_before_a_class():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_reading.ProbeHeads(len(tokenizer.get_vocab()), tokenizer.get_vocab(), 4)
-    ids = painter_tokens.prompt_ids(tokenizer, ["a photo of a red bar and a blue star", "a photo of a ring"])
+    reading = painter_draw.ProbeHeads(len(tokenizer.get_vocab()), tokenizer.get_vocab(), 4)
+    ids = painter_build.prompt_ids(tokenizer, ["a photo of a red bar and a blue star", "a photo of a ring"])
     with torch.no_grad():
         reading.told.weight.zero_(), reading.told.bias.zero_()
         before = torch.nn.functional.one_hot(ids.roll(1, 1), len(tokenizer.get_vocab())).float()
@@ -197,9 +194,9 @@ def test_training_seeds_stay_below_the_held_out_ones():
 
 def test_reading_labels_say_what_the_prompt_asks_for():
     tokenizer = painter_build.build_tokenizer()
-    reading = painter_reading.ProbeHeads(8, tokenizer.get_vocab(), 12)
+    reading = painter_draw.ProbeHeads(8, tokenizer.get_vocab(), 12)
     prompts = ["a photo of three crosses", "a photo of a bar above a star", "a photo of a red star and a pink ring"]
-    labels = torch.stack(reading.labels(painter_tokens.prompt_ids(tokenizer, prompts)), 1)
+    labels = torch.stack(reading.labels(painter_build.prompt_ids(tokenizer, prompts)), 1)
     kinds, colours = list(CLASSES), list(COLOURS)
     assert labels[0].tolist() == [kinds.index("cross") + 1, 0, 0, 0, 0, 2]
     assert labels[1].tolist() == [kinds.index("bar") + 1, kinds.index("star") + 1, 0, 0, 3, 0]

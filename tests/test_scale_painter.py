@@ -22,10 +22,11 @@ from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import LabelledVARImages, calibrated
 from visspec.models.var.layout import save_vae
 from visspec.models.var.model import VARImageConfig, VARImageModel, load
-from visspec.toys.recipes import scale_data, scale_draw, scale_measure, scale_painter, scale_vq
-from visspec.toys.recipes.any_order_data import included_vq
+from visspec.toys.recipes import scale_codes, scale_draw, scale_painter
+from visspec.toys.recipes.any_order_painter import included_vq
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_data import pixels
+from visspec.toys.recipes.recipe import write_coded
 from visspec.toys.world.suite import suite
 from visspec.tree import empty_draft
 from visspec.types import Scores
@@ -231,7 +232,7 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
     rule = bench_sweep.ScaleEntropyRecorder()
     pipe("1", seed=1, drafter="none", acceptance=rule, output_type="latent", guidance_scale=1.0)
     assert [len(part) for part in rule.seen] == [1, 4, 9, 16]
-    first = scale_measure.laws(pipe.model, torch.tensor([1]), pipe("1", seed=1, guidance_scale=1.0).tokens[0][None])[0]
+    first = scale_painter.laws(pipe.model, torch.tensor([1]), pipe("1", seed=1, guidance_scale=1.0).tokens[0][None])[0]
     entropy = -(first.exp() * first).sum()
     torch.testing.assert_close(rule.seen[0][0, 0], entropy, atol=1e-4, rtol=1e-4)
     rule.seen.clear()
@@ -242,7 +243,7 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
     assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
-    family = LabelledVARImages(fresh(labels=scale_data.LABELS))
+    family = LabelledVARImages(fresh(labels=scale_codes.LABELS))
     assert bench_others.taught(family, suite()) == ["single_object", "colors"]
 
 
@@ -260,28 +261,28 @@ def test_what_draws_no_scales_has_no_rows_of_them():
 
 
 def test_pictures_are_of_their_classes():
-    assert len(scale_data.LABELS) == 88 == len(set(scale_data.LABELS))
+    assert len(scale_codes.LABELS) == 88 == len(set(scale_codes.LABELS))
     for seed in range(20):
-        number, scene = scale_data.pair(seed)
-        (shape,), (item,) = scene.shapes, scale_data.ROWS[number]["include"]
+        number, scene = scale_codes.pair(seed)
+        (shape,), (item,) = scene.shapes, scale_codes.ROWS[number]["include"]
         assert shape.kind == item["class"] and item.get("color", shape.colour) == shape.colour
         for place in (shape.x, shape.y):
-            assert abs(place / scale_data.STEP - round(place / scale_data.STEP)) < 1e-9
-        assert shape.radius in scale_data.RADII and scene.ground == "plain"
+            assert abs(place / scale_codes.STEP - round(place / scale_codes.STEP)) < 1e-9
+        assert shape.radius in scale_codes.RADII and scene.ground == "plain"
 
 
 def test_classes_are_sums_of_facts():
     table = scale_draw.facts()
     assert table.shape == (89, 19) and set(table.sum(1).tolist()) == {1.0, 2.0}
-    red_ring, ring = (table[scale_data.LABELS.index(f"a photo of a {name}")] for name in ("red ring", "ring"))
+    red_ring, ring = (table[scale_codes.LABELS.index(f"a photo of a {name}")] for name in ("red ring", "ring"))
     assert (red_ring - ring).sum() == 1 and (red_ring - ring).min() == 0 and not (table[:88] @ table[88]).any()
 
 
 def test_weights_are_by_map():
     every = scale_draw.weights(8)
-    parts = [part.sum().item() for part in every.split(scale_data.SCALES.sizes)]
+    parts = [part.sum().item() for part in every.split(scale_codes.SCALES.sizes)]
     assert abs(sum(parts) - 1) < 1e-6 and abs(parts[7] / parts[0] - 12) < 1e-4
-    late = [part.sum().item() for part in scale_draw.weights(8, 3.0).split(scale_data.SCALES.sizes)]
+    late = [part.sum().item() for part in scale_draw.weights(8, 3.0).split(scale_codes.SCALES.sizes)]
     assert abs(late[7] / late[5] - 3 * 12 / 8) < 1e-4 and abs(late[6] / late[5] - 3 * 10 / 8) < 1e-4
     assert len(scale_draw.weights(6)) == 130
 
@@ -319,22 +320,22 @@ def test_a_whole_picture_is_taught_as_it_is_drawn(codec, maps):
     with torch.no_grad():
         read = scale_draw.inputs(codec.quantize, codes)
         logits = taught.logits(classes, read, maps)
-    wanted = torch.cat(scale_measure.laws(taught.settled(), classes, codes)[:maps], dim=1)
+    wanted = torch.cat(scale_painter.laws(taught.settled(), classes, codes)[:maps], dim=1)
     torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-5, rtol=1e-4)
 
 
 def test_distances_by_scale(codec):
     model, other = (tiny(codec, seed=seed).settled().eval() for seed in (0, 0))
-    out = scale_draw.draw(scale_draw.pipeline(model), scale_data.LABELS[:2], 1.0, 0)
-    same = scale_measure.apart(model, other, out)
+    out = scale_draw.draw(scale_draw.pipeline(model), scale_codes.LABELS[:2], 1.0, 0)
+    same = scale_painter.apart(model, other, out)
     assert same["kl"] == same["tv"] == [0.0] * 8 and min(same["entropy"]) > 0
     with torch.no_grad():
         other.var.head.bias.add_(torch.randn(32, generator=torch.Generator().manual_seed(2)))
-    apart = scale_measure.apart(model, other, out)
+    apart = scale_painter.apart(model, other, out)
     assert min(apart["kl"]) > 0 and 0 < min(apart["tv"]) and max(apart["tv"]) < 1
-    tight = CacheBudget.full(scale_data.SCALES, 2)
-    assert scale_measure.apart(model, model, out, tight)["kl"] == [0.0] * 8
-    assert scale_measure.likeness(out, out) == {"psnr": 60.0, "equal": 2}
+    tight = CacheBudget.full(scale_codes.SCALES, 2)
+    assert scale_painter.apart(model, model, out, tight)["kl"] == [0.0] * 8
+    assert scale_painter.likeness(out, out) == {"psnr": 60.0, "equal": 2}
 
 
 @pytest.mark.slow
@@ -345,7 +346,7 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
     monkeypatch.setattr(scale_painter, "HANDOVERS", (6,))
     monkeypatch.setattr(scale_painter, "DEPTHS", (1,))
     monkeypatch.setattr(scale_painter, "GUIDANCES", (1.0, 2.0))
-    save_vae(tmp_path / "vq", codec, scale_data.SCALES)
+    save_vae(tmp_path / "vq", codec, scale_codes.SCALES)
     torch.save({"step": 1, "seconds": 60.0, "loss": 1.0}, tmp_path / "quantiser.pt")
     options = scale_painter.PAINTER.parse([
         "--out", str(tmp_path), "--pairs", "32", "--steps", "2", "--small-steps", "2", "--refine-steps", "2", "--rows",
@@ -383,7 +384,7 @@ def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec
     """Its loss is a divergence: zero for a small model that is the large one, and positive for another."""
     size = {"width": 32, "depth": 1, "heads": 2}
     monkeypatch.setattr(scale_draw, "SIZES", {"painter": size, "small": size})
-    save_vae(tmp_path / "vq", codec, scale_data.SCALES)
+    save_vae(tmp_path / "vq", codec, scale_codes.SCALES)
     options = scale_painter.PAINTER.parse(["--out", str(tmp_path), "--pairs", "8", "--rows", "4"])
     made_up(tmp_path, 8)
     stage = scale_draw.SmallStage(options, 0)
@@ -399,12 +400,12 @@ def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec
 
 def test_the_painters_autoencoder_is_borrowed_whole():
     """What VAR's class encodes and decodes is what the stock VQ model does, but for lengths and the border."""
-    vq, model = included_vq(), scale_vq.borrowed(32)
-    true = scale_data.held_out(scale_data.rows_of_labels(44))
+    vq, model = included_vq(), scale_codes.borrowed(32)
+    true = scale_codes.held_out(scale_codes.rows_of_labels(44))
     with torch.no_grad():
         wanted = vq.quant_conv(vq.encoder(true))
         features = model.quant_conv(model.encoder(true))
-        torch.testing.assert_close(features * scale_vq.LENGTH, wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(features * scale_codes.LENGTH, wanted, atol=1e-4, rtol=1e-4)
         whole = vq.decoder.conv_in(vq.post_quant_conv(features))
         mine = model.decoder.conv_in(model.post_quant_conv(features))
     torch.testing.assert_close(mine[..., 1:-1, 1:-1], whole[..., 1:-1, 1:-1], atol=1e-4, rtol=1e-4)
@@ -417,12 +418,12 @@ def features(tmp_path_factory):
     options = scale_painter.PAINTER.parse([
         "--out", str(folder), "--pairs", "12", "--vq-steps", "4", "--vq-rows", "4", "--rows", "4", "--resume",
     ])  # fmt: skip
-    scale_vq.write_features(options)
+    write_coded(scale_codes.feature_coders, options)
     return options
 
 
 def test_the_quantiser_alone_is_taught(features):
-    stage = scale_vq.QuantiserStage(features, 0)
+    stage = scale_codes.QuantiserStage(features, 0)
     before = {name: value.clone() for name, value in stage.model.state_dict().items()}
     with torch.no_grad():
         first = stage.loss().item()
@@ -430,21 +431,22 @@ def test_the_quantiser_alone_is_taught(features):
     changed = {name for name, value in stage.model.state_dict().items() if not torch.equal(value, before[name])}
     assert changed and all(name.startswith("quantize.") for name in changed)
     assert stage.loss().item() < first
-    codec = scale_vq.load_vq(features.out)
+    codec = scale_codes.load_vq(features.out)
     assert torch.equal(codec.quantize.embedding.weight, stage.model.quantize.embedding.weight)
-    scale_vq.write_codes(features)
-    data = scale_data.read_codes(features.out)
-    found = scale_data.pair(scale_data.FIRST_SEED["codes"] + 3)
+    (features.out / "codes.pt").unlink(missing_ok=True)
+    write_coded(scale_codes.code_coders, features)
+    data = torch.load(features.out / "codes.pt", weights_only=True)
+    found = scale_codes.pair(scale_codes.FIRST_SEED["codes"] + 3)
     assert int(data["classes"][3]) == found[0]
-    codes = codec.encode(pixels([found[1]], scale_data.SIDE), scale_data.SCALES)
+    codes = codec.encode(pixels([found[1]], scale_codes.SIDE), scale_codes.SCALES)
     assert (codes[0] == data["codes"][3]).float().mean() > 0.95, "but for features kept in float16"
 
 
 def test_codes_start_again_where_something_is_lacking(features):
-    stage = scale_vq.QuantiserStage(features, 0)
+    stage = scale_codes.QuantiserStage(features, 0)
     ground = torch.zeros(1, 50, 8)
     ground[0, 7] = 3.0
-    stage.step, stage.used = 1, torch.ones(scale_vq.CODES, dtype=torch.bool)
+    stage.step, stage.used = 1, torch.ones(scale_codes.CODES, dtype=torch.bool)
     stage.used[:5] = False
     kept = stage.model.quantize.embedding.weight[5:].clone()
     stage.restart([ground])
@@ -470,7 +472,7 @@ def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
         record = json.loads((folder / "provenance.json").read_text())
         assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size
         assert record["recipe"] == "visspec.toys painter-var" and "painter-var" in (folder / "README.md").read_text()
-    assert included.family.labels == tuple(row["prompt"] for row in suite() if row["tag"] in scale_data.TASKS)
+    assert included.family.labels == tuple(row["prompt"] for row in suite() if row["tag"] in scale_codes.TASKS)
 
 
 @shipped

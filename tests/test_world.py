@@ -214,15 +214,15 @@ def test_processor_takes_both_call_forms_and_odd_images():
 
 
 def test_held_out_seeds_are_apart_from_training():
-    from visspec.toys.recipes import captioner_data
+    from visspec.toys.recipes import captioner
 
-    assert captioner_data.FIRST_SEED + 10**8 < HELD_OUT_SEED
+    assert captioner.FIRST_SEED + 10**8 < HELD_OUT_SEED
 
 
 @pytest.mark.slow
 def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
     torch = pytest.importorskip("torch")
-    from visspec.toys.recipes import captioner, captioner_data, captioner_vision
+    from visspec.toys.recipes import captioner, captioner_vision
 
     shapes = world("shapes")
     monkeypatch.setattr(captioner, "score_captions", lambda *_: {"accuracy": 0.0})
@@ -260,7 +260,7 @@ def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
     straight = captioner.CaptionStage(options, 0)
     straight.run()
     first = captioner.CaptionStage(options, 0)
-    for _ in range(captioner_data.GROUP):
+    for _ in range(captioner.GROUP):
         first.update()
     first.checkpoint(0.0)
     second = captioner.CaptionStage(options, 0)

@@ -22,20 +22,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTrainedTokenizerFast
 
 from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor, save
-from visspec.toys.recipes.captioner_data import CaptionBatch, Encoder
 from visspec.toys.recipes.captioner_score import score_answers, score_captions
-from visspec.toys.recipes.captioner_vision import VisionStage, patch_features, patch_labels, pixels, seen_in
-from visspec.toys.recipes.recipe import Options, Recipe, trained
+from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
+from visspec.toys.recipes.painter_data import pixels
+from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, trained
 from visspec.toys.world.worlds import WORLDS, World, world
-from visspec.train.stages import Stage
 
+IMAGE_TOKENS = SIDE * SIDE
+FIRST_SEED = 1 << 28  # scenes the vision stage has not seen, still below the held-out ones
+QUESTION_SHARE = 1 / 8
+GROUP = 4  # batches drawn and sorted together
+FACT_WEIGHT = 3.0  # words that must be read from the image weigh more than the sentences around them
 MEASURED_FROM = 1000  # the first held-out scenes were watched during training; these were not
 NAMES = {
     "shapes": {False: "captioner", True: "captioner-small"},
@@ -90,10 +95,80 @@ class Naming:
         return torch.stack(losses).mean()
 
 
+@dataclass(frozen=True)
+class CaptionBatch:
+    """Scenes, and rows of text about them. Every row starts with the same prefix, `<s> user : <image>*36`, so that
+    image features lie at fixed positions; rows are padded on the right, which a causal model needs no mask for.
+
+    ids int64 (B, L), weight float32 (B, L): loss weight of predicting that token, 0 for prompts and padding.
+    """
+
+    scenes: list
+    ids: torch.Tensor
+    weight: torch.Tensor
+
+
+def _turns(world: World, scene, rng: np.random.Generator) -> list[tuple[str, str]]:
+    """(request, answer) turns of one row: a caption, or several questions in random order."""
+    if rng.random() >= QUESTION_SHARE:
+        requests = world.captions.requests
+        return [(requests[int(rng.integers(len(requests)))], world.captions.caption(scene, rng))]
+    asked = world.captions.questions(scene)
+    return [asked[i] for i in rng.permutation(len(asked))[:7]]
+
+
+class Encoder:
+    """Turns sampled rows into ids and weights by one table look-up a word."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, world: World):
+        self.world, self.fact_words = world, world.captions.fact_words()
+        self.table = tokenizer.get_vocab()
+        self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
+        self.first_image = 3  # after "<s> user :"
+        self.prefix = self._ids("<s> user :") + [self.table["<image>"]] * IMAGE_TOKENS
+
+    def _ids(self, text: str) -> list[int]:
+        return [self.table[word] for word in text.split()]
+
+    def row(self, turns: list[tuple[str, str]]) -> tuple[list[int], list[float]]:
+        """Ids and weights of one conversation about one image."""
+        ids, weight = list(self.prefix), [0.0] * len(self.prefix)
+        for i, (request, answer) in enumerate(turns):
+            asked = self._ids(("" if i == 0 else "user : ") + request + " assistant :")
+            said = answer.split()
+            ids += asked + self._ids(answer) + [self.eos]
+            weight += [0.0] * len(asked) + [FACT_WEIGHT if w in self.fact_words else 1.0 for w in said] + [1.0]
+        return ids, weight
+
+    def batches(self, step: int, rows: int, rank: int = 0, workers: int = 1) -> list[CaptionBatch]:
+        """This worker's next GROUP batches of `rows` fresh rows; a pure function of the arguments.
+
+        Rows are sorted by length, to save padding and to give all workers equally long rows at the same step.
+        """
+        rng = np.random.default_rng(FIRST_SEED + step)
+        share = rows * workers
+        scenes = [self.world.captioned(FIRST_SEED + step * share + i) for i in range(share * GROUP)]
+        coded = [(scene, *self.row(_turns(self.world, scene, rng))) for scene in scenes]
+        coded.sort(key=lambda item: len(item[1]))
+        return [self._pad(coded[i * share : (i + 1) * share][rank::workers]) for i in rng.permutation(GROUP)]
+
+    def _pad(self, coded: list[tuple[object, list[int], list[float]]]) -> CaptionBatch:
+        length = max(len(ids) for _, ids, _ in coded)
+        ids = np.full((len(coded), length), self.pad, np.int64)
+        weight = np.zeros((len(coded), length), np.float32)
+        for row, (_, row_ids, row_weight) in enumerate(coded):
+            ids[row, : len(row_ids)], weight[row, : len(row_ids)] = row_ids, row_weight
+        return CaptionBatch([scene for scene, _, _ in coded], torch.from_numpy(ids), torch.from_numpy(weight))
+
+
 def caption_loss(
-    model: LlavaForConditionalGeneration, batch: CaptionBatch, features: torch.Tensor, first: int, half: bool = True,
+    model: LlavaForConditionalGeneration,
+    batch: CaptionBatch,
+    features: torch.Tensor,
+    first: int,
+    half: bool = True,
     naming: tuple[float, Naming] | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches.
 
     naming: a weight, and the loss on projected patches that is added with it.
@@ -111,13 +186,13 @@ def caption_loss(
     return (losses * weight).sum() / weight.sum() + named
 
 
-class CaptionStage(Stage):
+class CaptionStage(TrainingStage):
     """Stage 2: projector and text model on frozen vision features, fresh scenes at every step."""
 
-    warm = 0.03
+    seed, warm = 1, 0.03
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(1)
+    def build(self, options: argparse.Namespace) -> dict:
+        self.name = "caption-small.pt" if options.small else "caption.pt"
         tower = torch.load(options.out / "vision.pt", weights_only=True)["tower"]
         self.world = world(options.world)
         self.processor = build_processor(self.world)
@@ -127,27 +202,23 @@ class CaptionStage(Stage):
         self.model = build_model(tower, self.world, options.small).train()
         self.model.set_attn_implementation("eager")
         self.model.model.vision_tower.requires_grad_(False)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        file, parts = "caption-small.pt" if options.small else "caption.pt", {"model": self.model}
-        super().__init__(options, rank, file, options.steps, options.rate, trained, 0.05, parts)
+        return {"model": self.model}
 
     def loss(self) -> torch.Tensor:
         """Loss of the next batch; batches come several at a time, so checkpoints are made after all of them."""
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
         batch, half = self.waiting.pop(0), not self.options.float32
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
-            features = patch_features(self.model.model.vision_tower, pixels(batch.scenes, self.world)).float()
+            features = patch_features(
+                self.model.model.vision_tower, pixels(batch.scenes, self.world.side, self.world.draw)
+            ).float()
         return caption_loss(self.model, batch, features, self.encoder.first_image, half, self.naming)
 
-    def report(self) -> dict:
-        """Captions of held-out scenes, by the first worker; it refreshes the early folder."""
-        if self.rank:
-            return {}
-        self.model.eval()
+    def figures(self) -> dict:
+        """Captions of held-out scenes; the early folder is refreshed."""
         torch.set_num_threads(self.workers)
         record = score_captions(self.model, self.processor, self.world)
         torch.set_num_threads(1)
-        self.model.train()
         if self.options.early and record["accuracy"] > 0.3:
             save(self.model, self.processor, self.options.early, torch.float16)
         return record
@@ -157,10 +228,10 @@ def finish(options: argparse.Namespace) -> None:
     """Write the folder from the last checkpoints, read it back, measure it and describe it."""
     place, small = world(options.world), options.small
     folder = options.out / NAMES[place.name][small]
-    vision, seeing = cards.read_stage(options.out / "vision.pt")
-    text, captions = cards.read_stage(options.out / ("caption-small.pt" if small else "caption.pt"))
-    model = build_model(vision["tower"], place, small)
-    model.load_state_dict(text["model"])
+    files = {"vision": "vision.pt", "caption": "caption-small.pt" if small else "caption.pt"}
+    saved, stages = cards.read_stages(options.out, files)
+    model = build_model(saved["vision"]["tower"], place, small)
+    model.load_state_dict(saved["caption"]["model"])
     save(model, build_processor(place), folder, torch.float16)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     processor = AutoProcessor.from_pretrained(folder)
@@ -170,10 +241,9 @@ def finish(options: argparse.Namespace) -> None:
         "temperature_1": score_captions(model, processor, place, options.scenes, MEASURED_FROM, sample=True),
         "questions": score_answers(model, processor, place, options.scenes, MEASURED_FROM),
     }
-    record = cards.origin(
-        model, f"visspec.toys {folder.name}", folder, measured, seeds={"vision": 0, "caption": 1},
-        vision=seeing | {"accuracy": seen_in(vision, place)}, caption=captions, world=place.name, cores=options.workers,
-    )  # fmt: skip
+    stages["vision"]["accuracy"] = seen_in(saved["vision"], place)
+    about = stages | {"seeds": {"vision": 0, "caption": 1}, "world": place.name, "cores": options.workers}
+    record = cards.origin(model, f"visspec.toys {folder.name}", folder, measured, **about)
     cards.publish(folder, card(place, small, model, len(processor.tokenizer), record))
     cards.say(folder, **measured)
 

@@ -7,7 +7,7 @@ ground): about 180 labels an image.
 """
 
 import argparse
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
+from visspec.toys.recipes.painter_data import pixels
+from visspec.toys.recipes.recipe import TrainingStage
 from visspec.toys.world.scene import GRID
 from visspec.toys.world.worlds import World, world
 from visspec.train.stages import OneCycleStage
@@ -50,12 +52,6 @@ def head_sizes(world: World) -> dict[str, int]:
     return held | {"patch": SIDE * SIDE, "count": len(world.counts)} | scene
 
 
-def pixels(scenes: list, world: World) -> torch.Tensor:
-    """Rendered and normalised images, float32 (B, 3, side, side), as the image processor gives them."""
-    batch = torch.from_numpy(np.stack([world.render(scene) for scene in scenes]))
-    return batch.permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
 def patch_labels(scenes: list, world: World) -> dict[str, torch.Tensor]:
     """Labels of every patch, int64 (B, SIDE^2) for each head; a count that captions never have is UNTOLD."""
     out = {name: np.zeros((len(scenes), SIDE * SIDE), np.int64) for name in head_sizes(world)}
@@ -89,7 +85,7 @@ def heads_of(world: World) -> nn.ModuleDict:
 def accuracy(tower: CLIPVisionModel, heads: nn.ModuleDict, world: World, count: int = 256) -> dict[str, float]:
     """Share of right labels on held-out scenes, by head."""
     scenes = world.scenes(count)
-    features, labels = patch_features(tower, pixels(scenes, world)), patch_labels(scenes, world)
+    features, labels = patch_features(tower, pixels(scenes, world.side, world.draw)), patch_labels(scenes, world)
     shares = {name: (head(features).argmax(-1) == labels[name]).float().mean() for name, head in heads.items()}
     return {name: round(float(share), 4) for name, share in shares.items()}
 
@@ -102,17 +98,18 @@ def seen_in(saved: dict[str, Any], world: World) -> dict[str, float]:
     return accuracy(tower, heads, world)
 
 
-class VisionStage(OneCycleStage):
+class VisionStage(TrainingStage, OneCycleStage):
     """Training of the tower on batches of fresh scenes; its checkpoint is the result, too."""
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(0)
+    name, seed, decay = "vision.pt", 0, 0.02
+    steps_option, constant_rate = "vision_steps", 1e-3
+    settings: ClassVar = {"rises": 0.08}
+
+    def build(self, options: argparse.Namespace) -> dict:
         self.world = world(options.world)
         self.tower, self.heads = CLIPVisionModel(vision_config(self.world)), heads_of(self.world)
         self.tower.set_attn_implementation("eager")  # five times faster than sdpa in bfloat16 on short CPU sequences
-        parts = {"tower": self.tower, "heads": self.heads}
-        trained = [p for part in parts.values() for p in part.parameters()]
-        super().__init__(options, rank, "vision.pt", options.vision_steps, 1e-3, trained, 0.02, parts, rises=0.08)
+        return {"tower": self.tower, "heads": self.heads}
 
     def loss(self) -> torch.Tensor:
         """Summed cross-entropies of all heads, on this worker's scenes of the batch."""
@@ -120,13 +117,13 @@ class VisionStage(OneCycleStage):
         scenes = [self.world.lesson(first + i) for i in range(self.rank, rows, self.workers)]
         labels = patch_labels(scenes, self.world)
         with torch.autocast("cpu", torch.bfloat16, enabled=not self.options.float32):
-            features = patch_features(self.tower, pixels(scenes, self.world))
+            features = patch_features(self.tower, pixels(scenes, self.world.side, self.world.draw))
         flat = features.float()
         losses = [
             F.cross_entropy(head(flat).flatten(0, 1), labels[name].flatten()) for name, head in self.heads.items()
         ]
         return torch.stack(losses).sum()
 
-    def report(self) -> dict:
-        """Shares of right labels, on the first worker only."""
-        return {} if self.rank else accuracy(self.tower, self.heads, self.world)
+    def figures(self) -> dict:
+        """Shares of right labels."""
+        return accuracy(self.tower, self.heads, self.world)

@@ -3,6 +3,7 @@
 A card is a template of `visspec/toys/cards`, filled with the figures of the provenance.
 """
 
+import argparse
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -90,6 +91,12 @@ def read_stage(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return saved, {"steps": saved["step"], "seconds": round(saved["seconds"]), "loss": saved["loss"]}
 
 
+def read_stages(folder: Path, files: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Both of several stages, by the names of their parts in the provenance."""
+    read = {part: read_stage(folder / file) for part, file in files.items()}
+    return {part: saved for part, (saved, _) in read.items()}, {part: stage for part, (_, stage) in read.items()}
+
+
 def origin(model: Any, recipe: str, folder: Path, measured: dict, **more: Any) -> dict[str, Any]:
     """The provenance of a finished folder, which is written; `more` are seeds and steps of the recipe's stages."""
     versions: dict[str, Any] = {"numpy": np.__version__, "pillow": PIL.__version__}
@@ -109,6 +116,20 @@ def publish(folder: Path, card: str) -> None:
     """Write the card; the weights, which safetensors writes private, can be read by all: packages copy the mode."""
     (folder / README).write_text(card, encoding="utf-8")
     (folder / "model.safetensors").chmod(0o644)
+
+
+def describe(
+    options: argparse.Namespace, name: str, model: nn.Module, measured: dict, about: dict, recipe: str = "", **figures
+) -> None:
+    """Write the provenance and the card of `options.out / name`; `about` is of the provenance, `figures` of the card.
+
+    recipe: its name, where it is another than the folder's.
+    """
+    folder, size = options.out / name, {"parameters": millions(model), "note": options.note}
+    record = origin(model, f"visspec.toys {recipe or name}", folder, measured, **about)
+    if "sweep" in measured:
+        size |= {"sweep": swept(measured["sweep"])}
+    publish(folder, fill(name, record=record, **size, **figures))
 
 
 def say(folder: Path, **figures: Any) -> None:

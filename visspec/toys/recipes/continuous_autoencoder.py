@@ -1,27 +1,39 @@
-"""Stage 1 of the continuous painter's recipe: a small KL autoencoder with a broad posterior of fixed deviation.
+"""Pictures, tokens and autoencoder of the continuous painter: scenes of one or two shapes on plain ground.
 
-Acceptance between densities needs distributions that are not sharp: of two Gaussians of deviation s and distance e,
-what they share falls with e / s. The decoder is therefore trained on latents with noise of NOISE times the deviation of
-their means, and the tokens that a painter learns are drawn from that posterior. In the stock class the deviation is
-then a bias; the means are normalised over batches in training and by weights at the end.
+The autoencoder is a small KL one with a broad posterior of fixed deviation. Acceptance between densities needs
+distributions that are not sharp: of two Gaussians of deviation s and distance e, what they share falls with e / s. The
+decoder is therefore trained on latents with noise of NOISE times the deviation of their means, and the tokens that a
+painter learns are drawn from that posterior. In the stock class the deviation is then a bias; the means are normalised
+over batches in training and by weights at the end.
 """
 
 import argparse
+import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from diffusers import AutoencoderKL
 
-from visspec.toys.recipes.continuous_data import FIRST_SEED, SIDE, SIZE, TASKS, mixed, painted, pair
-from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.painter_score import summary, to_uint8, verdicts
-from visspec.toys.recipes.painter_vq import picture_loss
-from visspec.toys.world.scene import HELD_OUT_SEED
-from visspec.toys.world.suite import Metadata, suite
-from visspec.train.stages import Stage
+from visspec.toys.recipes import painter_data
+from visspec.toys.recipes.painter_build import build_tokenizer, prompt_ids
+from visspec.toys.recipes.painter_data import crowded, held_out, pixels
+from visspec.toys.recipes.painter_draw import progress
+from visspec.toys.recipes.painter_score import geneval, to_uint8
+from visspec.toys.recipes.painter_vq import inked, picture_loss
+from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
+from visspec.toys.world.scene import ShapeScene
+from visspec.toys.world.suite import Metadata, sample_prompt, suite
 
+SIDE, PATCH, SIZE = 64, 8, 8  # pixels a side of a picture and of a token, numbers of a token
+GRID = SIDE // PATCH
+TASKS = ("single_object", "colors", "two_object")
+# Shapes stand on a grid of half patches and have one of two radii, as those of the other painter and for its reasons.
+STEP, RADII = 4 / SIDE, (8 / SIDE, 10 / SIDE)
+FIRST_SEED = {"autoencoder": 0, "crowded": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29}  # all below HELD_OUT_SEED
 NOISE = 0.3  # posterior deviation over that of the means, on the pictures of this stage
 CONFIG = {
     "block_out_channels": (32, 48, 64, 64),
@@ -36,6 +48,52 @@ CONFIG = {
 }
 DECODER = ("post_quant_conv", "decoder")
 
+painted = partial(painter_data.painted, grounds=("plain",), step=STEP, radii=RADII)
+
+
+def pair(seed: int) -> tuple[Metadata, ShapeScene]:
+    """Prompt and scene number `seed`: task uniform of TASKS, then prompt uniform in the task."""
+    rng = np.random.default_rng(seed)
+    metadata = sample_prompt(rng, tag=TASKS[int(rng.integers(len(TASKS)))])
+    return metadata, painted(metadata, rng)
+
+
+def mixed(first: int, count: int) -> torch.Tensor:
+    """Pictures (count, 3, SIDE, SIDE) number `first` and on: scenes of prompts and crowded ones by turns."""
+    scenes = [
+        dataclasses.replace(crowded(FIRST_SEED["crowded"] + i), ground="plain") if i % 2 else pair(i)[1]
+        for i in range(first, first + count)
+    ]
+    return pixels(scenes, SIDE)
+
+
+def coders(options: argparse.Namespace, autoencoder: AutoencoderKL | None = None) -> dict[Path, Coder]:
+    """What makes tokens.pt of `options.pairs` pairs: prompts, means of the tokens, where shapes are, and what is begun;
+    by the autoencoder of the folder unless it is given.
+
+    ids (N, PROMPT); means (N, tokens, SIZE) of the posterior, float16; ink (N, tokens), whether a token's pixels show
+    part of a shape; begun (N, tokens, 7), as `painter_draw.progress` makes it.
+    """
+    tokenizer, codec = build_tokenizer(), autoencoder or load_autoencoder(options.out)
+
+    def coded(numbers: range) -> dict[str, torch.Tensor]:
+        pairs = [pair(FIRST_SEED["tokens"] + i) for i in numbers]
+        pictures = pixels([scene for _, scene in pairs], SIDE)
+        ink = F.avg_pool2d(inked(pictures), PATCH)[:, 0] > 0
+        return {
+            "ids": prompt_ids(tokenizer, [row["prompt"] for row, _ in pairs]).short(),
+            "means": tokens_of(codec.encode(pictures).latent_dist.mean).half(),
+            "ink": ink.flatten(1),
+            "begun": torch.from_numpy(np.stack([progress(*each, part.numpy()) for each, part in zip(pairs, ink)])),
+        }
+
+    return {options.out / "tokens.pt": partial(in_batches, coded, range(options.pairs), 64)}
+
+
+def tokens_of(latents: torch.Tensor) -> torch.Tensor:
+    """Latents (B, SIZE, rows, columns) as tokens (B, rows * columns, SIZE), in raster order."""
+    return latents.flatten(2).transpose(1, 2)
+
 
 def rows_of_tasks(every: int = 1) -> list[Metadata]:
     """The suite's prompts [::every] of the tasks that the painter knows."""
@@ -47,16 +105,15 @@ def moments(model: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
     return model.quant_conv(model.encoder(pictures))[:, :SIZE]
 
 
-class AutoencoderStage(Stage):
+class AutoencoderStage(TrainingStage):
     """Training of encoder and decoder on scenes of the prompts' kind and crowded ones."""
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(0)
+    name, seed, decay = "autoencoder.pt", 0, 0.01
+    steps_option, constant_rate = "autoencoder_steps", 2e-3
+
+    def build(self, options: argparse.Namespace) -> dict:
         self.model = AutoencoderKL(**CONFIG).train()
-        trained = list(self.model.parameters())
-        super().__init__(
-            options, rank, "autoencoder.pt", options.autoencoder_steps, 2e-3, trained, 0.01, {"model": self.model}
-        )
+        return {"model": self.model}
 
     def loss(self) -> torch.Tensor:
         """Picture loss of the next batch, decoded from normalised means with noise."""
@@ -70,9 +127,13 @@ class AutoencoderStage(Stage):
         self.notes["grey"] = round((made.detach() - true).abs().mean().item() * 127.5, 2)
         return picture_loss(made, true)
 
-    def report(self) -> dict:
+    def finished(self) -> AutoencoderKL:
+        """The model in the stock class's own terms."""
+        return normalize_latents(self.model)
+
+    def figures(self) -> dict:
         """Figures of the reconstructions."""
-        return measure(normalize_latents(self.model), self.options.every_prompt * (8 if self.step < self.steps else 1))
+        return measure(self.finished(), self.options.every_prompt * (8 if self.step < self.steps else 1))
 
 
 @torch.no_grad()
@@ -113,17 +174,17 @@ def load_autoencoder(folder: Path) -> AutoencoderKL:
     return model
 
 
-class AutoencoderDecoderStage(Stage):
+class AutoencoderDecoderStage(AutoencoderStage):
     """More training of the decoder alone, on the prompts' pictures: tokens stay what they are, so it may as well run
     after the painter has learnt them.
     """
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(3)
+    name, seed = "decoder.pt", 3
+    steps_option = "decoder_steps"
+
+    def build(self, options: argparse.Namespace) -> dict:
         self.model = load_autoencoder(options.out).train()
-        parts = {name: getattr(self.model, name) for name in DECODER}
-        trained = [p for part in parts.values() for p in part.parameters()]
-        super().__init__(options, rank, "decoder.pt", options.decoder_steps, 2e-3, trained, 0.01, parts)
+        return {name: getattr(self.model, name) for name in DECODER}
 
     def loss(self) -> torch.Tensor:
         """Picture loss of the next batch, decoded from sampled tokens."""
@@ -134,24 +195,20 @@ class AutoencoderDecoderStage(Stage):
             latents = self.model.encode(true).latent_dist.sample(torch.Generator().manual_seed(self.step))
         return picture_loss(self.model.decode(latents).sample, true)
 
-    def report(self) -> dict:
-        """Figures of the reconstructions."""
-        self.model.eval()
-        figures = measure(self.model, self.options.every_prompt * (8 if self.step < self.steps else 1))
-        self.model.train()
-        return figures
+    def finished(self) -> AutoencoderKL:
+        return self.model
 
 
 @torch.no_grad()
 def measure(model: AutoencoderKL, every: int = 1) -> dict:
     """Pixel error, GenEval and posterior deviation over scenes of held-out seeds, decoded from sampled latents."""
     rows = rows_of_tasks(every)
-    true = pixels([painted(row, np.random.default_rng(HELD_OUT_SEED + i)) for i, row in enumerate(rows)], SIDE)
+    true = pixels(held_out(rows, painted), SIDE)
     posterior = model.encode(true).latent_dist
     latents = posterior.sample(torch.Generator().manual_seed(0))
     made = torch.cat([model.decode(part).sample for part in latents.split(64)]).clamp(-1, 1)
     error = (made - true).abs().mean().item() * 127.5
-    figures = summary(verdicts(to_uint8(made), rows), rows)
+    figures = geneval(to_uint8(made), rows)
     deviation = posterior.std[0, :, 0, 0].tolist()
     return figures | {
         "grey_levels": round(error, 2),

@@ -11,38 +11,247 @@ colours and two objects; seeds from 2^30 on are never trained on. Seeds: 0 (auto
 
 import argparse
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from transformers import GenerationConfig, JanusImageProcessor, JanusProcessor
+import torch.nn.functional as F
+from diffusers import AutoencoderKL
+from torch import nn
+from transformers import GenerationConfig, JanusProcessor, LlamaConfig
 
 from visspec.io.options import option
-from visspec.models.continuous.model import load
-from visspec.toys.recipes import cards
+from visspec.models.continuous.model import ContinuousImageConfig, ContinuousImageModel, Sampler, load
+from visspec.models.vectors.diffusion_head import cosine_levels
+from visspec.toys.recipes import cards, painter_build, painter_score
 from visspec.toys.recipes.captioner_build import save, special_ids
 from visspec.toys.recipes.continuous_autoencoder import (
+    CONFIG,
+    GRID,
+    SIDE,
+    SIZE,
+    TASKS,
     AutoencoderDecoderStage,
     AutoencoderStage,
+    coders,
     load_autoencoder,
     measure,
     rows_of_tasks,
 )
-from visspec.toys.recipes.continuous_data import GRID, SIDE, TASKS, write_tokens
-from visspec.toys.recipes.continuous_draw import (
-    SIZES,
-    TIMES,
-    ContinuousDraftStage,
-    ContinuousStage,
-    assembled,
-    build,
-    score,
-)
-from visspec.toys.recipes.painter_build import BOI, MEAN, STD, build_tokenizer
-from visspec.toys.recipes.painter_tokens import PROMPT
-from visspec.toys.recipes.recipe import Options, Recipe, trained
+from visspec.toys.recipes.painter_build import PROMPT, build_tokenizer, prompt_ids, without_words
+from visspec.toys.recipes.painter_draw import DROPPED, NEAR_WEIGHT, beside
+from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, coded, trained
+from visspec.toys.world.palette import CLASSES, COLOURS
+from visspec.toys.world.suite import Metadata
 
+SIZES: dict[str, dict[str, Any]] = {
+    "painter": {
+        "text": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 6, "num_attention_heads": 3},
+        "head_width": 192,
+        "head_depth": 6,
+    },
+    "drafter": {
+        "text": {"hidden_size": 192, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 3},
+        "head_width": 192,
+        "head_depth": 6,
+        "feature": 192,
+    },
+}
+TIMES = 2  # levels of noise of a token in a step
+READING_WEIGHT = 0.1  # of the throw-away heads' loss
+FADE = (0.5, 0.8)  # shares of the steps between which it falls to 0
+AHEAD, BEGINS = 4, 0.1  # tokens of a draft, and how often one begins: there the drafter reads its own conditions
+SHARED = ("decoder.embed_tokens", "decoder.norm", "z_proj", "rows", "columns", "head")  # parts it has of the painter
+NEARNESS = 0.1  # weight of the squared distance of its conditions from the painter's
+LABELS = (3, 1 + len(CLASSES), 1 + len(COLOURS), 1 + len(CLASSES), 1 + len(COLOURS))  # shapes begun, next one, newest
 NAMES = {"painter": "painter-continuous", "drafter": "painter-continuous-drafter"}
+PARTS = ("autoencoder", "decoder", "draw", "drafter")  # stages that train
 GUIDANCES = (1.0, 1.5, 2.0, 3.0)
 SEED = 0
+
+
+def build(name: str, autoencoder: dict | None = None, sizes: dict | None = None) -> ContinuousImageModel:
+    """A fresh painter or drafter; `sizes` override those of SIZES (for tests)."""
+    tokenizer, own = build_tokenizer(), SIZES[name] | (sizes or {})
+    text = LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=128, **special_ids(tokenizer), **own.pop("text")
+    )
+    model = ContinuousImageModel(ContinuousImageConfig(text, SIZE, GRID, autoencoder=autoencoder, **own))
+    model.head.begin()
+    return model
+
+
+def draw(
+    model: ContinuousImageModel,
+    prompts: list[str],
+    guidance: float,
+    seed: int,
+    temperature: float = 1.0,
+    batch: int = 48,
+) -> np.ndarray:
+    """Pictures uint8 (B, S, S, 3) of the plain loop."""
+    tokenizer, out = build_tokenizer(), []
+    sampler, generator = Sampler(model, guidance, temperature), torch.Generator().manual_seed(seed)
+    for start in range(0, len(prompts), batch):
+        ids = prompt_ids(tokenizer, prompts[start : start + batch])
+        seen = ids != tokenizer.pad_token_id
+        if guidance != 1.0:
+            ids, seen = torch.cat([ids, without_words(tokenizer, ids)]), seen.repeat(2, 1)
+        with torch.inference_mode():
+            out.append(to_uint8(model.pixels(sampler(ids, seen, generator)) * 2 - 1))
+    return np.concatenate(out)
+
+
+def score(model: ContinuousImageModel, rows: list[Metadata], guidance: float, seed: int = 0) -> dict:
+    """GenEval of one picture a prompt, and the seconds it took."""
+    drawn = partial(draw, model, guidance=guidance, seed=seed)
+    return painter_score.score(drawn, rows, guidance=guidance, temperature=1.0)
+
+
+class TokenStage(TrainingStage):
+    """What the stages of painters of vectors and of their drafters share: batches of prompts and sampled tokens, and
+    levels of noise.
+    """
+
+    def read(self, options: argparse.Namespace, autoencoder: AutoencoderKL) -> None:
+        """Take the folder's tokens, whose posterior is the autoencoder's."""
+        self.data, self.tokenizer = torch.load(options.out / "tokens.pt", weights_only=True), build_tokenizer()
+        self.deviation = autoencoder.quant_conv.bias[SIZE:].detach().div(2).exp()
+        level = cosine_levels().float()
+        self.signal, self.noise = level.sqrt(), (1 - level).sqrt()
+
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """This worker's ids and their mask (B, PROMPT), tokens (B, T, SIZE), ink (B, T), progress, rows without words.
+
+        A tenth of the prompts are without their words; tokens are drawn from the posterior anew in each epoch.
+        """
+        order = self.chosen(len(self.data["ids"]))
+        ids = self.data["ids"][order].long()
+        mask = ids != self.tokenizer.pad_token_id
+        rng = torch.Generator().manual_seed(self.step * self.workers + self.rank)
+        dropped = torch.rand(len(ids), generator=rng) < DROPPED
+        ids = torch.where(dropped[:, None], without_words(self.tokenizer, ids), ids)
+        means = self.data["means"][order].float()
+        values = means + self.deviation * torch.randn(means.shape, generator=rng)
+        return ids, mask, values, self.data["ink"][order], self.data["begun"][order].long(), dropped
+
+    def noised(self, values: torch.Tensor, count: int = TIMES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Points of the forward process of tokens (B, T, SIZE): (count, B, T, SIZE), their times (count, B, T), and the
+        velocities there.
+        """
+        times = torch.randint(len(self.signal), (count, *values.shape[:2]))
+        signal, noise = self.signal[times][..., None], self.noise[times][..., None]
+        eps = torch.randn(count, *values.shape)
+        return signal * values + noise * eps, times, signal * eps - noise * values
+
+
+class ContinuousStage(TokenStage):
+    """Training of decoder and head on sampled tokens.
+
+    Throw-away heads tell from a middle layer which shape comes next and which is the newest: few tokens of a picture
+    depend on the prompt, and from their loss alone the decoder takes long to look at it.
+    """
+
+    name, seed = "draw.pt", 1
+
+    def build(self, options: argparse.Namespace) -> dict:
+        self.model = build("painter").train()
+        self.reading = nn.ModuleList(nn.Linear(self.model.z_proj.out_features, count) for count in LABELS)
+        self.read(options, load_autoencoder(options.out))
+        return {"model": self.model, "reading": self.reading}
+
+    def fade(self) -> float:
+        """What is left of the weight of the throw-away heads, 1 to 0."""
+        return min(1.0, max(0.0, (FADE[1] - self.step / self.steps) / (FADE[1] - FADE[0])))
+
+    def loss(self) -> torch.Tensor:
+        """Squared error of the velocity of the next batch. Tokens beside what is drawn already weigh twice."""
+        ids, mask, values, ink, begun, dropped = self.rows()
+        middle: list[torch.Tensor] = []
+        depth = len(self.model.decoder.layers)
+        hook = self.model.decoder.layers[depth // 2].register_forward_hook(lambda *call: middle.append(call[2]))
+        hidden = self.model(ids, mask, values)
+        hook.remove()
+        x, times, velocity = self.noised(values)
+        made = self.model.head(x, times, hidden)
+        weight = torch.where(beside(ink, GRID), NEAR_WEIGHT, 1.0)
+        losses = (made - velocity).square().mean((0, 3))
+        self.notes["ink"] = round(losses[ink].mean().item(), 4)
+        self.notes["ground"] = round(losses[~ink].mean().item(), 4)
+        total = (losses * weight).sum() / weight.sum()
+        if fade := self.fade():
+            first = ids.shape[1] - 1
+            state = middle[0] if torch.is_tensor(middle[0]) else middle[0][0]
+            labels, asked = begun[~dropped][..., 2:].unbind(-1), state[~dropped, first:]
+            wrong = [F.cross_entropy(head(asked).mT, label) for head, label in zip(self.reading, labels)]
+            read = torch.stack(wrong).sum()
+            self.notes["reading"] = round(read.item(), 3)
+            total = total + fade * READING_WEIGHT * read
+        return total
+
+    def figures(self) -> dict:
+        """GenEval on a sixth of the prompts of its tasks."""
+        painter = assembled(self.options.out, self.model)
+        return score(painter, rows_of_tasks(6 * self.options.every_prompt), 2.0)
+
+
+class ContinuousDraftStage(TokenStage):
+    """Training of the drafter: its velocity is to be the painter's at the same points, after the same tokens.
+
+    It has the painter's head, unchanged, and learns the conditions of it: from all tokens and from those conditions of
+    the painter that are known, its own in drafts. A distribution learnt from the painter's is nearer to it than one
+    that is learnt from data: the drafter's own mistakes are the only difference.
+    """
+
+    name, seed, steps_option = "drafter.pt", 2, "drafter_steps"
+
+    def build(self, options: argparse.Namespace) -> dict:
+        self.painter = build("painter")
+        self.painter.load_state_dict(torch.load(options.out / "draw.pt", weights_only=True)["model"])
+        self.painter.eval().requires_grad_(False)
+        self.model = drafter_of(self.painter).train()
+        self.model.head.requires_grad_(False)
+        self.read(options, load_autoencoder(options.out))
+        return {"model": self.model}
+
+    def loss(self) -> torch.Tensor:
+        """Squared distance of both models' velocities, and of their conditions."""
+        ids, mask, values, ink, _, _ = self.rows()
+        x, times, _ = self.noised(values)
+        with torch.no_grad():
+            conditions = self.painter(ids, mask, values)
+            wanted = self.painter.head(x, times, conditions)
+            begins = (torch.rand(values.shape[:2]) < BEGINS).float()
+            ahead = F.max_pool1d(F.pad(begins, (AHEAD - 1, 0)), AHEAD, 1)[..., None].bool()
+            features = torch.where(ahead, self.model(ids, mask, values, conditions), conditions)
+        made = self.model(ids, mask, values, features)
+        losses = (self.model.head(x, times, made) - wanted).square().mean((0, 3))
+        self.notes["ink"] = round(losses[ink].mean().item(), 4)
+        self.notes["velocity"] = round(losses.mean().item(), 4)
+        return losses.mean() + NEARNESS * (made - conditions).square().mean()
+
+
+def drafter_of(painter: ContinuousImageModel, sizes: dict | None = None) -> ContinuousImageModel:
+    """A fresh drafter with the painter's embeddings and head. At first its conditions are about those it reads, each
+    token's for the next: right where a picture goes on as before.
+    """
+    model = build("drafter", sizes=sizes)
+    for name in SHARED:
+        model.get_submodule(name).load_state_dict(painter.get_submodule(name).state_dict())
+    nn.init.eye_(model.feature_proj.weight)
+    nn.init.zeros_(model.feature_proj.bias)
+    return model
+
+
+def assembled(folder: Path, model: ContinuousImageModel) -> ContinuousImageModel:
+    """A copy of a trained painter with the autoencoder of `folder`, ready to draw."""
+    painter = build("painter", CONFIG)
+    painter.load_state_dict(model.state_dict(), strict=False)
+    painter.autoencoder.load_state_dict(load_autoencoder(folder).state_dict())
+    return painter.eval()
 
 
 @dataclass
@@ -66,85 +275,67 @@ class ContinuousOptions(VectorOptions):
 
 
 def build_processor() -> JanusProcessor:
-    """Tokenizer and image processor; with generation_mode="image" it ends a prompt with the image-start token."""
-    size = {"height": SIDE, "width": SIDE}
-    images = JanusImageProcessor(size=size, image_mean=list(MEAN), image_std=list(STD))
-    return JanusProcessor(image_processor=images, tokenizer=build_tokenizer(), num_image_tokens=GRID**2)
+    """As `painter_build.build_processor`, for this painter's pictures."""
+    return painter_build.build_processor(side=SIDE)
 
 
 def generation_config(guidance: float) -> GenerationConfig:
     """Sampling with classifier-free guidance."""
-    tokenizer = build_tokenizer()
-    return GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        guidance_scale=guidance,
-        max_length=PROMPT + GRID**2,
-        **special_ids(tokenizer),
-        generation_kwargs={"boi_token_id": tokenizer.convert_tokens_to_ids(BOI)},
-    )
+    return painter_build.image_generation(PROMPT + GRID**2, do_sample=True, temperature=1.0, guidance_scale=guidance)
 
 
 def finish(options: argparse.Namespace) -> None:
     """Write both folders from the last checkpoints, read the painter back, measure it and describe them."""
-    saved, stages = {}, {}
-    for part in ("autoencoder", "decoder", "draw", "drafter"):
-        saved[part], stages[part] = cards.read_stage(options.out / f"{part}.pt")
-    own = {part: stages[part] for part in ("autoencoder", "decoder", "draw")}
-    more = {
-        "compute_dtype": "float32", "rows": options.rows * options.workers, "times": TIMES, "pairs": options.pairs,
-    }  # fmt: skip
+    saved, stages = cards.read_stages(options.out, {part: f"{part}.pt" for part in PARTS})
     made, drafter = build("painter"), build("drafter")
     made.load_state_dict(saved["draw"]["model"])
     drafter.load_state_dict(saved["drafter"]["model"])
-
-    folder, command = options.out / NAMES["painter"], f"visspec.toys {NAMES['painter']}"
+    folder = options.out / NAMES["painter"]
     save(assembled(options.out, made), build_processor(), folder, torch.float16)
     model, rows = load(folder), rows_of_tasks(options.every_prompt)
     sweep = [score(model, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
     generation_config(guidance).save_pretrained(folder)
     drawn, decoded = score(model, rows, guidance, SEED), measure(model.autoencoder, options.every_prompt)
-    measured = {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "decoded": decoded}
-    seeds = {"autoencoder": 0, "draw": 1, "decoder": 3, "measured": SEED}
-    record = cards.origin(model, command, folder, measured, seeds=seeds, **own, **more)
     shown = {f"drawn, guidance {guidance}": drawn, "decoded tokens": decoded}
+    tasks = [cards.TITLES.get(tag, tag) for tag in TASKS]
+    rows_a_step = options.rows * options.workers
     coding = stages["autoencoder"]["seconds"] + stages["decoder"]["seconds"]
-    text = cards.fill(
+    about = {"compute_dtype": "float32", "rows": rows_a_step, "times": TIMES, "pairs": options.pairs}
+    own = {part: stage for part, stage in stages.items() if part != "drafter"}
+    cards.describe(
+        options,
         NAMES["painter"],
-        record=record,
+        model,
+        {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "decoded": decoded},
+        {"seeds": {"autoencoder": 0, "draw": 1, "decoder": 3, "measured": SEED}} | own | about,
         config=model.config,
-        parameters=cards.millions(model),
         tokens=model.tokens,
         side=SIDE,
         prompts=len(rows),
-        tasks=", ".join(cards.TITLES.get(tag, tag) for tag in TASKS),
-        heads=" | ".join(cards.TITLES.get(tag, tag) for tag in TASKS),
+        tasks=", ".join(tasks),
+        heads=" | ".join(tasks),
         rules=cards.rule(len(TASKS)),
         rows=cards.table(cards.score_row(name, found, TASKS) for name, found in shown.items()),
         guidance=guidance,
-        sweep=cards.swept(sweep),
         text=cards.layers(SIZES["painter"]["text"]),
         low=min(decoded["posterior_deviation"]),
         high=max(decoded["posterior_deviation"]),
         coding=coding,
         training=coding + stages["draw"]["seconds"],
-        seen=stages["draw"]["steps"] * more["rows"],
-        note=options.note,
+        seen=stages["draw"]["steps"] * rows_a_step,
     )
-    cards.publish(folder, text)
-
-    folder = options.out / NAMES["drafter"]
-    save(drafter, None, folder, torch.float16)
-    record = cards.origin(
-        load(folder), command, folder, {"distance": stages["drafter"]["loss"]}, seeds={"draft": 2}, **stages, **more
+    save(drafter, None, options.out / NAMES["drafter"], torch.float16)
+    cards.describe(
+        options,
+        NAMES["drafter"],
+        load(options.out / NAMES["drafter"]),
+        {"distance": stages["drafter"]["loss"]},
+        {"seeds": {"draft": 2}} | stages | about,
+        NAMES["painter"],
+        text=cards.layers(SIZES["drafter"]["text"]),
     )
-    sizes = cards.layers(SIZES["drafter"]["text"])
-    card = cards.fill(
-        NAMES["drafter"], record=record, parameters=cards.millions(drafter), text=sizes, note=options.note
-    )
-    cards.publish(folder, card)
-    cards.say(options.out, **measured)
+    cards.say(options.out, sweep=sweep, swept=len(rows[::2]), pictures=drawn, decoded=decoded)
 
 
 PAINTER = Recipe(
@@ -154,7 +345,7 @@ PAINTER = Recipe(
     {
         "autoencoder": trained(AutoencoderStage),
         "decoder": trained(AutoencoderDecoderStage),
-        "tokens": lambda options: write_tokens(options, load_autoencoder(options.out)),
+        "tokens": coded(coders),
         "draw": trained(ContinuousStage),
         "draft": trained(ContinuousDraftStage),
         "finish": finish,

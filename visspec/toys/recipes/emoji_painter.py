@@ -1,45 +1,46 @@
 """`painter-emoji` from zero: a small Janus that draws an animal of the emoji world on a ground of its prompt.
 
-The stages and networks are those of the shapes' painter (`visspec.toys.recipes.painter`), with what is of shapes
-alone left
-out: whole pictures are coded by the stock encoder, and of the throw-away heads there is one, which tells the prompt's
-animal at every code. Codes of grain and of soft edges are ambiguous, which is what this world is for: `finish` measures
-how flat the distributions are.
+The stages and networks are those of the shapes' painter (`visspec.toys.recipes.painter`), with what is of shapes alone
+left out: whole pictures are coded by the stock encoder, and of the throw-away heads there is one, which tells the
+prompt's animal at every code. Codes of grain and of soft edges are ambiguous, which is what this world is for: `finish`
+measures how flat the distributions are.
 
 Data: prompts of `visspec.toys.world.emoji.suite` of one animal, half of them with a ground; scenes with seeds from
 2^30 on are never trained on. Seeds: 0 (vq), 1 (draw).
 """
 
 import argparse
-import json
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import JanusForConditionalGeneration, JanusProcessor
+from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
 
-from visspec.io.files import replacing
 from visspec.io.options import option
-from visspec.toys.recipes import cards
+from visspec.toys.recipes import cards, painter_data, painter_draw
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter import sheet
-from visspec.toys.recipes.painter_build import TEXT, build_model, build_processor, build_tokenizer, generation_config
-from visspec.toys.recipes.painter_codes import decoded, latents, nearest
-from visspec.toys.recipes.painter_draw import DROPPED, GUIDANCES, draw, drawn
-from visspec.toys.recipes.painter_score import summary, to_uint8, verdicts
-from visspec.toys.recipes.painter_tokens import prompt_ids, without_words
-from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, load_vq
-from visspec.toys.recipes.recipe import Options, Recipe, trained
+from visspec.toys.recipes.painter_build import (
+    TEXT,
+    build_model,
+    build_processor,
+    build_tokenizer,
+    generation_config,
+    prompt_ids,
+)
+from visspec.toys.recipes.painter_data import held_out
+from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, drawn
+from visspec.toys.recipes.painter_score import verdicts
+from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, latents, load_vq, nearest, redrawn
+from visspec.toys.recipes.recipe import Coder, Options, Recipe, coded, evaluating, in_batches, read_coded, trained
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
-from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.suite import Metadata
 from visspec.toys.world.worlds import world
-from visspec.train.stages import Stage
 
 NAME, OF, SIDE = "painter-emoji", "emoji", 96
 PROMPT = 16  # ids of the longest prompt
@@ -72,37 +73,23 @@ def pair(seed: int) -> tuple[Metadata, EmojiScene]:
 
 def pixels(scenes: list[EmojiScene]) -> torch.Tensor:
     """Rendered pictures in -1..1, float32 (B, 3, SIDE, SIDE)."""
-    batch = torch.from_numpy(np.stack([world(OF).render(scene, SIDE) for scene in scenes]))
-    return batch.permute(0, 3, 1, 2).float() / 127.5 - 1
-
-
-def held_out(rows: list[Metadata]) -> list[EmojiScene]:
-    """One scene a prompt, drawn with seeds no training pair has."""
-    return [painted(row, np.random.default_rng(HELD_OUT_SEED + i)) for i, row in enumerate(rows)]
+    return painter_data.pixels(scenes, SIDE, world(OF).render)
 
 
 @torch.no_grad()
-def codes_of(vq, scenes: list[EmojiScene], batch: int = 16) -> torch.Tensor:
-    """Codes int64 (B, 144) of rendered scenes."""
+def codes_of(vq: JanusVQVAE, scenes: list[EmojiScene], batch: int = 16) -> torch.Tensor:
+    """Codes int64 (B, rows, columns) of rendered scenes."""
     parts = [pixels(scenes[i : i + batch]) for i in range(0, len(scenes), batch)]
-    return torch.cat([nearest(vq, latents(vq, part)).flatten(1) for part in parts])
+    return torch.cat([nearest(vq, latents(vq, part)) for part in parts])
 
 
-@torch.no_grad()
-def reconstruction(vq, rows: list[Metadata]) -> dict:
+def reconstruction(vq: JanusVQVAE, rows: list[Metadata]) -> dict:
     """Pixel error and codes in use on held-out scenes, and the detector's verdict on the decoded pictures."""
-    was = vq.training
-    vq.eval()
-    scenes = held_out(rows)
-    codes = codes_of(vq, scenes)
-    side = SIDE // 8
-    made = torch.cat([decoded(vq, vq.quantize.embedding(part).unflatten(1, (side, side))) for part in codes.split(16)])
-    vq.train(was)
-    law = torch.bincount(codes.flatten(), minlength=len(vq.quantize.embedding.weight)) / codes.numel()
-    right = verdicts(to_uint8(made.clamp(-1, 1)), rows, world(OF).detector())
-    error = float((made.clamp(-1, 1) - pixels(scenes)).abs().mean()) * 127.5
-    used = {"codes": int((law > 0).sum()), "perplexity": round(float(torch.exp(-(law * (law + 1e-12).log()).sum())), 1)}
-    return {"right": sum(right) / len(right), "prompts": len(rows), "grey_levels": round(error, 2)} | used
+    scenes = held_out(rows, painted)
+    with evaluating(vq):
+        made, figures = redrawn(vq, codes_of(vq, scenes), pixels(scenes), 16)
+    right = verdicts(made, rows, world(OF).detector())
+    return {"right": sum(right) / len(right), "prompts": len(rows)} | figures
 
 
 class EmojiVQStage(PainterVQStage):
@@ -118,9 +105,9 @@ class EmojiVQStage(PainterVQStage):
         corners = np.random.default_rng(first).integers(8, SIDE - WINDOW - 7, size=(len(made), 2))
         return torch.stack([part[:, y : y + WINDOW, x : x + WINDOW] for part, (y, x) in zip(made, corners)])
 
-    def report(self) -> dict:
-        """Figures of the reconstructions, on the first worker only."""
-        return reconstruction(self.vq, world(OF).prompts()[::8]) if self.rank == 0 else {}
+    def figures(self) -> dict:
+        """Figures of the reconstructions."""
+        return reconstruction(self.vq, world(OF).prompts()[::8])
 
 
 def shards(options: argparse.Namespace) -> dict[Path, range]:
@@ -129,20 +116,17 @@ def shards(options: argparse.Namespace) -> dict[Path, range]:
     return {options.out / f"tokens-{s}.pt": range(s, min(s + SHARD, options.pairs)) for s in starts}
 
 
-def write_tokens(options: argparse.Namespace) -> None:
-    """Code `options.pairs` pairs: `ids` (N, PROMPT), `codes` (N, 144) and `animal` (N), int16."""
+def coders(options: argparse.Namespace) -> dict[Path, Coder]:
+    """What makes the files: `ids` (N, PROMPT), `codes` (N, 144) and `animal` (N), int16."""
     vq, tokenizer = load_vq(options.out, False), build_tokenizer(OF)
-    for file, numbers in shards(options).items():
-        if options.resume and file.exists():
-            continue
-        begun = time.time()
+
+    def coded(numbers: range) -> dict[str, torch.Tensor]:
         rows, scenes = zip(*(pair(FIRST_SEED["tokens"] + i) for i in numbers))
         ids = prompt_ids(tokenizer, [row["prompt"] for row in rows], PROMPT)
         animal = torch.tensor([subjects().index(row["include"][0]["class"]) for row in rows])
-        with replacing(file) as draft:
-            codes = codes_of(vq, list(scenes))
-            torch.save({"ids": ids.short(), "codes": codes.short(), "animal": animal.short()}, draft)
-        print(json.dumps({"file": file.name, "pairs": len(numbers), "s": round(time.time() - begun)}), flush=True)
+        return {"ids": ids.short(), "codes": codes_of(vq, list(scenes)).flatten(1).short(), "animal": animal.short()}
+
+    return {file: partial(in_batches, coded, numbers, 16) for file, numbers in shards(options).items()}
 
 
 @torch.no_grad()
@@ -150,7 +134,7 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
     """Of the distribution of a code after those of held-out scenes, guidance 1: mean entropy in nats, top-1, top-10 and
     top-100 mass, and loss.
     """
-    codes = codes_of(model.model.vqmodel, held_out(rows))
+    codes = codes_of(model.model.vqmodel, held_out(rows, painted)).flatten(1)
     ids = prompt_ids(build_tokenizer(OF), [row["prompt"] for row in rows], PROMPT)
     pad = model.config.get_text_config().pad_token_id
     sums, count = torch.zeros(5), 0
@@ -167,40 +151,32 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
     return {"codes": count} | {name: round(v, 4) for name, v in zip(names, (sums / count).tolist())}
 
 
-def score(model, processor, rows: list[Metadata], guidance: float, seed: int = SEED) -> dict:
+def score(
+    model: JanusForConditionalGeneration,
+    processor: JanusProcessor,
+    rows: list[Metadata],
+    guidance: float,
+    seed: int = SEED,
+) -> dict:
     """The detector's verdicts on one picture a prompt."""
-    begun = time.time()
-    pictures = draw(model, processor, [row["prompt"] for row in rows], guidance, seed)
-    record = {"guidance": guidance, **summary(verdicts(pictures, rows, world(OF).detector()), rows)}
-    return record | {"seconds": round(time.time() - begun, 1)}
+    record = painter_draw.score(model, processor, rows, guidance, seed, detector=world(OF).detector())
+    return {name: value for name, value in record.items() if name != "temperature"}
 
 
-class EmojiDrawStage(Stage):
-    """Training of everything but the VQ model and the unused understanding tower, with one throw-away head."""
+class EmojiDrawStage(DrawStage):
+    """That of emoji, with one throw-away head."""
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(1)
-        self.model = build_model(load_vq(options.out, False).state_dict(), of=OF).train()
-        self.model.set_attn_implementation("eager")
-        for part in (self.model.model.vqmodel, self.model.model.vision_model, self.model.model.aligner):
-            part.requires_grad_(False).eval()
+    def build(self, options: argparse.Namespace) -> dict:
+        self.begin(options, of=OF)
         self.telling = nn.Linear(self.model.config.text_config.hidden_size, len(subjects()))
-        parts = {"model": self.model, "telling": self.telling}
-        trained = [p for part in parts.values() for p in part.parameters() if p.requires_grad]
-        super().__init__(options, rank, "draw.pt", options.steps, options.rate, trained, 0.05, parts)
-        self.tokenizer, self.processor = build_tokenizer(OF), build_processor(of=OF)
-        coded = [torch.load(file, weights_only=True) for file in shards(options)]
-        self.data = {name: torch.cat([part[name] for part in coded]) for name in ("ids", "codes", "animal")}
+        self.data = read_coded(shards(options))
+        return {"model": self.model, "telling": self.telling}
 
     def loss(self) -> torch.Tensor:
         """Mean cross-entropy of the next batch's codes, a tenth of the rows without prompt, and of the animals told."""
-        per_step, n = self.options.rows * self.workers, len(self.data["ids"])
-        epoch, step = divmod(self.step, n // per_step)
-        order = np.random.default_rng(epoch).permutation(n)[step * per_step :][:per_step][self.rank :: self.workers]
-        full, codes = self.data["ids"][order].long(), self.data["codes"][order].long()
-        dropped = torch.from_numpy(np.random.default_rng((2, self.step, self.rank)).random(len(order)) < DROPPED)
-        ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
-        out = drawn(self.model, ids, (full != self.tokenizer.pad_token_id).long(), codes)
+        order = self.chosen(len(self.data["ids"]))
+        dropped = self.dropped(len(order))
+        out = self.output(self.data["ids"][order].long(), self.data["codes"][order].long(), dropped)
         loss, weight = out.losses.mean(), TOLD * max(0.0, 1 - self.step / (TOLD_UNTIL * self.steps))
         if not weight:
             return loss
@@ -210,19 +186,12 @@ class EmojiDrawStage(Stage):
         self.notes |= {"codes": round(loss.item(), 3), "told": round(told.item(), 3)}
         return loss + weight * told
 
-    def report(self) -> dict:
-        """The distribution on held-out scenes, and verdicts on a few pictures; the first worker refreshes the early
-        folder.
-        """
+    def figures(self) -> dict:
+        """The distribution on held-out scenes, and verdicts on a few pictures, on the first worker."""
         if self.rank:
             return {}
-        self.model.eval()
-        rows = world(OF).prompts()
-        found = law(self.model, rows[::8]) | {"drawn": score(self.model, self.processor, rows[::8], 2.0)}
-        self.model.train()
-        if self.options.early:
-            save(self.model, self.processor, self.options.early, torch.float16)
-        return found
+        rows = world(OF).prompts()[::8]
+        return law(self.model, rows) | {"drawn": score(self.model, self.processor, rows, 2.0)}
 
 
 @dataclass
@@ -243,9 +212,9 @@ class EmojiOptions(Options):
 def finish(options: argparse.Namespace) -> None:
     """Write `out`/painter-emoji from the last checkpoints, read it back, measure it and describe it."""
     folder, rows = options.out / NAME, world(OF).prompts()[:: options.every_prompt]
-    (text, drawing), (_, coding) = (cards.read_stage(options.out / file) for file in ("draw.pt", "vq.pt"))
+    saved, stages = cards.read_stages(options.out, {"draw": "draw.pt", "vq": "vq.pt"})
     model = build_model(load_vq(options.out, False).state_dict(), of=OF)
-    model.load_state_dict(text["model"])
+    model.load_state_dict(saved["draw"]["model"])
     save(model, build_processor(of=OF), folder, torch.float16)
     model = JanusForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
@@ -260,12 +229,10 @@ def finish(options: argparse.Namespace) -> None:
         "pictures": score(model, processor, rows, guidance),
         "decoded": reconstruction(model.model.vqmodel, rows),
     }
-    shown = [row["prompt"] for row in rows[:: max(1, len(rows) // 16)]][:16]
-    sheet(draw(model, processor, shown, guidance, SEED + 2), shown, options.out / f"{NAME}.png")
-    record = cards.origin(
-        model, f"visspec.toys {NAME}", folder, measured, seeds={"vq": 0, "draw": 1, "measured": SEED},
-        vq=coding, draw=drawing, pairs=options.pairs, cores=options.workers,
-    )  # fmt: skip
+    prompts = [row["prompt"] for row in rows[:: max(1, len(rows) // 16)]][:16]
+    sheet(draw(model, processor, prompts, guidance, SEED + 2), prompts, options.out / f"{NAME}.png")
+    about = stages | {"seeds": {"vq": 0, "draw": 1, "measured": SEED}, "pairs": options.pairs, "cores": options.workers}
+    record = cards.origin(model, f"visspec.toys {NAME}", folder, measured, **about)
     cards.publish(folder, card(model, record))
     cards.say(folder, **measured)
 
@@ -295,5 +262,5 @@ PAINTER = Recipe(
     NAME,
     "Train the painter of emoji.",
     EmojiOptions,
-    {"vq": trained(EmojiVQStage), "tokens": write_tokens, "draw": trained(EmojiDrawStage), "finish": finish},
+    {"vq": trained(EmojiVQStage), "tokens": coded(coders), "draw": trained(EmojiDrawStage), "finish": finish},
 )

@@ -9,50 +9,227 @@ about 40 minutes.
 """
 
 import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
-from visspec.models.mar.model import load
-from visspec.toys.recipes import cards
+from visspec.api import zoo
+from visspec.cache import gathered
+from visspec.models.continuous import model as continuous_painter
+from visspec.models.mar.images import LabelledMARImages
+from visspec.models.mar.model import MARImageConfig, MARImageModel, load
+from visspec.models.mar.network import UNCONDITIONAL, MARConfig
+from visspec.models.mar.target import MARTarget, parallel
+from visspec.models.vectors.diffusion_head import schedule
+from visspec.sampling import Normals
+from visspec.toys.recipes import cards, continuous_autoencoder, painter_score
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.continuous_autoencoder import measure
-from visspec.toys.recipes.continuous_data import SIDE, write_tokens
-from visspec.toys.recipes.continuous_painter import VectorOptions
-from visspec.toys.recipes.mar_draw import (
-    LABELS,
-    SIZES,
-    TIMES,
-    MARDraftStage,
-    MARStage,
-    assembled,
-    build,
-    included_autoencoder,
-    rows_of_labels,
-    score,
-)
-from visspec.toys.recipes.recipe import Recipe, trained
+from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIDE, SIZE, measure, rows_of_tasks
+from visspec.toys.recipes.continuous_painter import NEARNESS, TokenStage, VectorOptions
+from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.recipe import Coder, Recipe, coded, trained
+from visspec.toys.world.suite import Metadata, every
+from visspec.types import Sampling
 
 NAMES = {"painter": "painter-mar", "drafter": "painter-mar-drafter"}
 GUIDANCES = (1.0, 2.0, 4.0)
 ITERATIONS = (16, 8)  # of published parallel decoding, measured beside one token at a time
 SEED = 0
+TASKS = ("single_object", "colors")  # of one object: a class is a prompt of theirs
+LABELS = [row["prompt"] for tag in TASKS for row in every(tag)]
+SIZES: dict[str, dict[str, int]] = {
+    "painter": {"width": 128, "depth": 3, "heads": 4, "head_width": 128, "head_depth": 4, "buffer": 8},
+    "drafter": {"width": 128, "depth": 1, "heads": 4, "head_width": 128, "head_depth": 4, "buffer": 8},
+}
+TIMES = 2  # levels of noise of a token in a step; published 4
+# Of the parts that a drafter has of the painter, only the head is not trained on.
+PLACES = ("encoder", "decoder", "diffusion")  # parts whose tables of places are the painter's
+SHARED = ("mar.class_emb", "mar.z_proj", "mar.z_proj_ln", "mar.decoder_norm", "mar.diffloss")
+
+
+def build(name: str, autoencoder: dict | None = None, sizes: dict | None = None) -> MARImageModel:
+    """A fresh painter or drafter with the published initial weights; `sizes` override those of SIZES (for tests)."""
+    network = SIZES[name] | {"size": SIZE, "tokens": GRID**2, "classes": len(LABELS)} | (sizes or {})
+    steps = network.pop("denoising_steps", 100)
+    model = MARImageModel(MARImageConfig(network, LABELS, "velocity", steps, autoencoder))
+    model.mar.begin()
+    return model
+
+
+def included_autoencoder() -> Any:
+    """The autoencoder of `painter-continuous`."""
+    return continuous_painter.load(zoo.located("painter-continuous")).autoencoder.requires_grad_(False)
+
+
+def assembled(trained: MARImageModel, autoencoder: Any) -> MARImageModel:
+    """A copy of a trained painter with an autoencoder, ready to draw."""
+    network = {name: value for name, value in trained.config.network.items() if name in MARConfig.__annotations__}
+    painter = build("painter", CONFIG, network | {"denoising_steps": trained.config.denoising_steps})
+    painter.mar.load_state_dict(trained.mar.state_dict())
+    painter.autoencoder.load_state_dict(autoencoder.state_dict())
+    return painter.eval()
+
+
+def draw(
+    painter: MARImageModel, prompts: list[str], guidance: float, seed: int, iterations: int = GRID**2, batch: int = 48
+) -> np.ndarray:
+    """Pictures uint8 (B, S, S, 3), in as many iterations; one token in each by default, as in plain decoding."""
+    family, out = LabelledMARImages(painter), []
+    target, layout = MARTarget(family), family.layout()
+    for start in range(0, len(prompts), batch):
+        texts = prompts[start : start + batch]
+        generators = [torch.Generator().manual_seed(seed * 10_000 + start + i) for i in range(len(texts))]
+        prompt = family.prompt(texts, guidance != 1.0).ordered(layout.positions, generators)
+        noise = Normals(generators, painter.config.denoising_steps, SIZE)
+        tokens = parallel(target, prompt, noise, iterations, Sampling(1.0, guidance=guidance))
+        with torch.inference_mode():
+            out.append(to_uint8(family.pixels(tokens, layout) * 2 - 1))
+    return np.concatenate(out)
+
+
+def rows_of_labels(share: int = 1) -> list[Metadata]:
+    """The suite's prompts [::share] that are classes."""
+    return [row for row in rows_of_tasks() if row["tag"] in TASKS][::share]
+
+
+def score(
+    painter: MARImageModel, rows: list[Metadata], guidance: float, seed: int = 0, iterations: int = GRID**2
+) -> dict:
+    """GenEval of one picture a prompt, and the seconds it took."""
+    drawn = partial(draw, painter, guidance=guidance, seed=seed, iterations=iterations)
+    return painter_score.score(drawn, rows, guidance=guidance, iterations=iterations)
+
+
+class MaskedStage(TokenStage):
+    """What both models' stages share: pictures of one object, of which a random part is known."""
+
+    def read_labelled(self, options: argparse.Namespace) -> None:
+        """Take those of the folder's tokens that are of a class."""
+        self.autoencoder = included_autoencoder()
+        self.read(options, self.autoencoder)
+        self.numbers = {label: number for number, label in enumerate(LABELS)}
+        texts = self.tokenizer.batch_decode(self.data["ids"], skip_special_tokens=True)
+        one_object = torch.tensor([text in self.numbers for text in texts])
+        self.data = {name: values[one_object] for name, values in self.data.items()}
+
+    def batch(self) -> tuple[Tensor, ...]:
+        """Tokens (B, T, SIZE), classes (B,), which tokens are known (B, T), as many in each row, and the places of the
+        others (B, T - K). The number of them is uniform: every number is met when tokens are drawn one by one.
+        """
+        ids, _, values, *_ = self.rows()
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        classes = torch.tensor([self.numbers.get(text, UNCONDITIONAL) for text in texts])
+        order = torch.rand(values.shape[:2]).argsort(dim=1)
+        count = int(torch.randint(values.shape[1], ()))
+        known = torch.zeros(values.shape[:2], dtype=torch.bool).scatter(1, order[:, :count], True)
+        return values, classes, known, order[:, count:]
+
+    def conditions(self, model: MARImageModel, values: Tensor, classes: Tensor, known: Tensor) -> Tensor:
+        """Conditions (B, T, C) of all tokens."""
+        return model.mar(values, known, classes, [int(known[0].sum())] * len(known))
+
+
+class MARStage(MaskedStage):
+    """Training of the painter, published but for what the head says, the velocity, and how many tokens are known."""
+
+    name, seed = "mar.pt", 4
+
+    def build(self, options: argparse.Namespace) -> dict:
+        self.model = build("painter").train()
+        self.read_labelled(options)
+        plan = schedule(len(self.signal), learned=True).steps
+        # of the coefficients by time, in which the chain's steps run backwards
+        self.low, self.high, self.move = (part.flip(0) for part in (plan.low, plan.high, plan.move))
+        return {"model": self.model}
+
+    def loss(self) -> Tensor:
+        """Squared error of the velocity, and the divergence of the step's Gaussian with the mean held fixed, which
+        teaches the deviation (Nichol and Dhariwal 2021, section 3.1).
+        """
+        values, classes, known, hidden = self.batch()
+        conditions = self.conditions(self.model, values, classes, known)
+        values, conditions = (gathered(part, hidden) for part in (values, conditions))
+        x, times, velocity = self.noised(values, TIMES)
+        made, said = self.model.mar.head(x, times, conditions).chunk(2, dim=-1)
+        error = made - velocity
+        simple = error.square().mean()
+        bound = self.divergence(error.detach(), said, times).mean()
+        self.notes["velocity"], self.notes["bits"] = round(simple.item(), 4), round(bound.item(), 4)
+        return simple + bound
+
+    def divergence(self, error: Tensor, said: Tensor, times: Tensor) -> Tensor:
+        """KL in bits a number, of the posterior's Gaussian from the model's; error: of the velocity."""
+        low, high, move, noise = (part[times][..., None] for part in (self.low, self.high, self.move, self.noise))
+        log_sigma = low + (said + 1) / 2 * (high - low)
+        shift = (move * noise * error).square()
+        nats = log_sigma - low + ((2 * low).exp() + shift) / (2 * (2 * log_sigma).exp()) - 0.5
+        return nats / torch.log(torch.tensor(2.0))
+
+    def figures(self) -> dict:
+        """GenEval on a fourth of the prompts."""
+        return score(assembled(self.model, self.autoencoder), rows_of_labels(4 * self.options.every_prompt), 2.0)
+
+
+class MARDraftStage(MaskedStage):
+    """Training of the drafter: its head's outputs are to be the painter's at the same points, after the same tokens.
+
+    It has the painter's head, unchanged, and learns the conditions of it.
+    """
+
+    name, seed, steps_option = "mar-drafter.pt", 5, "drafter_steps"
+
+    def build(self, options: argparse.Namespace) -> dict:
+        self.painter = build("painter")
+        self.painter.load_state_dict(torch.load(options.out / "mar.pt", weights_only=True)["model"])
+        self.painter.eval().requires_grad_(False)
+        self.model = drafter_of(self.painter).train()
+        self.read_labelled(options)
+        return {"model": self.model}
+
+    def loss(self) -> Tensor:
+        """Squared distance of what both heads say, and of the conditions."""
+        values, classes, known, hidden = self.batch()
+        made, wanted = (self.conditions(model, values, classes, known) for model in (self.model, self.painter))
+        values, made, wanted = (gathered(part, hidden) for part in (values, made, wanted))
+        x, times, _ = self.noised(values)
+        with torch.no_grad():
+            said = self.painter.mar.head(x, times, wanted)
+        losses = (self.model.mar.head(x, times, made) - said).square()
+        self.notes["velocity"] = round(losses[..., :SIZE].mean().item(), 4)
+        return losses.mean() + NEARNESS * (made - wanted).square().mean()
+
+
+def drafter_of(painter: MARImageModel, sizes: dict | None = None) -> MARImageModel:
+    """A fresh drafter with the painter's tables and head."""
+    model = build("drafter", sizes=sizes)
+    for name in SHARED:
+        model.get_submodule(name).load_state_dict(painter.get_submodule(name).state_dict())
+    with torch.no_grad():
+        for name in ("fake_latent", "mask_token", *(f"{part}_pos_embed_learned" for part in PLACES)):
+            getattr(model.mar, name).copy_(getattr(painter.mar, name))
+    model.mar.head.requires_grad_(False)
+    return model
+
+
+def coders(options: argparse.Namespace) -> dict[Path, Coder]:
+    """What makes tokens.pt, by the autoencoder of `painter-continuous`."""
+    return continuous_autoencoder.coders(options, included_autoencoder())
 
 
 def finish(options: argparse.Namespace) -> None:
     """Write both folders from the last checkpoints, read the painter back, measure it and describe them."""
-    saved, stages = {}, {}
-    for part, file in (("draw", "mar.pt"), ("drafter", "mar-drafter.pt")):
-        saved[part], stages[part] = cards.read_stage(options.out / file)
-    more = {
-        "compute_dtype": "float32", **stages, "rows": options.rows * options.workers, "times": TIMES,
-        "pairs": options.pairs,
-    }  # fmt: skip
+    saved, stages = cards.read_stages(options.out, {"draw": "mar.pt", "drafter": "mar-drafter.pt"})
+    rows_a_step = options.rows * options.workers
+    about = stages | {"compute_dtype": "float32", "rows": rows_a_step, "times": TIMES, "pairs": options.pairs}
     made, drafter = build("painter"), build("drafter")
     made.load_state_dict(saved["draw"]["model"])
     drafter.load_state_dict(saved["drafter"]["model"])
-
-    folder, command = options.out / NAMES["painter"], f"visspec.toys {NAMES['painter']}"
+    folder = options.out / NAMES["painter"]
     save(assembled(made, included_autoencoder()), None, folder, torch.float16)
     model, rows = load(folder), rows_of_labels(options.every_prompt)
     sweep = [score(model, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
@@ -60,35 +237,33 @@ def finish(options: argparse.Namespace) -> None:
     GenerationConfig(do_sample=True, temperature=1.0, guidance_scale=guidance).save_pretrained(folder)
     one, *fewer = (score(model, rows, guidance, SEED, n) for n in (network["tokens"], *ITERATIONS))
     decoded = measure(model.autoencoder, options.every_prompt)
-    measured = {"sweep": sweep, "swept": len(rows[::2]), "pictures": [one, *fewer], "decoded": decoded}
-    record = cards.origin(model, command, folder, measured, seeds={"draw": 4, "measured": SEED}, **more)
     shown = {f"drawn, guidance {guidance}": one}
     shown |= {f"the same in {r['iterations']} iterations, several tokens at a time": r for r in fewer}
     shown["decoded tokens of all the continuous painter's tasks"] = decoded
-    text = cards.fill(
+    cards.describe(
+        options,
         NAMES["painter"],
-        record=record,
+        model,
+        {"sweep": sweep, "swept": len(rows[::2]), "pictures": [one, *fewer], "decoded": decoded},
+        about | {"seeds": {"draw": 4, "measured": SEED}},
         network=network,
-        parameters=cards.millions(model),
         steps=model.config.denoising_steps,
         side=SIDE,
         classes=len(LABELS),
         prompts=len(rows),
         rows=cards.table(cards.score_row(name, found) for name, found in shown.items()),
         guidance=guidance,
-        sweep=cards.swept(sweep),
-        seen=stages["draw"]["steps"] * more["rows"],
-        note=options.note,
+        seen=stages["draw"]["steps"] * rows_a_step,
     )
-    cards.publish(folder, text)
-
-    folder = options.out / NAMES["drafter"]
-    save(drafter, None, folder, torch.float16)
-    measured = {"distance": stages["drafter"]["loss"]}
-    record = cards.origin(load(folder), command, folder, measured, seeds={"draft": 5}, **more)
-    depth, parameters = SIZES["drafter"]["depth"], cards.millions(drafter)
-    cards.publish(
-        folder, cards.fill(NAMES["drafter"], record=record, depth=depth, parameters=parameters, note=options.note)
+    save(drafter, None, options.out / NAMES["drafter"], torch.float16)
+    cards.describe(
+        options,
+        NAMES["drafter"],
+        load(options.out / NAMES["drafter"]),
+        {"distance": stages["drafter"]["loss"]},
+        about | {"seeds": {"draft": 5}},
+        NAMES["painter"],
+        depth=SIZES["drafter"]["depth"],
     )
     cards.say(options.out, stages=stages)
 
@@ -97,11 +272,6 @@ PAINTER = Recipe(
     NAMES["painter"],
     "Train the MAR painter and its drafter.",
     VectorOptions,
-    {
-        "tokens": lambda options: write_tokens(options, included_autoencoder()),
-        "draw": trained(MARStage),
-        "draft": trained(MARDraftStage),
-        "finish": finish,
-    },
+    {"tokens": coded(coders), "draw": trained(MARStage), "draft": trained(MARDraftStage), "finish": finish},
     {"steps": 4000, "drafter_steps": 1000, "rate": 1e-3, "every": 500},
 )

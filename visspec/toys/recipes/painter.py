@@ -1,7 +1,7 @@
 """`painter` and `painter-lowres` from zero: a small Janus that draws the shape world from GenEval's sentences.
 
 Stage `vq` teaches a narrow JanusVQVAE (painter_vq.py), `composed` goes on with scenes coded piece by piece, and
-`decoder` with its decoder alone (painter_composed.py). `tokens` codes pictures, `draw` trains the text model to write
+`decoder` with its decoder alone. `tokens` codes pictures, `draw` trains the text model to write
 codes after a prompt, `finish` writes a complete folder with float16 weights, a model card, its provenance and a sheet
 of samples; `remeasure` measures a finished folder on more prompts. The low-resolution sibling, 48 pixels a side, has
 the stages from `tokens` on, on the same VQ model; run it after the full one.
@@ -14,7 +14,7 @@ The shipped weights were not made by one run of these defaults: the recipe chang
 from the last one's weights (--start). Text model: 4,750 steps on the whole encoder's codes, 2,400 on codes of pieces,
 5,000 on settled scenes with plain grounds for most of them, 1,500 with the eight textures, 5,500 on twice the pairs,
 4,200 with heads for the shape that begins next, 2,900 with heads for the one begun last, 900 of telling prompts with
-exchanged colours apart on the same pairs and 4,500 on new ones, with all that `painter_reading` has now, and 8,600 on
+exchanged colours apart on the same pairs and 4,500 on new ones, with all that `painter_draw` has now, and 8,600 on
 96,000 new pairs for their codes alone (--first 64000 --fade 0 0); seven hours in all with the VQ model, runs that were
 given up not counted. The default steps are an estimate of what fits two hours, at 0.7 s a VQ step and 0.9 s a
 text-model step; they have not been run.
@@ -36,13 +36,19 @@ from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid
-from visspec.toys.recipes.painter_codes import measure
-from visspec.toys.recipes.painter_composed import ComposedStage, VQDecoderStage
 from visspec.toys.recipes.painter_data import SIDE
 from visspec.toys.recipes.painter_draw import GUIDANCES, TEMPERATURES, PainterStage, draw, score
-from visspec.toys.recipes.painter_tokens import SHARES, write_tokens
-from visspec.toys.recipes.painter_vq import VQ_FILES, PainterVQStage, load_vq
-from visspec.toys.recipes.recipe import Options, Recipe, trained
+from visspec.toys.recipes.painter_vq import (
+    SHARES,
+    VQ_FILES,
+    ComposedStage,
+    PainterVQStage,
+    VQDecoderStage,
+    coders,
+    load_vq,
+    measure,
+)
+from visspec.toys.recipes.recipe import Options, Recipe, coded, trained
 from visspec.toys.world.suite import TASKS, suite
 
 NAMES = {False: "painter", True: "painter-lowres"}
@@ -182,7 +188,7 @@ def remeasure(options: argparse.Namespace) -> None:
 
 
 CODING = {"vq": trained(PainterVQStage), "composed": trained(ComposedStage), "decoder": trained(VQDecoderStage)}
-DRAWING = {"tokens": write_tokens, "draw": trained(PainterStage), "finish": finish, "remeasure": remeasure}
+DRAWING = {"tokens": coded(coders), "draw": trained(PainterStage), "finish": finish, "remeasure": remeasure}
 PAINTER = Recipe(
     NAMES[False], "Train the painter of shapes.", PainterOptions, CODING | DRAWING, extra=("remeasure",), threads=2
 )

@@ -1,5 +1,7 @@
 """The painter's parts: word-level tokenizer, processor, stock Janus model, and how they are written to a folder."""
 
+from typing import Any
+
 import torch
 from transformers import (
     GenerationConfig,
@@ -20,6 +22,7 @@ from visspec.toys.world.worlds import world
 BOI, EOI = "<begin_of_image>", "<end_of_image>"
 PATCH = 8  # pixels a side of what one image token stands for
 CODES = 1024
+PROMPT = 12  # ids of the longest prompt: <s>, ten words, image start
 MEAN = STD = (0.5, 0.5, 0.5)
 # Text models, by `low`. Heads are 64 wide.
 TEXT = {
@@ -40,11 +43,26 @@ def build_tokenizer(of: str = "shapes") -> PreTrainedTokenizerFast:
     return word_tokenizer(names, 64, boi_token=BOI, eoi_token=EOI, image_token=IMAGE)
 
 
-def build_processor(low: bool = False, of: str = "shapes") -> JanusProcessor:
-    """Tokenizer and image processor; with generation_mode="image" it ends a prompt with the image-start token."""
-    side = SIDE[low]
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompts: list[str], length: int = PROMPT) -> torch.Tensor:
+    """Ids int64 (B, length) of "<s> words <begin_of_image>", padded on the left, as the processor makes them."""
+    out = tokenizer([text + BOI for text in prompts], padding="max_length", max_length=length, return_tensors="pt")
+    return out["input_ids"]
+
+
+def without_words(tokenizer: PreTrainedTokenizerFast, ids: torch.Tensor) -> torch.Tensor:
+    """The unconditional form that the stock class guides against: all but bos and image start become padding."""
+    words = tokenizer.get_vocab()
+    keep = (ids == words[BOS]) | (ids == words[BOI])
+    return torch.where(keep, ids, tokenizer.pad_token_id)
+
+
+def build_processor(low: bool = False, of: str = "shapes", side: int | None = None) -> JanusProcessor:
+    """Tokenizer and image processor; with generation_mode="image" it ends a prompt with the image-start token. side: of
+    a picture, in pixels, where it is another painter's.
+    """
+    side = side or SIDE[low]
     images = JanusImageProcessor(size={"height": side, "width": side}, image_mean=list(MEAN), image_std=list(STD))
-    return JanusProcessor(image_processor=images, tokenizer=build_tokenizer(of), num_image_tokens=grid(low) ** 2)
+    return JanusProcessor(image_processor=images, tokenizer=build_tokenizer(of), num_image_tokens=(side // PATCH) ** 2)
 
 
 def vq_config(low: bool) -> JanusVQVAEConfig:
@@ -78,10 +96,7 @@ def model_config(low: bool = False, text: dict | None = None, of: str = "shapes"
     vq.projection_dim = vq.image_token_embed_dim = width
     return JanusConfig(
         text_config=LlamaConfig(
-            vocab_size=len(tokenizer),
-            max_position_embeddings=256,
-            **special_ids(tokenizer),
-            **sizes,
+            vocab_size=len(tokenizer), max_position_embeddings=256, **special_ids(tokenizer), **sizes
         ),
         vision_config=JanusVisionConfig(
             hidden_size=16,
@@ -103,17 +118,16 @@ def generation_config(
     low: bool = False, guidance: float = GUIDANCE, temperature: float = 1.0, of: str = "shapes"
 ) -> GenerationConfig:
     """Sampling with classifier-free guidance; `max_length` only has to hold prompt and image."""
-    tokenizer = build_tokenizer(of)
-    return GenerationConfig(
-        do_sample=True,
-        temperature=temperature,
-        top_k=0,
-        top_p=1.0,
-        guidance_scale=guidance,
-        max_length=16 + grid(low) ** 2,
-        **special_ids(tokenizer),
-        generation_kwargs={"boi_token_id": tokenizer.convert_tokens_to_ids(BOI)},
+    return image_generation(
+        16 + grid(low) ** 2, of, do_sample=True, temperature=temperature, top_k=0, top_p=1.0, guidance_scale=guidance
     )
+
+
+def image_generation(length: int, of: str = "shapes", **settings: Any) -> GenerationConfig:
+    """Settings of a painter's generation, with its special tokens; length: of prompt and image."""
+    tokenizer = build_tokenizer(of)
+    boi = {"boi_token_id": tokenizer.convert_tokens_to_ids(BOI)}
+    return GenerationConfig(max_length=length, **special_ids(tokenizer), generation_kwargs=boi, **settings)
 
 
 def build_model(

@@ -1,5 +1,8 @@
 """Pairs of a prompt and a picture for the painter: GenEval sentences of the shape world and free-tier scenes."""
 
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
 import numpy as np
 import torch
 
@@ -21,6 +24,9 @@ GAP = 2 / 96  # what settled shapes keep between their boxes
 FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29, "bound": 3 << 28}
 
 
+Drawn = TypeVar("Drawn")
+
+
 def settled(scene: ShapeScene, step: float = STEP, radii: tuple[float, ...] = RADII) -> ShapeScene | None:
     """The scene with shapes on the nearest places of a grid and one of TEXTURES; None where two come too close."""
     shapes: list[Shape] = []
@@ -34,10 +40,16 @@ def settled(scene: ShapeScene, step: float = STEP, radii: tuple[float, ...] = RA
     return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed % TEXTURES)
 
 
-def painted(metadata: Metadata, rng: np.random.Generator) -> ShapeScene:
+def painted(
+    metadata: Metadata,
+    rng: np.random.Generator,
+    grounds: tuple[str, ...] = GROUNDS_DRAWN,
+    step: float = STEP,
+    radii: tuple[float, ...] = RADII,
+) -> ShapeScene:
     """A settled scene that shows what a prompt asks for."""
     while True:
-        if (scene := settled(free_scene(metadata, rng, GROUNDS_DRAWN))) is not None:
+        if (scene := settled(free_scene(metadata, rng, grounds), step, radii)) is not None:
             return scene
 
 
@@ -68,12 +80,12 @@ def crowded(seed: int, tries: int = 24) -> ShapeScene:
     return ShapeScene(tuple(shapes), GROUNDS[int(rng.integers(len(GROUNDS)))], int(rng.integers(1 << 31)))
 
 
-def pixels(scenes: list[ShapeScene], side: int) -> torch.Tensor:
-    """Rendered pictures in -1..1, float32 (B, 3, side, side), as the VQ model reads and writes them."""
-    batch = torch.from_numpy(np.stack([render(scene, side) for scene in scenes]))
+def pixels(scenes: Sequence[Any], side: int, draw: Callable[[Any, int], np.ndarray] = render) -> torch.Tensor:
+    """Pictures in -1..1, float32 (B, 3, side, side), as models read and write them; draw: what renders a scene."""
+    batch = torch.from_numpy(np.stack([draw(scene, side) for scene in scenes]))
     return batch.permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
-def held_out_scenes(rows: list[Metadata], seed: int = HELD_OUT_SEED) -> list[ShapeScene]:
+def held_out(rows: list[Metadata], painted: Callable[[Metadata, np.random.Generator], Drawn]) -> list[Drawn]:
     """One scene a prompt, drawn with seeds no training pair has."""
-    return [painted(row, np.random.default_rng(seed + i)) for i, row in enumerate(rows)]
+    return [painted(row, np.random.default_rng(HELD_OUT_SEED + i)) for i, row in enumerate(rows)]

@@ -53,12 +53,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 TIMED = "chain of 5"
 NAMES = {
     "shapes": {"painter": "painter", "name": "painter-eagle", "prompt": "a photo of a red circle"},
-    "emoji": {
-        "painter": "painter-emoji",
-        "name": "painter-emoji-eagle",
-        "prompt": "a photo of a penguin",
-    },
+    "emoji": {"painter": "painter-emoji", "name": "painter-emoji-eagle", "prompt": "a photo of a penguin"},
 }
+
+
+def painter(name: str) -> Janus:
+    """The family of an included painter, or of a folder. Raises ValueError for another model."""
+    family = family_of(*targets.load_image_model(name))
+    if not isinstance(family, Janus):
+        raise ValueError(f"target: got a model of the type {family.name!r}, expected a painter, which is a Janus")
+    return family
 
 
 def temperature_of(family: Janus) -> float:
@@ -103,13 +107,8 @@ class ImageValidation:
     """tau of chains under `rejection`, on held-out noise."""
 
     def __init__(self, family: Janus, world: World, drafter: ImageFeatureDrafter, guidance: float):
-        self.world, self.target, self.drafter, self.family, self.guidance = (
-            world,
-            CaptureTarget(family),
-            drafter,
-            family,
-            guidance,
-        )
+        self.world, self.family, self.drafter, self.guidance = world, family, drafter, guidance
+        self.target = CaptureTarget(family)
 
     def __call__(self) -> dict[str, Any]:
         request = request_of(self.family, held_out(self.world, VALIDATED), HELD_OUT_SEED, self.guidance)
@@ -131,13 +130,9 @@ def figures(family: Janus, world: World, head, count: int, guidance: float) -> d
             passes = 1 + (positions - 1) / found.tau  # of a picture, the prompt's included
             entry = {"tau": found.tau, "passes": passes, "fewer": positions / passes}
             table[label] = {k: round(v, 2) for k, v in entry.items()} | {"by_depth": found.by_depth}
-    return {
-        "prompts": count,
-        "guidance": guidance,
-        "temperature": temperature_of(family),
-        "positions": positions,
-        "table": table,
-    } | (clocked(family, ImageFeatureDrafter(head, family, **SHAPES[TIMED]), texts, guidance))
+    settings = {"prompts": count, "guidance": guidance, "temperature": temperature_of(family), "positions": positions}
+    timed = clocked(family, ImageFeatureDrafter(head, family, **SHAPES[TIMED]), texts, guidance)
+    return settings | {"table": table} | timed
 
 
 def clocked(family: Janus, drafter, texts: list[str], guidance: float) -> dict[str, Any]:
@@ -215,19 +210,14 @@ class PainterDrafterOptions(DrafterOptions):
 def run(options: argparse.Namespace) -> None:
     """Train, and with --export write what is finished."""
     torch.set_num_threads(options.threads)
-    model, processor = targets.load_image_model(str(options.target))
-    family = family_of(model, processor)
-    if not isinstance(family, Janus):
-        raise ValueError(f"target: got a model of the type {family.name!r}, expected a painter, which is a Janus")
-    sizes: dict[str, Any] = {"levels": options.levels}
-    if options.middle:
-        sizes["intermediate"] = options.middle
+    family = painter(str(options.target))
+    sizes = {"levels": options.levels} | ({"intermediate": options.middle} if options.middle else {})
     drafter = fresh_or_resumed(family, options.out, options.resume, options.seed, ImageFeatureDrafter, **sizes)
     if options.start and not options.resume:
         drafter.head.load_state_dict(ImageFeatureDrafter.from_pretrained(options.start, family).head.state_dict())
         drafter.refresh()
     guidance, seen = drafter.config.guidance, world(options.world)
-    record = provenance(model, seed=options.seed, recipe="painter_drafter", target=Path(options.target).name)
+    record = provenance(family.model, seed=options.seed, recipe="painter_drafter", target=Path(options.target).name)
     record |= {"note": options.note} if options.note else {}
     validate = ImageValidation(family, seen, drafter, guidance)
     pictures = Pictures(family, seen, options.batch, guidance, FIRST_SEED + (options.seed << 20))

@@ -1,24 +1,37 @@
-"""Stage 3 of the painter recipe: the text model learns to write the codes of a picture after its prompt."""
+"""Stage `draw` of the painter recipe: the text model learns to write the codes of a picture after its prompt, and
+throw-away heads are told at every position what it has to know.
+"""
 
 import argparse
-import time
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
+from visspec.eval.metrics.detection import Detector
+from visspec.toys.recipes import painter_score
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_build import build_model, build_processor, build_tokenizer, grid
+from visspec.toys.recipes.painter_build import (
+    build_model,
+    build_processor,
+    build_tokenizer,
+    grid,
+    prompt_ids,
+    without_words,
+)
 from visspec.toys.recipes.painter_data import FIRST_SEED
-from visspec.toys.recipes.painter_reading import ProbeHeads, progress
-from visspec.toys.recipes.painter_score import summary, to_uint8, verdicts
-from visspec.toys.recipes.painter_tokens import KINDS, prompt_ids, read_tokens, without_words
-from visspec.toys.recipes.painter_vq import load_vq
-from visspec.toys.world.suite import Metadata, make, suite
-from visspec.train.stages import Stage
+from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.painter_vq import KINDS, load_vq, read_tokens
+from visspec.toys.recipes.recipe import TrainingStage, evaluating
+from visspec.toys.world.palette import CLASSES, COLOURS
+from visspec.toys.world.scene import ShapeScene
+from visspec.toys.world.suite import NUMBERS, RELATIONS, Metadata, every, make, suite, wanted
 
+HUES = tuple(COLOURS)
 DROPPED = 0.1  # share of rows whose prompt is replaced by padding, for classifier-free guidance
 READING_WEIGHT = 0.2  # of the throw-away heads' loss
 NEAR_WEIGHT = 2.0  # in the loss, of codes beside shapes that are drawn already
@@ -29,6 +42,113 @@ WRONG_WEIGHT = 0.15  # of telling a prompt from the same with its colours exchan
 BRIEF = 5  # rows of a picture that are read for that; its first shape is begun within them
 GUIDANCES = (1.25, 1.5, 2.0, 3.0)
 TEMPERATURES = (1.0, 0.7, 0.5)
+
+
+class ProbeHeads(nn.Module):
+    """Throw-away heads: what the prompt asks for and what of it is drawn, told from a middle layer at every position.
+
+    From the codes' loss alone the text model takes very long to look at the prompt at all, and longer to see what is
+    still to be drawn: few codes of a picture depend on it. These labels are dense. The slots of a prompt are the first
+    and second class and colour, the relation and the number; 0 says that the prompt has none. Of the picture, they are
+    whether the first and the second object have been begun, and how many shapes have. A later layer tells both
+    together: class and colour of the shape that begins next; 0 where there is none.
+
+    Colours and classes of a prompt would still be drawn in wrong pairs: the first code of a shape shows its colour, and
+    its class is decided codes later. So the later layer also tells class and colour of the shape begun last while it is
+    new, in its first row and a little more; an early one tells at a prompt's class which colour it goes with; and one
+    head of attention is to look at the class of the new shape in the prompt.
+    """
+
+    tables: torch.Tensor  # (kinds, words) number of a word among those of a kind, from 1; 0 for others
+
+    def __init__(self, width: int, words: dict[str, int], side: int):
+        super().__init__()
+        self.span = side + 2  # codes for which a shape is new
+        plural = {row["include"][0]["class"]: row["prompt"].split()[-1] for row in every("counting")}
+        kinds: list[list[tuple[str, ...]]] = [[(kind, plural[kind]) for kind in CLASSES]]
+        kinds += [[(colour,) for colour in COLOURS]]
+        kinds += [[(relation.split()[0],) for relation in RELATIONS], [(number,) for number in NUMBERS.values()]]
+        tables = torch.zeros(len(kinds), len(words), dtype=torch.long)
+        for table, names in zip(tables, kinds):
+            for i, synonyms in enumerate(names):
+                table[[words[word] for word in synonyms]] = i + 1
+        self.register_buffer("tables", tables, persistent=False)
+        self.slots = [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (3, 1)]  # (kind, which occurrence)
+        self.heads = nn.ModuleList(nn.Linear(width, len(kinds[kind]) + 1) for kind, _ in self.slots)
+        self.progress = nn.ModuleList(nn.Linear(width, n) for n in (2, 2, 1 + max(NUMBERS)))
+        self.following = nn.ModuleList(nn.Linear(width, 1 + len(names)) for names in (CLASSES, COLOURS))
+        self.told = nn.Linear(width, 1 + len(COLOURS))
+        self.newest = nn.ModuleList(nn.Linear(width, 1 + len(names)) for names in (CLASSES, COLOURS))
+
+    def labels(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """One int64 (B,) a slot of prompts (B, prompt)."""
+        found = self.tables[:, ids]
+        count = (found > 0).cumsum(-1)
+        return [(found[kind] * (count[kind] == which)).sum(-1) for kind, which in self.slots]
+
+    def pairs(self, early: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy of the colours that stand before classes in prompts (B, prompt); layer (B, prompt, width)."""
+        colours = self.tables[1][ids].roll(1, 1) * (self.tables[0][ids] > 0)
+        colours = torch.where(colours > 0, colours, -100)
+        losses = F.cross_entropy(self.told(early).float().transpose(1, 2), colours, reduction="sum")
+        return losses / (colours > 0).sum().clamp_min(1)
+
+    def forward(
+        self,
+        middle: torch.Tensor,
+        later: torch.Tensor,
+        looks: torch.Tensor,
+        ids: torch.Tensor,
+        asked: torch.Tensor,
+        begun: torch.Tensor,
+    ) -> torch.Tensor:
+        """Summed cross-entropy of a picture's labels; layers (B, image tokens, width), looks (B, image tokens,
+        prompt), begun as `progress` makes it. Rows not `asked` do not count for what a prompt says.
+        """
+        said = [label[:, None].expand(middle.shape[:2]) for label in self.labels(ids)]
+        early, late = [*self.heads, *self.progress], [*self.following, *self.newest]
+        layers = [middle] * len(early) + [later] * len(late)
+        total = middle.new_zeros((), dtype=torch.float32)
+        count = begun[..., 2]
+        new = (count > F.pad(count, (self.span, 0))[:, : count.shape[1]]).float()
+        for head, layer, label in zip(early + late, layers, [*said, *begun.unbind(-1)]):
+            # how many shapes are begun is told without a prompt, too
+            counted = torch.ones_like(asked) if head is self.progress[-1] else asked
+            losses = F.cross_entropy(head(layer).float().transpose(1, 2), label, reduction="none")
+            where = counted[:, None] * (new if head in self.newest else torch.ones_like(new))
+            total = total + (losses * where).sum() / where.sum().clamp_min(1)
+        there = (self.tables[0][ids][:, None] == begun[..., 5, None]) & (begun[..., 5, None] > 0)
+        where = there.any(-1) * asked[:, None] * new
+        losses = -(looks * there).sum(-1).float().clamp_min(1e-6).log()
+        total = total + (losses * where).sum() / where.sum().clamp_min(1)
+        return total
+
+
+def progress(metadata: Metadata, scene: ShapeScene, shown: np.ndarray) -> np.ndarray:
+    """Before each code, (side^2, 7) int8: whether the prompt's first and second object are begun, how many shapes are,
+    class and colour (from 1) of the shape that begins next, 0 for none, and those of the shape begun last.
+
+    A shape begins with its first code that is `shown`, bool (side, side).
+    """
+    side, starts = len(shown), []
+    for s in scene.shapes:
+        top, bottom, left, right = (int((at + r) * side) for at in (s.y, s.x) for r in (-s.radius, s.radius))
+        box = np.zeros_like(shown)
+        box[top : bottom + 1, left : right + 1] = shown[top : bottom + 1, left : right + 1]
+        starts.append(int(box.argmax()))
+    first = {shape.kind: start for shape, start in zip(scene.shapes, starts)}
+    place, kinds = np.arange(shown.size), [kind for kind, _ in wanted(metadata)]
+    begun = [place > first[kinds[k]] if k < len(kinds) else np.zeros_like(place) for k in (0, 1)]
+    count = sum((place > start).astype(np.int8) for start in starts)
+    following, newest = np.zeros((len(place), 2)), np.zeros((len(place), 2))
+    order = sorted(
+        (start, 1 + CLASSES.index(s.kind), 1 + HUES.index(s.colour)) for start, s in zip(starts, scene.shapes)
+    )
+    for start, *what in reversed(order):
+        following[place <= start] = what
+    for start, *what in order:
+        newest[place > start] = what
+    return np.column_stack([*begun, count, following, newest]).astype(np.int8)
 
 
 def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
@@ -105,37 +225,65 @@ def draw(
     return np.concatenate(out)
 
 
-def score(model, processor, rows: list[Metadata], guidance: float, seed: int = 0, temperature: float = 1.0) -> dict:
+def score(
+    model: JanusForConditionalGeneration,
+    processor: JanusProcessor,
+    rows: list[Metadata],
+    guidance: float,
+    seed: int = 0,
+    temperature: float = 1.0,
+    detector: Detector | None = None,
+) -> dict:
     """GenEval of one picture a prompt, and the seconds it took."""
-    begun = time.time()
-    pictures = draw(model, processor, [row["prompt"] for row in rows], guidance, seed, temperature)
-    record = {"guidance": guidance, "temperature": temperature, **summary(verdicts(pictures, rows), rows)}
-    return record | {"seconds": round(time.time() - begun, 1)}
+    drawn = partial(draw, model, processor, guidance=guidance, seed=seed, temperature=temperature)
+    return painter_score.score(drawn, rows, detector, guidance=guidance, temperature=temperature)
 
 
-class PainterStage(Stage):
+class DrawStage(TrainingStage):
     """Training of everything but the VQ model and the unused understanding tower."""
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(1)
-        low = options.lowres
-        self.model = build_model(load_vq(options.out, low).state_dict(), low).train()
+    name, seed = "draw.pt", 1
+
+    def begin(self, options: argparse.Namespace, low: bool = False, of: str = "shapes") -> None:
+        """A fresh painter on the folder's VQ model, with its tokenizer and processor."""
+        self.model = build_model(load_vq(options.out, low).state_dict(), low, of=of).train()
         self.model.set_attn_implementation("eager")
         inner = self.model.model
         for part in (inner.vqmodel, inner.vision_model, inner.aligner):
             part.requires_grad_(False).eval()
-        self.tokenizer = build_tokenizer()
+        self.tokenizer, self.processor = build_tokenizer(of), build_processor(low, of)
+
+    def dropped(self, rows: int) -> torch.Tensor:
+        """Which rows (B,) of this step are without their prompts."""
+        return torch.from_numpy(np.random.default_rng((2, self.step, self.rank)).random(rows) < DROPPED)
+
+    def output(self, ids: torch.Tensor, codes: torch.Tensor, dropped: torch.Tensor) -> PainterOutput:
+        """That of codes after prompts; padding on the left is masked, padding that stands for words is not."""
+        words = torch.where(dropped[:, None], without_words(self.tokenizer, ids), ids)
+        return drawn(self.model, words, (ids != self.tokenizer.pad_token_id).long(), codes)
+
+    def report(self) -> dict:
+        """The first worker refreshes the early folder, too."""
+        with evaluating(self.model):
+            found = self.figures()
+        if self.rank == 0 and self.options.early:
+            save(self.model, self.processor, self.options.early, torch.float16)
+        return found
+
+
+class PainterStage(DrawStage):
+    """That of shapes, with throw-away heads."""
+
+    def build(self, options: argparse.Namespace) -> dict:
+        low = options.lowres
+        self.name = "draw-lowres.pt" if low else "draw.pt"
+        self.begin(options, low)
         self.reading = ProbeHeads(self.model.config.text_config.hidden_size, self.tokenizer.get_vocab(), grid(low))
-        trained = [p for part in (self.model, self.reading) for p in part.parameters() if p.requires_grad]
-        parts = {"model": self.model, "reading": self.reading}
-        file = "draw-lowres.pt" if low else "draw.pt"
         if options.start:
             start = torch.load(options.start, weights_only=True)
             mine = {name: value for name, value in self.model.state_dict().items() if ".vqmodel." in name}
             self.model.load_state_dict(start["model"] | mine)
             self.reading.load_state_dict(start["reading"], strict=False)  # an older one has fewer heads
-        super().__init__(options, rank, file, options.steps, options.rate, trained, 0.05, parts)
-        self.processor = build_processor(low)
         kinds = {kind: read_tokens(options.out, kind, low, options.first, options.pairs) for kind in KINDS}
         self.data = {name: torch.cat([kind[name] for kind in kinds.values()]) for name in ("ids", "codes", "ink")}
         pairs = [KINDS[kind](FIRST_SEED[kind] + i) for kind, read in kinds.items() for i in read["number"].tolist()]
@@ -151,6 +299,7 @@ class PainterStage(Stage):
         self.bound = bound + early.nonzero().flatten().numpy()
         wrong = [exchanged(metadata)["prompt"] for metadata, _ in pairs[bound:]]
         self.wrong = F.pad(prompt_ids(self.tokenizer, wrong), (0, 0, bound, 0))
+        return {"model": self.model, "reading": self.reading}
 
     def fade(self) -> float:
         """What is left of the weight of the throw-away heads and of telling colours apart, 1 to 0."""
@@ -178,31 +327,26 @@ class PainterStage(Stage):
 
     def rows(self) -> tuple[torch.Tensor, ...]:
         """This worker's ids (B, prompt), codes, ink and progress (B, image tokens), rows textured, without prompt."""
-        per_step, known = self.options.rows * self.workers, self.every
+        known = self.every
         if self.step < self.options.plain_until * self.steps:
             known = self.plain  # without the noise of grounds the codes' loss is about shapes
-        epoch, step = divmod(self.step, len(known) // per_step)
-        order = known[np.random.default_rng(epoch).permutation(len(known))[step * per_step :][:per_step]]
-        order = order[self.rank :: self.workers]
+        order = known[self.chosen(len(known))]
         ids, codes = self.data["ids"][order].long(), self.data["codes"][order].long()
-        dropped = torch.from_numpy(np.random.default_rng((2, self.step, self.rank)).random(len(order)) < DROPPED)
+        dropped = self.dropped(len(order))
         return ids, codes, self.data["ink"][order], self.begun[order].long(), self.textured[order], dropped
 
     def loss(self) -> torch.Tensor:
-        """Loss of the next batch: of the codes and, until they are faded, the heads; padding on the left is masked,
-        padding that stands for words is not.
+        """Loss of the next batch: of the codes and, until they are faded, the heads.
 
         Most codes are ground, and what there is to learn of a texture is small, so it weighs less. Which shape begins
         weighs more, as a choice among shapes: that it begins may not, or too many would.
         """
         full, codes, ink, begun, textured, dropped = self.rows()
-        ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
-        mask = (full != self.tokenizer.pad_token_id).long()
         far = torch.where(textured[:, None], TEXTURE_WEIGHT, 1.0)
         near = beside(ink, grid(self.options.lowres))
         weight = torch.where(near, NEAR_WEIGHT, far)
         fade = self.fade()
-        out = drawn(self.model, ids, mask, codes)
+        out = self.output(full, codes, dropped)
         losses = out.losses
         begins = ink & ~near & ~textured[:, None] & (codes != self.ground)
         rivals = out.logits[begins].float().index_fill(1, self.ground, -torch.inf)  # a choice among codes of shapes
@@ -215,20 +359,15 @@ class PainterStage(Stage):
             return total / weights
         with torch.autocast("cpu", torch.bfloat16):
             read = self.reading(*out.layers, out.looks, full, (~dropped).float(), begun)
+            ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
             read = read + self.reading.pairs(out.early, ids)
             brief, bound, also = self.bindings()
         self.notes["reading"] = round(read.item(), 4)
         total = (total + brief.sum()) / (weights + brief.numel())
         return total + fade * (WRONG_WEIGHT * bound + READING_WEIGHT * (read + also))
 
-    def report(self) -> dict:
-        """GenEval on a quarter of the suite; workers share the guidances. The first refreshes the early folder."""
-        self.model.eval()
+    def figures(self) -> dict:
+        """GenEval on a quarter of the suite; workers share the guidances."""
         mine = GUIDANCES[self.rank :: self.workers] if self.options.sweep else GUIDANCES[1:][self.rank : self.rank + 1]
-        scores = [
-            score(self.model, self.processor, suite()[:: 4 * self.options.every_prompt], guidance) for guidance in mine
-        ]
-        self.model.train()
-        if self.rank == 0 and self.options.early:
-            save(self.model, self.processor, self.options.early, torch.float16)
-        return {"scores": scores}
+        rows = suite()[:: 4 * self.options.every_prompt]
+        return {"scores": [score(self.model, self.processor, rows, guidance) for guidance in mine]}

@@ -1,11 +1,13 @@
 """GenEval of pictures in memory: the shape world's detector and colours, GenEval's own judgement."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from PIL import Image
 
+from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.eval.metrics.detection import DetectedColours, Detector
 from visspec.eval.metrics.geneval import judge, kept, summarise
 from visspec.toys.judges import ShapeWorldDetector
@@ -38,3 +40,31 @@ def summary(right: Sequence[bool], rows: Sequence[Metadata]) -> dict:
     found = summarise({"tag": row["tag"], "metadata": row["prompt"], "correct": ok} for ok, row in zip(right, rows))
     tasks = {tag: round(task["score"], 4) for tag, task in found["tasks"].items()}
     return {"geneval": round(found["overall"], 4), "images": round(found["correct_images"], 4), "tasks": tasks}
+
+
+def geneval(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector | None = None) -> dict:
+    """`summary` of pictures, uint8 (B, S, S, 3), of these prompts."""
+    return summary(verdicts(pictures, rows, detector), rows)
+
+
+def score(
+    draw: Callable[[list[str]], np.ndarray], rows: Sequence[Metadata], detector: Detector | None = None, **settings
+) -> dict:
+    """The settings, GenEval of one picture a prompt, and the seconds it took. draw: prompts to pictures."""
+    begun = time.time()
+    found = geneval(draw([row["prompt"] for row in rows]), rows, detector)
+    return settings | found | {"seconds": round(time.time() - begun, 1)}
+
+
+def piped(
+    pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: int, batch: int, **options
+) -> ImageOutput:
+    """Pictures of prompts as the pipeline draws them, floats (B, 3, S, S); `options` are its own."""
+    pipe.set_progress_bar_config(disable=True)
+    seeds = [seed * 10_000 + i for i in range(len(prompts))]
+    return pipe(prompts, guidance_scale=guidance, seed=seeds, batch_size=batch, output_type="pt", **options)
+
+
+def shown(out: ImageOutput) -> torch.Tensor:
+    """The pictures of a pipeline in -1..1, (B, 3, S, S)."""
+    return torch.stack(list(out.images)) * 2 - 1

@@ -7,6 +7,7 @@ The last eighth is kept out of training and measured. One CPU core, a few minute
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,8 @@ from visspec.models.drafting.checkpoint import write
 from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_build import CODES, grid
-from visspec.toys.recipes.painter_tokens import read_tokens
-from visspec.toys.recipes.recipe import Options, Recipe, trained
+from visspec.toys.recipes.painter_vq import read_tokens
+from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, trained
 from visspec.train.stages import OneCycleStage
 
 NAME = "painter-upsampler"
@@ -55,19 +56,18 @@ def score(model: Upsampler, data: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: float(hits.float().mean()) for name, hits in figures.items()}
 
 
-class UpsamplerStage(OneCycleStage):
+class UpsamplerStage(TrainingStage, OneCycleStage):
     """Training on all pairs but the last eighth, which is measured."""
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(0)
+    name, seed, decay = "upsampler.pt", 0, 0.01
+    settings: ClassVar = {"rises": 0.05, "betas": (0.9, 0.999)}
+
+    def build(self, options: argparse.Namespace) -> dict:
         data = pairs(options.tokens, options.pairs)
         kept = len(data["small"]) // 8
         self.data, self.held = ({k: part[at] for k, part in data.items()} for at in (slice(-kept), slice(-kept, None)))
         self.model = Upsampler(UpsamplerConfig(CODES))
-        trained, parts = list(self.model.parameters()), {"model": self.model}
-        super().__init__(
-            options, rank, "upsampler.pt", options.steps, options.rate, trained, 0.01, parts, 0.05, (0.9, 0.999)
-        )
+        return {"model": self.model}
 
     def loss(self) -> torch.Tensor:
         """Cross-entropy of the next batch."""
@@ -75,26 +75,21 @@ class UpsamplerStage(OneCycleStage):
         logits = self.model(self.data["small"][rows])
         return F.cross_entropy(logits.flatten(0, 2), self.data["large"][rows].flatten())
 
-    def report(self) -> dict:
-        """Shares of codes named rightly in pictures kept out of training, on the first worker only."""
-        return {} if self.rank else score(self.model, self.held)
+    def figures(self) -> dict:
+        """Shares of codes named rightly in pictures kept out of training."""
+        return score(self.model, self.held)
 
 
 def finish(options: argparse.Namespace) -> None:
     """Write the folder from the last checkpoint, with its figures and its card."""
     stage = UpsamplerStage(options, 0)
     stage.restore()
-    measured, held = score(stage.model, stage.held), len(stage.held["small"])
-    record = provenance(
-        recipe=f"visspec.toys {NAME}", seed=0, steps=stage.step, rows=options.rows, seconds=round(stage.seconds),
-        measured=measured,
-    )  # fmt: skip
+    measured, seconds = score(stage.model, stage.held), stage.seconds
+    about = {"seed": 0, "steps": stage.step, "rows": options.rows, "seconds": round(seconds), "measured": measured}
+    record = provenance(recipe=f"visspec.toys {NAME}", **about)
     write(options.out, stage.model, record, torch.float16)
-    card = cards.fill(
-        NAME, record=record, parameters=cards.millions(stage.model), pictures=held,
-        minutes=round(stage.seconds / 60, 1), **measured,
-    )  # fmt: skip
-    cards.publish(options.out, card)
+    size = {"parameters": cards.millions(stage.model), "pictures": len(stage.held["small"])}
+    cards.publish(options.out, cards.fill(NAME, record=record, minutes=round(seconds / 60, 1), **size, **measured))
     cards.say(options.out, **measured)
 
 

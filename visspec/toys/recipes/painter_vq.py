@@ -1,11 +1,21 @@
-"""Stage 1 of the painter recipe: a narrow JanusVQVAE that codes 8 x 8 pixels as one of 1,024 unit vectors.
+"""The painter's VQ model: a narrow JanusVQVAE that codes 8 x 8 pixels as one of 1,024 unit vectors.
 
 The stock class compares encoder outputs with the codebook as they are, but normalises codes before decoding. With a
 codebook of unit vectors both agree: the nearest code is the one with the largest cosine. The codebook follows the
 encoder by moving averages and codes that nobody uses restart at encoder outputs.
+
+For training the painter, the ground and each shape of a scene are coded apart and put together. The stock encoder's
+group norms and attention see the whole picture, so that the same patch has other codes in other pictures: the codes of
+an empty plain ground alone held three nats each, far more than the prompt says. Coded apart, every patch means the same
+wherever it stands, and what is left to predict is the scene.
+
+`PainterVQStage` teaches the model pictures. `ComposedStage` goes on with scenes that are coded apart, `VQDecoderStage`
+with the decoder alone: codes stay what they are, so it may as well run after the text model has learnt them. `coders`
+writes prompts and codes of a picture each.
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +24,119 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import JanusVQVAE
 
-from visspec.toys.recipes.painter_build import vq_config
-from visspec.toys.recipes.painter_codes import decoded, inked, latents, measure, nearest
-from visspec.toys.recipes.painter_data import FIRST_SEED, SIDE, crowded, pair, pixels
-from visspec.train.stages import Stage
+from visspec.toys.recipes.painter_build import PATCH, build_tokenizer, prompt_ids, vq_config
+from visspec.toys.recipes.painter_data import FIRST_SEED, SIDE, bound_pair, crowded, held_out, painted, pair, pixels
+from visspec.toys.recipes.painter_score import geneval, to_uint8
+from visspec.toys.recipes.recipe import Coder, TrainingStage, evaluating, in_batches, read_coded
+from visspec.toys.world.scene import Shape, ShapeScene
+from visspec.toys.world.suite import suite
 
+WINDOW = 48  # pixels a side of the picture in which a shape is coded
 WARM = 0.05  # share of the steps before codes replace the encoder's outputs
-RESTARTS = 0.8  # share of the steps in which unused codes restart
+RESTARTS, COMPOSED_RESTARTS = 0.8, 0.5  # shares of the steps of both stages in which unused codes restart
 DECAY = 0.96  # of the codebook's moving averages, per step
 CUT_OUT = 0.65  # share of the steps on cut-outs of crowded scenes, a quarter of the work of whole ones
 CROWDED = 0.85  # until this share of the steps every other batch of whole scenes is crowded
 COMMITMENT = 0.02  # weight of the squared distance between encoder outputs and their codes
 VQ_FILES = ("vq.pt", "composed.pt", "decoder.pt")  # checkpoints of the VQ model, in the order they are made
 LOW_EVERY = 4  # every fourth batch is drawn at the low resolution
+KINDS = {"tokens": pair, "bound": bound_pair}  # of pairs: every task's, and the one task's that takes longest to learn
+SHARES = {"tokens": 1.0, "bound": 0.5}  # pairs of a kind for each that --pairs asks for
+SHARD = 8000  # pairs in a file at most: coding more of them in one go fills the memory with freed blocks
+
+
+def latents(vq: JanusVQVAE, pictures: torch.Tensor) -> torch.Tensor:
+    """Encoder outputs scaled to unit length, float32 (B, rows, columns, embed_dim)."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=vq.training):
+        raw = vq.quant_conv(vq.encoder(pictures))
+    return F.normalize(raw.float().permute(0, 2, 3, 1), dim=-1)
+
+
+def decoded(vq: JanusVQVAE, codes: torch.Tensor) -> torch.Tensor:
+    """Pictures float32 (B, 3, S, S) of unit codes (B, rows, columns, embed_dim), for any grid."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=vq.training):
+        return vq.decoder(vq.post_quant_conv(codes.permute(0, 3, 1, 2).contiguous())).float()
+
+
+def nearest(vq: JanusVQVAE, unit: torch.Tensor) -> torch.Tensor:
+    """Index of the nearest code, int64, of unit vectors (..., embed_dim)."""
+    return (unit @ vq.quantize.embedding.weight.T).argmax(-1)
+
+
+def inked(true: torch.Tensor) -> torch.Tensor:
+    """Where pictures (B, 3, S, S) show a shape: 1.0 or 0.0, (B, 1, S, S).
+
+    Grounds stay within 30 grey levels of the canvas grey and no colour of a shape does.
+    """
+    return ((true - 0.2).abs().amax(1, keepdim=True) > 0.26).float()
+
+
+def windowed(shape: Shape, side: int) -> tuple[int, int, ShapeScene]:
+    """First row and column (in patches) of a window of WINDOW pixels around a shape, and the scene in that window."""
+    most = (side - WINDOW) // PATCH
+    row, column = (min(most, max(0, round((at * side - WINDOW / 2) / PATCH))) for at in (shape.y, shape.x))
+    x, y = ((at * side - first * PATCH) / WINDOW for at, first in ((shape.x, column), (shape.y, row)))
+    return row, column, ShapeScene((Shape(shape.kind, shape.colour, x, y, shape.radius * side / WINDOW),))
+
+
+def compose(vq: JanusVQVAE, scenes: list[ShapeScene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unit latents float32 (B, grid, grid, embed_dim), and bool (B, grid, grid) where they show part of a shape.
+
+    A patch of plain ground is the same everywhere. A patch with parts of two shapes is the larger part's.
+    """
+    side = SIDE[low]
+    grid, window = side // PATCH, WINDOW // PATCH
+    textured = [i for i, scene in enumerate(scenes) if scene.ground != "plain"]
+    grounds = [ShapeScene(())] + [ShapeScene((), scenes[i].ground, scenes[i].texture_seed) for i in textured]
+    cut = [(i, *windowed(shape, side)) for i, scene in enumerate(scenes) for shape in scene.shapes]
+    alone = pixels([scene for *_, scene in cut], WINDOW)
+    of_ground, of_shape = latents(vq, pixels(grounds, side)), latents(vq, alone)
+    plain = F.normalize(of_ground[0].mean((0, 1)), dim=-1)
+    out = plain.expand(len(scenes), grid, grid, -1).clone()
+    out[textured] = of_ground[1:]
+    most = torch.zeros(out.shape[:3])
+    share = F.avg_pool2d(inked(alone), PATCH)[:, 0]
+    for (i, row, column, _), latent, ink in zip(cut, of_shape, share):
+        here = (i, slice(row, row + window), slice(column, column + window))
+        larger = ink > most[here]
+        out[here] = torch.where(larger[..., None], latent, out[here])
+        most[here] = torch.where(larger, ink, most[here])
+    return out, most > 0
+
+
+@torch.no_grad()
+def composed(vq: JanusVQVAE, scenes: list[ShapeScene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int64 (B, grid, grid) of scenes, and where they show part of a shape."""
+    with torch.autocast("cpu", torch.bfloat16):
+        unit, ink = compose(vq, scenes, low)
+    return nearest(vq, unit), ink
+
+
+def usage(codes: torch.Tensor, count: int) -> dict:
+    """How many of so many codes are used, and their perplexity."""
+    share = torch.bincount(codes.flatten(), minlength=count) / codes.numel()
+    entropy = -(share * (share + 1e-12).log()).sum()
+    return {"codes": int((share > 0).sum()), "perplexity": round(float(torch.exp(entropy)), 1)}
+
+
+@torch.no_grad()
+def redrawn(vq: JanusVQVAE, codes: torch.Tensor, true: torch.Tensor, batch: int) -> tuple[np.ndarray, dict]:
+    """Pictures uint8 (B, S, S, 3) of codes (B, rows, columns), and figures: their distance from the true ones (B, 3, S,
+    S) in grey levels, and codes in use.
+    """
+    made = torch.cat([decoded(vq, vq.quantize.embedding(part)) for part in codes.split(batch)]).clamp(-1, 1)
+    error = round(float((made - true).abs().mean()) * 127.5, 2)
+    return to_uint8(made), {"grey_levels": error} | usage(codes, len(vq.quantize.embedding.weight))
+
+
+@torch.no_grad()
+def measure(vq: JanusVQVAE, low: bool, every: int = 4) -> dict:
+    """GenEval of decoded held-out scenes of the suite's prompts [::every], pixel error, codes in use."""
+    rows = suite()[::every]
+    scenes = held_out(rows, painted)
+    with evaluating(vq):
+        made, figures = redrawn(vq, composed(vq, scenes, low)[0], pixels(scenes, SIDE[low]), 32)
+    return geneval(made, rows) | figures
 
 
 def picture_loss(made: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
@@ -105,17 +215,24 @@ def quantised(vq: JanusVQVAE, book: Codebook, unit: torch.Tensor, restart: bool)
     return unit + (chosen - unit).detach(), COMMITMENT * (unit - chosen).square().sum(-1).mean()
 
 
-class PainterVQStage(Stage):
+class PainterVQStage(TrainingStage):
     """Training of the VQ model: 48-pixel cut-outs of crowded scenes first, whole scenes of the prompts' kind last."""
 
+    name, decay = "vq.pt", 0.01
+    seed: int | None = 0
+    steps_option = "vq_steps"
+
     def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(0)
+        super().__init__(options, rank)
+        torch.manual_seed(rank)
+
+    def build(self, options: argparse.Namespace) -> dict:
         self.vq = JanusVQVAE(vq_config(False)).train()
         self.book = Codebook(self.vq, options.workers)
-        trained = [p for p in self.vq.parameters() if p.requires_grad]
-        parts = {"vq": self.vq, "book": self.book}
-        super().__init__(options, rank, "vq.pt", options.vq_steps, options.vq_rate, trained, 0.01, parts)
-        torch.manual_seed(rank)
+        return {"vq": self.vq, "book": self.book}
+
+    def peak_rate(self, options: argparse.Namespace) -> float:
+        return options.vq_rate
 
     def batch(self) -> torch.Tensor:
         """This worker's pictures of this step: a pure function of step, rank and workers."""
@@ -143,10 +260,9 @@ class PainterVQStage(Stage):
         chosen, commitment = quantised(self.vq, self.book, unit, restart)
         return picture_loss(decoded(self.vq, chosen), true) + commitment
 
-    def report(self) -> dict:
-        """Figures of the reconstructions, on the first worker only."""
-        every = self.options.every_prompt * (1 if self.step == self.steps else 4)
-        return measure(self.vq, False, every) if self.rank == 0 else {}
+    def figures(self) -> dict:
+        """Figures of the reconstructions."""
+        return measure(self.vq, False, self.options.every_prompt * (1 if self.step == self.steps else 4))
 
 
 def load_vq(folder: Path, low: bool) -> JanusVQVAE:
@@ -158,3 +274,93 @@ def load_vq(folder: Path, low: bool) -> JanusVQVAE:
         for name, part in (("decoder", vq.decoder), ("post", vq.post_quant_conv)):
             part.load_state_dict(saved[name])
     return vq.eval()
+
+
+class ComposedStage(PainterVQStage):
+    """Training of all of the VQ model on composed scenes, from the first stage's."""
+
+    name, seed, steps_option = "composed.pt", None, "composed_steps"
+
+    def build(self, options: argparse.Namespace) -> dict:
+        self.vq = load_vq(options.out, False).train()
+        self.book = Codebook(self.vq, options.workers)
+        return {"vq": self.vq, "book": self.book}
+
+    def peak_rate(self, options: argparse.Namespace) -> float:
+        return options.vq_rate / 2
+
+    def scenes(self) -> tuple[list[ShapeScene], bool]:
+        """This worker's scenes, every fourth time to be drawn at the low resolution."""
+        rows, low = self.options.vq_rows, self.step % LOW_EVERY == LOW_EVERY - 1
+        first = FIRST_SEED[self.file.stem] + (self.step * self.workers + self.rank) * rows
+        return [pair(first + i)[1] for i in range(rows)], low
+
+    def loss(self) -> torch.Tensor:
+        """Picture and commitment loss of the next batch; the codebook follows on the way."""
+        scenes, low = self.scenes()
+        unit, _ = compose(self.vq, scenes, low)
+        restart = self.step % 20 == 10 and self.step < COMPOSED_RESTARTS * self.steps
+        chosen, commitment = quantised(self.vq, self.book, unit, restart)
+        return picture_loss(decoded(self.vq, chosen), pixels(scenes, SIDE[low])) + commitment
+
+
+class VQDecoderStage(ComposedStage):
+    """Training of the decoder on pictures of the prompts' kind; encoder and codebook are frozen."""
+
+    name, steps_option = "decoder.pt", "decoder_steps"
+
+    def build(self, options: argparse.Namespace) -> dict:
+        self.vq = load_vq(options.out, False).train()
+        for part in (self.vq.encoder, self.vq.quant_conv, self.vq.quantize):
+            part.requires_grad_(False)
+        return {"decoder": self.vq.decoder, "post": self.vq.post_quant_conv}
+
+    def loss(self) -> torch.Tensor:
+        """Picture loss of the next batch."""
+        scenes, low = self.scenes()
+        codes = self.vq.quantize.embedding(composed(self.vq, scenes, low)[0])
+        return picture_loss(decoded(self.vq, codes), pixels(scenes, SIDE[low]))
+
+
+def encode(vq: JanusVQVAE, kind: str, numbers: range, low: bool, batch: int = 64) -> dict[str, torch.Tensor]:
+    """Pairs of these numbers of a kind: `ids` (N, PROMPT) and `codes` (N, grid^2), both int16; `ink` (N, grid^2), bool,
+    tells the codes whose pixels show part of a shape.
+    """
+    tokenizer = build_tokenizer()
+
+    def coded(some: range) -> dict[str, torch.Tensor]:
+        rows, scenes = zip(*(KINDS[kind](FIRST_SEED[kind] + i) for i in some))
+        codes, ink = composed(vq, list(scenes), low)
+        ids = prompt_ids(tokenizer, [row["prompt"] for row in rows])
+        return {"ids": ids.short(), "codes": codes.flatten(1).short(), "ink": ink.flatten(1)}
+
+    return in_batches(coded, numbers, batch)
+
+
+def shards(folder: Path, kind: str, low: bool, first: int, count: int) -> dict[Path, range]:
+    """Files that hold a kind's part of the pairs number first..first+count, and the pairs of the kind in each."""
+    numbers = range(int(first * SHARES[kind]), int((first + count) * SHARES[kind]))
+    each = int(SHARD * SHARES[kind])
+    return {
+        folder / f"{kind}-{SIDE[low]}-{start}.pt": range(start, min(start + each, numbers.stop))
+        for start in numbers[::each]
+    }
+
+
+def coders(options: argparse.Namespace) -> dict[Path, Coder]:
+    """What makes each file of `options.pairs` pairs, and of those of the other kind."""
+    vq, low = load_vq(options.out, options.lowres), options.lowres
+    return {
+        file: partial(encode, vq, kind, numbers, low)
+        for kind in KINDS
+        for file, numbers in shards(options.out, kind, low, options.first, options.pairs).items()
+    }
+
+
+def read_tokens(folder: Path, kind: str, low: bool, first: int, count: int) -> dict[str, torch.Tensor]:
+    """All shards in order: ids (N, PROMPT), codes (N, grid^2) and ink (N, grid^2), as `encode` makes them.
+
+    `number` (N,), int64, tells which pair of its kind each is.
+    """
+    files = shards(folder, kind, low, first, count)
+    return read_coded(files) | {"number": torch.tensor([number for numbers in files.values() for number in numbers])}

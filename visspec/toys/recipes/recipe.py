@@ -2,20 +2,30 @@
 
 `python -m visspec.toys NAME --out FOLDER [--stage STAGE ...] [--resume] [options of its own]` runs one of `RECIPES`.
 Its options are the fields of a dataclass: `steps: int = option("...", 800)` is `--steps`. A stage is a function of the
-parsed options; those that train run a `visspec.train.stages.Stage` in `options.workers` processes.
+parsed options, of one of three kinds: `coded` writes what is learnt from, `trained` runs a `TrainingStage`, and the
+last one finishes the folder (`cards`). The first two use `options.workers` processes.
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from visspec.io.files import replacing
 from visspec.io.options import add_options, option
-from visspec.train.stages import Stage, begin, in_workers
+from visspec.train.stages import Stage, begin, in_workers, keep_memory
 
 # Included weights, or a file, by name, and where their recipe is.
 RECIPES = {
@@ -109,12 +119,122 @@ class Recipe:
         begin(options, self.threads)
         for name, stage in self.stages.items():
             if name in options.stage or (ALL in options.stage and name not in self.extra):
+                torch.set_num_threads(self.threads)
                 stage(options)
 
 
 def trained(stage: Callable[[argparse.Namespace, int], Stage]) -> Callable[[argparse.Namespace], None]:
     """A recipe's stage that trains."""
     return partial(in_workers, stage)
+
+
+class TrainingStage(Stage):
+    """What the stages of all recipes share. A subclass declares a checkpoint's name, a seed and the weight decay, makes
+    its modules in `build`, and defines `loss` and, where there is something to tell, `figures`.
+    """
+
+    name: str  # of the checkpoint
+    seed: int | None = None  # of the initial weights
+    decay = 0.05
+    steps_option = "steps"
+    constant_rate: float | None = None  # the largest learning rate, where no option says it
+    settings: ClassVar[dict[str, Any]] = {}  # of the schedule, where it is another stage's than `Stage`
+
+    def __init__(self, options: argparse.Namespace, rank: int):
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
+        parts = self.build(options)
+        modules = [part for part in parts.values() if isinstance(part, nn.Module)]
+        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        steps, peak = getattr(options, self.steps_option), self.peak_rate(options)
+        super().__init__(options, rank, self.name, steps, peak, trained, self.decay, parts, **self.settings)
+
+    def build(self, options: argparse.Namespace) -> dict[str, Any]:
+        """What a checkpoint holds, by name; parameters of its modules that require a gradient are trained."""
+        raise NotImplementedError
+
+    def peak_rate(self, options: argparse.Namespace) -> float:
+        """The largest learning rate."""
+        return options.rate if self.constant_rate is None else self.constant_rate
+
+    def chosen(self, known: int, *seed: int) -> np.ndarray:
+        """Numbers below `known` of this worker's rows: an epoch has each of them once, in an order of its own."""
+        per_step = self.options.rows * self.workers
+        epoch, step = divmod(self.step, max(1, known // per_step))
+        order = np.random.default_rng((*seed, epoch)).permutation(known)
+        return order[step * per_step :][:per_step][self.rank :: self.workers]
+
+    def figures(self) -> dict[str, Any]:
+        """What is to be known of the modules as they stand, which are in evaluation mode."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """`figures`, on the first worker only."""
+        if self.rank:
+            return {}
+        with evaluating(*self.parts.values()):
+            return self.figures()
+
+
+@contextmanager
+def evaluating(*parts: object) -> Iterator[None]:
+    """Modules in evaluation mode, and afterwards in the modes that they had; what is no module is passed over."""
+    modes = [(m, m.training) for part in parts if isinstance(part, nn.Module) for m in part.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+Coder = Callable[[], dict[str, Tensor]]  # makes the tensors of one file, a row each of so many pictures
+
+
+def coded(coders: Callable[[argparse.Namespace], dict[Path, Coder]]) -> Callable[[argparse.Namespace], None]:
+    """A recipe's stage that writes files: `coders` says of the options what makes each."""
+    return partial(write_coded, coders)
+
+
+def write_coded(coders: Callable[[argparse.Namespace], dict[Path, Coder]], options: argparse.Namespace) -> None:
+    """Write the files in `options.workers` processes, in this one if there is one; with `options.resume` those that are
+    there are kept.
+    """
+    if options.workers == 1:
+        _write(0, coders, options)
+    else:
+        mp.spawn(_write, (coders, options), nprocs=options.workers)
+
+
+def _write(rank: int, coders: Callable[[argparse.Namespace], dict[Path, Coder]], options: argparse.Namespace) -> None:
+    keep_memory()
+    torch.set_num_threads(1)
+    for file, coder in list(coders(options).items())[rank :: options.workers]:
+        begun = time.time()
+        if options.resume and file.exists():
+            continue
+        with replacing(file) as draft, torch.no_grad():
+            made = coder()
+            torch.save(made, draft)
+        line = {"file": file.name, "pairs": len(next(iter(made.values()))), "s": round(time.time() - begun)}
+        print(json.dumps(line), flush=True)
+
+
+def in_batches(make: Callable[[range], dict[str, Tensor]], numbers: range, batch: int) -> dict[str, Tensor]:
+    """What `make` makes of the numbers, so many at a time."""
+    return joined(make(numbers[first : first + batch]) for first in range(0, len(numbers), batch))
+
+
+def read_coded(files: Iterable[Path]) -> dict[str, Tensor]:
+    """All files in their order."""
+    return joined(torch.load(file, weights_only=True) for file in files)
+
+
+def joined(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Parts one after the other."""
+    every = list(parts)
+    return {name: torch.cat([part[name] for part in every]) for name in every[0]}
 
 
 def recipe(name: str) -> Recipe:

@@ -22,12 +22,11 @@ from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.models.scales.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.models.var.network import VAR
-from visspec.toys.recipes.painter_score import summary, to_uint8, verdicts
-from visspec.toys.recipes.scale_data import LABELS, ROWS, SCALES, read_codes, rows_of_labels
-from visspec.toys.recipes.scale_vq import load_vq
+from visspec.toys.recipes.painter_score import geneval, piped, shown, to_uint8
+from visspec.toys.recipes.recipe import TrainingStage
+from visspec.toys.recipes.scale_codes import LABELS, ROWS, SCALES, load_vq, rows_of_labels
 from visspec.toys.world.palette import CLASSES, COLOURS
 from visspec.toys.world.suite import Metadata
-from visspec.train.stages import Stage
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {"width": 160, "depth": 6, "heads": 5, "shared": True},
@@ -99,10 +98,6 @@ class SharedClassEmbedding:
         self.seen = (levels[None] <= levels[:, None])[None, None]
         self.net.class_emb.requires_grad_(False)
 
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        return [*(p for p in self.net.parameters() if p.requires_grad), *self.parts.parameters()]
-
     def logits(self, classes_B: Tensor, read_BTc: Tensor, maps: int) -> Tensor:
         """(B, codes of the first maps, V), each given the maps before."""
         length = SCALES.begins[maps]
@@ -130,25 +125,22 @@ def weights(maps: int, late: float = 1.0) -> Tensor:
     return torch.repeat_interleave(sides / sides.sum() / sizes, sizes)
 
 
-class CodesStage(Stage):
+class CodesStage(TrainingStage):
     """What the stages share: codes of classes in batches."""
 
-    def __init__(self, options: argparse.Namespace, rank: int, name: str, file: str, steps: int, seed: int):
-        torch.manual_seed(seed)
-        self.seed, self.data = seed, read_codes(options.out)
-        self.taught = SharedClassEmbedding(build(name, load_vq(options.out)))
+    size: str  # of SIZES
+    seed: int
+    decay = 0.02
+
+    def build(self, options: argparse.Namespace) -> dict:
+        self.data = torch.load(options.out / "codes.pt", weights_only=True)
+        self.taught = SharedClassEmbedding(build(self.size, load_vq(options.out)))
         self.model = self.taught.model.train()
-        super().__init__(
-            options, rank, file, steps, options.rate, self.taught.trained, 0.02,
-            {"model": self.model, "classes": self.taught.parts},
-        )  # fmt: skip
+        return {"model": self.model, "classes": self.taught.parts}
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """This worker's classes (B,), codes (B, T) and what is read of them, a pure function of seed, step and rank."""
-        per_step, known = self.options.rows * self.workers, len(self.data["classes"])
-        epoch, step = divmod(self.step, max(1, known // per_step))
-        order = np.random.default_rng((self.seed, epoch)).permutation(known)
-        chosen = torch.from_numpy(order[step * per_step :][:per_step][self.rank :: self.workers])
+        chosen = torch.from_numpy(self.chosen(len(self.data["classes"]), self.seed))
         rng = np.random.default_rng((self.seed, self.step, self.rank))
         classes, codes = self.data["classes"][chosen].long(), self.data["codes"][chosen].long()
         classes = classes.masked_fill(torch.from_numpy(rng.random(len(chosen)) < DROPPED), len(LABELS))
@@ -174,20 +166,15 @@ class CodesStage(Stage):
         self.noted(losses.detach())
         return (losses @ weights(maps)).mean()
 
-    def report(self) -> dict:
-        """GenEval on a fourth of the prompts, on the first worker only."""
-        if self.rank:
-            return {}
-        found = score(self.taught.settled().eval(), rows_of_labels(4 * self.options.every_prompt), 2.0)
-        self.model.train()
-        return found
+    def figures(self) -> dict:
+        """GenEval on a fourth of the prompts."""
+        return score(self.taught.settled(), rows_of_labels(4 * self.options.every_prompt), 2.0)
 
 
 class ScaleStage(CodesStage):
     """Training of the painter."""
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        super().__init__(options, rank, "painter", "painter.pt", options.steps, 8)
+    name, seed, size = "painter.pt", 8, "painter"
 
     def loss(self) -> Tensor:
         return self.entropy(FIRST_SHARE)
@@ -196,8 +183,8 @@ class ScaleStage(CodesStage):
 class SmallStage(CodesStage):
     """Training of the small painter."""
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        super().__init__(options, rank, "small", "small.pt", options.small_steps, 9)
+    name, seed, size = "small.pt", 9, "small"
+    steps_option = "small_steps"
 
     def loss(self) -> Tensor:
         return self.entropy(0.0)
@@ -208,12 +195,18 @@ class RefineStage(CodesStage):
     data are targets.
     """
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        super().__init__(options, rank, "small", "refined.pt", options.refine_steps, 10)
+    name, seed, size = "refined.pt", 10, "small"
+    steps_option = "refine_steps"
+
+    def build(self, options: argparse.Namespace) -> dict:
+        parts = super().build(options)
         taken(self.taught, options.out / "small.pt")
         self.large = SharedClassEmbedding(build("painter", load_vq(options.out)))
         taken(self.large, options.out / "painter.pt")
-        self.peak = options.rate / 2
+        return parts
+
+    def peak_rate(self, options: argparse.Namespace) -> float:
+        return options.rate / 2
 
     def loss(self) -> Tensor:
         classes, _, read = self.batch()
@@ -235,18 +228,13 @@ def taken(taught: SharedClassEmbedding, file: Path) -> dict:
 
 
 def pipeline(model: VARImageModel, levels: int | None = None, **parts: Any) -> ImagePipeline:
-    """A silent one."""
-    pipe = ImagePipeline(model, None, levels=levels, parts=parts)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    """One that draws with the parts."""
+    return ImagePipeline(model, None, levels=levels, parts=parts)
 
 
-def draw(
-    pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: int, batch: int = 44, **options: Any
-) -> ImageOutput:  # fmt: skip
+def draw(pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: int, **options: Any) -> ImageOutput:
     """Pictures of prompts as the pipeline draws them, floats (B, 3, S, S); `options` are its own."""
-    seeds = [seed * 10_000 + i for i in range(len(prompts))]
-    return pipe(prompts, guidance_scale=guidance, seed=seeds, batch_size=batch, output_type="pt", **options)
+    return piped(pipe, prompts, guidance, seed, 44, **options)
 
 
 def score(
@@ -255,5 +243,5 @@ def score(
     """GenEval of one picture a prompt, and the seconds it took."""
     begun = time.time()
     out = draw(pipeline(model, **parts), [row["prompt"] for row in rows], guidance, seed)
-    figures = summary(verdicts(to_uint8(torch.stack(list(out.images)) * 2 - 1), rows), rows)
-    return {"guidance": guidance, **figures, "seconds": round(time.time() - begun, 1)}
+    found = geneval(to_uint8(shown(out)), rows)
+    return {"guidance": guidance, **found, "seconds": round(time.time() - begun, 1)}

@@ -10,19 +10,45 @@ hour.
 """
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
+from visspec.api.images import ImageOutput, ImagePipeline
+from visspec.eval.metrics import fid, references
+from visspec.eval.metrics.features import RandomConv
 from visspec.io.options import option
+from visspec.loop.stats import acceptance_by_depth
+from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
+from visspec.models.scales.reading import ConditionState
+from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import calibrated
 from visspec.models.var.model import VARImageModel, load
+from visspec.models.var.target import ScalePrompt
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.recipe import Options, Recipe, trained
-from visspec.toys.recipes.scale_data import LABELS, RADII, SCALES, SIDE, STEP, rows_of_labels
+from visspec.toys.recipes.painter_data import pixels
+from visspec.toys.recipes.painter_score import geneval, shown, to_uint8
+from visspec.toys.recipes.recipe import Options, Recipe, coded, trained
+from visspec.toys.recipes.scale_codes import (
+    LABELS,
+    RADII,
+    SCALES,
+    SIDE,
+    STEP,
+    QuantiserStage,
+    code_coders,
+    feature_coders,
+    load_vq,
+    measure,
+    painted,
+    rows_of_labels,
+)
 from visspec.toys.recipes.scale_draw import (
     FIRST,
     FIRST_SHARE,
@@ -32,11 +58,13 @@ from visspec.toys.recipes.scale_draw import (
     SharedClassEmbedding,
     SmallStage,
     build,
+    draw,
+    pipeline,
     score,
     taken,
 )
-from visspec.toys.recipes.scale_measure import PainterScores, apart, likeness, row
-from visspec.toys.recipes.scale_vq import QuantiserStage, load_vq, measure, write_codes, write_features
+from visspec.toys.world.scene import HELD_OUT_SEED
+from visspec.toys.world.suite import Metadata
 
 NAMES = {"painter": "painter-var", "small": "painter-var-small"}
 FILES = {"vq": "quantiser.pt", "draw": "painter.pt", "small": "small.pt", "refine": "refined.pt"}
@@ -45,6 +73,7 @@ HANDOVERS = (4, 5, 6)
 SHARES = (0.1,)
 DEPTHS = (1, 2)
 SEED = 0
+REFERENCES = 4  # renders of each prompt that the distance is taken to
 
 
 @dataclass
@@ -63,10 +92,111 @@ class ScaleOptions(Options):
     copies: int = option("pictures of each prompt that are measured", 1)
 
 
+class PainterScores:
+    """GenEval and Frechet distance of pictures of prompts, `copies` of each."""
+
+    def __init__(self, rows: Sequence[Metadata], copies: int = 1):
+        self.rows, self.copies = [row for row in rows for _ in range(copies)], copies
+        self.extractor = RandomConv()
+        rng = np.random.default_rng(HELD_OUT_SEED)
+        scenes = [painted(row, rng) for row in rows for _ in range(REFERENCES)]
+        features = [self.extractor(part) for part in self._uint8(pixels(scenes, SIDE)).split(32)]
+        self.reference = references.from_features(torch.cat(features), self.extractor)
+
+    def __call__(self, out: ImageOutput) -> dict[str, Any]:
+        """`images` (share of right ones), `geneval` and `fd`."""
+        pictures = shown(out)
+        right = geneval(to_uint8(pictures), self.rows)
+        features = torch.cat([self.extractor(part) for part in self._uint8(pictures).split(32)])
+        stats = fid.GaussianStats(self.extractor.dim).update(features)
+        found = fid.compare(stats, self.reference, self.extractor)
+        distance = {"fd": round(found.value, 4), "fd_floor": round(found.noise_floor_here, 4)}
+        return {"geneval": right["geneval"], "images": right["images"], **distance, "n": len(self.rows)}
+
+    @staticmethod
+    def _uint8(pictures: Tensor) -> Tensor:
+        return torch.from_numpy(to_uint8(pictures)).permute(0, 3, 1, 2)
+
+
+def row(
+    judge: PainterScores,
+    model: VARImageModel,
+    guidance: float,
+    rule: str = "scales",
+    drafted: int = 0,
+    small: VARImageModel | None = None,
+    **parts: Any,
+) -> tuple[dict[str, Any], ImageOutput]:
+    """Figures of one way to draw: the judge's; passes of the target, and bytes of its cache between passes and in one,
+    of the largest batch; of scales that `small` drafts, always so many, how many were accepted of those reached, by
+    depth.
+    """
+    drafter = None
+    if small is not None:
+        drafter = SmallVAR(small.var)
+        drafter.traits = replace(drafter.traits, adaptive_depth=False)  # by the clock
+    pipe = pipeline(model, drafted or None, **parts)
+    out = draw(pipe, [one["prompt"] for one in judge.rows], guidance, SEED, drafter=drafter, acceptance=rule)
+    passes = [int(numbers.max()) + 1 for numbers in out.passes]
+    first = out.traces[0].memory
+    found = judge(out) | {"passes": round(sum(passes) / len(passes), 3), "guarantee": out.stats[0].guarantee}
+    found |= {"cache_bytes": first["cache"], "pass_bytes": first["pass"], "batch": len(out.traces[0].origin)}
+    if drafter is not None:
+        rounds = [entry for trace in out.traces for entry in trace.rounds]
+        found["acceptance_by_depth"] = [round(share, 3) for share in acceptance_by_depth(rounds)]
+    return found, out
+
+
+@torch.inference_mode()
+def laws(
+    painter: VARImageModel, classes_B: Tensor, codes_BT: Tensor, cache: BudgetedCache | None = None
+) -> list[Tensor]:
+    """Log-distributions (B, S, V) of each map, given the maps before, without guidance."""
+    scales = painter.var.config.scales
+    reading = ConditionState(painter.var, painter.autoencoder.quantize, classes_B, len(classes_B), cache)
+    found: list[Tensor] = []
+    for k in range(len(scales)):
+        value = None if k == 0 else codes_BT[:, None, scales.begins[k - 1] : scales.begins[k]]
+        (group,) = reading.read(value)
+        if k:
+            reading.keep([1] * len(classes_B))
+        found.append(group.logits[0].float().log_softmax(-1))
+    return found
+
+
+def apart(
+    model: VARImageModel, other: VARImageModel, out: ImageOutput, budget: CacheBudget | None = None
+) -> dict[str, list[float]]:
+    """By scale, of a mean code along drawn pictures: entropy of the model's distribution, KL(model, other) and total
+    variation. budget: of the other's cache.
+    """
+    prompt = ImagePipeline(model, None).family.prompt(out.prompts, False)
+    assert isinstance(prompt, ScalePrompt)
+    codes = torch.stack(out.tokens)
+    scales = model.var.config.scales
+    cache = None if budget is None else BudgetedCache(scales, budget)
+    rows: dict[str, list[float]] = {"entropy": [], "kl": [], "tv": []}
+    for own, theirs in zip(laws(model, prompt.classes, codes), laws(other, prompt.classes, codes, cache)):
+        p = own.exp()
+        rows["entropy"].append(round(-(p * own).sum(-1).mean().item(), 4))
+        rows["kl"].append(round((p * (own - theirs)).sum(-1).mean().item(), 5))
+        rows["tv"].append(round(0.5 * (p - theirs.exp()).abs().sum(-1).mean().item(), 4))
+    return rows
+
+
+def likeness(out: ImageOutput, other: ImageOutput) -> dict[str, float]:
+    """Of pictures of the same seeds: mean peak signal-to-noise ratio in dB (equal ones count 60), and how many are
+    equal, code for code.
+    """
+    errors = torch.stack([(a - b).square().mean() for a, b in zip(out.images, other.images)])
+    same = sum(bool(torch.equal(a, b)) for a, b in zip(out.tokens, other.tokens))
+    return {"psnr": round((-10 * errors.clamp(min=1e-6).log10()).mean().item(), 2), "equal": same}
+
+
 def finish(options: argparse.Namespace) -> None:
     """Write both folders from the last checkpoints, read them back, measure and describe them."""
     codec = load_vq(options.out)
-    stages = {part: cards.read_stage(options.out / file)[1] for part, file in FILES.items()}
+    _, stages = cards.read_stages(options.out, FILES)
     models = {}
     for part, name in (("draw", "painter"), ("refine", "small")):
         taught = SharedClassEmbedding(build(name, codec))
@@ -81,19 +211,19 @@ def finish(options: argparse.Namespace) -> None:
     measured |= {"sweep": sweep, "decoded": measure(codec)}
     own = {"painter": painter_figures(models["painter"], measured), "small": {}}
     seconds = {name: stage["seconds"] for name, stage in stages.items()}
+    seeds = {"vq": 7, "draw": 8, "small": 9, "refine": 10, "measured": SEED}
     for name, model in models.items():
-        folder = options.out / NAMES[name]
         model.generation_config = GenerationConfig(do_sample=True, temperature=1.0, guidance_scale=guidance)
-        model.generation_config.save_pretrained(folder)
-        record = cards.origin(
-            model, f"visspec.toys {NAMES['painter']}", folder, measured, pairs=options.pairs, rows=options.rows,
-            **stages, seeds={"vq": 7, "draw": 8, "small": 9, "refine": 10, "measured": SEED},
-        )  # fmt: skip
-        text = cards.fill(
+        model.generation_config.save_pretrained(options.out / NAMES[name])
+        cards.describe(
+            options,
             NAMES[name],
-            record=record,
+            model,
+            measured,
+            stages | {"pairs": options.pairs, "rows": options.rows, "seeds": seeds},
+            NAMES["painter"],
+            size=cards.millions(model.var),
             network=model.var.config,
-            parameters=cards.millions(model.var),
             codec=cards.millions(model.autoencoder),
             copies=options.copies,
             swept=len(rows),
@@ -101,31 +231,29 @@ def finish(options: argparse.Namespace) -> None:
             parts=", ".join(f"{part} {spent / 60:.0f}" for part, spent in seconds.items()),
             first=FIRST,
             late=LATE,
-            note=options.note,
             **own[name],
         )
-        cards.publish(folder, text)
     cards.say(options.out, stages=stages)
 
 
 def figures(model: VARImageModel, small: VARImageModel, guidance: float, judge: PainterScores) -> dict[str, Any]:
     """Every way to draw, by name, with the distributions' distances by scale."""
     rows: dict[str, Any] = {}
-    rows["plain"], plain = row(judge, model, guidance, SEED)
-    rows["small alone"], _ = row(judge, small, guidance, SEED)
+    rows["plain"], plain = row(judge, model, guidance)
+    rows["small alone"], _ = row(judge, small, guidance)
     for handover in HANDOVERS:
-        rows[f"code, {handover}"], _ = row(judge, model, guidance, SEED, refiner=small, handover=handover)
+        rows[f"code, {handover}"], _ = row(judge, model, guidance, refiner=small, handover=handover)
     kept = {}
     for share in SHARES:
         budget = calibrated(model, share)
-        rows[f"scalekv, {share}"], out = row(judge, model, guidance, SEED, budget=budget)
+        rows[f"scalekv, {share}"], out = row(judge, model, guidance, budget=budget)
         rows[f"scalekv, {share}"] |= likeness(plain, out) | {"window": budget.window, "tokens": budget.tokens}
         rows[f"scalekv, {share}"]["budget_bytes"] = max(budget.bytes(model.var, 2 * rows["plain"]["batch"]))
         kept[str(share)] = apart(model, model, plain, budget)
     for rule in ("scales", "repaired"):
         for depth in DEPTHS:
             name = f"{rule}, {depth} drafted"
-            rows[name], out = row(judge, model, guidance, SEED, rule, depth, small)
+            rows[name], out = row(judge, model, guidance, rule, depth, small)
             rows[name] |= likeness(plain, out)
     for found in rows.values():
         found["fd_ratio"] = round(found["fd"] / rows["plain"]["fd"], 3)
@@ -135,16 +263,12 @@ def figures(model: VARImageModel, small: VARImageModel, guidance: float, judge: 
 def painter_figures(model: VARImageModel, measured: dict[str, Any]) -> dict[str, Any]:
     """What the large painter's card says beside its provenance."""
     rows, kept, small = measured["rows"], measured["kept"][str(SHARES[0])], measured["small"]
-    lines = (
-        [name, *(f"{r[key]:.{digits}f}" for key, digits in (("passes", 2), ("geneval", 3), ("fd", 2), ("fd_ratio", 2))),
-         *(f"{r[key] / 1e3:.0f}" for key in ("cache_bytes", "pass_bytes"))]
-        for name, r in rows.items()
-    )  # fmt: skip
+    digits = {"passes": 2, "geneval": 3, "fd": 2, "fd_ratio": 2}
+    kilobytes = {name: [f"{r[key] / 1e3:.0f}" for key in ("cache_bytes", "pass_bytes")] for name, r in rows.items()}
+    lines = ([name, *(f"{r[key]:.{n}f}" for key, n in digits.items()), *kilobytes[name]] for name, r in rows.items())
     accepted = {name: r["acceptance_by_depth"] for name, r in rows.items() if "acceptance_by_depth" in r}
-    by_map = {
-        "entropy": small["entropy"], "KL to the small model": small["kl"], "total variation to it": small["tv"],
-        "KL, a tenth of the cache": kept["kl"], "total variation": kept["tv"],
-    }  # fmt: skip
+    by_map = {"entropy": small["entropy"], "KL to the small model": small["kl"], "total variation to it": small["tv"]}
+    by_map |= {"KL, a tenth of the cache": kept["kl"], "total variation": kept["tv"]}
     return {
         "plain": rows["plain"],
         "drafted": rows["scales, 1 drafted"],
@@ -155,7 +279,6 @@ def painter_figures(model: VARImageModel, measured: dict[str, Any]) -> dict[str,
         "side": SIDE,
         "classes": len(LABELS),
         "rows": cards.table(lines),
-        "sweep": cards.swept(measured["sweep"]),
         "sizes": " | ".join(map(str, SCALES.sizes)),
         "rules": cards.rule(len(SCALES)),
         "by_map": cards.table([name, *(f"{value:.3f}" for value in values)] for name, values in by_map.items()),
@@ -171,9 +294,9 @@ PAINTER = Recipe(
     "Train the next-scale painters.",
     ScaleOptions,
     {
-        "features": write_features,
+        "features": coded(feature_coders),
         "vq": trained(QuantiserStage),
-        "codes": write_codes,
+        "codes": coded(code_coders),
         "draw": trained(ScaleStage),
         "small": trained(SmallStage),
         "refine": trained(RefineStage),

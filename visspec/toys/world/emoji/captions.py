@@ -55,11 +55,7 @@ class EmojiCaptions(WorldCaptions):
         "everything was put on a {g} backdrop .",
     )
     same_row = (
-        (
-            "to the right of it , {p} , we see {d} .",
-            "next to it {p} stands {d} .",
-            "on the same level {p} comes {d} .",
-        ),
+        ("to the right of it , {p} , we see {d} .", "next to it {p} stands {d} .", "on the same level {p} comes {d} ."),
     )
     lower_row = (("lower down , {p} , lies {d} .", "below it {p} sits {d} .", "further down we find {d} {p} ."),)
     # {a} and {b}: two names

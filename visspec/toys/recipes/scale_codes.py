@@ -1,15 +1,14 @@
-"""Stages of the next-scale painters' recipe that make codes: the painter's VQ model, quantised in several scales.
+"""Pictures of the next-scale painters, one shape on plain ground whose prompt is their class, and their codes.
 
-Encoder and decoder are those of `painter`, folded into VAR's autoencoder; only codebook and convolutions of the
-quantiser are taught, on features of the pictures. Codes that nobody uses start again at what a map was to bring, with
-a chance that grows with its square: most of a picture is plain ground, and codes that all stand for it would be chosen
-among by chance.
+The codes are those of the painter's VQ model, quantised in several scales. Encoder and decoder are folded into VAR's
+autoencoder; only codebook and convolutions of the quantiser are taught, on features of the pictures. Codes that nobody
+uses start again at what a map was to bring, with a chance that grows with its square: most of a picture is plain
+ground, and codes that all stand for it would be chosen among by chance.
 """
 
 import argparse
-import json
 import math
-import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,18 +18,51 @@ from torch import Tensor
 from visspec.api.train_vq import PATIENCE, RESTARTS, quantised
 from visspec.models.codecs.vq_layout import fitted, stock_rules
 from visspec.models.published_tensors import rename
-from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE
+from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.layout import load_var_vae, save_vae
-from visspec.toys.recipes.any_order_data import included_vq
+from visspec.toys.recipes import painter_data
+from visspec.toys.recipes.any_order_painter import included_vq
 from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.painter_score import summary, to_uint8, verdicts
-from visspec.toys.recipes.scale_data import BATCH, FIRST_SEED, SCALES, SIDE, held_out, pair, rows_of_labels
-from visspec.train.stages import Stage
+from visspec.toys.recipes.painter_score import geneval, to_uint8
+from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
+from visspec.toys.world.scene import ShapeScene
+from visspec.toys.world.suite import Metadata, every, suite
 
+SIDES = (1, 2, 3, 4, 6, 8, 10, 12)  # of the maps
+SCALES = ScaleSizes.square(*SIDES)
+SIDE = 96  # pixels of a picture
+TASKS = ("single_object", "colors")
+ROWS = [row for tag in TASKS for row in every(tag)]  # a class each
+LABELS = [row["prompt"] for row in ROWS]
+# Shapes stand on corners of the finest map's cells, for the reason of `painter_data.STEP`, and have one of two radii.
+STEP, RADII = 8 / SIDE, (12 / SIDE, 16 / SIDE)
+FIRST_SEED = {"codes": 5 << 27}  # below HELD_OUT_SEED
+BATCH = 32
 SEED = 7
 CODES = 256
 LENGTH = 2.19  # median length of what the painter's encoder says of a place; the decoder reads unit vectors
 RATE = 1e-2
+
+painted = partial(painter_data.painted, grounds=("plain",), step=STEP, radii=RADII)
+
+
+def pair(seed: int) -> tuple[int, ShapeScene]:
+    """Class and scene number `seed`: the task uniform, then the prompt."""
+    rng = np.random.default_rng(seed)
+    tag = TASKS[int(rng.integers(len(TASKS)))]
+    some = [number for number, row in enumerate(ROWS) if row["tag"] == tag]
+    number = some[int(rng.integers(len(some)))]
+    return number, painted(ROWS[number], rng)
+
+
+def rows_of_labels(share: int = 1) -> list[Metadata]:
+    """The suite's prompts [::share] that are classes."""
+    return [row for row in suite() if row["tag"] in TASKS][::share]
+
+
+def held_out(rows: list[Metadata]) -> torch.Tensor:
+    """A picture of each prompt, with seeds no training pair has."""
+    return pixels(painter_data.held_out(rows, painted), SIDE)
 
 
 @torch.no_grad()
@@ -54,51 +86,59 @@ def borrowed(codes: int = CODES) -> MultiScaleVAE:
         "decoder.conv_in.weight": torch.einsum("oihk,ic->ochk", inside, outer),
         "decoder.conv_in.bias": tensors["decoder.conv_in.bias"] + offset,
     }
-    taming = {  # which numbers the decoder's levels from the finest
-        name.replace(f"decoder.up.{part[2]}.", f"decoder.up.{levels - 1 - int(part[2])}.")
-        if (part := name.split("."))[:2] == ["decoder", "up"] else name: tensor
-        for name, tensor in (tensors | folded).items() if name.startswith(("encoder.", "decoder."))
-    }  # fmt: skip
+    taming = {
+        numbered(name, levels): tensor
+        for name, tensor in (tensors | folded).items()
+        if name.startswith(("encoder.", "decoder."))
+    }
     named = {name: fitted(name, tensor) for name, (_, tensor) in rename(taming, stock_rules(levels)).items()}
     model = MultiScaleVAE(shape).eval()
     for conv in (model.quant_conv, model.post_quant_conv):
-        torch.nn.init.dirac_(conv.weight)
-        torch.nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+        be_identity(conv)
     own = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(("encoder", "decoder"))}
     model.load_state_dict(named | own)
     for smooth in (part for part in model.quantize.quant_resi.modules() if isinstance(part, torch.nn.Conv2d)):
-        torch.nn.init.dirac_(smooth.weight)
-        torch.nn.init.zeros_(smooth.bias)  # type: ignore[arg-type]
+        be_identity(smooth)
     return model.requires_grad_(False)
 
 
-@torch.no_grad()
-def write_features(options: argparse.Namespace) -> None:
-    """Write `options.pairs` pairs to features.pt: classes (N,) int16, features (N, c, rows, columns) float16."""
-    file, begun = options.out / "features.pt", time.time()
-    if options.resume and file.exists():
-        return
+def numbered(name: str, levels: int) -> str:
+    """A tensor's name where the decoder's levels are numbered from the finest."""
+    part = name.split(".")
+    if part[:2] != ["decoder", "up"]:
+        return name
+    return ".".join([*part[:2], str(levels - 1 - int(part[2])), *part[3:]])
+
+
+def be_identity(conv: torch.nn.Conv2d) -> None:
+    """Weights that change nothing."""
+    torch.nn.init.dirac_(conv.weight)
+    torch.nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
+
+
+def feature_coders(options: argparse.Namespace) -> dict[Path, Coder]:
+    """What makes features.pt of `options.pairs` pairs: classes (N,) int16, features (N, c, rows, columns) float16."""
     model = borrowed()
-    classes: list[int] = []
-    features: list[Tensor] = []
-    for start in range(0, options.pairs, BATCH):
-        numbers, scenes = zip(*(pair(FIRST_SEED["codes"] + i) for i in range(start, min(start + BATCH, options.pairs))))
-        classes += numbers
-        features.append(model.quant_conv(model.encoder(pixels(list(scenes), SIDE))).half())
-    torch.save({"classes": torch.tensor(classes, dtype=torch.int16), "features": torch.cat(features)}, file)
-    print(json.dumps({"file": file.name, "pairs": options.pairs, "s": round(time.time() - begun)}), flush=True)
+
+    def features(some: range) -> dict[str, Tensor]:
+        numbers, scenes = zip(*(pair(FIRST_SEED["codes"] + i) for i in some))
+        made = model.quant_conv(model.encoder(pixels(scenes, SIDE))).half()
+        return {"classes": torch.tensor(numbers, dtype=torch.int16), "features": made}
+
+    return {options.out / "features.pt": partial(in_batches, features, range(options.pairs), BATCH)}
 
 
-class QuantiserStage(Stage):
+class QuantiserStage(TrainingStage):
     """Training of codebook and convolutions of the quantiser on features, all else stays."""
 
-    def __init__(self, options: argparse.Namespace, rank: int):
-        torch.manual_seed(SEED)
+    name, seed, decay = "quantiser.pt", SEED, 0.0
+    steps_option, constant_rate = "vq_steps", RATE
+
+    def build(self, options: argparse.Namespace) -> dict:
         self.model, self.data = borrowed(), torch.load(options.out / "features.pt", weights_only=True)
         self.model.quantize.requires_grad_(True)
-        trained = list(self.model.quantize.parameters())
-        super().__init__(options, rank, "quantiser.pt", options.vq_steps, RATE, trained, 0.0, {"model": self.model})
         self.used = torch.zeros(CODES, dtype=torch.bool)
+        return {"model": self.model}
 
     def loss(self) -> Tensor:
         """Squared distance after each map; codes start again on the way."""
@@ -124,10 +164,8 @@ class QuantiserStage(Stage):
             weight[code] = flat[k][place[0]]
         self.used.zero_()
 
-    def report(self) -> dict:
-        """That of `measure`; the folder is written, on the first worker."""
-        if self.rank:
-            return {}
+    def figures(self) -> dict:
+        """Those of `measure`; the folder is written."""
         save_vae(self.options.out / "vq", self.model, SCALES)
         return measure(self.model)
 
@@ -137,12 +175,15 @@ def load_vq(folder: Path) -> MultiScaleVAE:
     return load_var_vae(folder / "vq").requires_grad_(False)
 
 
-@torch.no_grad()
-def write_codes(options: argparse.Namespace) -> None:
-    """Write codes.pt of features.pt: classes (N,) and codes (N, T), int16."""
+def code_coders(options: argparse.Namespace) -> dict[Path, Coder]:
+    """What makes codes.pt of features.pt: classes (N,) and codes (N, T), int16."""
     codec, data = load_vq(options.out), torch.load(options.out / "features.pt", weights_only=True)
-    codes = [codec.quantize.encode(part.float(), SCALES).short() for part in data["features"].split(64)]
-    torch.save({"classes": data["classes"], "codes": torch.cat(codes)}, options.out / "codes.pt")
+
+    def codes() -> dict[str, Tensor]:
+        parts = [codec.quantize.encode(part.float(), SCALES).short() for part in data["features"].split(64)]
+        return {"classes": data["classes"], "codes": torch.cat(parts)}
+
+    return {options.out / "codes.pt": codes}
 
 
 @torch.no_grad()
@@ -157,7 +198,7 @@ def measure(codec: MultiScaleVAE) -> dict:
     bare = torch.cat([codec.decoder(codec.post_quant_conv(part)).clamp(-1, 1) for part in features.split(BATCH)])
     made = torch.cat([codec.decode(part, SCALES) for part in codes.split(BATCH)])
     shown = {"rendered": true, "not_quantised": bare, "decoded": made}
-    figures = {name: summary(verdicts(to_uint8(part), rows), rows)["geneval"] for name, part in shown.items()}
+    figures = {name: geneval(to_uint8(part), rows)["geneval"] for name, part in shown.items()}
     for name in ("not_quantised", "decoded"):
         error = (shown[name] - true).square().mean().item()
         figures[f"{name}_psnr"] = round(10 * math.log10(4 / error), 2)
