@@ -14,13 +14,10 @@ from visspec.toys.world.palette import CANVAS, CLASSES, COLOURS, GROUNDS
 from visspec.toys.world.render import coverage, ground, inside, render
 from visspec.toys.world.scene import (
     GRID,
-    HELD_OUT_PAIRS,
     HELD_OUT_SEED,
     RADIUS,
     Shape,
     ShapeScene,
-    allowed_pairs,
-    sample_scene,
     scene_from_seed,
 )
 from visspec.toys.world.worlds import world
@@ -45,19 +42,6 @@ def test_scenes_are_legal_and_repeatable(seed):
         assert top < shape.y - shape.radius and shape.y + shape.radius < top + 1 / GRID
         assert abs(shape.radius - RADIUS[shape.size]) <= 0.0051
         assert scene.at(shape.cell) is shape
-
-
-def test_pairs_split_the_eighty_and_scenes_keep_to_their_split():
-    train, held_out = allowed_pairs("train"), allowed_pairs("held_out")
-    assert len(train) == 72 and set(held_out) == HELD_OUT_PAIRS
-    assert not set(train) & set(held_out) and set(train) | set(held_out) == set(allowed_pairs())
-    assert {kind for _, kind in held_out} == set(CLASSES)
-    rng = np.random.default_rng(0)
-    for split, legal in (("train", train), ("held_out", held_out)):
-        shapes = [shape for _ in range(50) for shape in sample_scene(rng, split).shapes]
-        assert {(shape.colour, shape.kind) for shape in shapes} <= set(legal)
-    with pytest.raises(ValueError, match="pairs must be"):
-        allowed_pairs("test")
 
 
 # --- pixels ---

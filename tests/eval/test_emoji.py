@@ -23,8 +23,6 @@ from visspec.toys.world.emoji.scene import (
     TINTS,
     EmojiScene,
     PlacedEmoji,
-    allowed,
-    sample_scene,
     scene_from_seed,
 )
 from visspec.toys.world.emoji.suite import subjects
@@ -94,17 +92,6 @@ def test_scenes_are_legal_and_repeatable(seed):
         assert left < p.x - p.side / 2 and p.x + p.side / 2 < left + 1 / GRID
         assert top < p.y - p.side / 2 and p.y + p.side / 2 < top + 1 / GRID
         assert abs(p.side - SIZES[p.size]) <= 0.0101 and scene.at(p.cell) is p
-
-
-def test_splits_part_the_pictures_and_their_sizes():
-    train, combinations, pictures = (set(allowed(name)) for name in ("train", "combinations", "pictures"))
-    assert train | combinations | pictures == set(allowed()) and len(train) + len(combinations) + len(pictures) == 1638
-    assert {name for _, name in combinations} <= {name for _, name in train}
-    assert not {name for _, name in pictures} & {name for _, name in train | combinations}
-    scene = sample_scene(np.random.default_rng(0), "pictures", (5,))
-    assert {(p.size, p.name) for p in scene.pictures} <= pictures
-    with pytest.raises(ValueError, match=r"^split: got 'test', expected"):
-        allowed("test")
 
 
 @pytest.mark.parametrize("kind", GROUNDS)

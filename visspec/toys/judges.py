@@ -1,19 +1,29 @@
-"""Judges of pictures of shapes: the detector with GenEval's interface, and the score of `generate --best-of`."""
+"""Judges of pictures of shapes: the detector with GenEval's interface, the score of `generate --best-of`, and whether
+pictures are of the kind that the included captioner was made for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from visspec.eval.metrics import geneval
 from visspec.eval.metrics.detection import UNKNOWN, DetectedColours, Detection, DetectionResult, digest
+from visspec.io.images import open_image
 from visspec.toys.world import suite
 from visspec.toys.world.detector import OFF_PALETTE, ShapeDetector
 
 if TYPE_CHECKING:
     from visspec.api.best_of import Score
+
+SIDE = 96  # pixels of a rendered scene
+WARNING = (
+    "the embedded captioner knows rendered scenes of coloured shapes only, so what it says of {} is made up; --model"
+    " names another"
+)
 
 
 class ShapeWorldDetector:
@@ -65,3 +75,18 @@ def by_detector(images: Sequence[Image.Image], prompt: str) -> list[float]:
         correct, strict, reasons, _ = geneval.judged(image, metadata, detector, colours)
         found.append(1.0 + bool(strict) if correct else -1.0 - reasons.count("\n"))
     return found
+
+
+def foreign(paths: Iterable[Path], max_pixels: int) -> str | None:
+    """A sentence about the first image that is no rendered scene of shapes; None where all are. Files that can't be
+    read are passed by.
+    """
+    detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # of caption scenes
+    for path in paths:
+        try:
+            image = open_image(path, max_pixels).resize((SIDE, SIDE))
+        except (ValueError, OSError):
+            continue
+        if detector.analyse(image).unexplained > detector.max_unexplained:
+            return WARNING.format(path)
+    return None

@@ -38,10 +38,10 @@ INCLUDED = Included(
     scenes="visspec.toys.scenes:scenes_of",
     detectors={"shapes": "visspec.toys.judges:ShapeWorldDetector"},
     tasks={
-        "shape-questions": "visspec.toys.tasks:shape_questions",
-        "shape-captions": "visspec.toys.tasks:shape_captions",
+        "shape-questions": "visspec.toys.scenes:shape_questions",
+        "shape-captions": "visspec.toys.scenes:shape_captions",
     },
     parse="visspec.toys.world.suite:parse",
     scorer="visspec.toys.judges:scorer",
-    foreign="visspec.toys.foreign:foreign",
+    foreign="visspec.toys.judges:foreign",
 )

@@ -197,16 +197,13 @@ def finish(options: argparse.Namespace) -> None:
         model,
         measured,
         about,
-        sizes=model.net.config,
+        globals(),
         places=model.net.config.grid**2,
         prompts=len(rows),
         rows=cards.table([order, *cells[order]] for order in ORDERS),
-        drafters=" | ".join(f"`{drafter}`" for drafter in DRAFTERS),
-        rules=cards.rule(len(DRAFTERS)),
+        drafters=[f"`{drafter}`" for drafter in DRAFTERS],
         guidance=guidance,
         seen=stage["steps"] * rows_a_step,
-        named=NAMED,
-        whole=WHOLE,
     )
     cards.say(folder, draw=stage, guidance=guidance)
 

@@ -20,7 +20,6 @@ cards that `finish` writes say more.
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -232,8 +231,7 @@ def finish(options: argparse.Namespace) -> None:
     saved, stages = cards.read_stages(options.out, files)
     model = build_model(saved["vision"]["tower"], place, small)
     model.load_state_dict(saved["caption"]["model"])
-    save(model, build_processor(place), folder, torch.float16)
-    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model = cards.stored(model, build_processor(place), folder)
     processor = AutoProcessor.from_pretrained(folder)
     torch.manual_seed(0)
     measured = {
@@ -250,21 +248,17 @@ def finish(options: argparse.Namespace) -> None:
 
 def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabulary: int, record: dict) -> str:
     """The model card's text, from the provenance of the weights."""
-    tower: Any = model.config.vision_config
     return cards.fill(
         "captioner",
-        record=record,
+        record,
+        model,
+        globals(),
         name=NAMES[place.name][small],
         of=place.name,
         side=place.side,
-        parameters=cards.millions(model),
         role=ROLES[small],
-        first=MEASURED_FROM,
-        g=record["measured"]["greedy"],
-        s=record["measured"]["temperature_1"],
-        a=record["measured"]["questions"],
-        vision=f"{tower.num_hidden_layers} layers of width {tower.hidden_size}, patches of {tower.patch_size} pixels",
-        text=cards.layers(TEXT[small]),
+        tower=model.config.vision_config,
+        text=TEXT[small],
         vocabulary=vocabulary,
         after=" after that of `captioner` into the same folder" if small else "",
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vision", "caption")),

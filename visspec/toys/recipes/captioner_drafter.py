@@ -94,11 +94,9 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     seen, target = world(options.world), options.target or zoo.CHECKPOINTS / NAMES[options.world][False]
     model, processor = targets.load(str(target))
-    drafter = fresh_or_resumed(
-        model, options.out, options.resume, options.seed,
-        image_latents=options.latents, feature_layers=tuple(options.layers), levels=options.levels,
-        intermediate=options.middle,
-    )  # fmt: skip
+    sizes = {"image_latents": options.latents, "feature_layers": tuple(options.layers)}
+    sizes |= {"levels": options.levels, "intermediate": options.middle}
+    drafter = fresh_or_resumed(model, options.out, options.resume, options.seed, **sizes)
     if options.greedy < 2:
         raise ValueError(f"--greedy: got {options.greedy}, expected at least 2")
     record = provenance(
@@ -111,12 +109,14 @@ def run(options: argparse.Namespace) -> None:
         export(options.out, options.export, model, options.levels)
 
 
-DEFAULTS = {"steps": 3000, "batch": 48, "group": 8, "opening": 0.6, "rate": 2e-3, "levels": 16, "middle": 512,
-            "save_every": 200}  # fmt: skip
+DEFAULTS = {"levels": 16, "middle": 512, "save_every": 200}
 SHAPES = Recipe(
-    "captioner-vispec", "Train the drafter of the captioner of shapes.", CaptionerDrafterOptions, {"train": run},
+    "captioner-vispec",
+    "Train the drafter of the captioner of shapes.",
+    CaptionerDrafterOptions,
+    {"train": run},
     DEFAULTS | {"steps": 6000, "greedy": 2},
-)  # fmt: skip
+)
 EMOJI = Recipe(
     "captioner-emoji-vispec",
     "Train the drafter of the captioner of emoji.",

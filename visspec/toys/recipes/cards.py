@@ -6,36 +6,52 @@ A card is a template of `visspec/toys/cards`, filled with the figures of the pro
 import argparse
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import PIL
 import torch
 from torch import nn
+from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.io.files import write_json
 from visspec.io.provenance import provenance
+from visspec.toys.recipes.captioner_build import save
 
 FOLDER = Path(__file__).parents[1] / "cards"
+Model = TypeVar("Model", bound=PreTrainedModel)
 PROVENANCE, README = "provenance.json", "README.md"
 TITLES = {"single_object": "one object", "two_object": "two objects", "color_attr": "colour and object"}  # of tasks
 
 
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "m": lambda seconds: round(seconds / 60),  # minutes
+    "j": lambda values: ", ".join(map(str, values)),
+    "b": lambda values: " | ".join(map(str, values)),  # cells of a table
+    "n": len,
+    "c": lambda columns: "---|" * len(columns),  # what stands under so many headings
+    "p": lambda model: millions(model),
+    "l": lambda sizes: LAYERS.format(**sizes),
+    "w": lambda sweep: ", ".join(f"{r['guidance']} {r['images']:.3f}" for r in sweep),
+}
+LAYERS = "{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads"  # of a text model
+
+
 class _Template(Formatter):
-    """`{seconds!m}` are whole minutes, `{values!j}` numbers with commas between them."""
+    """Fields may end in one of CONVERSIONS: `{seconds!m}`."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        if conversion == "m":
-            return round(value / 60)
-        return ", ".join(map(str, value)) if conversion == "j" else super().convert_field(value, conversion)
+        return CONVERSIONS[conversion](value) if conversion in CONVERSIONS else super().convert_field(value, conversion)
 
 
-def fill(template: str, **figures: Any) -> str:
-    """A card's text."""
-    return _Template().format((FOLDER / f"{template}.md").read_text(encoding="utf-8"), **figures)
+def fill(template: str, record: Mapping[str, Any], model: nn.Module, constants: Mapping[str, Any], **figures) -> str:
+    """A card's text: its fields are those of the provenance, of the model, of the recipe's module, and figures."""
+    text = (FOLDER / f"{template}.md").read_text(encoding="utf-8")
+    own = {"record": record, "measured": record["measured"], "model": model}
+    return _Template().vformat(text, (), {**constants, **own, **figures})
 
 
 def table(rows: Iterable[Iterable[str]]) -> str:
@@ -49,16 +65,6 @@ def score_row(name: str, found: Mapping[str, Any], tasks: Iterable[str] = ()) ->
     return [name, f"**{found['geneval']:.3f}**", f"{found['images']:.3f}", *shares]
 
 
-def rule(columns: int) -> str:
-    """What stands under so many headings."""
-    return "---|" * columns
-
-
-def swept(records: Iterable[Mapping[str, Any]]) -> str:
-    """Guidances that were tried, with their shares of right pictures."""
-    return ", ".join(f"{r['guidance']} {r['images']:.3f}" for r in records)
-
-
 def best_guidance(sweep: Iterable[Mapping[str, Any]]) -> float:
     """The guidance with the largest share of right pictures."""
     return max(sweep, key=lambda record: record["images"])["guidance"]
@@ -69,14 +75,15 @@ def millions(*parts: nn.Module) -> float:
     return sum(p.numel() for part in parts for p in part.parameters()) / 1e6
 
 
-def layers(sizes: dict[str, int]) -> str:
-    """A text model's sizes in words."""
-    return "{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads".format(**sizes)
-
-
 def cores(count: int | None) -> str:
     """Cores in words."""
     return "one CPU core" if count == 1 else "two CPU cores"
+
+
+def stored(model: Model, processor: ProcessorMixin, folder: Path, attention: str | None = None) -> Model:
+    """A model as its folder gives it, where it is written in half precision; with transformers' `attention`."""
+    save(model, processor, folder, torch.float16)
+    return type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()
 
 
 def identity(weights: Path) -> dict[str, Any]:
@@ -119,17 +126,14 @@ def publish(folder: Path, card: str) -> None:
 
 
 def describe(
-    options: argparse.Namespace, name: str, model: nn.Module, measured: dict, about: dict, recipe: str = "", **figures
+    options: argparse.Namespace, name: str, model: nn.Module, measured: dict, about: dict, constants: dict, **figures
 ) -> None:
-    """Write the provenance and the card of `options.out / name`; `about` is of the provenance, `figures` of the card.
-
-    recipe: its name, where it is another than the folder's.
+    """Write the provenance and the card of `options.out / name`; `about` is of the provenance, `constants` those of the
+    recipe's module, `figures` what else the card says.
     """
-    folder, size = options.out / name, {"parameters": millions(model), "note": options.note}
-    record = origin(model, f"visspec.toys {recipe or name}", folder, measured, **about)
-    if "sweep" in measured:
-        size |= {"sweep": swept(measured["sweep"])}
-    publish(folder, fill(name, record=record, **size, **figures))
+    folder = options.out / name
+    record = origin(model, f"visspec.toys {constants['PAINTER'].name}", folder, measured, **about)
+    publish(folder, fill(name, record, model, constants, options=options, **figures))
 
 
 def say(folder: Path, **figures: Any) -> None:

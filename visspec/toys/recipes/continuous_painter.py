@@ -298,7 +298,7 @@ def finish(options: argparse.Namespace) -> None:
     generation_config(guidance).save_pretrained(folder)
     drawn, decoded = score(model, rows, guidance, SEED), measure(model.autoencoder, options.every_prompt)
     shown = {f"drawn, guidance {guidance}": drawn, "decoded tokens": decoded}
-    tasks = [cards.TITLES.get(tag, tag) for tag in TASKS]
+    deviation = decoded["posterior_deviation"]
     rows_a_step = options.rows * options.workers
     coding = stages["autoencoder"]["seconds"] + stages["decoder"]["seconds"]
     about = {"compute_dtype": "float32", "rows": rows_a_step, "times": TIMES, "pairs": options.pairs}
@@ -309,18 +309,12 @@ def finish(options: argparse.Namespace) -> None:
         model,
         {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "decoded": decoded},
         {"seeds": {"autoencoder": 0, "draw": 1, "decoder": 3, "measured": SEED}} | own | about,
-        config=model.config,
-        tokens=model.tokens,
-        side=SIDE,
+        globals(),
         prompts=len(rows),
-        tasks=", ".join(tasks),
-        heads=" | ".join(tasks),
-        rules=cards.rule(len(TASKS)),
+        tasks=[cards.TITLES.get(tag, tag) for tag in TASKS],
         rows=cards.table(cards.score_row(name, found, TASKS) for name, found in shown.items()),
         guidance=guidance,
-        text=cards.layers(SIZES["painter"]["text"]),
-        low=min(decoded["posterior_deviation"]),
-        high=max(decoded["posterior_deviation"]),
+        deviations=(min(deviation), max(deviation)),
         coding=coding,
         training=coding + stages["draw"]["seconds"],
         seen=stages["draw"]["steps"] * rows_a_step,
@@ -332,8 +326,7 @@ def finish(options: argparse.Namespace) -> None:
         load(options.out / NAMES["drafter"]),
         {"distance": stages["drafter"]["loss"]},
         {"seeds": {"draft": 2}} | stages | about,
-        NAMES["painter"],
-        text=cards.layers(SIZES["drafter"]["text"]),
+        globals(),
     )
     cards.say(options.out, sweep=sweep, swept=len(rows[::2]), pictures=drawn, decoded=decoded)
 

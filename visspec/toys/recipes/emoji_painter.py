@@ -22,7 +22,6 @@ from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQV
 
 from visspec.io.options import option
 from visspec.toys.recipes import cards, painter_data, painter_draw
-from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter import sheet
 from visspec.toys.recipes.painter_build import (
     TEXT,
@@ -215,10 +214,7 @@ def finish(options: argparse.Namespace) -> None:
     saved, stages = cards.read_stages(options.out, {"draw": "draw.pt", "vq": "vq.pt"})
     model = build_model(load_vq(options.out, False).state_dict(), of=OF)
     model.load_state_dict(saved["draw"]["model"])
-    save(model, build_processor(of=OF), folder, torch.float16)
-    model = JanusForConditionalGeneration.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = cards.stored(model, build_processor(of=OF), folder, attention="eager")
     processor = JanusProcessor.from_pretrained(folder)
     sweep = [score(model, processor, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
@@ -239,21 +235,15 @@ def finish(options: argparse.Namespace) -> None:
 
 def card(model: JanusForConditionalGeneration, record: dict) -> str:
     """The model card's text, from the provenance of the weights."""
-    measured = record["measured"]
     return cards.fill(
         NAME,
-        record=record,
-        side=SIDE,
+        record,
+        model,
+        globals() | {"text": TEXT[False]},
         animals=len(world(OF).suite.alone()),
-        prompts=measured["law"]["codes"] // 144,
-        law=measured["law"],
-        best=measured["pictures"],
-        vq=measured["decoded"],
-        sweep=cards.swept(measured["sweep"]),
+        prompts=record["measured"]["law"]["codes"] // 144,
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
         cores=cards.cores(record["cores"]),
-        parameters=cards.millions(model),
-        text=cards.layers(TEXT[False]),
         vocabulary=model.config.get_text_config().vocab_size,
     )
 

@@ -29,7 +29,7 @@ from visspec.models.vectors.diffusion_head import schedule
 from visspec.sampling import Normals
 from visspec.toys.recipes import cards, continuous_autoencoder, painter_score
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIDE, SIZE, measure, rows_of_tasks
+from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIZE, measure, rows_of_tasks
 from visspec.toys.recipes.continuous_painter import NEARNESS, TokenStage, VectorOptions
 from visspec.toys.recipes.painter_score import to_uint8
 from visspec.toys.recipes.recipe import Coder, Recipe, coded, trained
@@ -233,9 +233,9 @@ def finish(options: argparse.Namespace) -> None:
     save(assembled(made, included_autoencoder()), None, folder, torch.float16)
     model, rows = load(folder), rows_of_labels(options.every_prompt)
     sweep = [score(model, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
-    guidance, network = cards.best_guidance(sweep), model.config.network
+    guidance, tokens = cards.best_guidance(sweep), model.config.network["tokens"]
     GenerationConfig(do_sample=True, temperature=1.0, guidance_scale=guidance).save_pretrained(folder)
-    one, *fewer = (score(model, rows, guidance, SEED, n) for n in (network["tokens"], *ITERATIONS))
+    one, *fewer = (score(model, rows, guidance, SEED, n) for n in (tokens, *ITERATIONS))
     decoded = measure(model.autoencoder, options.every_prompt)
     shown = {f"drawn, guidance {guidance}": one}
     shown |= {f"the same in {r['iterations']} iterations, several tokens at a time": r for r in fewer}
@@ -246,10 +246,7 @@ def finish(options: argparse.Namespace) -> None:
         model,
         {"sweep": sweep, "swept": len(rows[::2]), "pictures": [one, *fewer], "decoded": decoded},
         about | {"seeds": {"draw": 4, "measured": SEED}},
-        network=network,
-        steps=model.config.denoising_steps,
-        side=SIDE,
-        classes=len(LABELS),
+        globals(),
         prompts=len(rows),
         rows=cards.table(cards.score_row(name, found) for name, found in shown.items()),
         guidance=guidance,
@@ -262,8 +259,7 @@ def finish(options: argparse.Namespace) -> None:
         load(options.out / NAMES["drafter"]),
         {"distance": stages["drafter"]["loss"]},
         about | {"seeds": {"draft": 5}},
-        NAMES["painter"],
-        depth=SIZES["drafter"]["depth"],
+        globals(),
     )
     cards.say(options.out, stages=stages)
 

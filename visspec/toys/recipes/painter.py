@@ -34,7 +34,6 @@ from visspec.api.grid import grid as pictures_in_grid
 from visspec.io.files import write_json
 from visspec.io.options import option
 from visspec.toys.recipes import cards
-from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid
 from visspec.toys.recipes.painter_data import SIDE
 from visspec.toys.recipes.painter_draw import GUIDANCES, TEMPERATURES, PainterStage, draw, score
@@ -101,22 +100,20 @@ def card(low: bool, every_prompt: int, note: str, model: JanusForConditionalGene
     shown = {f"drawn, guidance {best['guidance']}": best, "decoded codes": measured["decoded"]}
     return cards.fill(
         "painter",
-        record=record,
+        record,
+        model,
+        {},
         name=NAMES[low],
-        parameters=cards.millions(model),
         role=ROLES[low],
         side=SIDE[low],
         tokens=grid(low) ** 2,
         prompts=len(rows),
         enlarged=", which sees them enlarged to 96 pixels" if low else "",
-        heads=" | ".join(cards.TITLES.get(tag, tag) for tag in TASKS),
-        rules=cards.rule(len(TASKS)),
+        heads=[cards.TITLES.get(tag, tag) for tag in TASKS],
         rows=cards.table(cards.score_row(name, found, TASKS) for name, found in shown.items()),
-        sweep=", ".join(f"{r['guidance']} at {r['temperature']} {r['images']:.3f}" for r in measured["sweep"]),
-        best=best,
-        sizes=", ".join(str(sum(row["tag"] == tag for row in rows)) for tag in TASKS),
-        vq=measured["decoded"],
-        text=cards.layers(TEXT[low]),
+        sweep=[f"{r['guidance']} at {r['temperature']} {r['images']:.3f}" for r in measured["sweep"]],
+        sizes=[sum(row["tag"] == tag for row in rows) for tag in TASKS],
+        text=TEXT[low],
         vocabulary=model.config.get_text_config().vocab_size,
         after=" after that of `painter` into the same folder" if low else "",
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
@@ -134,8 +131,7 @@ def finish(options: argparse.Namespace) -> None:
     model = build_model(load_vq(options.out, low).state_dict(), low)
     model.load_state_dict(text["model"])
     model.model.vqmodel.load_state_dict(load_vq(options.out, low).state_dict())  # its decoder may be newer
-    save(model, build_processor(low), folder, torch.float16)
-    model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model = cards.stored(model, build_processor(low), folder)
     processor = JanusProcessor.from_pretrained(folder)
     rows = suite()[:: options.every_prompt]
     sweep = [score(model, processor, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
@@ -151,24 +147,25 @@ def finish(options: argparse.Namespace) -> None:
     for file in filter(None, (options.out / f"{folder.name}.png", options.sheet)):
         sheet(drawn, shown, file)
     vq = {name: cards.read_stage(file)[1] for name in VQ_FILES if (file := options.out / name).exists()}
-    cards.origin(
-        model, f"visspec.toys {NAMES[low]}", folder, {"sweep": sweep + cooler, "swept": len(rows[::2])},
-        seeds={"vq": 0, "draw": 1, "measured": SEED},
-        vq={
+    about = {
+        "seeds": {"vq": 0, "draw": 1, "measured": SEED},
+        "vq": {
             "steps": vq["vq.pt"]["steps"],
             "later": {name: part["steps"] for name, part in vq.items() if name != "vq.pt"},
             "earlier": options.earlier_vq[0],
             "seconds": sum(part["seconds"] for part in vq.values()) + options.earlier_vq[1],
             "rows": options.vq_rows * options.workers,
         },
-        draw={
+        "draw": {
             "steps": stage["steps"] + options.earlier[0],
             "seconds": stage["seconds"] + options.earlier[1],
             "rows": options.rows * options.workers,
             "pairs": int((options.first + options.pairs) * sum(SHARES.values())),
             "loss": stage["loss"],
         },
-    )  # fmt: skip
+    }
+    measured = {"sweep": sweep + cooler, "swept": len(rows[::2])}
+    cards.origin(model, f"visspec.toys {NAMES[low]}", folder, measured, **about)
     remeasure(options)
 
 

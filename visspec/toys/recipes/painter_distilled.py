@@ -353,12 +353,11 @@ def card(head: Any, family: Janus, record: dict[str, Any]) -> str:
     other = ("levels", "refine", "passes", "draft_passes_a_round")
     return cards.fill(
         NAME,
-        record=record,
-        config=head.config,
-        first=LAYERS,
+        record,
+        head,
+        globals(),
         temperature=temperature_of(family),
         positions=family.layout().positions,
-        parameters=cards.millions(head),
         megabytes=record["weights"]["bytes"] / 1e6,
         rules=cards.table(rules),
         shapes=cards.table([str(e[c]) for c in other] for e in found["shapes"]),

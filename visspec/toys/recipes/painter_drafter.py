@@ -165,13 +165,11 @@ def card(head, record: dict[str, Any], megabytes: float, of: str = "shapes") -> 
     lines = ([name, *(str(e[c]) for c in columns)] for name, e in found["table"].items())
     return cards.fill(
         "painter-eagle",
-        found=found,
-        plan=plan,
-        config=head.config,
-        parameters=cards.millions(head),
+        record,
+        head,
+        globals(),
         megabytes=megabytes,
         lines=cards.table([*cells[:-1], f"{cells[-1]} x"] for cells in lines),
-        timed=TIMED,
         depths=" ".join(f"{x:.2f}" for x in found["table"][TIMED]["by_depth"]),
         threads=torch.get_num_threads(),
         pictures=groups * plan["group"] * plan["batch"],

@@ -88,8 +88,9 @@ def finish(options: argparse.Namespace) -> None:
     about = {"seed": 0, "steps": stage.step, "rows": options.rows, "seconds": round(seconds), "measured": measured}
     record = provenance(recipe=f"visspec.toys {NAME}", **about)
     write(options.out, stage.model, record, torch.float16)
-    size = {"parameters": cards.millions(stage.model), "pictures": len(stage.held["small"])}
-    cards.publish(options.out, cards.fill(NAME, record=record, minutes=round(seconds / 60, 1), **size, **measured))
+    pictures = len(stage.held["small"])
+    card = cards.fill(NAME, record, stage.model, {}, minutes=round(seconds / 60, 1), pictures=pictures)
+    cards.publish(options.out, card)
     cards.say(options.out, **measured)
 
 

@@ -36,11 +36,7 @@ from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.painter_score import geneval, shown, to_uint8
 from visspec.toys.recipes.recipe import Options, Recipe, coded, trained
 from visspec.toys.recipes.scale_codes import (
-    LABELS,
-    RADII,
-    SCALES,
     SIDE,
-    STEP,
     QuantiserStage,
     code_coders,
     feature_coders,
@@ -50,9 +46,6 @@ from visspec.toys.recipes.scale_codes import (
     rows_of_labels,
 )
 from visspec.toys.recipes.scale_draw import (
-    FIRST,
-    FIRST_SHARE,
-    LATE,
     RefineStage,
     ScaleStage,
     SharedClassEmbedding,
@@ -209,7 +202,7 @@ def finish(options: argparse.Namespace) -> None:
     judge = PainterScores(rows_of_labels(options.every_prompt), options.copies)
     measured = figures(models["painter"], models["small"], guidance, judge)
     measured |= {"sweep": sweep, "decoded": measure(codec)}
-    own = {"painter": painter_figures(models["painter"], measured), "small": {}}
+    own = {"painter": painter_figures(measured), "small": {}}
     seconds = {name: stage["seconds"] for name, stage in stages.items()}
     seeds = {"vq": 7, "draw": 8, "small": 9, "refine": 10, "measured": SEED}
     for name, model in models.items():
@@ -221,16 +214,10 @@ def finish(options: argparse.Namespace) -> None:
             model,
             measured,
             stages | {"pairs": options.pairs, "rows": options.rows, "seeds": seeds},
-            NAMES["painter"],
-            size=cards.millions(model.var),
-            network=model.var.config,
-            codec=cards.millions(model.autoencoder),
-            copies=options.copies,
+            globals(),
             swept=len(rows),
             training=sum(seconds.values()),
             parts=", ".join(f"{part} {spent / 60:.0f}" for part, spent in seconds.items()),
-            first=FIRST,
-            late=LATE,
             **own[name],
         )
     cards.say(options.out, stages=stages)
@@ -260,8 +247,8 @@ def figures(model: VARImageModel, small: VARImageModel, guidance: float, judge: 
     return {"guidance": guidance, "rows": rows, "small": apart(model, small, plain), "kept": kept}
 
 
-def painter_figures(model: VARImageModel, measured: dict[str, Any]) -> dict[str, Any]:
-    """What the large painter's card says beside its provenance."""
+def painter_figures(measured: dict[str, Any]) -> dict[str, str]:
+    """Tables of the large painter's card."""
     rows, kept, small = measured["rows"], measured["kept"][str(SHARES[0])], measured["small"]
     digits = {"passes": 2, "geneval": 3, "fd": 2, "fd_ratio": 2}
     kilobytes = {name: [f"{r[key] / 1e3:.0f}" for key in ("cache_bytes", "pass_bytes")] for name, r in rows.items()}
@@ -270,22 +257,9 @@ def painter_figures(model: VARImageModel, measured: dict[str, Any]) -> dict[str,
     by_map = {"entropy": small["entropy"], "KL to the small model": small["kl"], "total variation to it": small["tv"]}
     by_map |= {"KL, a tenth of the cache": kept["kl"], "total variation": kept["tv"]}
     return {
-        "plain": rows["plain"],
-        "drafted": rows["scales, 1 drafted"],
-        "maps": len(SCALES),
-        "total": SCALES.total,
-        "sides": [side for side, _ in SCALES.grids],
-        "codes": model.autoencoder.shape.codes,
-        "side": SIDE,
-        "classes": len(LABELS),
         "rows": cards.table(lines),
-        "sizes": " | ".join(map(str, SCALES.sizes)),
-        "rules": cards.rule(len(SCALES)),
         "by_map": cards.table([name, *(f"{value:.3f}" for value in values)] for name, values in by_map.items()),
         "accepted": "; ".join(f"`{name}` {', '.join(map(str, shares))}" for name, shares in accepted.items()),
-        "step": STEP,
-        "radii": len(RADII),
-        "short": FIRST_SHARE,
     }
 
 

@@ -66,10 +66,9 @@ def _index() -> dict[bytes, int]:
     return {patch.tobytes(): i for i, patch in enumerate(codebook())}
 
 
-def encode(image: np.ndarray, exact: bool = True) -> np.ndarray:
-    """Tokens int64 (64,) in raster order of one picture uint8 (64, 64, 3).
-
-    A patch that is in no sprite raises ValueError, or with `exact=False` becomes the nearest patch in squared error.
+def encode(image: np.ndarray) -> np.ndarray:
+    """Tokens int64 (64,) in raster order of one picture uint8 (64, 64, 3). Raises ValueError for a patch that is in no
+    sprite.
     """
     image = np.asarray(image)
     if image.shape != (SIDE, SIDE, 3) or image.dtype != np.uint8:
@@ -77,9 +76,7 @@ def encode(image: np.ndarray, exact: bool = True) -> np.ndarray:
     patches = np.ascontiguousarray(_patches(image))
     tokens = np.array([_index().get(patch.tobytes(), -1) for patch in patches], np.int64)
     for i in np.flatnonzero(tokens < 0):
-        if exact:
-            raise ValueError(f"the patch in row {i // CELLS}, column {i % CELLS} is in no sprite of the lattice tier")
-        tokens[i] = ((codebook().astype(np.float32) - patches[i]) ** 2).sum((1, 2, 3)).argmin()
+        raise ValueError(f"the patch in row {i // CELLS}, column {i % CELLS} is in no sprite of the lattice tier")
     return tokens
 
 
@@ -121,9 +118,9 @@ def _scene(items: list[tuple[str, str | None]], colours: tuple[str, ...], places
     return ShapeScene(tuple(shape_at(items[i][0], colours[i], places[i]) for i in order))
 
 
-def sample_scene(metadata: Metadata, rng: np.random.Generator, pairs: str = "any") -> ShapeScene:
-    """A scene that matches a prompt: placement and unspecified colours uniform (`pairs="train"`: the split's)."""
+def sample_scene(metadata: Metadata, rng: np.random.Generator) -> ShapeScene:
+    """A scene that matches a prompt: placement and unspecified colours uniform."""
     items = wanted(metadata)
     options = layouts(len(items), _relation(metadata))
     places = options[int(rng.integers(len(options)))]
-    return _scene(items, tuple(colours_for(rng, items, pairs)), places)
+    return _scene(items, tuple(colours_for(rng, items)), places)

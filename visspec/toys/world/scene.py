@@ -16,19 +16,6 @@ CENTRE_JITTER = 0.025
 COUNTS = (3, 4, 5, 6)
 
 HELD_OUT_SEED = 1 << 30  # seeds below it are for training, seeds from it on for held-out scenes
-# One colour per class that may be excluded from training, to test unseen combinations.
-HELD_OUT_PAIRS = frozenset(
-    {
-        ("red", "star"),
-        ("orange", "diamond"),
-        ("yellow", "bar"),
-        ("green", "circle"),
-        ("blue", "triangle"),
-        ("pink", "cross"),
-        ("black", "ring"),
-        ("white", "square"),
-    }
-)
 
 
 class PlacedThing:
@@ -89,17 +76,9 @@ class ShapeScene(Scene):
         return self.shapes
 
 
-def allowed_pairs(pairs: str = "any") -> list[tuple[str, str]]:
-    """(colour, class) pairs of a split: `any` (80), `train` (without HELD_OUT_PAIRS) or `held_out` (only those)."""
-    if pairs not in ("any", "train", "held_out"):
-        raise ValueError(f"pairs must be 'any', 'train' or 'held_out', not {pairs!r}")
-    every = [(colour, kind) for kind in CLASSES for colour in COLOURS]
-    return every if pairs == "any" else [p for p in every if (p in HELD_OUT_PAIRS) == (pairs == "held_out")]
-
-
-def sample_scene(rng: np.random.Generator, pairs: str = "any", counts: tuple[int, ...] = COUNTS) -> ShapeScene:
+def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> ShapeScene:
     """Sample a scene: count, cells, background and every attribute uniform; shapes are in raster order."""
-    choices = allowed_pairs(pairs)
+    choices = [(colour, kind) for kind in CLASSES for colour in COLOURS]
     n = int(rng.choice(counts))
     cells = np.sort(rng.choice(GRID * GRID, size=n, replace=False))
     pair = rng.integers(len(choices), size=n)
@@ -116,9 +95,9 @@ def sample_scene(rng: np.random.Generator, pairs: str = "any", counts: tuple[int
     return ShapeScene(tuple(shapes), ground, int(rng.integers(1 << 31)))
 
 
-def scene_from_seed(seed: int, pairs: str = "any") -> ShapeScene:
+def scene_from_seed(seed: int) -> ShapeScene:
     """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
-    return sample_scene(np.random.default_rng(seed), pairs)
+    return sample_scene(np.random.default_rng(seed))
 
 
 def held_out_scenes(count: int, first: int = 0) -> list[ShapeScene]:

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
-from visspec.toys.world.scene import HELD_OUT_PAIRS, Scene, Shape, ShapeScene
+from visspec.toys.world.scene import Scene, Shape, ShapeScene
 
 RELATIONS = ("left of", "right of", "above", "below")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
-SPLITS = ("all", "train", "held_out")
 
 # Scenes of prompts: continuous centres, radii and gaps as fractions of the side.
 FREE_RADIUS = (0.11, 0.16)
@@ -166,12 +165,9 @@ class Suite:
         """Those of a task that the fixed suite has."""
         return some(list(self.every(tag)), self.sizes[tag], rng)
 
-    def suite(self, split: str = "all") -> list[Metadata]:
-        """The fixed suite: all of its prompts, or those in (`train`) or excluded from (`held_out`) training."""
-        if split not in SPLITS:
-            raise ValueError(f"split: got {split!r}, expected one of {SPLITS}")
-        rows = [json.loads(line) for line in _suite(self)]
-        return rows if split == "all" else [row for row in rows if held_out(row) == (split == "held_out")]
+    def suite(self) -> list[Metadata]:
+        """The fixed suite."""
+        return [json.loads(line) for line in _suite(self)]
 
     def parse(self, prompt: str) -> Metadata:
         """Metadata of a sentence of the grammar; ValueError for any other sentence."""
@@ -200,26 +196,15 @@ class Suite:
         words = (*RELATIONS, *NUMBERS.values(), *self.colours, *self.names(), self.words)
         return sorted(set(f"a an photo of and {' '.join(words)}".split()))
 
-    def sample_prompt(self, rng: np.random.Generator, split: str = "all", tag: str | None = None) -> Metadata:
-        """A prompt of the whole grammar: task uniform unless given, then uniform in the task and the split."""
-        chosen = tag or self.tasks[int(rng.integers(len(self.tasks)))]
-        rows = _grammar(self, chosen)
-        while True:
-            row = json.loads(rows[int(rng.integers(len(rows)))])
-            if split == "all" or held_out(row) == (split == "held_out"):
-                return row
-            if split == "held_out" and chosen not in ("colors", "color_attr"):
-                raise ValueError(f"no prompt of the task {chosen!r} is held out: it names no colour")
+    def sample_prompt(self, rng: np.random.Generator, tag: str | None = None) -> Metadata:
+        """A prompt of the whole grammar: task uniform unless given, then uniform in the task."""
+        rows = _grammar(self, tag or self.tasks[int(rng.integers(len(self.tasks)))])
+        return json.loads(rows[int(rng.integers(len(rows)))])
 
 
 def some(rows: list[Metadata], count: int, rng: np.random.RandomState) -> list[Metadata]:
     """So many of the rows, in their order; all where there are no more."""
     return rows if len(rows) <= count else [rows[i] for i in sorted(rng.permutation(len(rows))[:count])]
-
-
-def held_out(metadata: Metadata) -> bool:
-    """Whether a prompt has a (colour, class) pair that is excluded from training."""
-    return any((item.get("color"), item["class"]) in HELD_OUT_PAIRS for item in metadata["include"])
 
 
 # Rows are kept as text: whoever gets one may change it.
@@ -274,23 +259,18 @@ class ShapeSuite(Suite):
         metadata: Mapping[str, Any],
         rng: np.random.Generator,
         grounds: tuple[str, ...] = GROUNDS,
-        pairs: str = "any",
     ) -> ShapeScene:
         """A scene that matches a prompt exactly, with FREE_GAP between boxes."""
         items, placed = wanted(metadata), placements(metadata, rng, FREE_RADIUS, 1.0, FREE_GAP)
-        colours = colours_for(rng, items, pairs)
+        colours = colours_for(rng, items)
         shapes = [Shape(kind, c, *where) for (kind, _), c, where in zip(items, colours, placed)]
         ground = grounds[int(rng.integers(len(grounds)))]
         return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), ground, int(rng.integers(1 << 31)))
 
 
-def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]], pairs: str = "any") -> list[str]:
-    """A colour for each wanted object: the given one, else uniform over those of the split for its class."""
-    out = []
-    for kind, colour in items:
-        free = [c for c in COLOURS if pairs != "train" or (c, kind) not in HELD_OUT_PAIRS]
-        out.append(colour or free[int(rng.integers(len(free)))])
-    return out
+def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]]) -> list[str]:
+    """A colour for each wanted object: the given one, else a uniform one."""
+    return [colour or list(COLOURS)[int(rng.integers(len(COLOURS)))] for _, colour in items]
 
 
 SHAPES = ShapeSuite()

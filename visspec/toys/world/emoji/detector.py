@@ -45,7 +45,7 @@ class Bank:
     """Templates of the first step: their windows' colours and coverage projected on a few directions.
 
     colour (kept, T) with basis (3 W W, kept); cover (kept, T) with basis (W W, kept) of 1 - coverage; energy (T) of the
-    colours; ground (3, T), their product with 1 - coverage; room (T), the energy of 1 - coverage; name (T).
+    colours; ground (3, T), their product with 1 - coverage; room (T), the energy of 1 - coverage.
     """
 
     colour_basis: torch.Tensor
@@ -55,7 +55,6 @@ class Bank:
     energy: torch.Tensor
     ground: torch.Tensor
     room: torch.Tensor
-    name: torch.Tensor
 
 
 def _windows() -> np.ndarray:
@@ -85,10 +84,14 @@ def bank() -> Bank:
     flat = colour.flatten(1)
     of_colour, of_cover = _basis(flat, KEPT), _basis(cover, KEPT // 3)
     return Bank(
-        of_colour, (flat @ of_colour).T.contiguous(), of_cover, (cover @ of_cover).T.contiguous(),
-        flat.square().sum(1), (colour * cover[:, None]).sum(-1).T.contiguous(), cover.square().sum(1),
-        torch.arange(len(names())).repeat_interleave(len(TURNS)),
-    )  # fmt: skip
+        colour_basis=of_colour,
+        colour=(flat @ of_colour).T.contiguous(),
+        cover_basis=of_cover,
+        cover=(cover @ of_cover).T.contiguous(),
+        energy=flat.square().sum(1),
+        ground=(colour * cover[:, None]).sum(-1).T.contiguous(),
+        room=cover.square().sum(1),
+    )
 
 
 @cache
@@ -302,10 +305,8 @@ class EmojiDetector:
             found.append(most.topk(RIVALS // 2).indices)
             places_of.append(index[where[found[-1]]])
         picture, start = torch.cat(found), torch.cat(places_of)
-        pose = torch.stack(
-            [(places.x[start] - x) / side, (places.y[start] - y) / side, (places.side[start] / side).log(),
-             torch.zeros(len(start))], 1,
-        )  # fmt: skip
+        place = ((places.x[start] - x) / side, (places.y[start] - y) / side, (places.side[start] / side).log())
+        pose = torch.stack([*place, torch.zeros(len(start))], 1)
         fit = _PoseFit(pixels, x, y, side)
         room = float(fit.inside.sum())
         floor = 3 * noise**2 * room * min(1.0, FINE / AROUND / side) ** 2

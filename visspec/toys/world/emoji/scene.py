@@ -24,9 +24,6 @@ TINTS = {
     "pink": (188, 132, 146),
     "violet": (124, 100, 154),
 }
-SPLITS = ("any", "train", "combinations", "pictures")
-# Every 16th picture, and the large ones of every 8th, may be kept out of training.
-HELD_OUT_PICTURES, HELD_OUT_COMBINATIONS = (16, 7), (8, 3)
 
 
 @dataclass(frozen=True)
@@ -78,28 +75,14 @@ def check(scene: EmojiScene) -> EmojiScene:
     return scene
 
 
-def allowed(split: str = "any") -> list[tuple[str, str]]:
-    """(size, name) of a split: `any`, `train`, `combinations` (known pictures at an unknown size) or `pictures`."""
-    if split not in SPLITS:
-        raise ValueError(f"split: got {split!r}, expected one of {SPLITS}")
-    kept: dict[str, list[tuple[str, str]]] = {each: [] for each in SPLITS}
-    for i, name in enumerate(names()):
-        for size in SIZES:
-            unseen = i % HELD_OUT_PICTURES[0] == HELD_OUT_PICTURES[1]
-            unusual = size == "large" and i % HELD_OUT_COMBINATIONS[0] == HELD_OUT_COMBINATIONS[1]
-            kept["pictures" if unseen else "combinations" if unusual else "train"].append((size, name))
-            kept["any"].append((size, name))
-    return kept[split]
-
-
 def sample_ground(rng: np.random.Generator) -> tuple[str, str, int]:
     """Ground, tint and texture seed, each uniform."""
     return GROUNDS[int(rng.integers(len(GROUNDS)))], [*TINTS][int(rng.integers(len(TINTS)))], int(rng.integers(1 << 31))
 
 
-def sample_scene(rng: np.random.Generator, split: str = "any", counts: tuple[int, ...] = COUNTS) -> EmojiScene:
+def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> EmojiScene:
     """Sample a scene: count, cells, ground and every attribute uniform; no picture comes twice."""
-    choices = allowed(split)
+    choices = [(size, name) for name in names() for size in SIZES]
     n = int(rng.choice(counts))
     cells = np.sort(rng.choice(GRID * GRID, size=n, replace=False))
     jitter = rng.uniform(-1, 1, size=(n, 4))
@@ -120,6 +103,6 @@ def crowded(seed: int) -> EmojiScene:
     return sample_scene(np.random.default_rng(seed), counts=(*COUNTS, 6, 7, 8, 9))
 
 
-def scene_from_seed(seed: int, split: str = "any") -> EmojiScene:
+def scene_from_seed(seed: int) -> EmojiScene:
     """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
-    return sample_scene(np.random.default_rng(seed), split)
+    return sample_scene(np.random.default_rng(seed))
