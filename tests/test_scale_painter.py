@@ -433,8 +433,7 @@ def test_the_quantiser_alone_is_taught(features):
     assert stage.loss().item() < first
     codec = scale_codes.load_vq(features.out)
     assert torch.equal(codec.quantize.embedding.weight, stage.model.quantize.embedding.weight)
-    (features.out / "codes.pt").unlink(missing_ok=True)
-    write_coded(scale_codes.code_coders, features)
+    write_coded(scale_codes.code_coders, features, keep=False)
     data = torch.load(features.out / "codes.pt", weights_only=True)
     found = scale_codes.pair(scale_codes.FIRST_SEED["codes"] + 3)
     assert int(data["classes"][3]) == found[0]

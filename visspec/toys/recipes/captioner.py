@@ -33,6 +33,7 @@ from visspec.toys.recipes.captioner_score import score_answers, score_captions
 from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
 from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, trained
+from visspec.toys.world.scene import Scene
 from visspec.toys.world.worlds import WORLDS, World, world
 
 IMAGE_TOKENS = SIDE * SIDE
@@ -102,7 +103,7 @@ class CaptionBatch:
     ids int64 (B, L), weight float32 (B, L): loss weight of predicting that token, 0 for prompts and padding.
     """
 
-    scenes: list
+    scenes: list[Scene]
     ids: torch.Tensor
     weight: torch.Tensor
 
@@ -151,7 +152,7 @@ class Encoder:
         coded.sort(key=lambda item: len(item[1]))
         return [self._pad(coded[i * share : (i + 1) * share][rank::workers]) for i in rng.permutation(GROUP)]
 
-    def _pad(self, coded: list[tuple[object, list[int], list[float]]]) -> CaptionBatch:
+    def _pad(self, coded: list[tuple[Scene, list[int], list[float]]]) -> CaptionBatch:
         length = max(len(ids) for _, ids, _ in coded)
         ids = np.full((len(coded), length), self.pad, np.int64)
         weight = np.zeros((len(coded), length), np.float32)

@@ -15,6 +15,7 @@ from transformers import (
     LlavaProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
 )
 
 from visspec.toys.recipes.captioner_vision import MEAN, SIDE, STD, vision_config
@@ -120,7 +121,7 @@ def build_model(tower: dict[str, torch.Tensor], world: World, small: bool = Fals
     return model
 
 
-def save(model: PreTrainedModel, processor: Any, folder: Path, dtype: torch.dtype) -> None:
+def save(model: PreTrainedModel, processor: ProcessorMixin | None, folder: Path, dtype: torch.dtype) -> None:
     """Write a complete, loadable folder with weights stored in `dtype`; the model in memory is left as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     before = model.dtype

@@ -43,7 +43,7 @@ LAYERS = "{num_hidden_layers} layers of width {hidden_size}, {num_attention_head
 class _Template(Formatter):
     """Fields may end in one of CONVERSIONS: `{seconds!m}`."""
 
-    def convert_field(self, value: Any, conversion: Any) -> Any:
+    def convert_field(self, value, conversion):
         return CONVERSIONS[conversion](value) if conversion in CONVERSIONS else super().convert_field(value, conversion)
 
 
@@ -136,6 +136,6 @@ def describe(
     publish(folder, fill(name, record, model, constants, options=options, **figures))
 
 
-def say(folder: Path, **figures: Any) -> None:
+def say(folder: Path, **figures) -> None:
     """The last line of a recipe."""
     print(json.dumps({"folder": str(folder), **figures}), flush=True)

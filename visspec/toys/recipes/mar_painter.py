@@ -11,10 +11,10 @@ about 40 minutes.
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from diffusers import AutoencoderKL
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -61,12 +61,12 @@ def build(name: str, autoencoder: dict | None = None, sizes: dict | None = None)
     return model
 
 
-def included_autoencoder() -> Any:
+def included_autoencoder() -> AutoencoderKL:
     """The autoencoder of `painter-continuous`."""
     return continuous_painter.load(zoo.located("painter-continuous")).autoencoder.requires_grad_(False)
 
 
-def assembled(trained: MARImageModel, autoencoder: Any) -> MARImageModel:
+def assembled(trained: MARImageModel, autoencoder: AutoencoderKL) -> MARImageModel:
     """A copy of a trained painter with an autoencoder, ready to draw."""
     network = {name: value for name, value in trained.config.network.items() if name in MARConfig.__annotations__}
     painter = build("painter", CONFIG, network | {"denoising_steps": trained.config.denoising_steps})

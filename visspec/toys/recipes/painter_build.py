@@ -1,7 +1,5 @@
 """The painter's parts: word-level tokenizer, processor, stock Janus model, and how they are written to a folder."""
 
-from typing import Any
-
 import torch
 from transformers import (
     GenerationConfig,
@@ -123,7 +121,7 @@ def generation_config(
     )
 
 
-def image_generation(length: int, of: str = "shapes", **settings: Any) -> GenerationConfig:
+def image_generation(length: int, of: str = "shapes", **settings: float) -> GenerationConfig:
     """Settings of a painter's generation, with its special tokens; length: of prompt and image."""
     tokenizer = build_tokenizer(of)
     boi = {"boi_token_id": tokenizer.convert_tokens_to_ids(BOI)}

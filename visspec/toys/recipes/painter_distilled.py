@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
@@ -35,14 +36,14 @@ from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.stats import acceptance_by_depth
 from visspec.models.distilled.drafter import DistilledDrafter, config_for, words
-from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledHead
+from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledHead, DistilledLayer
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
 from visspec.sampling import Gumbel
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_drafter import Pictures, held_out, painter, request_of, temperature_of
-from visspec.toys.recipes.recipe import Coder, Options, Recipe, TrainingStage, joined, trained, write_coded
+from visspec.toys.recipes.recipe import Coder, Options, Recipe, TrainingStage, coded, joined, trained
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
 from visspec.train.capture import capture
@@ -110,9 +111,7 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
     return {options.out / HELD_OUT: held, **others}
 
 
-def write_pictures(options: argparse.Namespace) -> None:
-    """Draw what `coders` says; files that are there are kept."""
-    write_coded(coders, argparse.Namespace(**(vars(options) | {"resume": True})))
+write_pictures = coded(coders, keep=True)
 
 
 def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
@@ -135,16 +134,16 @@ def begun(family: Janus, layers: tuple[int, ...]) -> DistilledHead:
     )
     head = DistilledHead(config)
     for place, number in enumerate(layers):
-        own: Any = head.layers[place]
-        theirs = decoder.layers[number]
+        own, theirs = head.layers[place], decoder.layers[number]
+        assert isinstance(own, DistilledLayer)
         attention, mlp = theirs.self_attn, theirs.mlp
         turned = [adjacent(part.weight, config.heads) for part in (attention.q_proj, attention.k_proj)]
         own.qkv.weight.copy_(torch.cat([*turned, attention.v_proj.weight]))
         own.gate_up.weight.copy_(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))
-        pairs = [(own.out, attention.o_proj), (own.down, mlp.down_proj)]
+        pairs: list[tuple[nn.Module, nn.Module]] = [(own.out, attention.o_proj), (own.down, mlp.down_proj)]
         pairs += [(own.norm_in, theirs.input_layernorm), (own.norm_mlp, theirs.post_attention_layernorm)]
         for to, of in pairs:
-            to.weight.copy_(of.weight)
+            to.load_state_dict(of.state_dict())
     head.norm_out.weight.copy_(decoder.norm.weight)
     head.inner.load_state_dict(last.proj_out.state_dict())
     head.codes.load_state_dict(last.vision_head.state_dict())
@@ -153,7 +152,7 @@ def begun(family: Janus, layers: tuple[int, ...]) -> DistilledHead:
     return head
 
 
-def rope_theta(config: Any) -> float:
+def rope_theta(config: PreTrainedConfig) -> float:
     """The base of a Llama's rotations."""
     return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
 
@@ -341,7 +340,7 @@ def finish(options: argparse.Namespace) -> None:
     cards.say(folder, **found["rules"])
 
 
-def card(head: Any, family: Janus, record: dict[str, Any]) -> str:
+def card(head: DistilledHead, family: Janus, record: dict[str, Any]) -> str:
     """The card, from the provenance of the weights."""
     found = record["measured"]
     columns = ("pictures", "passes", "passes_a_token", "draft_passes_a_round")

@@ -190,29 +190,31 @@ def evaluating(*parts: object) -> Iterator[None]:
 
 
 Coder = Callable[[], dict[str, Tensor]]  # makes the tensors of one file, a row each of so many pictures
+Coders = Callable[[argparse.Namespace], dict[Path, Coder]]
 
 
-def coded(coders: Callable[[argparse.Namespace], dict[Path, Coder]]) -> Callable[[argparse.Namespace], None]:
-    """A recipe's stage that writes files: `coders` says of the options what makes each."""
-    return partial(write_coded, coders)
-
-
-def write_coded(coders: Callable[[argparse.Namespace], dict[Path, Coder]], options: argparse.Namespace) -> None:
-    """Write the files in `options.workers` processes, in this one if there is one; with `options.resume` those that are
-    there are kept.
+def coded(coders: Coders, keep: bool | None = None) -> Callable[[argparse.Namespace], None]:
+    """A recipe's stage that writes files: `coders` says of the options what makes each. keep: those that are there;
+    default where the options say `resume`.
     """
+    return partial(write_coded, coders, keep=keep)
+
+
+def write_coded(coders: Coders, options: argparse.Namespace, keep: bool | None = None) -> None:
+    """Write the files in `options.workers` processes, in this one if there is one."""
+    keep = options.resume if keep is None else keep
     if options.workers == 1:
-        _write(0, coders, options)
+        _write(0, coders, options, keep)
     else:
-        mp.spawn(_write, (coders, options), nprocs=options.workers)
+        mp.spawn(_write, (coders, options, keep), nprocs=options.workers)
 
 
-def _write(rank: int, coders: Callable[[argparse.Namespace], dict[Path, Coder]], options: argparse.Namespace) -> None:
+def _write(rank: int, coders: Coders, options: argparse.Namespace, keep: bool) -> None:
     keep_memory()
     torch.set_num_threads(1)
     for file, coder in list(coders(options).items())[rank :: options.workers]:
         begun = time.time()
-        if options.resume and file.exists():
+        if keep and file.exists():
             continue
         with replacing(file) as draft, torch.no_grad():
             made = coder()

@@ -8,7 +8,6 @@ last ones weighted by `LATE`, because the same weights draft whole pictures for 
 
 import argparse
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,8 @@ from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.models.scales.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.models.var.network import VAR
-from visspec.toys.recipes.painter_score import geneval, piped, shown, to_uint8
+from visspec.toys.recipes import painter_score
+from visspec.toys.recipes.painter_score import piped, shown, to_uint8
 from visspec.toys.recipes.recipe import TrainingStage
 from visspec.toys.recipes.scale_codes import LABELS, ROWS, SCALES, load_vq, rows_of_labels
 from visspec.toys.world.palette import CLASSES, COLOURS
@@ -227,7 +227,7 @@ def taken(taught: SharedClassEmbedding, file: Path) -> dict:
     return saved
 
 
-def pipeline(model: VARImageModel, levels: int | None = None, **parts: Any) -> ImagePipeline:
+def pipeline(model: VARImageModel, levels: int | None = None, **parts: object) -> ImagePipeline:
     """One that draws with the parts."""
     return ImagePipeline(model, None, levels=levels, parts=parts)
 
@@ -237,11 +237,10 @@ def draw(pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: 
     return piped(pipe, prompts, guidance, seed, 44, **options)
 
 
-def score(
-    model: VARImageModel, rows: list[Metadata], guidance: float | None, seed: int = 0, **parts: Any
-) -> dict[str, Any]:
+def score(model: VARImageModel, rows: list[Metadata], guidance: float, seed: int = 0) -> dict[str, Any]:
     """GenEval of one picture a prompt, and the seconds it took."""
-    begun = time.time()
-    out = draw(pipeline(model, **parts), [row["prompt"] for row in rows], guidance, seed)
-    found = geneval(to_uint8(shown(out)), rows)
-    return {"guidance": guidance, **found, "seconds": round(time.time() - begun, 1)}
+
+    def drawn(prompts: list[str]) -> np.ndarray:
+        return to_uint8(shown(draw(pipeline(model), prompts, guidance, seed)))
+
+    return painter_score.score(drawn, rows, guidance=guidance)

@@ -118,7 +118,7 @@ def row(
     rule: str = "scales",
     drafted: int = 0,
     small: VARImageModel | None = None,
-    **parts: Any,
+    **parts: object,
 ) -> tuple[dict[str, Any], ImageOutput]:
     """Figures of one way to draw: the judge's; passes of the target, and bytes of its cache between passes and in one,
     of the largest batch; of scales that `small` drafts, always so many, how many were accepted of those reached, by
@@ -270,7 +270,7 @@ PAINTER = Recipe(
     {
         "features": coded(feature_coders),
         "vq": trained(QuantiserStage),
-        "codes": coded(code_coders),
+        "codes": coded(code_coders, keep=False),
         "draw": trained(ScaleStage),
         "small": trained(SmallStage),
         "refine": trained(RefineStage),

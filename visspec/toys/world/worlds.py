@@ -13,8 +13,9 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import Detector
+from visspec.io.included import load
 from visspec.toys.world.captions import WorldCaptions
-from visspec.toys.world.scene import HELD_OUT_SEED
+from visspec.toys.world.scene import HELD_OUT_SEED, Scene
 from visspec.toys.world.suite import Suite
 
 WORLDS = ("shapes", "emoji")
@@ -26,18 +27,22 @@ class World:
 
     name: str
     side: int  # pixels a side of captioned pictures
-    captioned: Callable[[int], Any]  # the captioned scene of a number
+    captioned: Callable[[int], Scene]  # the captioned scene of a number
     draw: Callable[[Any, int], np.ndarray]  # pixels of a scene, uint8 (size, size, 3)
     captions: WorldCaptions
     suite: Suite
-    detector: Callable[[], Detector]
+    detectors: str  # "module:class" of the detector
     facts: dict[str, tuple[str, ...]]  # of what a cell holds: the attribute's name and all of its words
     settings: dict[str, tuple[str, ...]]  # the same, of a whole scene
     counts: tuple[int, ...]  # of things in a captioned scene
-    lesson: Callable[[int], Any]  # scene number n to learn to see by, with any count
+    lesson: Callable[[int], Scene]  # scene number n to learn to see by, with any count
     drawn: tuple[str, ...]  # tasks of the suite that its painter is taught
 
-    def scenes(self, count: int, first: int = 0) -> list[Any]:
+    def detector(self) -> Detector:
+        """A fresh detector of what the world's pictures show."""
+        return load(self.detectors)()
+
+    def scenes(self, count: int, first: int = 0) -> list[Scene]:
         """Held-out scenes number first..first+count, on which nothing is trained."""
         return [self.captioned(HELD_OUT_SEED + first + i) for i in range(count)]
 
@@ -49,11 +54,11 @@ class World:
         """The prompts of the suite that the world's painter is taught."""
         return [row for row in self.suite.suite() if row["tag"] in self.drawn]
 
-    def render(self, scene: Any, size: int | None = None) -> np.ndarray:
+    def render(self, scene: Scene, size: int | None = None) -> np.ndarray:
         """Pixels, uint8 (size, size, 3)."""
         return self.draw(scene, size or self.side)
 
-    def to_image(self, scene: Any, size: int | None = None) -> Image.Image:
+    def to_image(self, scene: Scene, size: int | None = None) -> Image.Image:
         """The same pixels as a PIL image."""
         return Image.fromarray(self.render(scene, size))
 
@@ -87,7 +92,7 @@ def _shapes() -> World:
         render,
         captions.SHAPES,
         suite.SHAPES,
-        detector=_shape_detector,
+        detectors="visspec.toys.judges:ShapeWorldDetector",
         facts=facts,
         settings={"ground": GROUNDS},
         counts=COUNTS,
@@ -110,22 +115,10 @@ def _emoji() -> World:
         render,
         EmojiCaptions(),
         EmojiSuite(),
-        detector=_emoji_detector,
+        detectors="visspec.toys.world.emoji.detector:EmojiDetector",
         facts={"name": names(), "size": tuple(SIZES)},
         settings={"ground": GROUNDS, "tint": tuple(TINTS)},
         counts=COUNTS,
         lesson=crowded,
         drawn=("single_object",),
     )
-
-
-def _shape_detector() -> Detector:
-    from visspec.toys.judges import ShapeWorldDetector
-
-    return ShapeWorldDetector()
-
-
-def _emoji_detector() -> Detector:
-    from visspec.toys.world.emoji.detector import EmojiDetector
-
-    return EmojiDetector()
