@@ -246,7 +246,7 @@ def finish(options: argparse.Namespace) -> None:
         model,
         {"sweep": sweep, "swept": len(rows[::2]), "pictures": [one, *fewer], "decoded": decoded},
         about | {"seeds": {"draw": 4, "measured": SEED}},
-        globals(),
+        vars(continuous_autoencoder) | globals(),
         prompts=len(rows),
         rows=cards.table(cards.score_row(name, found) for name, found in shown.items()),
         guidance=guidance,
@@ -259,7 +259,7 @@ def finish(options: argparse.Namespace) -> None:
         load(options.out / NAMES["drafter"]),
         {"distance": stages["drafter"]["loss"]},
         about | {"seeds": {"draft": 5}},
-        globals(),
+        vars(continuous_autoencoder) | globals(),
     )
     cards.say(options.out, stages=stages)
 

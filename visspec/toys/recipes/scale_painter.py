@@ -30,7 +30,7 @@ from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import calibrated
 from visspec.models.var.model import VARImageModel, load
 from visspec.models.var.target import ScalePrompt
-from visspec.toys.recipes import cards
+from visspec.toys.recipes import cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.painter_score import geneval, shown, to_uint8
@@ -214,7 +214,7 @@ def finish(options: argparse.Namespace) -> None:
             model,
             measured,
             stages | {"pairs": options.pairs, "rows": options.rows, "seeds": seeds},
-            globals(),
+            vars(scale_codes) | vars(scale_draw) | globals(),
             swept=len(rows),
             training=sum(seconds.values()),
             parts=", ".join(f"{part} {spent / 60:.0f}" for part, spent in seconds.items()),
