@@ -61,16 +61,6 @@ class SceneBatches:
         return request_of(self.model, inputs, temperature=temperature, max_new_tokens=MAX_NEW_TOKENS, seed=seed)
 
 
-def held_out(model, processor, world: World, rows: int, batches: int):
-    """Requests about held-out scenes, for validation: temperature -> list."""
-    scenes = SceneBatches(model, processor, world, rows, HELD_OUT_SEED)
-
-    def requests(temperature: float) -> list[Request]:
-        return [scenes.request(i, temperature, np.random.default_rng(i)) for i in range(batches)]
-
-    return requests
-
-
 def export(run: Path, folder: Path, model, levels: int) -> None:
     """Write a finished run's weights in half precision, with its provenance and the depth to ask for."""
     drafter = FeatureDrafter.from_pretrained(run, model)
@@ -102,7 +92,9 @@ def run(options: argparse.Namespace) -> None:
     record = provenance(
         model, seed=options.seed, recipe="captioner_drafter", batch=options.batch, greedy=options.greedy
     )
-    validate = TextValidation(model, drafter, held_out(model, processor, seen, 8, 1))
+    held_out = SceneBatches(model, processor, seen, 8, HELD_OUT_SEED)
+    rng = np.random.default_rng
+    validate = TextValidation(model, drafter, lambda temperature: [held_out.request(0, temperature, rng(0))])
     scenes = SceneBatches(model, processor, seen, options.batch, greedy=options.greedy)
     train(validate.target, drafter, scenes, plan_of(options), options.out, record, validate, options.resume)
     if options.export:

@@ -163,10 +163,6 @@ class ContinuousStage(TokenStage):
         self.read(options, load_autoencoder(options.out))
         return {"model": self.model, "reading": self.reading}
 
-    def fade(self) -> float:
-        """What is left of the weight of the throw-away heads, 1 to 0."""
-        return min(1.0, max(0.0, (FADE[1] - self.step / self.steps) / (FADE[1] - FADE[0])))
-
     def loss(self) -> torch.Tensor:
         """Squared error of the velocity of the next batch. Tokens beside what is drawn already weigh twice."""
         ids, mask, values, ink, begun, dropped = self.rows()
@@ -182,7 +178,7 @@ class ContinuousStage(TokenStage):
         self.notes["ink"] = round(losses[ink].mean().item(), 4)
         self.notes["ground"] = round(losses[~ink].mean().item(), 4)
         total = (losses * weight).sum() / weight.sum()
-        if fade := self.fade():
+        if fade := self.fading(*FADE):
             first = ids.shape[1] - 1
             state = middle[0] if torch.is_tensor(middle[0]) else middle[0][0]
             labels, asked = begun[~dropped][..., 2:].unbind(-1), state[~dropped, first:]

@@ -301,12 +301,6 @@ class PainterStage(DrawStage):
         self.wrong = F.pad(prompt_ids(self.tokenizer, wrong), (0, 0, bound, 0))
         return {"model": self.model, "reading": self.reading}
 
-    def fade(self) -> float:
-        """What is left of the weight of the throw-away heads and of telling colours apart, 1 to 0."""
-        first, last = self.options.fade
-        done = self.step / self.steps
-        return 0.0 if done >= last else min(1.0, (last - done) / max(last - first, 1e-9))
-
     def bindings(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The first codes of a few pictures of two colours: their losses (B, codes), the cross-entropy of telling their
         prompt from the same with its colours exchanged, and that of the labels there.
@@ -345,7 +339,7 @@ class PainterStage(DrawStage):
         far = torch.where(textured[:, None], TEXTURE_WEIGHT, 1.0)
         near = beside(ink, grid(self.options.lowres))
         weight = torch.where(near, NEAR_WEIGHT, far)
-        fade = self.fade()
+        fade = self.fading(*self.options.fade)  # of the heads, and of telling colours apart
         out = self.output(full, codes, dropped)
         losses = out.losses
         begins = ink & ~near & ~textured[:, None] & (codes != self.ground)

@@ -164,6 +164,11 @@ class TrainingStage(Stage):
         order = np.random.default_rng((*seed, epoch)).permutation(known)
         return order[step * per_step :][:per_step][self.rank :: self.workers]
 
+    def fading(self, first: float, last: float) -> float:
+        """A weight that is 1 until a share of the steps, and falls to 0 until another."""
+        done = self.step / self.steps
+        return 0.0 if done >= last else min(1.0, (last - done) / max(last - first, 1e-9))
+
     def figures(self) -> dict[str, Any]:
         """What is to be known of the modules as they stand, which are in evaluation mode."""
         return {}
