@@ -87,7 +87,7 @@ def test_one_coupled_draft_agrees_as_often_as_the_formula_says():
 
 
 def test_the_table_of_the_docs():
-    """docs/results.md: means over seeds 0 to 19 of 24 ids, here of two drafts of the sharp laws."""
+    """docs/decisions.md: means over seeds 0 to 19 of 24 ids, here of two drafts of the sharp laws."""
     found = []
     for seed in range(20):
         draw = torch.Generator().manual_seed(seed)
