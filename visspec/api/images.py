@@ -245,7 +245,8 @@ class ImagePipeline(Rebuildable):
             self._calls.jobs.append(job)
             try:
                 with self.progress_bar(job.tokens) as bar:
-                    for batch in job.batches:
+                    while job.batches:
+                        batch = job.batches.pop(0)  # its prompts are let go when it is drawn
                         job.thread = threading.get_ident()
                         part, stop = self._batch(job, batch, bar)
                         yield part
