@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import gc
 import random
 import warnings
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 from tests import tiny_images
 from tests.doubles import Double, chain_of, compact, drafted, fast, new_tokens
+from tests.tables import Table, TableDrafter, TableTarget, decoded
 from tests.tiny import VOCAB, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.exact import Exact
@@ -459,7 +462,7 @@ def test_sketches_of_whole_images_write_nothing_either():
 def test_a_view_reads_as_the_state():
     state = type("S", (), {})()
     state.tokens, state.rows, state.pending = [[1, 2, 3], [4]], [0, 1], torch.tensor([3, 4])
-    state.memory, state.lent = None, type("L", (), {"request": type("R", (), {"noise": None})()})()
+    state.memory, state.noise, state.lent = None, None, type("L", (), {"request": None, "noise": None})()
     view = ReadOnlyState(state)
     assert view.tokens == [[1, 2, 3], [4]] and len(view.tokens) == 2 and view.tokens[-1] == [4]
     assert view.tokens[0][1:] == [2, 3] and [9] + view.tokens[0] + [8] == [9, 1, 2, 3, 8]
@@ -471,3 +474,17 @@ def test_a_view_reads_as_the_state():
     assert view.of(state) and state.pending.tolist() == [3, 4]
     state.pending = state.pending.clone()
     assert not view.of(state)
+
+
+def test_what_a_drafter_reads_does_not_keep_the_state():
+    """A request's cache is let go when its state is, without the garbage collector."""
+    table = Table(4, 0)
+    gc.disable()
+    try:
+        state = decoded(TableTarget(table), TableDrafter(table), Exact(), 2, 12)
+        assert state.lent is not None
+        gone = weakref.ref(state)
+        del state
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -7,17 +7,17 @@ A drafter must not be able to change the output by modifying its arguments, so i
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visspec.distributions import Categorical
-from visspec.types import Noise, Request, Sampling, State, Target
+from visspec.types import Noise, Request, State, Target
 
 
 def deep_copied(value: Any) -> Any:
@@ -25,7 +25,7 @@ def deep_copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
-        return CopyOnRead(value)
+        return CopyOnRead(lambda: value)
     if type(value) in (list, tuple, set):
         return type(value)(map(deep_copied, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -36,19 +36,21 @@ def deep_copied(value: Any) -> Any:
 
 
 class CopyOnRead(Mapping):
-    """A mapping whose values are `copied` on access, so that unused pixels are not copied."""
+    """A mapping whose values are copied on access: unused pixels are not copied, and none are kept that its owner lets
+    go.
+    """
 
-    def __init__(self, values: Mapping[str, Any]):
-        self._values = values
+    def __init__(self, read: Callable[[], Mapping[str, Any]]):
+        self._read = read
 
     def __getitem__(self, key: str) -> Any:
-        return deep_copied(self._values[key])
+        return deep_copied(self._read()[key])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
+        return iter(self._read())
 
     def __len__(self) -> int:
-        return len(self._values)
+        return len(self._read())
 
 
 class ReadOnlyList(Sequence):
@@ -132,44 +134,25 @@ class ReadOnlyNoise:
         return [self._copies[own].clone_state() for own in self._noise.generators]
 
 
-class ReadOnlyRequest:
-    """The data fields of `Request`, and the noise. Created once per request; tensors are copied when first read."""
-
-    def __init__(self, request: Request, noise: Noise | None):
-        self._request = request
-        self.noise = None if noise is None else ReadOnlyNoise(noise)
-        self.max_new_tokens, self.eos, self.keep_logits = request.max_new_tokens, request.eos, request.keep_logits
-        self.copies, self.grid, self.order = request.copies, request.grid, request.order
-        self.media = CopyOnRead(request.media)
-
-    @cached_property
-    def prompt(self) -> Tensor:
-        return self._request.prompt.clone()
-
-    @cached_property
-    def inputs(self) -> Any:
-        return deep_copied(self._request.inputs)
-
-    @cached_property
-    def fixed(self) -> Tensor | None:
-        return deep_copied(self._request.fixed)
-
-    @cached_property
-    def known(self) -> Tensor | None:
-        return deep_copied(self._request.known)
-
-    @cached_property
-    def sampling(self) -> Sampling:
-        """Its processors can only be called."""
-        own = self._request.sampling
-        return replace(own, processors=tuple(map(_callable, own.processors))) if own.processors else own
-
-    @cached_property
-    def stride(self) -> int:
-        return self._request.stride
-
-    def visits(self, row: int) -> list[int]:
-        return self._request.visits(row)
+def lent_request(request: Request) -> Request:
+    """A copy of a request for its drafter, made once, without what is only the loop's to call and to draw from. Its
+    processors can only be called; pixels are copied when they are read.
+    """
+    own, named = request.sampling, isinstance(request.inputs, Mapping)
+    return replace(
+        request,
+        inputs=CopyOnRead(lambda: request.inputs) if named else deep_copied(request.inputs),
+        prompt=request.prompt.clone(),
+        sampling=replace(own, processors=tuple(map(_callable, own.processors))) if own.processors else own,
+        stop=None,
+        generators=None,
+        on_tokens=None,
+        on_round=None,
+        media=CopyOnRead(lambda: request.media),
+        fixed=deep_copied(request.fixed),
+        known=deep_copied(request.known),
+        each=[],
+    )
 
 
 def _callable(processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -185,23 +168,27 @@ class ReadOnlyState:
     memory: Any
     noise: ReadOnlyNoise | None
     pending: Tensor
-    request: ReadOnlyRequest
+    request: Request
     tokens: ReadOnlyRows  # emitted, of every original row
     _source: Tensor
-    _state: State
+    _state: Callable[[], Any]  # a weak reference, since the state holds what it lends
     _target: Target | None
 
     def __init__(self, state: State, target: Target | None = None):
-        lent = state.lent
-        request = ReadOnlyRequest(state.request, state.noise) if lent is None else lent.request
+        lent: ReadOnlyState | None = state.lent
+        if lent is None:
+            noise = None if state.noise is None else ReadOnlyNoise(state.noise)
+            request = lent_request(state.request)
+        else:
+            noise, request = lent.noise, lent.request
         copies = {
             "memory": state.memory,
-            "noise": request.noise,
+            "noise": noise,
             "pending": state.pending.clone(),
             "request": request,
             "tokens": ReadOnlyRows(state.tokens),
             "_source": state.pending,
-            "_state": state,
+            "_state": weakref.ref(state),
             "_target": target,
         }
         for name, value in copies.items():
@@ -218,46 +205,46 @@ class ReadOnlyState:
 
     @property
     def position(self) -> Tensor:
-        return self._state.position.clone()
+        return self._state().position.clone()
 
     @property
     def rows(self) -> list[int]:
-        return list(self._state.rows)
+        return list(self._state().rows)
 
     @property
     def calls(self) -> Counter[str]:
         """Calls of networks beside the target's passes, to which a drafter adds those of its head ("draft_head")."""
-        return self._state.trace.calls
+        return self._state().trace.calls
 
     @property
     def doubted(self) -> bool:
-        return self._state.doubted
+        return self._state().doubted
 
     @property
     def finished(self) -> frozenset[int]:
-        return frozenset(self._state.finished)
+        return frozenset(self._state().finished)
 
     @property
     def live(self) -> bool:
-        return self._state.live
+        return self._state().live
 
     @property
     def budget(self) -> int:
-        return self._state.budget
+        return self._state().budget
 
     def ids(self, live_row: int) -> Tensor:
         """Prompt and emitted tokens of a live row, (1, length)."""
-        return self._state.ids(live_row)
+        return self._state().ids(live_row)
 
     def partial(self, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         """`Target.partial`, in `propose` of a drafter that declares it. It writes behind the rows' ends only."""
         if level < 0:
             raise ValueError(f"level: got {level}, expected 0 for the pending node or more")
-        return self._target_for("partial").partial(self._state, value, level, skip)
+        return self._target_for("partial").partial(self._state(), value, level, skip)
 
     def stored(self, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         """`Target.stored`, in `propose` of a drafter that declares it. No copies: not to be written to."""
-        return self._target_for("stored").stored(self._state, layers)
+        return self._target_for("stored").stored(self._state(), layers)
 
     def _target_for(self, name: str) -> Target:
         if self._target is None:
