@@ -8,11 +8,9 @@ import base64
 import copy
 import gc
 import io
-import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -36,6 +34,7 @@ from openai.types import image_generate_params
 from openai.types.chat import completion_create_params
 
 import visspec
+from tests import children
 from visspec.api import completions, loading
 from visspec.api.captions import prepare
 from visspec.api.completions import RequestError, RequestLimits
@@ -729,13 +728,12 @@ def test_a_missing_extra_and_bad_arguments_are_sentences(monkeypatch, capsys):
 
 
 @contextmanager
-def command(*argv):
-    """`visspec serve` in a process of its own."""
+def command(said, *argv):
+    """`visspec serve` in a process of its own, which prints to the file `said`."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    line = [sys.executable, "-P", "-m", "visspec.cli.main", "serve", "--port", str(port), *argv]
-    process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    process = children.command(["serve", "--port", str(port), *argv], said)
     try:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
         for _ in range(600):
@@ -743,32 +741,32 @@ def command(*argv):
                 client.models.list()
                 break
             except openai.APIConnectionError:
-                assert process.poll() is None, process.stderr.read()
+                assert process.is_alive(), said.read_text()
                 time.sleep(0.1)
         yield process, client
     finally:
         process.kill()
-        process.wait()
+        process.join()
 
 
 @pytest.mark.slow
-def test_the_command_ends_with_zero_after_sigterm(captioner, scenes):
-    with command("--slots", "2", "--drafter", "none") as (process, client):
+def test_the_command_ends_with_zero_after_sigterm(captioner, scenes, tmp_path):
+    with command(tmp_path / "said", "--slots", "2", "--drafter", "none") as (process, client):
         first = iter(ask(client, asked("describe the picture in detail .", url(to_image(scenes[0]))), stream=True))
         next(first)
-        process.send_signal(signal.SIGTERM)
+        process.terminate()
         *_, last = first
         assert last.choices[0].finish_reason == "length"
-        assert process.wait(20) == 0
-        assert not re.search("Traceback|Error", process.stderr.read())
+        process.join(20)
+        assert process.exitcode == 0 and not re.search("Traceback|Error", (tmp_path / "said").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_two_hundred_requests_of_large_pictures_stay_below_two_gigabytes(captioner):
+def test_two_hundred_requests_of_large_pictures_stay_below_two_gigabytes(captioner, tmp_path):
     """16 million pixels a picture, in every eighth request eight of them: all are answered or told to come again."""
     pictures, told = [url(Image.new("RGB", (4000, 4000), (i, 0, 0))) for i in range(8)], []
-    with command("--drafter", "ngram") as (process, client):
+    with command(tmp_path / "said", "--drafter", "ngram") as (process, client):
 
         def work(i: int) -> None:
             try:

@@ -93,10 +93,11 @@ def test_two_processes_train_one_drafter(home):
 
 
 @pytest.mark.slow
-def test_a_target_split_by_transformers_plan_is_itself(tmp_path):
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_target_split_by_transformers_plan_is_itself(tmp_path, torchrun):
     """Tensor-parallel in two processes, and over devices: the tokens of one process on one device."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
-    launch(tmp_path, "parallel_target", torchrun=True)
+    launch(tmp_path, "parallel_target", torchrun=torchrun)
     whole = captions("cpu")
     assert whole["none"] == whole["stock"] and captions("auto") == whole
     for rank in range(2):
