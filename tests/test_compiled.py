@@ -246,11 +246,15 @@ def drafted(fast, inputs, **options) -> tuple:
     return result.state.tokens, [(r.levels, r.committed) for r in result.state.trace.rounds], result.state.trace.faults
 
 
+VARIANTS = [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}]
+OF_DRAFTS = [  # a last block of a whole length, and a shorter one
+    *((options, 8) for options in VARIANTS),
+    *(pytest.param(options, 6, marks=[pytest.mark.nightly] * bool(options)) for options in VARIANTS),
+]
 SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
 
 
-@pytest.mark.parametrize("levels", [8, 6])
-@pytest.mark.parametrize("options", [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}])
+@pytest.mark.parametrize(("options", "levels"), OF_DRAFTS)
 def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, levels, monkeypatch):
     if "table" in options:  # as for a large vocabulary
         monkeypatch.setattr(feature_drafting, "FOLD_LIMIT", 0)

@@ -268,7 +268,7 @@ def with_numbers(rule, seed=0):
     return Ruled
 
 
-def joint(rule, rows=20_000, size=1, steps=10, shift=0.1, widen=0.0, last=None, length=4, seed=0, **options):
+def joint(rule, rows=10_000, size=1, steps=10, shift=0.1, widen=0.0, last=None, length=4, seed=0, **options):
     """Vectors (rows, length, d) that the loop decodes, whitened by the exact laws of the target; and its state."""
     sch = schedule(steps)
     target = Line(Gaussian(sch, size, last=last))
@@ -295,7 +295,7 @@ def failing(whitened):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("window", [1, 4])
 def test_joint_law_through_the_loop(size, window):
-    whitened, state = joint(Coupled, rows=20_000 // size, size=size, window=window, merge=10)
+    whitened, state = joint(Coupled, rows=10_000 // size, size=size, window=window, merge=10)
     assert not failing(whitened)
     assert state.trace.rounds[0].levels == 2 and 0.2 < np.mean(state.trace.rounds[0].committed) / 3 < 1
 
@@ -360,7 +360,7 @@ def test_what_stands_below_a_replaced_vector_is_not_metered():
 @pytest.mark.parametrize("name", CONTROLS)
 def test_published_shortcuts_fail(name):
     rule, options = CONTROLS[name]
-    assert failing(joint(rule, rows=10_000, **options)[0])
+    assert failing(joint(rule, **options)[0])
 
 
 def energy(x, y, permutations=200):

@@ -372,8 +372,7 @@ SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k":
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("levels", [8, 6])
-@pytest.mark.parametrize("options", [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}])
+@pytest.mark.parametrize(("options", "levels"), compiling.OF_DRAFTS)
 def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
     """Of a round two calls, of which one reads what was accepted: greedy and sampled, ragged rows and such that end."""
     if "table" in options:  # as for a large vocabulary

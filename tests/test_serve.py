@@ -763,8 +763,11 @@ def test_the_command_ends_with_zero_after_sigterm(captioner, scenes, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_two_hundred_requests_of_large_pictures_stay_below_two_gigabytes(captioner, tmp_path):
-    """16 million pixels a picture, in every eighth request eight of them: all are answered or told to come again."""
+@pytest.mark.parametrize("requests", [40, pytest.param(200, marks=pytest.mark.nightly)])
+def test_requests_of_large_pictures_stay_below_two_gigabytes(requests, captioner, tmp_path):
+    """16 million pixels a picture, in every eighth request eight of them: all are answered or told to come again.
+    Decoded at once those of 40 requests would take 3.6 GB.
+    """
     pictures, told = [url(Image.new("RGB", (4000, 4000), (i, 0, 0))) for i in range(8)], []
     with command(tmp_path / "said", "--drafter", "ngram") as (process, client):
 
@@ -775,12 +778,13 @@ def test_two_hundred_requests_of_large_pictures_stay_below_two_gigabytes(caption
             except openai.RateLimitError:
                 told.append("later")
 
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(200)]
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(requests)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         with open(f"/proc/{process.pid}/status") as status:
             peak = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
-    assert len(told) == 200 and set(told) <= {"stop", "length", "later"} and len(told) - told.count("later") >= 40
+    assert len(told) == requests and set(told) <= {"stop", "length", "later"}
+    assert len(told) - told.count("later") >= requests // 5
     assert peak < 2_000_000_000

@@ -121,6 +121,7 @@ class Mutant:
 # --- candidates -----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def candidates(path: str) -> list[Mutant]:
     """All mutants of a file that the operators make."""
     text, starts = text_of(path), [0]
