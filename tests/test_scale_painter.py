@@ -424,7 +424,7 @@ def features(tmp_path_factory):
 
 
 def test_the_quantiser_alone_is_taught(features, monkeypatch):
-    monkeypatch.setattr(scale_codes, "rows_of_labels", partial(scale_data.rows_of_labels, 44))
+    monkeypatch.setattr(scale_codes, "rows_of_labels", partial(scale_codes.rows_of_labels, 44))
     stage = scale_codes.QuantiserStage(features, 0)
     before = {name: value.clone() for name, value in stage.model.state_dict().items()}
     with torch.no_grad():
