@@ -11,7 +11,6 @@ Data: the pairs of the painter's recipe. Seeds: 6 (draw). Two CPU cores, 1.6 s a
 
 import argparse
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from transformers import GenerationConfig, JanusProcessor, JanusVQVAE
 
 from visspec.api.images import ImagePipeline
 from visspec.api.loading import load_image_model
-from visspec.io.options import option
 from visspec.loop.visits import halton, spread
 from visspec.models.randar.model import RandARImageConfig, RandARImageModel, load
 from visspec.toys.recipes import cards
@@ -32,7 +30,16 @@ from visspec.toys.recipes.painter_data import FIRST_SEED, SIDE, pair, pixels
 from visspec.toys.recipes.painter_draw import DROPPED
 from visspec.toys.recipes.painter_score import geneval, piped, shown, to_uint8
 from visspec.toys.recipes.painter_vq import encode
-from visspec.toys.recipes.recipe import Coder, Options, Recipe, TrainingStage, coded, in_batches, read_coded, trained
+from visspec.toys.recipes.recipe import (
+    Coder,
+    PairOptions,
+    Recipe,
+    TrainingStage,
+    coded,
+    in_batches,
+    read_coded,
+    trained,
+)
 from visspec.toys.world.suite import Metadata, suite
 
 NAME, SEED = "painter-any-order", 0
@@ -45,17 +52,6 @@ NAMED = 0.5  # share of the rows in a named order, of which there are three; the
 WHOLE = 0.2  # share of the rows with a whole picture's codes, of which the first half is given, as in inpainting
 SHARD = 1000  # pairs in a file
 BATCH = 32
-
-
-@dataclass
-class AnyOrderOptions(Options):
-    """Options of the recipe."""
-
-    pairs: int = option("pairs of prompt and picture", 6000)
-    steps: int = option("steps of the draw stage", 4500)
-    rows: int = option("pictures in a batch of one worker", 8)
-    rate: float = option("peak learning rate", 1.5e-3)
-    every_prompt: int = option("measure the finished painter on every such prompt", 8)
 
 
 def included_vq() -> JanusVQVAE:
@@ -211,6 +207,7 @@ def finish(options: argparse.Namespace) -> None:
 PAINTER = Recipe(
     NAME,
     "Train an any-order painter on the codes of the included painter's VQ model.",
-    AnyOrderOptions,
+    PairOptions,
     {"tokens": coded(coders), "draw": trained(AnyOrderStage), "finish": finish},
+    {"pairs": 6000, "steps": 4500, "every_prompt": 8},
 )

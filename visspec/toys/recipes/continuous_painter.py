@@ -43,7 +43,7 @@ from visspec.toys.recipes.continuous_autoencoder import (
 from visspec.toys.recipes.painter_build import PROMPT, build_tokenizer, prompt_ids, without_words
 from visspec.toys.recipes.painter_draw import DROPPED, NEAR_WEIGHT, beside
 from visspec.toys.recipes.painter_score import to_uint8
-from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, coded, trained
+from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, coded, trained
 from visspec.toys.world.palette import CLASSES, COLOURS
 from visspec.toys.world.suite import Metadata
 
@@ -251,15 +251,10 @@ def assembled(folder: Path, model: ContinuousImageModel) -> ContinuousImageModel
 
 
 @dataclass
-class VectorOptions(Options):
+class VectorOptions(PairOptions):
     """Options of the recipes of painters of vectors."""
 
-    pairs: int = option("pairs of prompt and picture", 18_000)
-    steps: int = option("painter steps", 3200)
     drafter_steps: int = option("drafter steps", 1800)
-    rows: int = option("pictures in a batch of one worker", 16)
-    rate: float = option("peak learning rate of painter and drafter", 1.5e-3)
-    every: int = option("steps between reports and checkpoints", 1000)
 
 
 @dataclass
@@ -327,6 +322,7 @@ def finish(options: argparse.Namespace) -> None:
     cards.say(options.out, sweep=sweep, swept=len(rows[::2]), pictures=drawn, decoded=decoded)
 
 
+DEFAULTS = {"pairs": 18_000, "rows": 16}
 PAINTER = Recipe(
     NAMES["painter"],
     "Train the continuous painter and its drafter.",
@@ -339,4 +335,5 @@ PAINTER = Recipe(
         "draft": trained(ContinuousDraftStage),
         "finish": finish,
     },
+    DEFAULTS | {"steps": 3200, "every": 1000},
 )

@@ -10,7 +10,6 @@ Data: prompts of `visspec.toys.world.emoji.suite` of one animal, half of them wi
 """
 
 import argparse
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
 
-from visspec.io.options import option
 from visspec.toys.recipes import cards, painter_data, painter_draw
 from visspec.toys.recipes.painter import sheet
 from visspec.toys.recipes.painter_build import (
@@ -35,7 +33,7 @@ from visspec.toys.recipes.painter_data import held_out
 from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, drawn
 from visspec.toys.recipes.painter_score import verdicts
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, latents, load_vq, nearest, redrawn
-from visspec.toys.recipes.recipe import Coder, Options, Recipe, coded, evaluating, in_batches, read_coded, trained
+from visspec.toys.recipes.recipe import CodedOptions, Coder, Recipe, coded, evaluating, in_batches, read_coded, trained
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.suite import Metadata
@@ -193,21 +191,6 @@ class EmojiDrawStage(DrawStage):
         return law(self.model, rows) | {"drawn": score(self.model, self.processor, rows, 2.0)}
 
 
-@dataclass
-class EmojiOptions(Options):
-    """Options of the recipe."""
-
-    vq_steps: int = option("steps of the VQ model", 2000)
-    vq_rows: int = option("whole pictures in a VQ batch of one worker", 8)
-    vq_rate: float = option("peak learning rate of the VQ model", 2e-3)
-    pairs: int = option("pairs of prompt and picture", 16_000)
-    steps: int = option("text-model steps", 4000)
-    rows: int = option("pictures in a batch of one worker of the draw stage", 8)
-    rate: float = option("peak learning rate of the text model", 1.5e-3)
-    every: int = option("steps between reports and checkpoints", 250)
-    early: Path | None = option("folder to refresh with a loadable model at each report", None)
-
-
 def finish(options: argparse.Namespace) -> None:
     """Write `out`/painter-emoji from the last checkpoints, read it back, measure it and describe it."""
     folder, rows = options.out / NAME, world(OF).prompts()[:: options.every_prompt]
@@ -251,6 +234,7 @@ def card(model: JanusForConditionalGeneration, record: dict) -> str:
 PAINTER = Recipe(
     NAME,
     "Train the painter of emoji.",
-    EmojiOptions,
+    CodedOptions,
     {"vq": trained(EmojiVQStage), "tokens": coded(coders), "draw": trained(EmojiDrawStage), "finish": finish},
+    {"every": 250},
 )

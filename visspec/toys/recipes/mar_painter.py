@@ -30,7 +30,7 @@ from visspec.sampling import Normals
 from visspec.toys.recipes import cards, continuous_autoencoder, painter_score
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIZE, measure, rows_of_tasks
-from visspec.toys.recipes.continuous_painter import NEARNESS, TokenStage, VectorOptions
+from visspec.toys.recipes.continuous_painter import DEFAULTS, NEARNESS, TokenStage, VectorOptions
 from visspec.toys.recipes.painter_score import to_uint8
 from visspec.toys.recipes.recipe import Coder, Recipe, coded, trained
 from visspec.toys.world.suite import Metadata, every
@@ -269,5 +269,5 @@ PAINTER = Recipe(
     "Train the MAR painter and its drafter.",
     VectorOptions,
     {"tokens": coded(coders), "draw": trained(MARStage), "draft": trained(MARDraftStage), "finish": finish},
-    {"steps": 4000, "drafter_steps": 1000, "rate": 1e-3, "every": 500},
+    DEFAULTS | {"drafter_steps": 1000, "rate": 1e-3},
 )

@@ -47,7 +47,7 @@ from visspec.toys.recipes.painter_vq import (
     load_vq,
     measure,
 )
-from visspec.toys.recipes.recipe import Options, Recipe, coded, trained
+from visspec.toys.recipes.recipe import CodedOptions, Recipe, coded, trained
 from visspec.toys.world.suite import TASKS, suite
 
 NAMES = {False: "painter", True: "painter-lowres"}
@@ -60,29 +60,21 @@ ROLES = {
 
 
 @dataclass
-class PainterOptions(Options):
+class PainterOptions(CodedOptions):
     """Options of the recipe."""
 
     lowres: bool = option("the 48-pixel sibling, on the VQ model in --out", False)
-    vq_steps: int = option("steps of the VQ model", 1700)
     composed_steps: int = option("steps of it on scenes coded piece by piece", 500)
     decoder_steps: int = option("steps of its decoder alone", 700)
-    vq_rows: int = option("whole pictures in a VQ batch of one worker", 8)
-    vq_rate: float = option("peak learning rate of the VQ model", 2e-3)
     pairs: int = option("pairs of prompt and picture, and half as many of the hardest task", 64_000)
     first: int = option("number of the first pair; others than --start has seen", 0)
-    steps: int = option("text-model steps", 5000)
     start: Path | None = option("checkpoint of the draw stage to take the first weights from", None)
     earlier: tuple[int, int] = option("steps and seconds that --start's checkpoint had behind it, for the card", (0, 0))
     earlier_vq: tuple[int, int] = option("the same of the VQ checkpoints", (0, 0))
-    rows: int = option("pictures in a batch of one worker of the draw stage", 8)
-    rate: float = option("peak learning rate of the text model", 1.5e-3)
     plain_until: float = option("share of the draw steps on plain grounds alone", 0.0)
     fade: tuple[float, float] = option("shares of its steps between which the heads' weight falls to 0", (0.6, 0.85))
     sweep: bool = option("reports of the draw stage try four guidances, not one", False)
-    workers: int = option("processes of a stage, one thread each", 2)
     sheet: Path | None = option("picture file for a sheet of samples, beside that in the folder", None)
-    early: Path | None = option("folder to refresh with a loadable model at each report", None)
 
 
 def sheet(pictures: np.ndarray, prompts: list[str], file: Path, columns: int = 4) -> None:
@@ -186,15 +178,22 @@ def remeasure(options: argparse.Namespace) -> None:
 
 CODING = {"vq": trained(PainterVQStage), "composed": trained(ComposedStage), "decoder": trained(VQDecoderStage)}
 DRAWING = {"tokens": coded(coders), "draw": trained(PainterStage), "finish": finish, "remeasure": remeasure}
+DEFAULTS = {"vq_steps": 1700, "steps": 5000, "workers": 2}
 PAINTER = Recipe(
-    NAMES[False], "Train the painter of shapes.", PainterOptions, CODING | DRAWING, extra=("remeasure",), threads=2
+    NAMES[False],
+    "Train the painter of shapes.",
+    PainterOptions,
+    CODING | DRAWING,
+    DEFAULTS,
+    extra=("remeasure",),
+    threads=2,
 )
 LOWRES = Recipe(
     NAMES[True],
     "Train the painter's low-resolution sibling.",
     PainterOptions,
     DRAWING,
-    {"lowres": True, "steps": 12_000},
+    DEFAULTS | {"lowres": True, "steps": 12_000},
     extra=("remeasure",),
     threads=2,
 )

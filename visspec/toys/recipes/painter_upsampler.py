@@ -19,22 +19,17 @@ from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_build import CODES, grid
 from visspec.toys.recipes.painter_vq import read_tokens
-from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, trained
+from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, trained
 from visspec.train.stages import OneCycleStage
 
 NAME = "painter-upsampler"
 
 
 @dataclass
-class UpsamplerOptions(Options):
+class UpsamplerOptions(PairOptions):
     """Options of the recipe."""
 
     tokens: Path = option("folder of the painters' recipes, both tokens stages", Path("runs/painter"))
-    pairs: int = option("pairs of them to read", 64_000)
-    steps: int = option("steps of training", 900)
-    rows: int = option("pictures in a batch", 64)
-    rate: float = option("peak learning rate", 2e-3)
-    every: int = option("steps between reports and checkpoints", 100)
 
 
 def pairs(folder: Path, count: int) -> dict[str, torch.Tensor]:
@@ -99,4 +94,5 @@ UPSAMPLER = Recipe(
     "Train the up-sampler of low-resolution drafts.",
     UpsamplerOptions,
     {"train": trained(UpsamplerStage), "finish": finish},
+    {"pairs": 64_000, "steps": 900, "rows": 64, "rate": 2e-3, "every": 100},
 )

@@ -63,6 +63,26 @@ class Options:
 
 
 @dataclass
+class PairOptions(Options):
+    """What recipes are asked that learn from pairs of a prompt and a picture; each has defaults of its own."""
+
+    pairs: int = option("pairs of prompt and picture", 16_000)
+    steps: int = option("steps of the model's training", 4000)
+    rows: int = option("pictures in a batch of one worker", 8)
+    rate: float = option("peak learning rate", 1.5e-3)
+
+
+@dataclass
+class CodedOptions(PairOptions):
+    """What those are asked that teach a VQ model first."""
+
+    vq_steps: int = option("steps of the VQ model", 2000)
+    vq_rows: int = option("whole pictures in a VQ batch of one worker", 8)
+    vq_rate: float = option("peak learning rate of the VQ model", 2e-3)
+    early: Path | None = option("folder to refresh with a loadable model at each report", None)
+
+
+@dataclass
 class DrafterOptions:
     """What the recipes of drafters are asked that `visspec.train.loop` trains; mostly its own options."""
 

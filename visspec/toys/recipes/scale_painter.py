@@ -34,7 +34,7 @@ from visspec.toys.recipes import cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.painter_score import geneval, shown, to_uint8
-from visspec.toys.recipes.recipe import Options, Recipe, coded, trained
+from visspec.toys.recipes.recipe import PairOptions, Recipe, coded, trained
 from visspec.toys.recipes.scale_codes import (
     SIDE,
     QuantiserStage,
@@ -70,18 +70,13 @@ REFERENCES = 4  # renders of each prompt that the distance is taken to
 
 
 @dataclass
-class ScaleOptions(Options):
+class ScaleOptions(PairOptions):
     """Options of the recipe."""
 
     vq_steps: int = option("steps of the quantiser", 600)
     vq_rows: int = option("pictures in a batch of the quantiser's training", 32)
-    pairs: int = option("pairs of class and picture that both are taught", 6000)
-    steps: int = option("steps of the large painter", 1000)
     small_steps: int = option("steps of the small one on codes", 500)
     refine_steps: int = option("and on the large one's distributions", 250)
-    rows: int = option("pictures in a batch of one worker", 16)
-    rate: float = option("peak learning rate of both painters", 2e-3)
-    every: int = option("steps between reports and checkpoints", 400)
     copies: int = option("pictures of each prompt that are measured", 1)
 
 
@@ -276,4 +271,5 @@ PAINTER = Recipe(
         "refine": trained(RefineStage),
         "finish": finish,
     },
+    {"pairs": 6000, "steps": 1000, "rows": 16, "rate": 2e-3, "every": 400},
 )
