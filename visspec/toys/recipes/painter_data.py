@@ -1,6 +1,7 @@
 """Pairs of a prompt and a picture for the painter: GenEval sentences of the shape world and free-tier scenes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,9 +63,7 @@ def pair(seed: int, tag: str | None = None) -> tuple[Metadata, ShapeScene]:
     return metadata, painted(metadata, rng)
 
 
-def bound_pair(seed: int) -> tuple[Metadata, ShapeScene]:
-    """Prompt and scene number `seed` of the task that binds two colours to two classes."""
-    return pair(seed, "color_attr")
+bound_pair = partial(pair, tag="color_attr")  # of the task that binds two colours to two classes
 
 
 def crowded(seed: int, tries: int = 24) -> ShapeScene:

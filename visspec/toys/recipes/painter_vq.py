@@ -15,6 +15,7 @@ writes prompts and codes of a picture each.
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from visspec.toys.recipes.painter_data import FIRST_SEED, SIDE, bound_pair, crow
 from visspec.toys.recipes.painter_score import geneval, to_uint8
 from visspec.toys.recipes.recipe import Coder, TrainingStage, evaluating, in_batches, read_coded
 from visspec.toys.world.scene import Shape, ShapeScene
-from visspec.toys.world.suite import suite
+from visspec.toys.world.suite import Metadata, suite
 
 WINDOW = 48  # pixels a side of the picture in which a shape is coded
 WARM = 0.05  # share of the steps before codes replace the encoder's outputs
@@ -40,7 +41,8 @@ CROWDED = 0.85  # until this share of the steps every other batch of whole scene
 COMMITMENT = 0.02  # weight of the squared distance between encoder outputs and their codes
 VQ_FILES = ("vq.pt", "composed.pt", "decoder.pt")  # checkpoints of the VQ model, in the order they are made
 LOW_EVERY = 4  # every fourth batch is drawn at the low resolution
-KINDS = {"tokens": pair, "bound": bound_pair}  # of pairs: every task's, and the one task's that takes longest to learn
+# Kinds of pairs: every task's, and the one task's that takes longest to learn.
+KINDS: dict[str, Callable[[int], tuple[Metadata, ShapeScene]]] = {"tokens": pair, "bound": bound_pair}
 SHARES = {"tokens": 1.0, "bound": 0.5}  # pairs of a kind for each that --pairs asks for
 SHARD = 8000  # pairs in a file at most: coding more of them in one go fills the memory with freed blocks
 
