@@ -1,8 +1,8 @@
 """Interfaces of GenEval's detector and colour classifier, and colours that a detector has measured itself."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -63,16 +63,14 @@ class ColourClassifier(Protocol):
 
 def digest(*parts: object) -> str:
     """Short stable hash of printable settings and bytes."""
-    plain = [blake2b(part).hexdigest() if isinstance(part, bytes) else part for part in parts]
-    return blake2b(repr(plain).encode(), digest_size=8).hexdigest()
+    plain = [hashlib.blake2b(part).hexdigest() if isinstance(part, bytes) else part for part in parts]
+    return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 
-def file_digest(path: str | Path, algorithm: str = "sha256") -> str:
-    """Hex digest of a file's bytes, read in pieces."""
-    import hashlib
-
+def file_digest(path: str | Path) -> str:
+    """Hex SHA-256 digest of a file's bytes, read in pieces."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, algorithm).hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class DetectedColours:

@@ -3,7 +3,6 @@
 import base64
 import binascii
 import io
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from PIL import Image, ImageColor
 
 from visspec.eval.report.figures import rgb
 from visspec.eval.report.records import RecordImage
-from visspec.io.images import open_image
+from visspec.io.images import open_image, read_image
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # of one in a result file
@@ -37,13 +36,10 @@ def picture(entry: RecordImage, folder: Path, where: str) -> Image.Image:
         data = base64.b64decode(entry.png or "", validate=True)
     except (binascii.Error, ValueError):
         raise ValueError(f"{where}: png is not base64") from None
-    with tempfile.TemporaryDirectory() as scratch:
-        file = Path(scratch) / "image"
-        file.write_bytes(data)
-        try:
-            return open_image(file, MAX_PIXELS)
-        except ValueError as error:
-            raise ValueError(f"{where}: {str(error).replace(str(file), 'png')}") from None
+    try:
+        return read_image(data, "png", MAX_PIXELS)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def data_uri(image: Image.Image, lossless: bool = False) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +45,9 @@ def run(arguments: Options) -> int:
         from visspec.cli.caption_ray import run_ray
 
         return run_ray(arguments, options)
-    if arguments.out is not None or not all(map(is_plain, arguments.image)):
+    from visspec.api import sources
+
+    if arguments.out is not None or not all(map(sources.is_plain, arguments.image)):
         from visspec.cli.caption_records import run_records
 
         return run_records(arguments, options)
@@ -62,7 +64,7 @@ def run(arguments: Options) -> int:
     fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
     request = arguments.prompt or PROMPT
     about = described(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
-    warn_of_foreign(arguments, arguments.image[:LOOKS])
+    warn_of_foreign(arguments)
     reading = {name: getattr(arguments, name) for name in ("batch_size", "max_pixels")}
     stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options)
     several, failed, newest = len(arguments.image) > 1, 0, None
@@ -96,13 +98,6 @@ def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[
     return about | {"acceptance": arguments.acceptance, "sampling": options}
 
 
-def is_plain(source: Path) -> bool:
-    """Whether a source is one file that is taken for an image."""
-    from visspec.api import sources
-
-    return sources.is_plain(source)
-
-
 def decode_options(arguments: Options) -> dict[str, Any]:
     """generate's keyword arguments. Raises ValueError for sampling options that contradict greedy decoding."""
     sampled = arguments.temperature > 0
@@ -118,8 +113,14 @@ def decode_options(arguments: Options) -> dict[str, Any]:
     return found | ({"seed": arguments.seed} if sampled else {})
 
 
-def warn_of_foreign(arguments: Options, files: Iterable[Path]) -> None:
-    """Say so if the included model is asked about images that it was not made for."""
+def warn_of_foreign(arguments: Options) -> None:
+    """Say so if the included model is asked about images that it was not made for, by the first of the sources that are
+    files and folders.
+    """
+    from visspec.api import sources
+
+    local = [source for source in arguments.image if source.is_dir() or sources.is_plain(source)]
+    files = (record.image for record in islice(sources.records(local), LOOKS) if record.error is None)
     check = included.table().foreign if arguments.model is None else ""
     if check and (why := included.load(check)(files, arguments.max_pixels)) is not None:
         print(f"visspec: {why}", file=sys.stderr)

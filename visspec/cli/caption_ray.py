@@ -8,8 +8,8 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions
 from visspec.api.shards import EXTRA, Shards
 from visspec.cli.arguments import load
-from visspec.cli.caption import Options, settings
-from visspec.cli.caption_records import COLUMNS, row_of, warn_of_foreign
+from visspec.cli.caption import Options, settings, warn_of_foreign
+from visspec.cli.caption_records import COLUMNS, row_of
 from visspec.cli.ray_shards import refuse, write
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     request = arguments.prompt or PROMPT
-    warn_of_foreign(arguments)
+    caption.warn_of_foreign(arguments)
     reading = {name: getattr(arguments, name) for name in ("slots", "workers", "max_pixels")}
     captions = Captions(fast, processor, request=request, **reading, **options)
     about = caption.described(arguments, fast, request, options)
@@ -71,17 +70,6 @@ def row_of(made: Caption) -> dict[str, Any]:
     assert record is not None
     told = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
     return dict(zip(COLUMNS, (made.path, record.image, record.prompt, *told)))
-
-
-def warn_of_foreign(arguments: caption.Options) -> None:
-    """The same of the first of the sources that are files and folders."""
-    found = islice(sources.records(local(arguments.image)), caption.LOOKS)
-    caption.warn_of_foreign(arguments, (record.image for record in found if record.error is None))
-
-
-def local(given: Iterable[Path]) -> list[Path]:
-    """The sources that are files and folders of images."""
-    return [s for s in given if s.is_dir() or sources.is_plain(s)]
 
 
 class CaptionRun:
