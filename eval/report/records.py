@@ -13,11 +13,9 @@ from typing import Any
 NUMBER, INTERVAL, TEXT, FLAG = "a number", "[low, high]", "a text", "true or false"
 NUMBERS, LIST, OBJECT, GRID = "numbers", "a list", "an object", "rows of numbers, null where there is none"
 
-FILE = {
-    "bench": TEXT, "target": TEXT, "rows": LIST, "n_prompts": NUMBER, "batch_size": NUMBER, "seed": NUMBER,
-    "failures": LIST, "stock": OBJECT, "law": OBJECT,
-    "guidance_scale": NUMBER, "temperature": NUMBER, "provenance": OBJECT,
-}  # fmt: skip
+FILE = {"bench": TEXT, "target": TEXT, "rows": LIST, "failures": LIST, "stock": OBJECT, "law": OBJECT}
+FILE |= dict.fromkeys(("n_prompts", "batch_size", "seed", "guidance_scale", "temperature"), NUMBER)
+FILE |= {"provenance": OBJECT}
 METHOD = {
     "trunk_passes": NUMBER, "head_calls": NUMBER, "draft_head_calls": NUMBER,
     # what ran

@@ -1,8 +1,8 @@
 """What the benches share: their options, the scenes that they measure on, the arms that caption, and their end."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api.accelerate import Accelerated
 from visspec.cli.arguments import JsonOption, Positive
+from visspec.eval.bench.clock import seconds_of
 from visspec.eval.bench.paired import ArmRun
 from visspec.io import included
 from visspec.io.files import write_json
@@ -70,11 +71,8 @@ class StockCaptionArm:
     def __call__(self, prompt) -> ArmRun:
         index, inputs = prompt
         torch.manual_seed(self.seed + index)
-        start = time.perf_counter()
-        out = self.model.generate(**inputs, **self.options)
-        seconds = time.perf_counter() - start
-        self.model.generate(**inputs, **(self.options | {"max_new_tokens": 1}))
-        first = time.perf_counter() - start - seconds
+        seconds, out = seconds_of(partial(self.model.generate, **inputs, **self.options))
+        first, _ = seconds_of(partial(self.model.generate, **inputs, **(self.options | {"max_new_tokens": 1})))
         return ArmRun(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
 
 
@@ -86,9 +84,8 @@ class CaptionArm:
 
     def __call__(self, prompt) -> ArmRun:
         index, inputs = prompt
-        start = time.perf_counter()
-        result = self.fast.run(**inputs, **self.options, seed=row_seeds(self.seed, index, len(inputs["input_ids"])))
-        seconds = time.perf_counter() - start
+        seeds = row_seeds(self.seed, index, len(inputs["input_ids"]))
+        seconds, result = seconds_of(partial(self.fast.run, **inputs, **self.options, seed=seeds))
         state, trace = result.state, result.state.trace
         first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
         more = {"drift": result.stats.drift_per_token, "origin": [list(o) for o in trace.origin]}

@@ -16,10 +16,8 @@ from visspec.cli.arguments import earlier, exit_code, load
 from visspec.eval.report.captions import CaptionSamples, write_page
 from visspec.io.files import Journal, replacing
 
-COLUMNS = {
-    "id": "string", "image": "string", "prompt": "string", "caption": "string", "tokens": "int64", "rounds": "int64",
-    "ended": "string", "drift": "double", "error": "string",
-}  # fmt: skip
+COLUMNS = dict.fromkeys(("id", "image", "prompt", "caption"), "string") | {"tokens": "int64", "rounds": "int64"}
+COLUMNS |= {"ended": "string", "drift": "double", "error": "string"}
 
 
 def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
@@ -88,12 +86,11 @@ class CaptionRun:
             if record.id in self.taken:
                 self.twice += 1
                 self._complain(f"{record.id}: got this id twice, expected one record of each")
-            elif record.id not in self.journal.done:
-                self.taken.add(record.id)
+                continue
+            self.taken.add(record.id)
+            if record.id not in self.journal.done:
                 self.pictures.look(record)
                 yield record
-            else:
-                self.taken.add(record.id)
 
     def shown(self, captions: Iterator[Caption]) -> Iterator[Caption]:
         """The captions, with a bar: images per second, tau, failures."""
