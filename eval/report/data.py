@@ -99,14 +99,14 @@ class Method:
         return Quality(name, value, spread, n, words)
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """A number that can be plotted, or None for anything else (null, NaN, absent, beyond `LARGEST`)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
         return None
     return float(value)
 
 
-def interval(value: Any) -> Interval:
+def interval(value: object) -> Interval:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         return None
     low, high = number(value[0]), number(value[1])
@@ -253,7 +253,7 @@ def check_grid(grid: Any, where: str) -> None:
         raise ValueError(f"report: {where}: got rows of different length, expected a rectangular grid")
 
 
-def _expect(value: Any, kind: type | tuple[type, ...], where: str) -> None:
+def _expect(value: object, kind: type | tuple[type, ...], where: str) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         name = "a number" if isinstance(kind, tuple) else f"a {kind.__name__}"
         raise ValueError(f"report: {where}: got {type(value).__name__}, expected {name}")

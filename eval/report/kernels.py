@@ -38,7 +38,7 @@ class Table:
         self.bars = bars(measured) if measured else None
 
 
-def row_of(row: Any, where: str) -> dict[str, Any]:
+def row_of(row: object, where: str) -> dict[str, Any]:
     """A row for the page; a value that is not a number is shown as not measured."""
     if not isinstance(row, dict) or not isinstance(row.get("kernel"), str):
         got = type(row.get("kernel") if isinstance(row, dict) else row).__name__
@@ -84,7 +84,7 @@ def listed(record: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {"bench": record["bench"], "source": source, "rows": rows[:MOST], "left_out": max(len(rows) - MOST, 0)}
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """A value as short text."""
     if isinstance(value, (list, dict)):
         return f"{len(value)} entries"

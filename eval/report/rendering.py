@@ -23,7 +23,7 @@ def environment() -> Environment:
     return found
 
 
-def number_text(value: Any, digits: int = 2) -> str:
+def number_text(value: object, digits: int = 2) -> str:
     """A formatted number; a dash for null, NaN and absent ones."""
     found = number(value)
     return "–" if found is None else f"{found:.{digits}f}"

@@ -381,7 +381,7 @@ def json_of(path: Path, argument: str = "--prompts") -> Any:
         raise ValueError(f"{argument}: got {path}, expected a readable JSON or JSONL file ({error})") from None
 
 
-def _texts(value: Any) -> bool:
+def _texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
