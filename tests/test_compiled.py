@@ -19,9 +19,10 @@ from tests.doubles import Hostile, fast, new_tokens, stock
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.cache import SlotCache
 from visspec.models.attention.masks import laid
-from visspec.models.eagle import feature_drafting
+from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import FeatureDrafter, config_for
 from visspec.models.eagle.feature_head import FeatureHead
+from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.runner import compiled
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -257,7 +258,7 @@ SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k":
 @pytest.mark.parametrize(("options", "levels"), OF_DRAFTS)
 def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, levels, monkeypatch):
     if "table" in options:  # as for a large vocabulary
-        monkeypatch.setattr(feature_drafting, "FOLD_LIMIT", 0)
+        monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
     config = config_for(model, **{k: v for k, v in options.items() if k != "table"})
     drafter = FeatureDrafter(FeatureHead(config), model)
@@ -269,6 +270,54 @@ def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, l
         inputs = prompt("llava", shapes("llava")[rows])
         for more in (GREEDY, SAMPLED):
             assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
+
+
+PUBLISHED = [  # forms of published heads
+    {"fusion": "sum"},
+    {"fusion": "sum", "images": "latents", "image_latents": 2, "norm_input": True},
+    {"fusion": "split", "feature_layers": (0, 1, 2), "draft_vocab": 40, "kv_heads": 2},
+    {"fusion": "split", "feature_layers": (1, 2), "own_embedding": True, "qk_norm": True, "partial_rotary_factor": 0.5},
+    {"fusion": "cross"},
+    {"fusion": "cross", "feature_layers": (1, -1)},
+]
+
+
+@pytest.mark.parametrize("options", PUBLISHED)
+def test_levels_of_published_heads_draft_what_the_drafter_drafts(options):
+    model = model_of("llava")
+    drafter = EagleDrafter.for_model(model, seed=3, **options)
+    eager = visspec.accelerate(model, drafter, adaptive=False, levels=6)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=6, compile=True)
+    chains, quick.target.passes = quick.drafter.inner.passes, None
+    chains.call, chains.ready = chains.levels, {False, True}
+    for rows in shapes("llava"):
+        inputs = prompt("llava", shapes("llava")[rows])
+        for more in (GREEDY, SAMPLED):
+            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PUBLISHED[2], PUBLISHED[5]])
+def test_a_published_head_drafts_the_same_through_graphs(options, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    model = model_of("llava")
+    drafter = EagleDrafter.for_model(model, seed=3, **options)
+    eager = visspec.accelerate(model, drafter, adaptive=False)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, compile=True)
+    chains = quick.drafter.inner.passes
+    quick.target.passes = None
+    for rows, graphs in (("one", 2), ("ragged", 4), ("several", 4)):
+        inputs = prompt("llava", shapes("llava")[rows])
+        for more in (GREEDY, SAMPLED):
+            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more)
+        assert (chains.graphs, chains.late, chains.refused) == (graphs, 0, "")
+
+
+def test_heads_of_several_tokens_a_pass_are_not_compiled():
+    drafter = EagleDrafter.for_model(model_of("llava"), fusion="sum", block=2)
+    drafter.compile()
+    drafter.record()
+    assert drafter.passes is None and drafter.recorder is None
 
 
 @pytest.mark.slow
@@ -325,7 +374,7 @@ def test_folded_anew_a_drafter_compiles_anew():
     drafter.compile()
     assert drafter.passes is first
     drafter.refresh()
-    assert drafter.passes is not first and drafter.passes.levels.qkv is drafter.fuse.qkv
+    assert drafter.passes is not first and drafter.passes.layer is drafter.layer
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_a_rollout_is_what_drafting_says(name, preset):
         drafter.start(state, scores)
         feature = drafter._catch_up(state.memory, 3)
         if preset == "flash":
-            for level, ahead in enumerate(drafter.run.spread(feature).unbind(1)):
+            for level, ahead in enumerate(drafter.layer.head.spread(feature).unbind(1)):
                 torch.testing.assert_close(drafter._taught(ahead), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
             return
         for level in range(3):
@@ -144,7 +144,7 @@ def test_a_rollout_is_what_drafting_says(name, preset):
             token = lesson.ids[:, lesson.prompt_length + level + 1]
             turn, x = (
                 state.memory.rope_at(state.memory.table, level),
-                drafter._join(token, feature, state.memory.image_bias),
+                drafter.layer.join(token, feature, state.memory.image_bias),
             )
             feature = drafter._level(state.memory, x, level, turn[:, None])
 

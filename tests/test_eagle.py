@@ -17,8 +17,9 @@ from visspec.io import included
 from visspec.loop.decode import apply_verdict, open_request, retire
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import FeatureDrafter, config_for
-from visspec.models.eagle.feature_head import FeatureHead, FusedWeights, staggered
+from visspec.models.eagle.feature_head import FeatureHead, staggered
 from visspec.models.eagle.sequence import layer_inputs, plan
 from visspec.models.layers import rotations, rotations_at
 
@@ -183,7 +184,7 @@ def test_a_tree_one_node_wide_is_the_chain(name, shape, latents):
     """
     drafter, model, features, passes = make(name, latents), model_of(name), [], []
     drafter.nodes = 5
-    drafter._project = lambda *args, own=drafter._project: passes.append(1) or own(*args)
+    drafter.layer.project = lambda *args, own=drafter.layer.project: passes.append(1) or own(*args)
     drafter._logits = lambda feature, own=drafter._logits: features.append(feature.flatten(0, -2)) or own(feature)
     request = request_of(model, prompt(name, shapes(name)[shape]), temperature=0, max_new_tokens=NEW, seed=0)
     chain = drafter.propose(opened(drafter, request)[2], 5)
@@ -241,7 +242,7 @@ def test_laws_are_those_of_float32_whatever_the_type_of_the_weights():
         drafter._logits = lambda feature, own=drafter._logits: found[-1].append(own(feature)) or found[-1][-1]
         found.append([])
         drafter.propose(state, 4)
-    assert len(found[0]) == len(found[1]) == 4 and drafter.fuse.qkv.dtype == torch.float64
+    assert len(found[0]) == len(found[1]) == 4 and drafter.layer.qkv.dtype == torch.float64
     for single, double in zip(*found):
         torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-3)
 
@@ -257,16 +258,19 @@ def test_staggered_attention_is_that_of_the_chain():
     torch.testing.assert_close(out, torch.einsum("hs,she->he", weight, value))
 
 
-def test_folded_weights_say_what_the_network_says():
+def test_folded_weights_say_what_the_network_says(monkeypatch):
     model = model_of("llava")
     drafter = make("llava")
-    head, fuse = drafter.head, drafter.fuse
+    head = drafter.head
     token, feature, image = torch.tensor([7, 9]), torch.randn(2, 32), torch.randn(2, 32)
     with torch.no_grad():
         expected = head.join(model.get_input_embeddings()(token), feature, image)
-        torch.testing.assert_close(drafter._join(token, feature, image @ fuse.image_in), expected)
-        drafter.fuse = FusedWeights.of(head, None, torch.float32)
-        torch.testing.assert_close(drafter._join(token, feature, image @ fuse.image_in), expected)
+        assert drafter.layer.table is not None
+        torch.testing.assert_close(drafter.layer.join(token, feature, drafter.layer.shift(image)), expected)
+        monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
+        drafter.refresh()
+        assert drafter.layer.table is None
+        torch.testing.assert_close(drafter.layer.join(token, feature, drafter.layer.shift(image)), expected)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.api.images import ImagePipeline
 from visspec.models.attention.slot_layers import CACHE
-from visspec.models.eagle import feature_drafting
+from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import FeatureDrafter, config_for
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.image_codes.target import ImageAR
@@ -376,7 +376,7 @@ SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k":
 def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
     """Of a round two calls, of which one reads what was accepted: greedy and sampled, ragged rows and such that end."""
     if "table" in options:  # as for a large vocabulary
-        monkeypatch.setattr(feature_drafting, "FOLD_LIMIT", 0)
+        monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
     drafter = chains_of(model, **{k: v for k, v in options.items() if k != "table"})
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels, graphs=False)
@@ -477,7 +477,7 @@ def test_a_drafter_that_learns_is_recorded_anew(standin):
     drafter.record()
     assert drafter.recorder is first and copy.copy(drafter).recorder is None
     drafter.refresh()
-    assert drafter.recorder is not first and drafter.recorder.levels.qkv is drafter.fuse.qkv
+    assert drafter.recorder is not first and drafter.recorder.layer is drafter.layer
 
 
 # --- what can't be recorded -------------------------------------------------------------------------------------------

@@ -206,7 +206,7 @@ def test_a_rollout_is_what_drafting_says():
             for level in range(3):
                 torch.testing.assert_close(used._logits(feature), steps[level][0][:, t + level], rtol=1e-3, atol=1e-3)
                 token = codes[:, t + level + 1]
-                x = used._join(token[:, None], feature[:, None], state.memory.context_bias_at(level))
+                x = used.layer.join(token[:, None], feature[:, None], state.memory.context_bias_at(level))
                 feature = used._level(state.memory, x, level, state.memory.rope_at(state.memory.table, level)[:, None])
             draft = trees.empty_draft(state.pending)
             scores = target.verify(state, draft)

@@ -68,7 +68,7 @@ def test_a_cast_model_drafts_as_one_that_was_born_so(kind, ragged):
         assert result.stats.faults == 0 and result.stats.tau >= 1 and fast.dtype == torch.bfloat16
         assert fast.target.masks.dtype == torch.bfloat16
         if kind == "features":
-            assert fast.drafter.inner.dtype == fast.drafter.inner.fuse.qkv.dtype == torch.bfloat16
+            assert fast.drafter.inner.dtype == fast.drafter.inner.layer.qkv.dtype == torch.bfloat16
         if kind == "none":
             assert torch.equal(result.output, model.generate(**given, **GREEDY))
         move.float()
@@ -205,7 +205,7 @@ def test_a_cast_pipeline(by):
     pipe.to(torch.float32)
     for method, want in zip(methods, expected):
         assert torch.equal(tokens(pipe, **method), want)
-    assert not learned.fuse.qkv.is_inference() and not learned.embed.weight.is_inference()
+    assert not learned.layer.qkv.is_inference() and not learned.embed.weight.is_inference()
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])

@@ -366,7 +366,7 @@ def test_a_request_keeps_its_rotations_where_another_takes_shorter_ones():
     """Two requests grow the table of a shared drafter at once, and the shorter one's is kept."""
     model, drafter = model_of("llama"), make("llama", 0)
     _, _, state, _ = opened(drafter, request_of(model, prompt("llama", ["9"]), temperature=0, max_new_tokens=9, seed=0))
-    short, join, lost = drafter._turns[:8].clone(), drafter._join, []
+    short, join, lost = drafter._turns[:8].clone(), drafter.layer.join, []
     expected = drafter.propose(copy.deepcopy(state), 3).value
 
     def interrupted(*given):
@@ -374,5 +374,5 @@ def test_a_request_keeps_its_rotations_where_another_takes_shorter_ones():
         lost.append(True)
         return join(*given)
 
-    drafter._join = interrupted
+    drafter.layer.join = interrupted
     assert torch.equal(drafter.propose(state, 3).value, expected) and lost

@@ -73,7 +73,7 @@ def test_a_rollout_is_what_drafting_says(name, latents):
             token = lesson.ids[:, lesson.prompt_length + level + 1]
             turn, x = (
                 state.memory.rope_at(state.memory.table, level),
-                drafter._join(token, feature, state.memory.image_bias),
+                drafter.layer.join(token, feature, state.memory.image_bias),
             )
             feature = drafter._level(state.memory, x, level, turn[:, None])
 

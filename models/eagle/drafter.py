@@ -85,18 +85,23 @@ class FeatureDrafter(FeatureDrafting):
         parts = (self.elements(layout.part(start, size), *given)[:2] for start in starts)
         memory = FeatureMemory(self.config.key_heads, self._first(state, attention), state.request.max_new_tokens)
         if self.images and layout.runs:
-            memory.image_bias = self._shift(context[1][layout.last_image.to(context[1].device)])
+            globals_Bd = context[1][layout.last_image.to(context[1].device)]
+            memory.image_bias = self.layer.shift(globals_Bd.to(self.dtype))
         self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])
 
     def compile(self) -> None:
         """Draft chains through `torch.compile`, with graphs that the first long request makes; trees as ever."""
-        if self.passes is None and self.width == 1 and self.stop is None:
+        if self.passes is None and self._chains():
             self.passes = CompiledDrafter(self)
 
     def record(self) -> None:
         """Draft chains in recordings, trees as ever."""
-        if self.passes is None and self.recorder is None and self.width == 1 and self.stop is None:
+        if self.passes is None and self.recorder is None and self._chains():
             self.recorder = GraphedDrafter(self)
+
+    def _chains(self) -> bool:
+        """Whether it drafts chains, a level a call of the network."""
+        return self.width == 1 and self.stop is None
 
     def refresh(self) -> None:
         super().refresh()
@@ -146,16 +151,7 @@ class FeatureDrafter(FeatureDrafting):
 
     def _followed(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
         """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
-        return self._embedded(ids)
-
-    def _shift(self, global_Bd: Tensor) -> Tensor:
-        """What the last global vectors add to the layer inputs of drafts."""
-        assert self.fuse.image_in is not None
-        return global_Bd.to(self.dtype) @ self.fuse.image_in
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
-        return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
+        return self.layer.embedded(ids)
 
     def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
         prompt = lesson.prompt_length

@@ -10,12 +10,11 @@ Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.cache import to_device
@@ -24,13 +23,13 @@ from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.static_tree import MOST_CHILDREN
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.eagle import sequence as layouts
-from visspec.models.eagle.feature_head import FusedWeights, staggered
-from visspec.models.layers import rotate, rotations, rotations_at, unit
+from visspec.models.eagle.feature_head import staggered
+from visspec.models.eagle.layer import DraftLayer, FoldedLayer
+from visspec.models.layers import rotations, rotations_at
 from visspec.sampling import warp
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
-FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
 
 
 class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
@@ -42,6 +41,7 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
 
     head: Any  # a `FeatureHead`, or an `EagleHead`, and its configuration
     config: Any
+    layer: DraftLayer  # the network as drafting calls it
     embed: nn.Embedding
     lm_head: nn.Linear  # or what quantisation has put in its place
     borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
@@ -65,11 +65,11 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Fold the network's current weights for drafting; call it after they change."""
-        table, (vocab, d) = None, self.embed.weight.shape
-        if vocab * d <= FOLD_LIMIT:
-            table = self.embed(torch.arange(vocab, device=self.embed.weight.device))
-        self.fuse = FusedWeights.of(self.head, table, self.dtype)
+        """Take over the network's current weights for drafting; call it after they change."""
+        self.layer = self._draft_layer()
+
+    def _draft_layer(self) -> DraftLayer:
+        return FoldedLayer(self.head, self.embed, self.lm_head, self.dtype)
 
     def attach(self, target: Any) -> None:
         """Adapt to the device and dtype of a target (a model or a family)."""
@@ -169,7 +169,7 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
             token_B = chain.add(self._logits(feature_Bd))
             if level + 1 < depth:
                 entered_B = self._entered(token_B, state, level)
-                x_Bd = self._join(entered_B[:, None], feature_Bd[:, None], memory.context_bias_at(level))
+                x_Bd = self.layer.join(entered_B[:, None], feature_Bd[:, None], memory.context_bias_at(level))
                 feature_Bd = self._level(memory, x_Bd, level, rope_BTC[:, level : level + 1])
         return chain.finish()
 
@@ -197,22 +197,7 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
         return token
 
     def _logits(self, feature: Tensor) -> Tensor:
-        weight = self.lm_head.weight
-        if not isinstance(weight, Tensor) or not weight.is_floating_point():  # packed weights: use the head
-            return self.lm_head(feature.to(self.dtype))
-        return F.linear(feature.to(weight.dtype), weight, self.lm_head.bias)
-
-    def _join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
-        """Layer inputs (N, d): fc([embedding; feature]) and what the context adds. token (...), the others (..., d)."""
-        fuse = self.fuse
-        if fuse.table is not None:
-            base = fuse.table[token]
-        else:
-            embed = unit(self.embed(token.flatten()))
-            base = torch.addmm(fuse.bias, embed, fuse.embed_in).view(feature.shape)
-        if context_bias is not None:
-            base = base + context_bias
-        return torch.addmm(base.flatten(0, -2), feature.flatten(0, -2), fuse.feature_in)
+        return self.layer.logits(feature)
 
     def _catch_up(self, memory: FeatureMemory, depth: int) -> Tensor:
         """Process the stored elements and predict the feature after each row's pending token, (B, d)."""
@@ -222,8 +207,8 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
         memory.table = self._turns_to(max(memory.positions) + width + depth)
         if self.config.reduced:
             feature_BTF = self.head.reduced(feature_BTF.to(self.trained.dtype))
-        x_Nd = self._join(token_BT, feature_BTF.to(self.dtype), memory.context_bias(width))
-        qkv = self._project(x_Nd, rows, width, memory.rope(memory.table, width))
+        x_Nd = self.layer.join(token_BT, feature_BTF.to(self.dtype), memory.context_bias(width))
+        qkv = self.layer.project(x_Nd, rows, width, memory.rope(memory.table, width))
         heads = self.config.heads
         memory.write(qkv[:, :, heads:])
         memory.advance(counts)
@@ -232,35 +217,14 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
         else:
             row, last = torch.arange(rows, device=x_Nd.device), to_device(counts, x_Nd.device) - 1
             x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
-        return self._attended(x_Bd, query, memory.attend)
-
-    def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
-        """Rotated queries, rotated keys, and values of a block of elements, (B, T, 3H, E)."""
-        heads = self.config.heads
-        qkv = torch.mm(_unit(x_Nd), self.fuse.qkv).view(rows, width, 3 * heads, -1)
-        apply_rope = qkv[:, :, : 2 * heads]
-        if qkv.dtype == torch.float32:  # in place, which saves two calls
-            torch.view_as_complex(apply_rope.unflatten(-1, (-1, 2))).mul_(turn_BTC[:, :, None])
-        else:
-            apply_rope.copy_(rotate(apply_rope, turn_BTC))
-        return qkv
+        return self.layer.attended(x_Bd, query, memory.attend)
 
     def _level(self, memory: FeatureMemory, x_Bd: Tensor, level: int, turn_B1C: Tensor) -> Tensor:
         """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
-        qkv = self._project(x_Bd, x_Bd.shape[0], 1, turn_B1C)
+        qkv = self.layer.project(x_Bd, x_Bd.shape[0], 1, turn_B1C)
         memory.write(qkv[:, :, self.config.heads :], level)
-        return self._attended(x_Bd, qkv[:, 0, : self.config.heads], partial(memory.attend, drafted=level + 1))
-
-    def _attended(self, x_Nd: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """The layer behind its queries: the predicted feature (N, d). attend: of queries to what the memory holds."""
-        return self._finish(x_Nd, attend(query_NHE))
-
-    def _finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
-        fuse = self.fuse
-        x = torch.addmm(x_Bd, attended_Bd, fuse.out)
-        gate, up = torch.mm(_unit(x), fuse.gate_up).chunk(2, dim=-1)
-        x = torch.addmm(x, F.silu(gate).mul_(up), fuse.down)
-        return _unit(x).mul_(fuse.norm_out)
+        attend = partial(memory.attend, drafted=level + 1)
+        return self.layer.attended(x_Bd, qkv[:, 0, : self.config.heads], attend)
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
         """Grow a tree. With noise, children are ranked by their distribution *given* the noise of their position."""
@@ -275,13 +239,13 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
                 break
             width = token_BW.shape[1]
             carried = layouts.pick(feature_BWd, parent_BW)
-            x_Nd = self._join(self._entered(token_BW, state, level), carried, memory.context_bias_at(level))
+            x_Nd = self.layer.join(self._entered(token_BW, state, level), carried, memory.context_bias_at(level))
             eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
-            qkv = self._project(x_Nd, rows, width, memory.rope_at(memory.table, level)[:, None])
+            qkv = self.layer.project(x_Nd, rows, width, memory.rope_at(memory.table, level)[:, None])
             memory.write(qkv[:, :, self.config.heads :], seen.shape[2] - width)
             query_NHE = qkv[:, :, : self.config.heads].flatten(0, 1)
-            feature_Nd = self._attended(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
+            feature_Nd = self.layer.attended(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
             feature_BWd = feature_Nd.view(rows, width, -1)
         return tree_builder.finish(self.nodes)
 
@@ -343,7 +307,3 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
                 shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)
                 x = self.head.join(embed, shifted, image)
         return out
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=1e-6)

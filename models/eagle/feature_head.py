@@ -11,7 +11,6 @@ V vocabulary. Independent of model classes: token embeddings and LM head are arg
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import ClassVar
@@ -116,7 +115,7 @@ class ImageAdaptor(nn.Module):
 
 
 class FeatureHead(nn.Module):
-    """Trainable weights of the drafter. For drafting they are converted to `FusedWeights`."""
+    """Trainable weights of the drafter. For drafting they are folded (`layer.FoldedLayer`)."""
 
     kind: ClassVar[str] = "feature_drafter"  # identifies its checkpoints
     config_class: ClassVar[type[HeadConfig]] = HeadConfig
@@ -217,52 +216,3 @@ def _delayed(x_BTHE: Tensor, by: int) -> Tensor:
     if by == 0:
         return x_BTHE
     return torch.cat([torch.zeros_like(x_BTHE[:, :by]), x_BTHE[:, :-by]], dim=1)
-
-
-@dataclass(frozen=True)
-class FusedWeights:
-    """Weights for drafting: norms folded into the following matrices, matrices transposed, one embedding table.
-
-    A level is x = table[token] + shift + feature @ feature_in, then the layer on x / |x|: no embedding, bias or scale.
-    """
-
-    table: Tensor | None  # (V, d) embedding half of fc for every token, bias included; None for large vocabularies
-    embed_in: Tensor  # (d, d)
-    bias: Tensor  # (d,)
-    feature_in: Tensor  # (d, d) applied to a (reduced) feature
-    image_in: Tensor | None  # (d, d) applied to a global vector
-    qkv: Tensor  # (d, 3d)
-    out: Tensor  # (d, d)
-    gate_up: Tensor  # (d, 2m)
-    down: Tensor  # (m, d)
-    norm_out: Tensor  # (d,)
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, head: FeatureHead, embed_Vd: Tensor | None, dtype: torch.dtype) -> FusedWeights:
-        """Fold a network, in float32, for a target with token embeddings `embed_Vd` (None: look them up later)."""
-        d, root = head.config.hidden, math.sqrt(head.config.hidden)
-        weight = head.fc.weight.float()
-        for_embed, for_feature = weight[:, :d] * head.embed_norm.weight.float(), weight[:, d:]
-        bias, image_in = head.fc.bias.float(), None
-        if head.config.image_latents:
-            mix = head.img_fc.weight.float()
-            bias = bias + for_feature @ head.img_fc.bias.float()
-            for_feature, image_in = for_feature @ mix[:, :d], (for_feature @ mix[:, d:]).T
-        table = None if embed_Vd is None else unit(embed_Vd.float()) @ for_embed.T + bias
-
-        def stored(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(dtype).contiguous()
-
-        return cls(
-            table=None if table is None else stored(table),
-            embed_in=stored(for_embed.T),
-            bias=stored(bias),
-            feature_in=stored(for_feature.T),
-            image_in=None if image_in is None else stored(image_in),
-            qkv=stored((head.qkv.weight * head.norm_in.weight * root).T),
-            out=stored(head.out.weight.T),
-            gate_up=stored((head.gate_up.weight * head.norm_mlp.weight * root).T),
-            down=stored(head.down.weight.T),
-            norm_out=stored(head.norm_out.weight * root),
-        )

@@ -81,11 +81,13 @@ def turns_at(rope_table_PC: Tensor, position: Tensor, section: tuple[int, ...], 
 
 
 def apply_rope(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
-    """Rotate channel c with channel c + C, of the first 2 C. Out of place, differentiable, in float32."""
-    count = turn_BTC.shape[-1]
+    """Rotate channel c with channel c + C, of the first 2 C. Out of place, differentiable, in float32. turn: complex,
+    or pairs of real numbers (B, T, C, 2).
+    """
+    turn = torch.view_as_real(turn_BTC) if turn_BTC.is_complex() else turn_BTC
+    cos, sin = turn[..., None, :, :].unbind(-1)
+    count = cos.shape[-1]
     real, imaginary, rest = x_BTHE.float().tensor_split((count, 2 * count), dim=-1)
-    turn = turn_BTC[..., None, :]
-    cos, sin = turn.real, turn.imag
     return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin, rest], dim=-1).to(x_BTHE.dtype)
 
 

@@ -8,14 +8,12 @@ and has the position of the token before it, as serving engines count. Shapes as
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,6 +28,7 @@ from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.drafter import FeatureDrafter, scaled_section
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.head import EagleHead, LowRank, turns, turns_at
+from visspec.models.eagle.layer import PublishedLayer, head_logits
 from visspec.types import Draft, State
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
@@ -95,18 +94,14 @@ class EagleDrafter(FeatureDrafter):
             own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
         self.refresh()
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Take over the network's current weights for drafting; call it after they change."""
+    def _draft_layer(self) -> PublishedLayer:
         self.head.eval()
         same = self.trained.dtype == self.dtype
-        self.run: Any = self.head if same else copy.deepcopy(self.head).to(self.dtype)
-        self._ids = self.head.ids
+        head = self.head if same else copy.deepcopy(self.head).to(self.dtype)
+        return PublishedLayer(head, self.embed, self.lm_head)
 
-    def compile(self) -> None:
-        """Drafts run as ever: their graphs are made for the network of `FeatureDrafter`."""
-
-    record = compile
+    def _chains(self) -> bool:
+        return super()._chains() and self.config.block == 1
 
     @property
     def ids(self) -> Tensor | None:
@@ -158,14 +153,9 @@ class EagleDrafter(FeatureDrafter):
 
     def _followed(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
         if self.config.images != "slots":
-            return self._embedded(ids)
+            return super()._followed(ids, embeddings_BLd)
         known_BLd = embeddings_BLd[:, 1:]
-        return torch.cat([known_BLd, self._embedded(ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        """Rows of the table as they are stored, as the published code reads them."""
-        weight = self.run.embed_tokens.weight if self.config.own_embedding else self.embed.weight
-        return F.embedding(ids.clamp(max=weight.shape[0] - 1), weight)
+        return torch.cat([known_BLd, self.layer.embedded(ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
 
     # --- several tokens a pass ------------------------------------------------------------------------------------
 
@@ -174,7 +164,8 @@ class EagleDrafter(FeatureDrafter):
             return super().propose(state, depth)
         memory: FeatureMemory = state.memory
         depth = self.levels(state, depth)
-        ahead_BKd = self.run.spread(self._catch_up(memory, depth))
+        spread = self.layer.head.spread
+        ahead_BKd = spread(self._catch_up(memory, depth))
         if self.width > 1:
             logits_BKV = self._logits(ahead_BKd[:, :depth])
             return block_tree.over(state, logits_BKV, self.tree_builder(state, logits_BKV.shape[1]), self.nodes)
@@ -183,51 +174,24 @@ class EagleDrafter(FeatureDrafter):
             chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
             if len(chain.tokens) == depth:
                 return chain.finish()
-            ahead_BKd = self.run.spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
+            ahead_BKd = spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
 
     def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
         """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""
         rows, width, heads = *feature_BKd.shape[:2], self.config.heads
         done = token_BT.shape[1] - width
-        x_Nd = self._join(token_BT[:, done:], feature_BKd, memory.context_bias(width))
-        qkv = self._project(x_Nd, rows, width, memory.rope(memory.table[done:], width))
+        x_Nd = self.layer.join(token_BT[:, done:], feature_BKd, memory.context_bias(width))
+        qkv = self.layer.project(x_Nd, rows, width, memory.rope(memory.table[done:], width))
         memory.write(qkv[:, :, heads:], done)
         x_Bd = x_Nd.view(rows, width, -1)[:, -1]
-        return self._attended(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
+        return self.layer.attended(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
 
     def _spread(self, feature: Tensor) -> Tensor:
         return self.head.spread(feature)
 
-    # --- a level ------------------------------------------------------------------------------------------------------
-
-    def _shift(self, global_Bd: Tensor) -> Tensor:
-        return self.run.shift(global_Bd.to(self.dtype))
-
-    def _join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
-        embed = self._embedded(token).to(feature.dtype)
-        image = torch.zeros_like(feature) if self.images else None
-        x = self.run.join(embed, feature, image)
-        return (x if context_bias is None else x + context_bias).flatten(0, -2)
-
-    def _project(self, x_Nd: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
-        return torch.cat(self.run.parted(x_Nd.view(rows, width, -1), turn_BTC), dim=2)
-
-    def _attended(self, x_Nd: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        return self.run.attended(x_Nd, query_NHE, attend)
-
-    def _logits(self, feature: Tensor) -> Tensor:
-        read = self.run.decodable(feature)
-        if not self.config.draft_vocab:
-            return super()._logits(read)
-        logits = self.run.lm_head(read)
-        if self._ids is None:
-            return logits
-        everything = logits.new_full((*logits.shape[:-1], self.config.vocab), float("-inf"))
-        return everything.index_copy_(-1, self._ids, logits)
-
     def _taught(self, feature: Tensor) -> Tensor:
         read = self.head.decodable(feature)
-        return self.head.lm_head(read) if self.config.draft_vocab else super()._logits(read)
+        return self.head.lm_head(read) if self.config.draft_vocab else head_logits(self.lm_head, read, self.dtype)
 
 
 def check_target(config: EagleConfig, model: PreTrainedModel) -> None:

@@ -110,7 +110,7 @@ class ImageFeatureDrafter(FeatureDrafting):
         x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
         memory = ImageMemory(self.config.heads, [p - 1 for p in state.position.tolist()])
         before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
-        memory.places = torch.cat([before, places[1:], behind]).to(self.fuse.qkv.dtype)
+        memory.places = torch.cat([before, places[1:], behind]).to(self.dtype)
         if self.counts and state.noise is not None and state.noise.samples:
             memory.noise = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])

@@ -11,6 +11,7 @@ positions, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,7 @@ from torch.nn import functional as F
 from visspec.cache import packed, to_device
 from visspec.kernels.common import next_power_of_2
 from visspec.models.drafting.memory import FeatureMemory
-from visspec.models.eagle.feature_head import FusedWeights
-from visspec.models.layers import TINY, unit
+from visspec.models.eagle.layer import DraftLayer
 from visspec.models.runner.buffer_pool import GraphBufferPool, one_line
 from visspec.models.runner.compiled import CompiledFunctions, close
 from visspec.replay import REPLAYING, Recording, stream
@@ -32,25 +32,11 @@ BLOCK = 5  # elements of the block that stands for all with more than one
 
 
 class DraftLevels(nn.Module):
-    """A drafter's network as a function of tensors, with the drafter's own weights."""
+    """`GROUP` levels of a drafter's layer as a function of tensors."""
 
-    embed: Any
-    lm_head: Any
-    table: Tensor | None  # these are those of `FusedWeights`
-    embed_in: Tensor
-    bias: Tensor
-    feature_in: Tensor
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-    norm_out: Tensor
-
-    def __init__(self, heads: int, fuse: FusedWeights, embed: nn.Module, lm_head: nn.Module):
+    def __init__(self, layer: DraftLayer):
         super().__init__()
-        self.heads, self.embed, self.lm_head = heads, embed, lm_head
-        for name, weight in vars(fuse).items():
-            self.register_buffer(name, weight, persistent=False)
+        self.layer = layer
 
     def forward(
         self, token_BT: Tensor, feature_BTd: Tensor, numbers_BKV: Tensor, told_3B: Tensor, kv_BSHE: Tensor, extent: int,
@@ -62,70 +48,48 @@ class DraftLevels(nn.Module):
         `extent` slots are read at most. An id is the argmax of logits / scale + numbers. Returns the ids (B, K), the
         feature (B, 1, d) before the last of them, and `told` of the call that goes on there.
         """
-        (rows, width), heads = token_BT.shape, self.heads
+        (rows, width), layer, heads = token_BT.shape, self.layer, self.layer.heads
+        attended = partial(attend, kv_BSHE=kv_BSHE, extent=extent, grouped=layer.grouped)
+        size = feature_BTd.shape[-1]
         count_B, slot_B, position_B = told_3B
         ahead_T, row_B = torch.arange(width, device=token_BT.device), torch.arange(rows, device=token_BT.device)
         turn_BTC2 = turns_PC2[position_B[:, None] + ahead_T]
-        x_BTd = self.join(token_BT, feature_BTd, shift_Bd)
-        qkv = self.project(x_BTd, turn_BTC2)
+        x_Nd = layer.join(token_BT, feature_BTd, shift_Bd[:, None])
+        qkv = layer.project(x_Nd, rows, width, turn_BTC2)
         kv_BSHE[row_B[:, None], slot_B[:, None] + ahead_T] = qkv[:, :, heads:]
         last_B = count_B - 1
         slot_B, position_B = slot_B + last_B, position_B + last_B
-        feature_Bd = self.finish(x_BTd[row_B, last_B], self.attend(qkv[row_B, last_B, :heads], kv_BSHE, slot_B, extent))
+        x_Bd, query_BHE = x_Nd.view(rows, width, -1)[row_B, last_B], qkv[row_B, last_B, :heads]
+        feature_Bd = layer.attended(x_Bd, query_BHE, partial(attended, at_B=slot_B))
         found = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
         for level in range(1, GROUP):
             slot_B, position_B = slot_B + 1, position_B + 1
-            x_B1d = self.join(found[-1][:, None], feature_Bd[:, None], shift_Bd)
-            qkv = self.project(x_B1d, turns_PC2[position_B][:, None])
+            feature_Bd = feature_Bd[..., -size:]  # of those that heads with several features predict, the last
+            x_Bd = layer.join(found[-1][:, None], feature_Bd[:, None], shift_Bd[:, None])
+            qkv = layer.project(x_Bd, rows, 1, turns_PC2[position_B][:, None])
             kv_BSHE[row_B, slot_B] = qkv[:, 0, heads:]
-            feature_Bd = self.finish(x_B1d[:, 0], self.attend(qkv[:, 0, :heads], kv_BSHE, slot_B, extent))
+            feature_Bd = layer.attended(x_Bd, qkv[:, 0, :heads], partial(attended, at_B=slot_B))
             found.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
         told_3B = torch.stack([torch.ones_like(count_B), slot_B + 1, position_B + 1])
-        return torch.stack(found, dim=1), feature_Bd[:, None], told_3B
-
-    def join(self, token_BT: Tensor, feature_BTd: Tensor, shift_Bd: Tensor) -> Tensor:
-        """Layer inputs (B, T, d)."""
-        if self.table is not None:
-            base = self.table[token_BT]
-        else:
-            base = unit(self.embed(token_BT)).to(self.embed_in.dtype) @ self.embed_in + self.bias
-        return base + shift_Bd[:, None] + feature_BTd @ self.feature_in
-
-    def project(self, x_BTd: Tensor, turn_BTC2: Tensor) -> Tensor:
-        """Rotated queries, rotated keys, and values, (B, T, 3H, E)."""
-        qkv = (normed(x_BTd) @ self.qkv).unflatten(-1, (3 * self.heads, -1))
-        pair, turn = qkv[:, :, : 2 * self.heads].float().unflatten(-1, (-1, 2)), turn_BTC2[:, :, None]
-        real = pair[..., 0] * turn[..., 0] - pair[..., 1] * turn[..., 1]
-        imaginary = pair[..., 0] * turn[..., 1] + pair[..., 1] * turn[..., 0]
-        apply_rope = torch.stack([real, imaginary], dim=-1).flatten(-2).to(qkv.dtype)
-        return torch.cat([apply_rope, qkv[:, :, 2 * self.heads :]], dim=2)
-
-    def attend(self, query_BHE: Tensor, kv_BSHE: Tensor, at_B: Tensor, extent: int) -> Tensor:
-        """Attention of a query per row to the slots up to its own, (B, d)."""
-        seen_BS = torch.arange(extent, device=at_B.device) <= at_B[:, None]
-        keys, values = (kv_BSHE[:, :extent, part].transpose(1, 2) for part in self.halves)
-        mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=seen_BS[:, None, None])
-        return mixed.flatten(1)
-
-    @property
-    def halves(self) -> tuple[slice, slice]:
-        return slice(self.heads), slice(self.heads, None)
-
-    def finish(self, x_Bd: Tensor, attended_Bd: Tensor) -> Tensor:
-        """The layer after attention, and the norm before the LM head."""
-        x_Bd = torch.addmm(x_Bd, attended_Bd, self.out)
-        gate, up = (normed(x_Bd) @ self.gate_up).chunk(2, dim=-1)
-        return normed(torch.addmm(x_Bd, F.silu(gate) * up, self.down)) * self.norm_out
+        return torch.stack(found, dim=1), feature_Bd[:, None, -size:], told_3B
 
     def choose(self, feature_Bd: Tensor, numbers_BV: Tensor, scale: Tensor) -> Tensor:
         """The ids (B,) after a feature."""
-        logits_BV = self.lm_head(feature_Bd.to(self.lm_head.weight.dtype)).float()
-        return (logits_BV / scale + numbers_BV).argmax(dim=-1)
+        return (self.layer.logits(feature_Bd).float() / scale + numbers_BV).argmax(dim=-1)
 
 
-def normed(x: Tensor) -> Tensor:
-    """x divided by its length, as folded weights expect."""
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=TINY)
+def attend(
+    query_BHE: Tensor, part: int | None = None, *, kv_BSHE: Tensor, at_B: Tensor, extent: int, grouped: bool
+) -> Tensor:
+    """Attention of a query per row to the slots up to its own, (B, H * E). part: as of `FeatureMemory.attend`.
+    grouped: whether several heads of queries share keys.
+    """
+    seen_BS = torch.arange(extent, device=at_B.device) <= at_B[:, None]
+    keys, values = kv_BSHE[:, :extent].transpose(1, 2).chunk(2, dim=1)
+    if part is not None:
+        keys, values = (x.chunk(2, dim=1)[part] for x in (keys, values))
+    query_BH1E, mask = query_BHE[:, :, None], seen_BS[:, None, None]
+    return F.scaled_dot_product_attention(query_BH1E, keys, values, attn_mask=mask, enable_gqa=grouped).flatten(1)
 
 
 class DraftCalls:
@@ -136,7 +100,8 @@ class DraftCalls:
 
     def __init__(self, drafter: Any):
         super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # of the class beside this one
-        self.levels = DraftLevels(drafter.config.heads, drafter.fuse, drafter.embed, drafter.lm_head)
+        self.layer = drafter.layer
+        self.levels = DraftLevels(self.layer)
         self.vocab, self.head = drafter.config.vocab, drafter.head if drafter.config.reduced else None
 
     def draft(self, state: State, depth: int) -> Tensor:
@@ -177,7 +142,7 @@ class DraftCalls:
     def _reduced(self, feature_BTF: Tensor) -> Tensor:
         if self.head is not None:
             feature_BTF = self.head.reduced(feature_BTF.to(next(self.head.parameters()).dtype))
-        return feature_BTF.to(self.levels.qkv.dtype)
+        return feature_BTF.to(self.layer.dtype)
 
     def _numbers(self, state: State, levels: int) -> tuple[Tensor, Tensor]:
         """What is added to the logits of each level, (B, levels, V), and what they are divided by."""
@@ -194,7 +159,7 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
     def __init__(self, drafter: Any):
         super().__init__(drafter)
         self.call = self.compile(self.levels.forward)
-        if _packed(drafter):
+        if self.layer.packed():
             self.refuse("a packed LM head")
 
     def fits(self, state: State, more: int) -> bool:
@@ -222,7 +187,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
     def __init__(self, drafter: Any):
         super().__init__(drafter)
-        self.fixed = not _packed(drafter)
+        self.fixed = not self.layer.packed()
 
     def fits(self, state: State, more: int) -> bool:
         """Whether the next draft of a request, of `more` elements, goes through recordings."""
@@ -258,7 +223,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
     def _called(self, memory: FeatureMemory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         token_BT, feature_BTd, numbers_BKV, told_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
         held = [token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale]
-        weights = (turns_PC2, self.levels.embed.weight, self.levels.lm_head.weight)
+        weights = (turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters())
         key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in held))
         with REPLAYING, torch.cuda.device_of(kv_BSHE):
             if self.refused:
@@ -301,11 +266,6 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
     def _fail(self, error: Exception) -> None:
         self.refuse(f"drafts of {self.name} are not recorded, it runs eager: {one_line(error)}")
-
-
-def _packed(drafter: Any) -> bool:
-    weight = drafter.lm_head.weight
-    return not isinstance(weight, Tensor) or not weight.is_floating_point()
 
 
 def maximal(state: State) -> bool:
