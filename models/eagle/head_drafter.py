@@ -41,6 +41,8 @@ class EagleDrafter(FeatureDrafter):
     pass where that predicts several (FLASH). Raises ValueError if the network was made for another target.
     """
 
+    layer: PublishedLayer
+
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
         check_target(config, model)

@@ -153,7 +153,9 @@ class FoldedLayer(DraftLayer):
 
 
 class PublishedLayer(DraftLayer):
-    """An `EagleHead` for drafting, in the target's dtype. Ids below the head's own vocabulary have logits of -inf."""
+    """An `EagleHead` for drafting, in the target's dtype. Ids outside of the head's vocabulary have logits of -inf."""
+
+    head: EagleHead
 
     def __init__(self, head: EagleHead, embed: nn.Embedding, lm_head: nn.Module):
         config: EagleConfig = head.config
