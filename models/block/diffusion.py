@@ -64,8 +64,13 @@ class DiffusionModel(StructuredDrafter):
         check_whole("mask", mask, 0, self._ids(network) - 1)
         if abs(self.known - self.vocab) > VOCABULARY_PADDING:
             raise ValueError(f"drafter: vocabulary of {self.known}, expected the target's {self.vocab}")
-        for name, value, most in (("block", block, MAX_NODES - 1), ("steps", steps, block), ("reads", reads, 1 << 30),
-                                  ("width", width, self.vocab), ("nodes", nodes, MAX_NODES - 1)):  # fmt: skip
+        for name, value, most in (
+            ("block", block, MAX_NODES - 1),
+            ("steps", steps, block),
+            ("reads", reads, 1 << 30),
+            ("width", width, self.vocab),
+            ("nodes", nodes, MAX_NODES - 1),
+        ):
             check_whole(name, value, 1, most)
         if not isinstance(shifted, bool):
             raise ValueError(f"shifted: got {shown(shifted)}, expected true or false")

@@ -41,8 +41,10 @@ class DiffusionConfig:
         for name in ("vocab", "hidden", "heads", "intermediate"):
             check_whole(name, getattr(self, name))
         for name, low, high in (
-            ("layers", 1, MOST_LAYERS), ("mask", 0, self.vocab - 1), ("block", 1, MAX_NODES - 1),
-        ):  # fmt: skip
+            ("layers", 1, MOST_LAYERS),
+            ("mask", 0, self.vocab - 1),
+            ("block", 1, MAX_NODES - 1),
+        ):
             check_whole(name, getattr(self, name), low, high)
         for name in ("eps", "rope_theta"):
             check_positive(name, getattr(self, name))

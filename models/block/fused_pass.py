@@ -89,9 +89,13 @@ class BlockPass:
         )
 
     def __call__(
-        self, noise_embeds: Tensor, context_hidden_states: Tensor, attention_mask: dict, position_ids: Tensor,
+        self,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
+        attention_mask: dict,
+        position_ids: Tensor,
         cache: Any,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Hidden states (B, K, d). noise_embeds (B, K, d), context (B, C, F), positions (B, C + K) of both; masks by
         kind of layer, or None where nothing is hidden. K may be 0: the context is read for later passes.
         """
@@ -117,9 +121,12 @@ class BlockPass:
             if not x_BKd.shape[1]:
                 continue
             mixed = F.scaled_dot_product_attention(
-                query.transpose(1, 2), key, value, attn_mask=attention_mask[self.kinds[index]],
+                query.transpose(1, 2),
+                key,
+                value,
+                attn_mask=attention_mask[self.kinds[index]],
                 enable_gqa=self.heads != self.shared,
-            )  # fmt: skip
+            )
             x_BKd = x_BKd + mixed.transpose(1, 2).flatten(2) @ out
             gate, up = (F.rms_norm(x_BKd, (self.hidden,), None, self.eps) @ gate_up).chunk(2, dim=-1)
             x_BKd = x_BKd + (F.silu(gate) * up) @ down

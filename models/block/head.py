@@ -50,9 +50,13 @@ class BlockConfig:
         for name in ("vocab", "hidden", "heads", "kv_heads", "intermediate"):
             check_whole(name, getattr(self, name))
         for name, low, high in (
-            ("target_layers", 1, MOST_LAYERS), ("layers", 1, MOST_LAYERS), ("head_size", 2, LARGEST),
-            ("mask", 0, self.vocab - 1), ("block", 2, MAX_NODES), ("markov", 0, self.vocab),
-        ):  # fmt: skip
+            ("target_layers", 1, MOST_LAYERS),
+            ("layers", 1, MOST_LAYERS),
+            ("head_size", 2, LARGEST),
+            ("mask", 0, self.vocab - 1),
+            ("block", 2, MAX_NODES),
+            ("markov", 0, self.vocab),
+        ):
             check_whole(name, getattr(self, name), low, high)
         if not isinstance(self.confidence, bool):
             raise ValueError(f"confidence: got {shown(self.confidence)}, expected true or false")

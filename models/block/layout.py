@@ -54,9 +54,15 @@ SIZES = (
 
 
 def read(
-    folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
-    width: int = 1, nodes: int = 24, causal: bool | None = None,
-) -> BlockModel:  # fmt: skip
+    folder: Path,
+    form: str,
+    data: dict,
+    shapes: Mapping[str, tuple[int, ...]],
+    model: PreTrainedModel,
+    width: int = 1,
+    nodes: int = 24,
+    causal: bool | None = None,
+) -> BlockModel:
     """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
     its tensors. causal: whether windows hide later places of the block, where the checkpoint does not tell.
 
@@ -169,17 +175,19 @@ def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list
     return [i - low for i in ids]
 
 
-def _block(
-    folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None
-) -> DFlashVariant:  # fmt: skip
+def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None) -> DFlashVariant:
     if causal is not None and not isinstance(causal, bool):
         raise ValueError(f"causal: got {shown(causal)}, expected true or false")
     if form == "speculators":
         hides = not said.get("sliding_window_non_causal", False) if causal is None else causal
         return DFlashVariant(
-            anchor=bool(said.get("sample_from_anchor", False)), causal=hides, reach=window, from_anchor=True,
-            index=True, raw=True,
-        )  # fmt: skip
+            anchor=bool(said.get("sample_from_anchor", False)),
+            causal=hides,
+            reach=window,
+            from_anchor=True,
+            index=True,
+            raw=True,
+        )
     own = said.get("is_causal", said.get("causal"))  # z-lab; ModelOpt, for all layers
     if own and "full_attention" in kinds:
         raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention")
@@ -187,8 +195,9 @@ def _block(
         warnings.warn(
             f"drafter: {folder} does not say whether its windows hide later places of a block; they do, as in SpecForge"
             f" and vLLM, and with {folder.name}:causal=false they don't, as in z-lab's own code",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            RuntimeWarning,
+            stacklevel=2,
+        )
     numbers = {name: said.get(name) for name in ("input_embedding_scale", "output_multiplier")}
     softcap = said.get("final_logit_softcapping") or 0.0
     for name, value in {**numbers, "final_logit_softcapping": softcap or 1.0}.items():
@@ -196,9 +205,14 @@ def _block(
     scale, multiplier = (1.0 if value is None else float(value) for value in numbers.values())
     hides = (own is None or bool(own)) if causal is None else causal
     return DFlashVariant(
-        causal=hides, reach=window - 1, index=True, raw=True, scale=scale, multiplier=multiplier,
+        causal=hides,
+        reach=window - 1,
+        index=True,
+        raw=True,
+        scale=scale,
+        multiplier=multiplier,
         softcap=float(softcap),
-    )  # fmt: skip
+    )
 
 
 # --- a vocabulary of its own ------------------------------------------------------------------------------------------

@@ -96,9 +96,13 @@ class MultiToken(Drafter):
         distributions: list[Categorical] = []
         for level in range(self.count):
             above_BCd = self.heads.forward_layer(
-                level, above_BCd, position_BC + level, memory.cache, input_ids=ahead_BT[:, level : level + width],
+                level,
+                above_BCd,
+                position_BC + level,
+                memory.cache,
+                input_ids=ahead_BT[:, level : level + width],
                 attention_mask=masks[level],
-            )  # fmt: skip
+            )
             if state is None:
                 continue
             newest_B1d = gathered(above_BCd, last_B1)

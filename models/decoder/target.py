@@ -58,9 +58,14 @@ class HFDecoder(Target):
     recorder: GraphedForward | None = None
 
     def __init__(
-        self, model: Any, features: tuple[int, ...] = (), embeddings: bool = False, check: bool = True,
-        compile: bool = False, attention: str | None = None,
-    ):  # fmt: skip
+        self,
+        model: Any,
+        features: tuple[int, ...] = (),
+        embeddings: bool = False,
+        check: bool = True,
+        compile: bool = False,
+        attention: str | None = None,
+    ):
         self.model = model
         self.capabilities = describe(model, features)
         self.embeddings = embeddings

@@ -56,9 +56,7 @@ class DistilledDrafter(checkpoint.SavedHead, Drafter):
     for other values, or when the network was made for another target.
     """
 
-    def __init__(
-        self, head: DistilledHead, target: nn.Module | Family, *, levels: int | None = None, refine: int = 6
-    ):  # fmt: skip
+    def __init__(self, head: DistilledHead, target: nn.Module | Family, *, levels: int | None = None, refine: int = 6):
         for name, value in (("levels", levels), ("refine", refine)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")

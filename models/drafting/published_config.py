@@ -100,6 +100,7 @@ def speculators_config(algorithm: str, tokens: int, model: Any, verifier: str | 
         "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens, "verifier_accept_k": 1}],
         "verifier": {
-            "name_or_path": verifier or model.config.name_or_path or None, "architectures": [type(model).__name__],
+            "name_or_path": verifier or model.config.name_or_path or None,
+            "architectures": [type(model).__name__],
         },
-    }  # fmt: skip
+    }

@@ -93,14 +93,18 @@ class EagleConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected true or false")
         for name, known in (
-            ("fusion", ("sum", "split", "cross")), ("images", tuple(IMAGES)), ("positions", ("target", "index"))
-        ):  # fmt: skip
+            ("fusion", ("sum", "split", "cross")),
+            ("images", tuple(IMAGES)),
+            ("positions", ("target", "index")),
+        ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected one of {', '.join(known)}")
         depth = self.target_layers
         for name, low, high in (
-            ("feature_layers", -depth - 1, depth), ("image_ids", 0, LARGEST), ("mrope_section", 0, self.head_size)
-        ):  # fmt: skip
+            ("feature_layers", -depth - 1, depth),
+            ("image_ids", 0, LARGEST),
+            ("mrope_section", 0, self.head_size),
+        ):
             object.__setattr__(self, name, check_wholes(name, getattr(self, name), low, high))
         self._check_forms()
 

@@ -114,9 +114,14 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
         return layouts.compress(self.head, embeddings_BLd, layout)
 
     def elements(
-        self, layout: layouts.PromptLayout, following_BLd: Tensor, features_BLF: Tensor, embeddings: Tensor,
-        positions: Tensor, known: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        layout: layouts.PromptLayout,
+        following_BLd: Tensor,
+        features_BLF: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        known: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and their context vectors.
 
         following: the embedding of the token after each; embeddings (B, L, d): input embeddings of the target. known:

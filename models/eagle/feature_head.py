@@ -57,8 +57,10 @@ class HeadConfig:
         check_positive("rope_theta", self.rope_theta)
         depth = self.target_layers
         for name, low, high in (
-            ("feature_layers", -depth - 1, depth), ("image_ids", 0, LARGEST), ("mrope_section", 0, self.hidden)
-        ):  # fmt: skip
+            ("feature_layers", -depth - 1, depth),
+            ("image_ids", 0, LARGEST),
+            ("mrope_section", 0, self.hidden),
+        ):
             object.__setattr__(self, name, check_wholes(name, getattr(self, name), low, high))
         if not self.feature_layers:
             raise ValueError("feature_layers: got (), expected at least one layer")

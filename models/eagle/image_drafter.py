@@ -63,9 +63,16 @@ class ImageFeatureDrafter(FeatureDrafting):
     config: ImageHeadConfig
 
     def __init__(
-        self, head: ImageHead, target: nn.Module | Family, *, tree: str = "chain", levels: int | None = None,
-        width: int = 4, nodes: int = 24, shape: str | int = "8-5-4-4-3",
-    ):  # fmt: skip
+        self,
+        head: ImageHead,
+        target: nn.Module | Family,
+        *,
+        tree: str = "chain",
+        levels: int | None = None,
+        width: int = 4,
+        nodes: int = 24,
+        shape: str | int = "8-5-4-4-3",
+    ):
         if tree not in TREES:
             raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}")
         if levels is not None and levels < 1:

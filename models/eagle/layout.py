@@ -55,9 +55,16 @@ SIZES = {
 
 
 def read(
-    folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
-    images: str | None = None, norm_output: bool | None = None, layers: Any = None, **options: Any,
-) -> EagleDrafter:  # fmt: skip
+    folder: Path,
+    form: str,
+    data: dict,
+    shapes: Mapping[str, tuple[int, ...]],
+    model: PreTrainedModel,
+    images: str | None = None,
+    norm_output: bool | None = None,
+    layers: Any = None,
+    **options: Any,
+) -> EagleDrafter:
     """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
     its tensors. images: what it sees of a picture, where the checkpoint does not tell (`nets.eagle_config.IMAGES`).
     Of an EAGLE-3 head, in place of what it says: norm_output, whether it reads its own normed states; layers, the
@@ -109,8 +116,9 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
         warnings.warn(
             f"drafter: norm_output of {folder} is true, read as EAGLE 3.1 means it; for a head that SpecForge trained"
             f" before September 2026 ask for {folder.name}:norm_output=false",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return data
 
 
@@ -136,9 +144,14 @@ def check_ids(head: EagleHead, folder: Path) -> None:
 
 
 def config_of(
-    folder: Path, form: str, data: dict, shapes: Mapping[str, tuple[int, ...]], model: PreTrainedModel,
-    images: str | None = None, layers: Any = None,
-) -> EagleConfig:  # fmt: skip
+    folder: Path,
+    form: str,
+    data: dict,
+    shapes: Mapping[str, tuple[int, ...]],
+    model: PreTrainedModel,
+    images: str | None = None,
+    layers: Any = None,
+) -> EagleConfig:
     """Our configuration of a checkpoint. Raises ValueError for what it asks for and is not there."""
     layer = data if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
     _check_layer(folder, layer)
@@ -173,9 +186,12 @@ def config_of(
         seen = _images(folder, "latents" if latents else None, images, bool(common["image_ids"]))
         return EagleConfig(
             **common | {"mrope_section": (), "mrope_interleaved": False},
-            fusion="sum", positions="index", images=seen, image_latents=latents,
+            fusion="sum",
+            positions="index",
+            images=seen,
+            image_latents=latents,
             norm_input=f"{LAYER}input_layernorm.weight" in shapes,
-        )  # fmt: skip
+        )
     _check_flags(folder, object_of(data.get("eagle_config")))
     ids = _states(folder, form, data, text.num_hidden_layers, layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -196,9 +212,11 @@ def _check_layer(folder: Path, layer: dict) -> None:
     for name, found, wanted in (
         ("num_hidden_layers", layer.get("num_hidden_layers"), 1),
         ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", bool(layer.get("attention_bias")), False), ("mlp_bias", bool(layer.get("mlp_bias")), False),
-        ("use_sliding_window", bool(sliding), False), ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
-    ):  # fmt: skip
+        ("attention_bias", bool(layer.get("attention_bias")), False),
+        ("mlp_bias", bool(layer.get("mlp_bias")), False),
+        ("use_sliding_window", bool(sliding), False),
+        ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
+    ):
         if found != wanted:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
 
@@ -235,8 +253,9 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
         warnings.warn(
             f"drafter: {said}, where others may count otherwise; {folder.name}:layers={'-'.join(map(str, given))} says"
             " which hidden states are read",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return tuple(given)
 
 
@@ -300,7 +319,8 @@ def check_form(config: EagleConfig, form: str) -> None:
     wanted = "sum" if form == "eagle" else "split"
     seen = ("slots", "embeddings", "none", "latents") if form == "eagle" else ("slots", "placeholders", "none")
     for name, found, known in (
-        ("fusion", config.fusion, (wanted,)), ("images", config.images, seen),
+        ("fusion", config.fusion, (wanted,)),
+        ("images", config.images, seen),
         ("positions", config.positions, ("index" if form == "eagle" else "target",)),
         ("fc_bias", config.fc_bias, (True, False) if form == "eagle" else (False,)),
         ("qkv_bias", config.qkv_bias, (True, False) if form == "eagle" else (False,)),
@@ -310,7 +330,7 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("head_rank", config.head_rank, (0,)),
         ("block", config.block, (1,)),
         ("norm_input", config.norm_input, (False,)),
-    ):  # fmt: skip
+    ):
         if found not in known:
             expected = ", ".join(map(str, known))
             raise ValueError(f"form: got a drafter with {name} {found} for {form!r}, expected {expected}")
@@ -356,9 +376,12 @@ def described(config: EagleConfig, model: Any, form: str, verifier: str | None) 
         before = config.feature_layers[0] < 3  # outputs of layers, as readers take ids that begin with 0 or 1
         states = {IDS: [i - before for i in config.feature_layers], "use_aux_hidden_state": True}
         return {
-            "architectures": ["LlamaForCausalLMEagle3"], **layer, **own, "target_model_type": config.family,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **layer,
+            **own,
+            "target_model_type": config.family,
             "eagle_config": states,
-        }  # fmt: skip
+        }
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

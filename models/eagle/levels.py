@@ -39,9 +39,17 @@ class DraftLevels(nn.Module):
         self.layer = layer
 
     def forward(
-        self, token_BT: Tensor, feature_BTd: Tensor, numbers_BKV: Tensor, told_3B: Tensor, kv_BSHE: Tensor, extent: int,
-        turns_PC2: Tensor, shift_Bd: Tensor, scale: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        token_BT: Tensor,
+        feature_BTd: Tensor,
+        numbers_BKV: Tensor,
+        told_3B: Tensor,
+        kv_BSHE: Tensor,
+        extent: int,
+        turns_PC2: Tensor,
+        shift_Bd: Tensor,
+        scale: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Read a block of elements, of which rows have the first `count`, and choose the next K ids.
 
         told: each row's count, and slot and position of its first element. Keys and values are written to kv, of which

@@ -50,6 +50,7 @@ def warn_of_guidance(config: Any, scale: float) -> bool:
         return False
     warnings.warn(
         f"guidance: got {scale}, the drafter was trained with {taught}; fewer of its drafts will be accepted",
-        RuntimeWarning, stacklevel=3,
-    )  # fmt: skip
+        RuntimeWarning,
+        stacklevel=3,
+    )
     return True

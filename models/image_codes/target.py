@@ -251,9 +251,7 @@ def generate_options(sampling: Sampling) -> dict[str, Any]:
     """A sampling as arguments of transformers' `generate`, guidance aside."""
     if sampling.greedy:
         return {"do_sample": False}
-    return {
-        "do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p
-    }  # fmt: skip
+    return {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def generated(
@@ -274,9 +272,12 @@ def generated(
         return codes if layout.fixed[now] == FREE else fixed[now : now + 1]
 
     ids = model.generate(
-        **given, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed, **generate_options(sampling),
+        **given,
+        max_new_tokens=layout.positions,
+        prefix_allowed_tokens_fn=allowed,
+        **generate_options(sampling),
         **options,
-    )  # fmt: skip
+    )
     return vocabulary.loop_ids(ids[:, length:])
 
 

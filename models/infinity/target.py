@@ -84,8 +84,9 @@ class TextPrompt:
         """Raises ValueError for other shapes, for texts without a token and for longer ones than the model takes."""
         width, most = model.config.text, model.config.longest
         for name, features, real in (
-            ("features", self.features, self.real), ("against", self.against, self.against_real),
-        ):  # fmt: skip
+            ("features", self.features, self.real),
+            ("against", self.against, self.against_real),
+        ):
             if real.dim() != 2 or len(real) != images or features.shape != (*real.shape, width):
                 found = f"{tuple(features.shape)} and {tuple(real.shape)}"
                 raise ValueError(f"{name}: got shapes {found}, expected ({images}, T, {width}) and ({images}, T)")
@@ -115,10 +116,16 @@ class InfinityImages(ScaleImages):
     autoencoder = BSQVAE, "Infinity's autoencoder (visspec.models.infinity.layout.load_infinity_vae)"
 
     def __init__(
-        self, model: NextScale, processor: Callable[[list[str]], Features] | None = None, codec: Any = None,
-        per_scale: ScaleSettings | None = None, ramp: str = "constant", refiner: NextScale | None = None,
-        handover: int | None = None, budget: CacheBudget | None = None,
-    ):  # fmt: skip
+        self,
+        model: NextScale,
+        processor: Callable[[list[str]], Features] | None = None,
+        codec: Any = None,
+        per_scale: ScaleSettings | None = None,
+        ramp: str = "constant",
+        refiner: NextScale | None = None,
+        handover: int | None = None,
+        budget: CacheBudget | None = None,
+    ):
         super().__init__(model, processor, codec, per_scale, ramp, refiner, handover, budget)
 
     def prompt(

@@ -59,9 +59,14 @@ class Jacobi(Drafter):
     """
 
     def __init__(
-        self, window: int = 16, redraw: str = "auto", start: str = "left", branch: int = 1, deep: int = 2,
+        self,
+        window: int = 16,
+        redraw: str = "auto",
+        start: str = "left",
+        branch: int = 1,
+        deep: int = 2,
         nodes: int = 64,
-    ):  # fmt: skip
+    ):
         if window < 1:
             raise ValueError(f"window: got {window}, expected at least 1")
         if redraw not in ("auto", *REDRAWS):

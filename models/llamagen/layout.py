@@ -24,9 +24,12 @@ NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
 def load_llamagen(
-    path: str | Path, grid: int | None = None, heads: int | None = None, dtype: torch.dtype | None = None,
+    path: str | Path,
+    grid: int | None = None,
+    heads: int | None = None,
+    dtype: torch.dtype | None = None,
     classes: int | None = None,
-) -> LlamaGen:  # fmt: skip
+) -> LlamaGen:
     """A LlamaGen transformer from a .safetensors file or folder, in evaluation mode; a `RandAR` where the weights have
     its queries.
 

@@ -77,9 +77,14 @@ class MARImages(Family):
     default_drafter, default_rule = "none", "coupled"
 
     def __init__(
-        self, model: MAR, processor: Any = None, autoencoder: Any = None, plan: Schedule | None = None,
-        scale: str = "linear", together: bool = False,
-    ):  # fmt: skip
+        self,
+        model: MAR,
+        processor: Any = None,
+        autoencoder: Any = None,
+        plan: Schedule | None = None,
+        scale: str = "linear",
+        together: bool = False,
+    ):
         if scale not in SCALES:
             raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
         self.model = self.decoder = model
@@ -226,9 +231,16 @@ class MARTarget(Target):
         return Scores(distribution)
 
     def after(
-        self, known: DrawnVectors, prefix_BN: Tensor, number_BP: Tensor, counts: range, sampling: Sampling,
-        calls: Counter[str] | None = None, name: str = "head", step: int | None = None,
-    ) -> Denoising:  # fmt: skip
+        self,
+        known: DrawnVectors,
+        prefix_BN: Tensor,
+        number_BP: Tensor,
+        counts: range,
+        sampling: Sampling,
+        calls: Counter[str] | None = None,
+        name: str = "head",
+        step: int | None = None,
+    ) -> Denoising:
         """Laws (B, P) of each row's tokens `number`, P / N of them given each prefix of its order.
 
         counts: of the prefixes. step: number of tokens that are drawn together, for the scale; None is one.
@@ -309,9 +321,13 @@ def revealed(tokens: int, iterations: int) -> list[int]:
 
 @torch.inference_mode()
 def parallel(
-    target: MARTarget, prompt: ClassPrompt, noise: Normals, iterations: int = 64,
-    sampling: Sampling = PLAIN, calls: Counter[str] | None = None,
-) -> Tensor:  # fmt: skip
+    target: MARTarget,
+    prompt: ClassPrompt,
+    noise: Normals,
+    iterations: int = 64,
+    sampling: Sampling = PLAIN,
+    calls: Counter[str] | None = None,
+) -> Tensor:
     """Tokens (B, T, d) in raster order as published MAR draws them: those of a step together, given earlier steps.
 
     The baseline beside speculation: fewer steps of an image here, fewer of a chain by the target's schedule. With as

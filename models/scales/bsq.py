@@ -94,13 +94,24 @@ class BSQVAE(nn.Module):
         self.shape, levels = shape, len(shape.multipliers)
         widths = tuple(shape.channels * m for m in shape.multipliers)
         self.encoder = Encoder(
-            3, shape.bits, ("DownEncoderBlock2D",) * levels, widths, shape.blocks, norm_num_groups=GROUPS,
-            double_z=False, mid_block_add_attention=False,
-        )  # fmt: skip
-        self.decoder = Decoder(
-            shape.bits, 3, ("UpDecoderBlock2D",) * levels, widths, shape.blocks, norm_num_groups=GROUPS,
+            3,
+            shape.bits,
+            ("DownEncoderBlock2D",) * levels,
+            widths,
+            shape.blocks,
+            norm_num_groups=GROUPS,
+            double_z=False,
             mid_block_add_attention=False,
-        )  # fmt: skip
+        )
+        self.decoder = Decoder(
+            shape.bits,
+            3,
+            ("UpDecoderBlock2D",) * levels,
+            widths,
+            shape.blocks,
+            norm_num_groups=GROUPS,
+            mid_block_add_attention=False,
+        )
         self.quantize = BitQuantizer(shape.bits, shape.patch)
 
     @property

@@ -162,13 +162,22 @@ class MultiScaleVAE(nn.Module):
         self.shape = shape
         widths, plain = tuple(shape.channels * m for m in shape.multipliers), len(shape.multipliers) - 1
         self.encoder = Encoder(
-            3, shape.size, ("DownEncoderBlock2D",) * plain + ("AttnDownEncoderBlock2D",), widths, shape.blocks,
-            norm_num_groups=GROUPS, double_z=False,
-        )  # fmt: skip
-        self.decoder = Decoder(
-            shape.size, 3, ("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * plain, widths, shape.blocks,
+            3,
+            shape.size,
+            ("DownEncoderBlock2D",) * plain + ("AttnDownEncoderBlock2D",),
+            widths,
+            shape.blocks,
             norm_num_groups=GROUPS,
-        )  # fmt: skip
+            double_z=False,
+        )
+        self.decoder = Decoder(
+            shape.size,
+            3,
+            ("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * plain,
+            widths,
+            shape.blocks,
+            norm_num_groups=GROUPS,
+        )
         self.quantize = Quantizer(shape.codes, shape.size, shape.shared)
         around: Any = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
         self.quant_conv = nn.Conv2d(shape.size, shape.size, **around)

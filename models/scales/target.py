@@ -97,10 +97,16 @@ class ScaleImages(Family):
     autoencoder: tuple[type, str]  # its class, and what it is in words
 
     def __init__(
-        self, model: NextScale, processor: Any = None, codec: Any = None, per_scale: ScaleSettings | None = None,
-        ramp: str = "linear", refiner: NextScale | None = None, handover: int | None = None,
+        self,
+        model: NextScale,
+        processor: Any = None,
+        codec: Any = None,
+        per_scale: ScaleSettings | None = None,
+        ramp: str = "linear",
+        refiner: NextScale | None = None,
+        handover: int | None = None,
         budget: CacheBudget | None = None,
-    ):  # fmt: skip
+    ):
         if ramp not in RAMPS:
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
         if not isinstance(codec, self.autoencoder[0]):

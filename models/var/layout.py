@@ -137,9 +137,14 @@ def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShap
     if not shared:
         raise ValueError(f"checkpoint: {where} has no tensor {SMOOTH + '0.weight'!r}, expected VAR's quantiser")
     return MultiScaleShape(
-        codes, size, channels, steps, count(tensors, "encoder.down.0.block."), shared,
+        codes,
+        size,
+        channels,
+        steps,
+        count(tensors, "encoder.down.0.block."),
+        shared,
         kernel=need(tensors, "quant_conv.weight", 4, where).shape[2],
-    )  # fmt: skip
+    )
 
 
 def _split(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:

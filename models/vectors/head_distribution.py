@@ -38,9 +38,15 @@ class HeadLaws:
         self.moves = list(zip((keep_S + move_S * point_S).tolist(), (move_S * output_S).tolist()))
 
     def __call__(
-        self, condition: Tensor, shape: tuple[int, int], guidance: Tensor | float | None = None,
-        temperature: float = 1.0, calls: Counter[str] | None = None, name: str = "head", skip: float = 0.0,
-    ) -> Denoising:  # fmt: skip
+        self,
+        condition: Tensor,
+        shape: tuple[int, int],
+        guidance: Tensor | float | None = None,
+        temperature: float = 1.0,
+        calls: Counter[str] | None = None,
+        name: str = "head",
+        skip: float = 0.0,
+    ) -> Denoising:
         """Laws (B, N) with conditions (M, C), or with guidance, a scale or those of the chains (M,), (2 M, C).
 
         skip: see `Denoising`; such distributions can only be sampled.
