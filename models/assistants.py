@@ -33,7 +33,7 @@ def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
     return SmallModel(spec, model, **options)
 
 
-def loaded(folder: Path, data: dict, model: Any, **options: Any) -> Drafter:
+def loaded(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
     """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device.
 
     Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.

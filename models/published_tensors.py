@@ -101,7 +101,7 @@ def rename(tensors: Mapping[str, Tensor], rules: Rules, dropped: str = "(?!)") -
     return named
 
 
-def place(module: nn.Module, named: Named, where: Any) -> None:
+def place(module: nn.Module, named: Named, where: str | Path) -> None:
     """Copy renamed tensors into a module with exactly these tensors, cast to the module's dtype."""
     wanted = module.state_dict()
     extra, missing = sorted(named.keys() - wanted.keys()), sorted(wanted.keys() - named.keys())
@@ -119,7 +119,7 @@ def place(module: nn.Module, named: Named, where: Any) -> None:
             wanted[name].copy_(tensor)
 
 
-def need(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: Any) -> Tensor:
+def need(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: str | Path) -> Tensor:
     """A required tensor, whose shape determines the configuration."""
     if name not in tensors:
         some = ", ".join(sorted(tensors)[:SHOWN])
@@ -136,7 +136,9 @@ def count(tensors: Mapping[str, Tensor], prefix: str) -> int:
     return len({match[1] for match in map(pattern.match, tensors) if match})
 
 
-def multipliers(tensors: Mapping[str, Tensor], prefix: str, block: str, where: Any) -> tuple[int, tuple[int, ...]]:
+def multipliers(
+    tensors: Mapping[str, Tensor], prefix: str, block: str, where: str | Path
+) -> tuple[int, tuple[int, ...]]:
     """Input channels of a convolutional encoder and the multiplier of each level, from its first blocks."""
     first = need(tensors, f"{prefix}conv_in.weight", 4, where).shape[0]
     level = prefix + block.split("{}")[0]
@@ -152,7 +154,7 @@ def multipliers(tensors: Mapping[str, Tensor], prefix: str, block: str, where: A
     return first, tuple(width // first for width in widths)
 
 
-def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[str, Any], where: Any) -> dict:
+def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[str, Any], where: str | Path) -> dict:
     """Arguments of a Llama-like configuration: sizes from the weights, the rest from the original config.json."""
     vocab, hidden = need(tensors, prefix + "embed_tokens.weight", 2, where).shape
     keys = need(tensors, prefix + "layers.0.self_attn.k_proj.weight", 2, where).shape[0]
@@ -171,7 +173,7 @@ def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[
 
 
 @contextmanager
-def one_sentence(where: Any) -> Iterator[None]:
+def one_sentence(where: str | Path) -> Iterator[None]:
     """Context manager: errors from the original config.json become a ValueError of one sentence."""
     try:
         yield

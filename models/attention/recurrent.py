@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from visspec import tree as trees
@@ -46,7 +47,7 @@ class RecurrentStateCheckpoints:
         self._kept: list[tuple[dict, int, Tensor]] = []
         self._before: list[int] = []
 
-    def check_written(self, model: Any) -> None:
+    def check_written(self, model: PreTrainedModel) -> None:
         """Raises ValueError unless the model keeps the states of all these layers here."""
         for index, layer in self.layers.items():
             if not any(layer.has_previous_state.values()):

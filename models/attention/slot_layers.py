@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -109,7 +110,7 @@ class SlotLayers(Cache):
         self.written[layer_idx] = len(self.written)
         return self.written[layer_idx]
 
-    def check_written(self, model: Any, expected: Collection[int]) -> None:
+    def check_written(self, model: PreTrainedModel, expected: Collection[int]) -> None:
         """Raises ValueError unless all of these layers of the model have been written."""
         if self.past is not None:
             self.past.check_written(model)

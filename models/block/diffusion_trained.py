@@ -20,6 +20,7 @@ from visspec.models.block.trained import DECAY
 from visspec.models.decoder.small_model import READS
 from visspec.models.decoder.target import content_ids, vocabulary
 from visspec.models.drafting import checkpoint
+from visspec.types import TrainingBatch
 
 
 class DiffusionDrafter(checkpoint.SavedHead, DiffusionModel):
@@ -84,7 +85,7 @@ class DiffusionDrafter(checkpoint.SavedHead, DiffusionModel):
         hidden_BKd = hidden_BLd[torch.arange(len(ids_BL), device=ids_BL.device)[:, None], at_BK]
         return self.lm_head(hidden_BKd.to(self.lm_head.weight.dtype))[..., : self.known]
 
-    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """`steps` passes for training (`visspec.train.capture.TrainingBatch`), each over one block of each answer: up
         to `block` masks behind a random token of it (DEER's continuation of a prefix).
 

@@ -20,6 +20,7 @@ from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.head import BlockConfig, BlockHead
 from visspec.models.decoder.target import content_ids, vocabulary
 from visspec.models.drafting import checkpoint
+from visspec.types import TrainingBatch
 
 DECAY = 0.8  # weight of a place in the loss, of that before it
 
@@ -85,7 +86,7 @@ class BlockDrafter(BlockModel):
             return None
         return self.run.expected(hidden_Bd, token).sigmoid().float()
 
-    def expected(self, lesson: Any, hidden_BTd: Tensor) -> Tensor:
+    def expected(self, lesson: TrainingBatch, hidden_BTd: Tensor) -> Tensor:
         """Logits (B, T) of the acceptance rates of the elements of a rollout with these hidden states. What the
         confidence head learns does not change the states that it reads.
         """
@@ -93,7 +94,7 @@ class BlockDrafter(BlockModel):
         vector = self.head.markov.down(before_BT).detach() if self.config.markov else None
         return self.head.confidence(hidden_BTd.detach(), vector)
 
-    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """One pass over blocks that tile the answers, for training (`visspec.train.capture.TrainingBatch`); `steps` is
         unused.
 
@@ -132,7 +133,7 @@ class BlockDrafter(BlockModel):
         weight_T = DECAY ** ((index_T - first) % ahead).to(like.dtype)
         return [(logits, hidden_BTd, weight_T * ((index_T >= first) & (index_T < counts_B1)))]
 
-    def _context(self, lesson: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _context(self, lesson: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Of the context's slots: which are there (B, C) and their positions (B, C); that of the first answer token."""
         rows, width = lesson.features.shape[:2]
         seen_BC = torch.ones(rows, width, dtype=torch.bool, device=lesson.ids.device)

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, counted, left_padded
+from visspec.types import Processor
 
 BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"
 LARGEST = 2048  # pixels along a side that a header can name
@@ -60,7 +62,9 @@ class Chameleon(Family):
     A negative prompt is put as a prompt is; an empty one is the style's unconditional prompt.
     """
 
-    def __init__(self, model: Any, processor: Any, codec: Any = None, style: str | PromptStyle = "anole"):
+    def __init__(
+        self, model: PreTrainedModel, processor: Processor, codec: Any = None, style: str | PromptStyle = "anole"
+    ):
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(f"style: got {style!r}, expected one of {', '.join(STYLES)}")
         self.style = STYLES[style] if isinstance(style, str) else style

@@ -37,7 +37,7 @@ def load_kl(path: str | Path, scaling: float, shift: float = 0.0, dtype: torch.d
     return model
 
 
-def config_of(tensors: Mapping[str, Tensor], where: Any) -> dict[str, Any]:
+def config_of(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Any]:
     """Arguments of `AutoencoderKL`, from names and shapes."""
     channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
     levels = range(len(steps))

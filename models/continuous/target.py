@@ -11,10 +11,12 @@ token, C hidden size.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
 from visspec.models.continuous.model import ContinuousImageModel, Sampler
@@ -39,9 +41,9 @@ class ContinuousImages(ChatPromptFamily):
     def __init__(
         self,
         model: ContinuousImageModel,
-        processor: Any,
+        processor: Callable[..., Any] | None,
         *,
-        settings: Any = None,
+        settings: GenerationConfig | None = None,
         denoising_steps: int | None = None,
     ):
         grid = model.config.grid

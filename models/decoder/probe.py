@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
@@ -177,7 +178,7 @@ def _unlike(name: str, error: float) -> str:
     )
 
 
-def _exact(model: Any) -> bool:
+def _exact(model: PreTrainedModel) -> bool:
     """Whether it claims to compute in float32 or better."""
     return model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False)
 

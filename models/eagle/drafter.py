@@ -24,7 +24,7 @@ from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.feature_head import FeatureHead, HeadConfig
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
-from visspec.types import Draft, Scores, State
+from visspec.types import Draft, Scores, State, TrainingBatch
 
 BLOCK = 512  # elements of a prompt that are read at a time, on the CPU
 
@@ -153,11 +153,12 @@ class FeatureDrafter(FeatureDrafting):
         """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
         return self.layer.embedded(ids)
 
-    def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
+    def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         prompt = lesson.prompt_length
         return layouts.extend(self._plan(lesson.ids[:, :prompt], lesson.attention), prompt, lesson.lengths)
 
-    def _following(self, lesson: Any) -> Tensor:
+    def _following(self, lesson: TrainingBatch) -> Tensor:
+        assert lesson.embeddings is not None
         return self._followed(lesson.ids[:, 1:], lesson.embeddings)
 
 

@@ -23,11 +23,12 @@ from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.static_tree import MOST_CHILDREN
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.eagle import sequence as layouts
-from visspec.models.eagle.feature_head import staggered
+from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.feature_head import HeadConfig, staggered
 from visspec.models.eagle.layer import DraftLayer, FoldedLayer
 from visspec.models.layers import rotations, rotations_at
 from visspec.sampling import warp
-from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, TrainingBatch, Verdict
 
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
 
@@ -40,7 +41,7 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
     """
 
     head: Any  # a `FeatureHead`, or an `EagleHead`, and its configuration
-    config: Any
+    config: HeadConfig | EagleConfig
     layer: DraftLayer  # the network as drafting calls it
     embed: nn.Embedding
     lm_head: nn.Linear  # or what quantisation has put in its place
@@ -254,15 +255,15 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
             feature_BWd = feature_Nd.view(rows, width, -1)
         return tree_builder.finish(self.nodes)
 
-    def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
+    def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         """The elements of a lesson's prompts and answers."""
         raise NotImplementedError
 
-    def _following(self, lesson: Any) -> Tensor:
+    def _following(self, lesson: TrainingBatch) -> Tensor:
         """Embeddings of a lesson's tokens, the first aside, (B, L + M - 1, d)."""
         raise NotImplementedError
 
-    def _lesson_positions(self, lesson: Any) -> Tensor:
+    def _lesson_positions(self, lesson: TrainingBatch) -> Tensor:
         """Positions of a lesson's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
         return lesson.positions
 
@@ -279,7 +280,7 @@ class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
         """Target ids of the trained logits, in ascending order; None: the target's vocabulary."""
         return None
 
-    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Self-fed steps over whole answers, for training (`visspec.train.capture.TrainingBatch`).
 
         Step k sees true features up to k tokens back, and its own predictions from there on. Per step, and per token

@@ -29,7 +29,7 @@ from visspec.models.eagle.drafter import FeatureDrafter, scaled_section
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.head import EagleHead, LowRank, turns, turns_at
 from visspec.models.eagle.layer import PublishedLayer, head_logits
-from visspec.types import Draft, State
+from visspec.types import Draft, State, TrainingBatch
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
 
@@ -41,6 +41,8 @@ class EagleDrafter(FeatureDrafter):
     pass where that predicts several (FLASH). Raises ValueError if the network was made for another target.
     """
 
+    head: EagleHead
+    config: EagleConfig
     layer: PublishedLayer
 
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
@@ -149,7 +151,7 @@ class EagleDrafter(FeatureDrafter):
         padding_B1 = (~attention_BL).sum(dim=1, keepdim=True)
         return (torch.arange(length, device=device) - padding_B1).clamp(min=0)
 
-    def _lesson_positions(self, lesson: Any) -> Tensor:
+    def _lesson_positions(self, lesson: TrainingBatch) -> Tensor:
         places = self._places(lesson.positions, lesson.attention)
         return places if places.dim() == 3 else places.expand(len(lesson.lengths), -1)
 

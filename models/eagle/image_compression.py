@@ -6,11 +6,11 @@ size, d hidden size.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from visspec.models.eagle.config import EagleConfig
 
 BRANCHES = ("prune", "pool", "convolution", "resampler")
 
@@ -18,7 +18,7 @@ BRANCHES = ("prune", "pool", "convolution", "resampler")
 class ViSpecAdaptor(nn.Module):
     """ViSpec's learned queries (arXiv 2509.15235) over a run: (R, S, d) -> (R, Q, d)."""
 
-    def __init__(self, config: Any, count: int):
+    def __init__(self, config: EagleConfig, count: int):
         super().__init__()
         d, self.heads, size = config.hidden, config.heads, config.head_size
         self.q = nn.Parameter(torch.randn(count, config.heads, size) * size**-0.5)
@@ -38,7 +38,7 @@ class FlashQueries(nn.Module):
     are the target's features at the slots.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: EagleConfig):
         super().__init__()
         self.queries = nn.Parameter(torch.randn(config.image_latents, config.hidden) * config.hidden**-0.5)
 
@@ -56,7 +56,7 @@ class SpecVLMBranches(nn.Module):
     strided one of width 3, "resampler" learned queries.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: EagleConfig):
         super().__init__()
         d, self.count = config.hidden, config.image_latents
         self.gate = nn.Linear(d, len(BRANCHES))

@@ -29,7 +29,7 @@ from visspec.models.image_codes.drafting import IMPOSSIBLE, check_grid, check_ta
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family, ImageAR
 from visspec.sampling import Gumbel, derived
-from visspec.types import FREE, Draft, Outcome, Request, Scores, State, Verdict
+from visspec.types import FREE, Draft, Outcome, Request, Scores, State, TrainingBatch, Verdict
 
 TREES = ("chain", "dynamic", "static")
 
@@ -169,16 +169,17 @@ class ImageFeatureDrafter(FeatureDrafting):
     ) -> tuple[Tensor, Tensor]:
         return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
 
-    def _lesson_layout(self, lesson: Any) -> layouts.PromptLayout:
+    def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         layout = self._plan(lesson.ids[:, : lesson.prompt_length], lesson.attention)
         layout = layouts.extend(layout, lesson.prompt_length, lesson.lengths)
         return dataclasses.replace(layout, image=(layout.token - lesson.prompt_length + 2).clamp(min=0))
 
-    def _following(self, lesson: Any) -> Tensor:
+    def _following(self, lesson: TrainingBatch) -> Tensor:
+        assert lesson.embeddings is not None
         answer = self.embed(lesson.ids[:, lesson.prompt_length :])
         return torch.cat([lesson.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
 
-    def rollout(self, lesson: Any, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """As in the base class; positions fixed by grammar are masked."""
         free = lesson.logits.argmax(dim=-1) < self.config.codes
         return [(logits, feature, mask & free) for logits, feature, mask in super().rollout(lesson, steps)]

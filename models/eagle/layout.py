@@ -348,7 +348,7 @@ def check_form(config: EagleConfig, form: str) -> None:
         )
 
 
-def described(config: EagleConfig, model: Any, form: str, verifier: str | None) -> dict[str, Any]:
+def described(config: EagleConfig, model: PreTrainedModel, form: str, verifier: str | None) -> dict[str, Any]:
     """The configuration of a published form."""
     layer: dict[str, Any] = {
         "model_type": "qwen3" if config.qk_norm else "llama",

@@ -11,6 +11,7 @@ positions, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.nn import functional as F
 from visspec.cache import packed, to_device
 from visspec.kernels.common import next_power_of_2
 from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.layer import DraftLayer
 from visspec.models.runner.buffer_pool import GraphBufferPool, one_line
 from visspec.models.runner.compiled import CompiledFunctions, close
@@ -103,10 +105,10 @@ def attend(
 class DraftCalls:
     """Drafts of a drafter's `DraftLevels`, in calls of them that subclasses make."""
 
-    call: Any
+    call: Callable[..., tuple[Tensor, Tensor, Tensor]]
     name: str
 
-    def __init__(self, drafter: Any):
+    def __init__(self, drafter: FeatureDrafting):
         super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # of the class beside this one
         self.layer = drafter.layer
         self.levels = DraftLevels(self.layer)
@@ -164,7 +166,7 @@ class DraftCalls:
 class CompiledDrafter(DraftCalls, CompiledFunctions):
     """Drafts, compiled. A drafter that can't be compiled drafts as it does, which a warning says."""
 
-    def __init__(self, drafter: Any):
+    def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
         self.call = self.compile(self.levels.forward)
         if self.layer.packed():
@@ -193,7 +195,7 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
 class GraphedDrafter(DraftCalls, GraphBufferPool):
     """Drafts, recorded. Their keys and values are lent; a drafter that can't be recorded drafts as it does."""
 
-    def __init__(self, drafter: Any):
+    def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
         self.fixed = not self.layer.packed()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from visspec.models.image_codes.target import (
     EncodedPrompt,
@@ -21,7 +22,7 @@ from visspec.models.image_codes.target import (
     generated,
     left_padded,
 )
-from visspec.types import Sampling
+from visspec.types import Processor, Sampling
 
 NEGATIVE = (  # the authors' own, see the model's card
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality,"
@@ -38,7 +39,7 @@ class Emu3(Family):
 
     side = 720  # pixels, where no size is given
 
-    def __init__(self, model: Any, processor: Any, negative: str = NEGATIVE):
+    def __init__(self, model: PreTrainedModel, processor: Processor, negative: str = NEGATIVE):
         self.model, self.processor, self.name, self.negative = model, processor, model.config.model_type, negative
         inner, tokenizer = model.model, self.asked().tokenizer
         self.decoder = inner.text_model

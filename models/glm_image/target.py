@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, generated
-from visspec.types import FREE, Sampling
+from visspec.types import FREE, Processor, Sampling
 
 FACTOR = 32  # pixels per code, along a side; fixed in the model's processor
 PREVIEW = 16  # codes along a side of a square preview
@@ -28,7 +29,7 @@ class GlmImage(Family):
         " both sides)"
     )
 
-    def __init__(self, model: Any, processor: Any):
+    def __init__(self, model: PreTrainedModel, processor: Processor):
         config = model.config
         self.model, self.processor, self.name = model, processor, config.model_type
         self.decoder = model.model.language_model

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 
@@ -17,7 +19,14 @@ class ChatPromptFamily(Family):
     prompt is a prompt like any other; an empty one is the unconditional prompt.
     """
 
-    def __init__(self, model: Any, processor: Any, side: int, pixel_side: int, settings: Any = None):
+    def __init__(
+        self,
+        model: Any,
+        processor: Callable[..., Any] | None,
+        side: int,
+        pixel_side: int,
+        settings: GenerationConfig | None = None,
+    ):
         self.model, self.processor, self.name = model, processor, model.config.model_type
         self.side, self.pixel_side = side, pixel_side
         settings = settings or model.generation_config

@@ -109,7 +109,7 @@ def _named(tensors: dict[str, Tensor]) -> Named:
     return named
 
 
-def config_of(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusConfig:
+def config_of(tensors: dict[str, Tensor], published: dict, where: str | Path) -> JanusConfig:
     """The stock configuration for DeepSeek's config.json and the shapes of its weights; shapes take precedence."""
     with one_sentence(where):
         text = llama_fields(tensors, TEXT, published.get("language_config", {}), where)
@@ -121,7 +121,7 @@ def config_of(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusC
         )
 
 
-def _vision(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusVisionConfig:
+def _vision(tensors: dict[str, Tensor], published: dict, where: str | Path) -> JanusVisionConfig:
     hidden, channels, patch, _ = need(tensors, VISION + "patch_embed.proj.weight", 4, where).shape
     places = need(tensors, VISION + "pos_embed", 3, where).shape[1]
     size = published.get("image_size", patch * round(places**0.5))
@@ -139,7 +139,7 @@ def _vision(tensors: dict[str, Tensor], published: dict, where: Any) -> JanusVis
     )
 
 
-def _heads(published: dict, hidden: int, where: Any) -> int:
+def _heads(published: dict, hidden: int, where: str | Path) -> int:
     """Number of attention heads of the vision tower, from the config's number or the tower's name."""
     given = next((published[name] for name in HEADS if published.get(name) is not None), None)
     name = str(published.get("model_name", ""))
@@ -154,7 +154,7 @@ def _heads(published: dict, hidden: int, where: Any) -> int:
     return heads
 
 
-def _codes(tensors: dict[str, Tensor], where: Any) -> JanusVQVAEConfig:
+def _codes(tensors: dict[str, Tensor], where: str | Path) -> JanusVQVAEConfig:
     codes, code_size = need(tensors, CODES + "quantize.embedding.weight", 2, where).shape
     channels, steps = multipliers(tensors, CODES + "encoder.", "conv_blocks.{}.res", where)
     middle, hidden = need(tensors, "gen_head.output_mlp_projector.weight", 2, where).shape

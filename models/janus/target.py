@@ -9,13 +9,13 @@ from torch.nn import functional as F
 
 from visspec.models.image_codes.chat_prompt import ChatPromptFamily
 from visspec.models.image_codes.target import ImageLayout, generate_options
-from visspec.types import Sampling
+from visspec.types import Processor, Sampling
 
 
 class Janus(ChatPromptFamily):
     """The stock model with its codes."""
 
-    def __init__(self, model: Any, processor: Any):
+    def __init__(self, model: Any, processor: Processor):
         config, inner = model.config, model.model
         super().__init__(model, processor, config.vq_config.num_patches, config.vision_config.image_size)
         self.decoder = inner.language_model

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from visspec.io.checkpoint import check_fields
+from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.layers import rotate
 
 SIZES = {  # name: (layers, heads, hidden size); the first five are class-conditional in the paper
@@ -140,7 +141,7 @@ class LlamaGenAttention(nn.Module):
         self.wqkv = nn.Linear(config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_size, bias=False)
         self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x_BNd: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, x_BNd: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: SlotLayers | None) -> Tensor:
         """`mask`: (1|B, 1, N, S), additive or bool (true: attends); None: causal."""
         split = [self.heads, self.kv_heads, self.kv_heads]
         heads = self.wqkv(x_BNd).unflatten(-1, (sum(split), -1))
@@ -181,7 +182,7 @@ class LlamaGenLayer(nn.Module):
         self.ffn_norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
+    def forward(self, x: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: SlotLayers | None) -> Tensor:
         x = x + self.attention(self.attention_norm(x), turn_BNC, mask, cache)
         return x + self.feed_forward(self.ffn_norm(x))
 
@@ -293,7 +294,7 @@ class LlamaGen(nn.Module):
         inputs_embeds: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: Any = None,
+        cache: SlotLayers | None = None,
         use_cache: bool = True,
         return_dict: bool = True,
         past_key_values: Any = None,

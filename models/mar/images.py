@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from transformers import GenerationConfig
 
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
@@ -18,9 +21,9 @@ class LabelledMARImages(MARImages):
     def __init__(
         self,
         model: MARImageModel,
-        processor: Any = None,
+        processor: Callable[..., Any] | None = None,
         *,
-        settings: Any = None,
+        settings: GenerationConfig | None = None,
         denoising_steps: int | None = None,
     ):
         autoencoder = None if model.config.autoencoder is None else model.autoencoder

@@ -53,7 +53,7 @@ def load_nextstep(folder: str | Path, normalised: bool, dtype: torch.dtype | Non
 
 
 def config_of(
-    tensors: Mapping[str, Tensor], published: Mapping[str, Any], where: Any
+    tensors: Mapping[str, Tensor], published: Mapping[str, Any], where: str | Path
 ) -> tuple[NextStepConfig, Qwen2Config]:
     """The configurations for the authors' config.json and the shapes of the weights; shapes take precedence."""
     fields = llama_fields(tensors, "", published, where)

@@ -7,6 +7,7 @@ the same after no words, or negative ones. Guidance is constant over an image. (
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ class NextStepImages(Family):
     default_guidance = GUIDANCE
     default_drafter, default_rule = "none", "coupled"
 
-    def __init__(self, model: NextStep, processor: Any, autoencoder: Any = None, plan: Schedule | None = None):
+    def __init__(
+        self, model: NextStep, processor: Callable[..., Any], autoencoder: Any = None, plan: Schedule | None = None
+    ):
         self.model, self.decoder, self.processor, self.autoencoder = model, model.model, processor, autoencoder
         self.distributions = HeadLaws(model.head, plan or flow_schedule(STEPS))
         self.steps, self.size = self.distributions.steps, model.config.size

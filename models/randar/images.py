@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from visspec.models.randar.model import JanusCodec, RandARImageModel
 from visspec.models.randar.target import RandARImages
@@ -13,7 +15,13 @@ from visspec.models.randar.target import RandARImages
 class PromptedRandARImages(RandARImages):
     """settings: a generation_config in place of the model's."""
 
-    def __init__(self, model: RandARImageModel, processor: Any = None, *, settings: Any = None):
+    def __init__(
+        self,
+        model: RandARImageModel,
+        processor: Callable[..., Any] | None = None,
+        *,
+        settings: GenerationConfig | None = None,
+    ):
         super().__init__(model.net, processor, JanusCodec(model.vqmodel))
         self.image_model = model
         found = getattr(settings or model.generation_config, "guidance_scale", None)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from visspec import replay
 from visspec.cache import SlotCache, to_device
@@ -171,7 +172,7 @@ def _ours(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("visspec.")
 
 
-def unfit(model: Any, decoder: nn.Module, attention: str, states: bool = False) -> tuple[str, str] | None:
+def unfit(model: PreTrainedModel, decoder: nn.Module, attention: str, states: bool = False) -> tuple[str, str] | None:
     """Why passes of a model can't be recorded: what it is, and what is expected. None: they can."""
     name, weights = type(model).__name__, [*model.parameters()]
     devices = {weight.device for weight in weights}
@@ -191,7 +192,7 @@ def unfit(model: Any, decoder: nn.Module, attention: str, states: bool = False) 
 
 
 def recorded(
-    asked: bool | None, model: Any, decoder: nn.Module, masks: Masks, text: Any, states: bool = False
+    asked: bool | None, model: PreTrainedModel, decoder: nn.Module, masks: Masks, text: Any, states: bool = False
 ) -> GraphedForward | None:
     """`GraphedForward` passes of a model whose configuration of text is `text`; None where they can't be, which a
     warning says if it was asked for.

@@ -16,6 +16,7 @@ Shapes: B images, R = B or 2 B rows, N nodes, S codes of the largest scale, V co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,7 +100,7 @@ class ScaleImages(Family):
     def __init__(
         self,
         model: NextScale,
-        processor: Any = None,
+        processor: Callable[..., Any] | None = None,
         codec: Any = None,
         per_scale: ScaleSettings | None = None,
         ramp: str = "linear",

@@ -6,9 +6,11 @@ A smaller model of the same maps is its refiner (CoDe) or its drafter; a number 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from visspec.io import included
 from visspec.models.image_codes.target import ImageLayout
@@ -29,9 +31,9 @@ class LabelledVARImages(VARImages):
     def __init__(
         self,
         model: VARImageModel,
-        processor: Any = None,
+        processor: Callable[..., Any] | None = None,
         *,
-        settings: Any = None,
+        settings: GenerationConfig | None = None,
         per_scale: ScaleSettings | None = None,
         ramp: str = "linear",
         refiner: Any = None,
