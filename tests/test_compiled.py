@@ -20,7 +20,7 @@ from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.cache import SlotCache
 from visspec.models.attention.masks import laid
 from visspec.models.eagle import layer
-from visspec.models.eagle.drafter import FeatureDrafter, config_for
+from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.runner import compiled
@@ -260,7 +260,7 @@ def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, l
     if "table" in options:  # as for a large vocabulary
         monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
-    config = config_for(model, **{k: v for k, v in options.items() if k != "table"})
+    config = FeatureDrafter.config_for(model, **{k: v for k, v in options.items() if k != "table"})
     drafter = FeatureDrafter(FeatureHead(config), model)
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
@@ -326,7 +326,7 @@ def test_a_feature_drafter_drafts_the_same_through_graphs(backend, monkeypatch):
     """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
     model = model_of("llava")
-    drafter = FeatureDrafter(FeatureHead(config_for(model)), model)
+    drafter = FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model)), model)
     eager = visspec.accelerate(model, drafter, adaptive=False)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, compile=True)
     chains = quick.drafter.inner.passes
@@ -343,8 +343,11 @@ def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
     for make, more in (
-        (lambda: FeatureDrafter(FeatureHead(config_for(model)), model), {"do_sample": True, "top_k": 5, "seed": 1}),
-        (lambda: FeatureDrafter(FeatureHead(config_for(model)), model, width=2), {"do_sample": False}),
+        (
+            lambda: FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model)), model),
+            {"do_sample": True, "top_k": 5, "seed": 1},
+        ),
+        (lambda: FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model)), model, width=2), {"do_sample": False}),
     ):
         quick = visspec.accelerate(model, make(), adaptive=False, compile=True)
         quick.target.passes = None
@@ -356,7 +359,10 @@ def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
 def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(monkeypatch):
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: broken)
     model = model_of("llava")
-    drafter, inputs = FeatureDrafter(FeatureHead(config_for(model)), model), prompt("llava", shapes("llava")["one"])
+    drafter, inputs = (
+        FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model)), model),
+        prompt("llava", shapes("llava")["one"]),
+    )
     quick = visspec.accelerate(model, drafter, compile=True, adaptive=False)
     quick.target.passes = None
     with warnings.catch_warnings(record=True) as caught:
@@ -368,7 +374,7 @@ def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(m
 
 
 def test_folded_anew_a_drafter_compiles_anew():
-    drafter = FeatureDrafter(FeatureHead(config_for(model_of("llava"))), model_of("llava"))
+    drafter = FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model_of("llava"))), model_of("llava"))
     drafter.compile()
     first = drafter.passes
     drafter.compile()

@@ -22,7 +22,7 @@ from visspec.api.loading import load_image_model
 from visspec.loop.decode import apply_verdict, decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, config_for, seen
+from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, seen
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
@@ -332,7 +332,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_configurations_are_refused(name):
-    good = config_for(family()).to_dict()
+    good = DistilledDrafter.config_for(family()).to_dict()
     with pytest.raises(ValueError, match=f"{name}: got .*, expected"):
         DistilledConfig(**good | {name: BAD[name]})
     with pytest.raises(ValueError, match="codes: got 25, expected a whole number from 1 to 24"):

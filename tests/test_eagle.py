@@ -18,7 +18,7 @@ from visspec.loop.decode import apply_verdict, open_request, retire
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import layer
-from visspec.models.eagle.drafter import FeatureDrafter, config_for
+from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead, staggered
 from visspec.models.eagle.sequence import layer_inputs, plan
 from visspec.models.layers import rotations, rotations_at
@@ -152,7 +152,7 @@ def test_rotary_rows_follow_the_sections():
     assert rotations_at(table, position, (2, 1, 1))[0, 0].tolist() == [12, 13, 42, 83]
     model = model_of("qwen2_5_vl")
     for heads, section in ((4, (2, 1, 1)), (2, (4, 2, 2)), (8, (2, 0, 0))):  # of the sizes 8, 16 and 4
-        assert config_for(model, heads=heads).mrope_section == section
+        assert FeatureDrafter.config_for(model, heads=heads).mrope_section == section
 
 
 def test_every_latent_enters_where_the_layout_says():
@@ -355,7 +355,7 @@ def test_another_target_is_refused(saved):
 def test_configurations_that_make_no_network_are_refused():
     for options in ({"heads": 5}, {"image_latents": -1}, {"levels": 0}, {"mrope_section": (1, 1)}):
         with pytest.raises(ValueError, match="expected"):
-            FeatureHead(config_for(model_of("llava"), **options))
+            FeatureHead(FeatureDrafter.config_for(model_of("llava"), **options))
 
 
 def test_half_precision_targets_are_drafted_for():
@@ -425,7 +425,7 @@ def test_a_prompt_read_in_blocks_is_the_prompt_read_at_once(monkeypatch):
 
     model = model_of("llava")
     inputs, kept = prompt("llava", shapes("llava")["ragged"]), []
-    drafter = FeatureDrafter(FeatureHead(config_for(model, image_latents=2)), model)
+    drafter = FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model, image_latents=2)), model)
     for size in (512, 3):
         monkeypatch.setattr(eagle, "BLOCK", size)
         quick = visspec.accelerate(model, drafter, adaptive=False)

@@ -27,7 +27,7 @@ from visspec.accept.graphed_rule import GraphedRule
 from visspec.api.images import ImagePipeline
 from visspec.models.attention.slot_layers import CACHE
 from visspec.models.eagle import layer
-from visspec.models.eagle.drafter import FeatureDrafter, config_for
+from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Jacobi
@@ -364,7 +364,7 @@ def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeyp
 
 
 def chains_of(model, **options):
-    return FeatureDrafter(FeatureHead(config_for(model, **options)), model)
+    return FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model, **options)), model)
 
 
 GREEDY = {"max_new_tokens": 15, "do_sample": False}
@@ -427,7 +427,7 @@ def test_drafts_that_are_not_recorded(standin):
     """Trees, stops, laws with top-k: as ever."""
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
-    head = FeatureHead(config_for(model))
+    head = FeatureHead(FeatureDrafter.config_for(model))
     for drafter, more in (
         (FeatureDrafter(head, model), {"do_sample": True, "top_k": 5, "seed": 1}),
         (FeatureDrafter(head, model, width=2), {"do_sample": False}),

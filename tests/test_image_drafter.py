@@ -18,7 +18,7 @@ from visspec.loop.decode import decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.eagle.image_drafter import CaptureTarget, ImageFeatureDrafter, config_for
+from visspec.models.eagle.image_drafter import CaptureTarget, ImageFeatureDrafter
 from visspec.models.eagle.image_head import ImageHead
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
@@ -262,7 +262,7 @@ def test_bad_options_are_refused_in_a_sentence(what):
 def test_bad_configurations_are_refused():
     for options in ({"codes": 0}, {"rows": 0}, {"columns": -1}, {"codes": 25}, {"image_latents": 2}, {"guidance": 0}):
         with pytest.raises(ValueError, match="expected"):
-            ImageHead(config_for(family(), **options))
+            ImageHead(ImageFeatureDrafter.config_for(family(), **options))
 
 
 @pytest.fixture

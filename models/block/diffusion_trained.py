@@ -6,7 +6,6 @@ Shapes: B rows, L places, K masks, T distributions of an answer, d hidden size, 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,19 +13,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from visspec.models.block.diffusion import DiffusionModel
-from visspec.models.block.diffusion_network import DiffusionConfig, DiffusionLMLayers
+from visspec.models.block.diffusion_network import DiffusionLMLayers
 from visspec.models.block.drafter import bare
 from visspec.models.block.trained import DECAY
 from visspec.models.decoder.small_model import READS
-from visspec.models.decoder.target import content_ids, vocabulary
+from visspec.models.decoder.target import spare_id, text_sizes
 from visspec.models.drafting import checkpoint
 from visspec.types import TrainingBatch
 
 
-class DiffusionDrafter(checkpoint.SavedHead, DiffusionModel):
+class DiffusionDrafter(checkpoint.NetworkDrafter, DiffusionModel):
     """A drafter around a `DiffusionHead`, for one loaded target, whose embedding and head it uses. Options as those of
     `DiffusionModel`. Raises ValueError if the network was made for another target.
     """
+
+    head_class = DiffusionLMLayers
 
     def __init__(
         self,
@@ -38,7 +39,7 @@ class DiffusionDrafter(checkpoint.SavedHead, DiffusionModel):
         width: int = 1,
         nodes: int = 24,
     ):
-        check_target(head.config, model)
+        self.check_target(head.config, model)
         self.head, self.config = head.to(model.device), head.config
         self.embed: Any = bare(model.get_input_embeddings())
         self.lm_head: Any = model.get_output_embeddings()
@@ -47,17 +48,21 @@ class DiffusionDrafter(checkpoint.SavedHead, DiffusionModel):
         super().__init__(self.run, model, head.config.mask, head.config.block, steps, reads, width=width, nodes=nodes)
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> DiffusionDrafter:
-        """An untrained drafter for a target. `options` are fields of DiffusionConfig."""
-        torch.manual_seed(seed)
-        return cls(DiffusionLMLayers(config_for(model, **options)), model)
+    def sizes(cls, target: PreTrainedModel) -> dict[str, Any]:
+        known = text_sizes(target)
+        del known["target_layers"]
+        return known
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> DiffusionDrafter:
-        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
-        return cls(
-            checkpoint.read(folder, DiffusionLMLayers, lambda config: check_target(config, model)), model, **options
-        )
+    def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
+        """The mask is the id of a picture's slots, which the text does not have, or of padding."""
+        text = target.config.get_text_config()
+        return {
+            "layers": 4,
+            "heads": text.num_attention_heads,
+            "intermediate": text.intermediate_size,
+            "mask": spare_id(target),
+        }
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -110,29 +115,3 @@ class DiffusionDrafter(checkpoint.SavedHead, DiffusionModel):
             weight = weight_BK.new_zeros(len(texts), total + masks).scatter(1, at_BK, weight_BK)
             found.append((room[:, :total], room[:, :total, :0], weight[:, :total]))
         return found
-
-
-def check_target(config: DiffusionConfig, model: PreTrainedModel) -> None:
-    """Raises ValueError if the drafter was made for another model."""
-    hidden = model.config.get_text_config().hidden_size
-    found = {"family": model.config.model_type, "hidden": hidden, "vocab": vocabulary(model)}
-    checkpoint.check_target(config, **found)  # type: ignore[arg-type]
-
-
-def config_for(model: PreTrainedModel, **options: Any) -> DiffusionConfig:
-    """The configuration of a drafter for a loaded target: sizes are the target's; the mask is the id of a picture's
-    slots, which the text does not have, or of padding.
-    """
-    text = model.config.get_text_config()
-    spare = [i for i in sorted(content_ids(model.config)) if i < text.vocab_size]
-    given = {
-        "family": model.config.model_type,
-        "vocab": vocabulary(model),
-        "hidden": text.hidden_size,
-        "layers": 4,
-        "heads": text.num_attention_heads,
-        "intermediate": text.intermediate_size,
-        "mask": next(iter(spare), text.pad_token_id or 0),
-        **options,
-    }
-    return DiffusionConfig(**given)

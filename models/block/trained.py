@@ -17,22 +17,24 @@ from transformers import PreTrainedModel
 
 from visspec.cache import additive
 from visspec.models.block.drafter import BlockModel, DFlashVariant
-from visspec.models.block.head import BlockConfig, BlockHead
-from visspec.models.decoder.target import content_ids, vocabulary
+from visspec.models.block.head import BlockHead
+from visspec.models.decoder.target import spare_id, text_sizes
 from visspec.models.drafting import checkpoint
 from visspec.types import TrainingBatch
 
 DECAY = 0.8  # weight of a place in the loss, of that before it
 
 
-class BlockDrafter(BlockModel):
+class BlockDrafter(checkpoint.NetworkDrafter, BlockModel):
     """A drafter around a `BlockHead`, for one loaded target. width > 1: trees of at most `nodes` nodes (DDTree).
 
     Raises ValueError if the network was made for another target.
     """
 
+    head_class = BlockHead
+
     def __init__(self, head: BlockHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
-        check_target(head.config, model)
+        self.check_target(head.config, model)
         self.head, self.config = head.to(model.device), head.config
         form = DFlashVariant(causal=True, index=True, raw=True)
         super().__init__(self._running(head, model.dtype), model, width, nodes, form)
@@ -40,19 +42,27 @@ class BlockDrafter(BlockModel):
         self.apart = not (head.config.markov or head.config.confidence)
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> BlockDrafter:
-        """An untrained drafter for a target. `options` are fields of BlockConfig."""
-        torch.manual_seed(seed)
-        return cls(BlockHead(config_for(model, **options)), model)
+    def sizes(cls, target: PreTrainedModel) -> dict[str, Any]:
+        return text_sizes(target)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> BlockDrafter:
-        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
-        return cls(checkpoint.read(folder, BlockHead, lambda config: check_target(config, model)), model, **options)
-
-    def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
-        checkpoint.write(folder, self.head, provenance, dtype)
+    def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
+        """Five layers of the target are read, evenly spaced; places to fill have the id of a picture's slots, or of
+        padding.
+        """
+        text = target.config.get_text_config()
+        depth, heads = text.num_hidden_layers, text.num_attention_heads
+        rope = getattr(text, "rope_parameters", None) or {}
+        return {
+            "layers": 5,
+            "heads": heads,
+            "kv_heads": text.num_key_value_heads,
+            "head_size": getattr(text, "head_dim", None) or text.hidden_size // heads,
+            "intermediate": text.intermediate_size,
+            "feature_layers": tuple(sorted({1 + round(i * max(depth - 2, 0) / 4) for i in range(5)})),
+            "mask": spare_id(target),
+            "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        }
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines, as `BlockModel.export`; DSpark's heads have no place there."""
@@ -141,37 +151,3 @@ class BlockDrafter(BlockModel):
             seen_BC[:, : lesson.prompt_length] = lesson.attention.bool()
         place_BC = (seen_BC.cumsum(dim=1) - 1).clamp(min=0)
         return seen_BC, place_BC, seen_BC[:, : lesson.prompt_length].sum(dim=1, keepdim=True)
-
-
-def check_target(config: BlockConfig, model: PreTrainedModel) -> None:
-    """Raises ValueError if the drafter was made for another model."""
-    text = model.config.get_text_config()
-    family, layers = model.config.model_type, text.num_hidden_layers
-    found = {"family": family, "hidden": text.hidden_size, "vocab": vocabulary(model), "target_layers": layers}
-    checkpoint.check_target(config, **found)  # type: ignore[arg-type]
-
-
-def config_for(model: PreTrainedModel, **options: Any) -> BlockConfig:
-    """The configuration of a drafter for a loaded target: sizes are the target's; five of its layers are read, evenly
-    spaced; places to fill have the id of a picture's slots, or of padding.
-    """
-    text = model.config.get_text_config()
-    depth, heads = text.num_hidden_layers, text.num_attention_heads
-    rope = getattr(text, "rope_parameters", None) or {}
-    spare = [i for i in sorted(content_ids(model.config)) if i < text.vocab_size]
-    given = {
-        "family": model.config.model_type,
-        "vocab": vocabulary(model),
-        "hidden": text.hidden_size,
-        "target_layers": depth,
-        "layers": 5,
-        "heads": heads,
-        "kv_heads": text.num_key_value_heads,
-        "head_size": getattr(text, "head_dim", None) or text.hidden_size // heads,
-        "intermediate": text.intermediate_size,
-        "feature_layers": tuple(sorted({1 + round(i * max(depth - 2, 0) / 4) for i in range(5)})),
-        "mask": next(iter(spare), text.pad_token_id or 0),
-        "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        **options,
-    }
-    return BlockConfig(**given)

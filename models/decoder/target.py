@@ -390,6 +390,23 @@ def content_ids(config: PreTrainedConfig) -> frozenset[int]:
     return frozenset(i for i in named if isinstance(i, int))
 
 
+def spare_id(model: Any) -> int:
+    """An id that the text of answers does not have: that of a picture's slots, or of padding."""
+    text = model.config.get_text_config()
+    return min((i for i in content_ids(model.config) if i < text.vocab_size), default=text.pad_token_id or 0)
+
+
+def text_sizes(model: Any) -> dict[str, Any]:
+    """What a drafter for a model of text is made for, as fields of its configuration."""
+    text = model.config.get_text_config()
+    return {
+        "family": model.config.model_type,
+        "hidden": text.hidden_size,
+        "vocab": vocabulary(model),
+        "target_layers": text.num_hidden_layers,
+    }
+
+
 def vocabulary(model: Any) -> int:
     """Number of logits, also for packed weights. Raises ValueError without a head."""
     head = model.get_output_embeddings()

@@ -20,7 +20,6 @@ Shapes: B rows, P prompt, T elements, S elements of the memory, D depth, V ids, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +30,14 @@ from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical
 from visspec.grammar import held
-from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig, DistilledHead
-from visspec.models.drafting import checkpoint
-from visspec.models.image_codes.drafting import IMPOSSIBLE, check_grid, check_target, embedding, warn_of_guidance
-from visspec.models.image_codes.families import family_of
+from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledHead
+from visspec.models.image_codes.drafting import (
+    IMPOSSIBLE,
+    ImageNetworkDrafter,
+    check_grid,
+    embedding,
+    warn_of_guidance,
+)
 from visspec.models.image_codes.target import Family
 from visspec.sampling import Gumbel, derived, warp
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -49,37 +52,28 @@ class DistilledMemory:
     noise: Gumbel | None  # the drafter's random numbers, for rules with their own
 
 
-class DistilledDrafter(checkpoint.SavedHead, Drafter):
+class DistilledDrafter(ImageNetworkDrafter, Drafter):
     """A drafter around a `DistilledHead`, for one image model (or its `Family`).
 
     levels: places of a draft (default: the configuration's); refine: passes of the network for one. Raises ValueError
     for other values, or when the network was made for another target.
     """
 
+    head_class = DistilledHead
+
     def __init__(self, head: DistilledHead, target: nn.Module | Family, *, levels: int | None = None, refine: int = 6):
         for name, value in (("levels", levels), ("refine", refine)):
             if value is not None and value < 1:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
-        family = target if isinstance(target, Family) else family_of(target, None)
-        check_target(head.config, family)
+        family = self.subject(target)
+        self.check_target(head.config, family)
         self.head, self.config, self.refine, self.warned = head, head.config, refine, False
         self.traits = DrafterTraits(levels=levels or self.config.levels, adaptive_depth=False)
         self.attach(family)
 
     @classmethod
-    def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> DistilledDrafter:
-        """A fresh, untrained drafter for a target. `options` are fields of DistilledConfig."""
-        family = target if isinstance(target, Family) else family_of(target, None)
-        torch.manual_seed(seed)
-        return cls(DistilledHead(config_for(family, **options)), family)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> DistilledDrafter:
-        """Load a checkpoint folder for its target, strictly; `options` as in the constructor."""
-        family = target if isinstance(target, Family) else family_of(target, None)
-        return cls(
-            checkpoint.read(folder, DistilledHead, lambda config: check_target(config, family)), family, **options
-        )
+    def defaults(cls, target: Family, options: dict[str, Any]) -> dict[str, Any]:
+        return super().defaults(target, options) | {"layers": 3}
 
     def attach(self, target: Family) -> None:
         """Follow a target to its device; the network keeps its own dtype."""
@@ -177,25 +171,3 @@ def seen(known: DistilledMemory, newest: list[int], depth: int) -> tuple[Tensor,
     parts = memory_BS[:, None].expand(-1, depth, -1), own_DD.expand(len(memory_BS), -1, -1)
     element_BD = newest_B1 + torch.arange(depth, device=device)
     return element_BD, known.stored[..., :reach, :], torch.cat(parts, dim=2)
-
-
-def config_for(family: Family, **options: Any) -> DistilledConfig:
-    """The configuration of a drafter for a family, of its own sizes but the number of layers, for its size of image and
-    guidance scale.
-    """
-    decoder, layout = family.decoder.config, family.layout()
-    rows = layout.grid[0]
-    sizes = {
-        "family": family.name,
-        "vocab": family.codes + family.grammar,
-        "hidden": decoder.hidden_size,
-        "target_layers": decoder.num_hidden_layers,
-        "codes": family.codes,
-        "rows": rows,
-        "columns": layout.positions // rows,
-        "layers": 3,
-        "heads": decoder.num_attention_heads,
-        "intermediate": decoder.intermediate_size,
-        "guidance": family.default_guidance,
-    }
-    return DistilledConfig(**{**sizes, **options})

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import save_file
@@ -26,11 +26,56 @@ NAMES = {
 }
 
 
-class SavedHead:
-    """A drafter whose checkpoint folder is its network, `head`."""
+class NetworkDrafter:
+    """A drafter around a network, `head`, which is made for a target; its checkpoint folder is that network's.
+
+    A trained drafter is a subclass that names the class of its network, with `sizes` and `defaults`, and a row of the
+    table of drafters.
+    """
 
     saved_as = "network"
+    head_class: ClassVar[type[Any]]
     head: Any
+
+    @classmethod
+    def subject(cls, target: Any) -> Any:
+        """The target as the drafter takes it."""
+        return target
+
+    @classmethod
+    def sizes(cls, target: Any) -> dict[str, Any]:
+        """Fields of the configuration that have to be the target's."""
+        raise NotImplementedError
+
+    @classmethod
+    def defaults(cls, target: Any, options: dict[str, Any]) -> dict[str, Any]:
+        """Other fields that a new configuration for this target starts from, where they are not in `options`."""
+        raise NotImplementedError
+
+    @classmethod
+    def config_for(cls, target: Any, **options: Any) -> Any:
+        """The configuration of a new network for a target. `options` are its fields."""
+        known = {**cls.sizes(target), **cls.defaults(target, options)}
+        return cls.head_class.config_class(**{**known, **options})
+
+    @classmethod
+    def check_target(cls, config: Any, target: Any) -> None:
+        """Raises ValueError if the network was made for another target."""
+        check_target(config, **cls.sizes(target))
+
+    @classmethod
+    def for_model(cls, target: Any, *, seed: int = 0, **options: Any) -> Self:
+        """An untrained drafter for a target. `options` are fields of the configuration."""
+        target = cls.subject(target)
+        torch.manual_seed(seed)
+        return cls(cls.head_class(cls.config_for(target, **options)), target)  # type: ignore[call-arg]
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> Self:
+        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
+        target = cls.subject(target)
+        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target))
+        return cls(head, target, **options)  # type: ignore[call-arg]
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""

@@ -9,20 +9,17 @@ Shapes: B rows, L prompt, T elements, d hidden size, F features.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from visspec import tree as trees
-from visspec.models.decoder.target import content_ids, vocabulary
-from visspec.models.drafting import checkpoint
+from visspec.models.decoder.target import content_ids, text_sizes
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
-from visspec.models.eagle.feature_head import FeatureHead, HeadConfig
+from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
 from visspec.types import Draft, Scores, State, TrainingBatch
 
@@ -36,6 +33,7 @@ class FeatureDrafter(FeatureDrafting):
     and global vectors (for ablations). Raises ValueError if the network was made for another target.
     """
 
+    head_class: ClassVar[type[nn.Module]] = FeatureHead
     passes: CompiledDrafter | None = None
     recorder: GraphedDrafter | None = None
 
@@ -43,7 +41,7 @@ class FeatureDrafter(FeatureDrafting):
         self, head: FeatureHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24, images: bool = True
     ):
         config = head.config
-        check_target(config, model)
+        self.check_target(config, model)
         self.model, self.images = model, images and config.image_latents > 0
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.borrowed = (embed, lm_head)
@@ -51,15 +49,26 @@ class FeatureDrafter(FeatureDrafting):
         self.traits = replace(self.traits, embeddings=self.images, joins=True)
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> FeatureDrafter:
-        """An untrained drafter for a target. `options` are fields of HeadConfig."""
-        torch.manual_seed(seed)
-        return cls(FeatureHead(config_for(model, **options)), model)
+    def sizes(cls, target: PreTrainedModel) -> dict[str, Any]:
+        return text_sizes(target)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> FeatureDrafter:
-        """Load a checkpoint folder for its target, strictly; `options` as in the constructor."""
-        return cls(checkpoint.read(folder, FeatureHead, lambda config: check_target(config, model)), model, **options)
+    def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
+        text = target.config.get_text_config()
+        heads = options.get("heads", text.num_attention_heads)
+        rope = getattr(text, "rope_parameters", None) or {}
+        return {
+            "heads": heads,
+            "intermediate": text.intermediate_size,
+            "image_ids": tuple(sorted(content_ids(target.config))),
+            "rope_theta": float(rope.get("rope_theta", 10000.0)),
+            "mrope_section": scaled_section(rope, text.hidden_size // heads // 2),
+        }
+
+    @classmethod
+    def config_for(cls, target: PreTrainedModel, **options: Any) -> Any:
+        blind = {} if content_ids(target.config) else {"image_latents": 0}  # a decoder of text
+        return super().config_for(target, **options | blind)
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: compute keys and values of all elements except the last, which needs the pending token."""
@@ -160,38 +169,6 @@ class FeatureDrafter(FeatureDrafting):
     def _following(self, lesson: TrainingBatch) -> Tensor:
         assert lesson.embeddings is not None
         return self._followed(lesson.ids[:, 1:], lesson.embeddings)
-
-
-def check_target(config: HeadConfig, model: PreTrainedModel) -> None:
-    """Raises ValueError if the drafter was made for another model."""
-    text = model.config.get_text_config()
-    family, layers = model.config.model_type, text.num_hidden_layers
-    found = {"family": family, "hidden": text.hidden_size, "vocab": vocabulary(model), "target_layers": layers}
-    checkpoint.check_target(config, **found)
-
-
-def config_for(model: PreTrainedModel, **options: Any) -> HeadConfig:
-    """The configuration of a drafter for a loaded target: sizes and rotary sections are the target's."""
-    text = model.config.get_text_config()
-    heads = options.pop("heads", text.num_attention_heads)
-    rope = getattr(text, "rope_parameters", None) or {}
-    section = scaled_section(rope, text.hidden_size // heads // 2)
-    ids = content_ids(model.config)
-    return HeadConfig(
-        **{
-            "family": model.config.model_type,
-            "vocab": vocabulary(model),
-            "hidden": text.hidden_size,
-            "target_layers": text.num_hidden_layers,
-            "heads": heads,
-            "intermediate": text.intermediate_size,
-            "image_ids": tuple(sorted(ids)),
-            "rope_theta": float(rope.get("rope_theta", 10000.0)),
-            "mrope_section": section,
-            **options,
-            **({} if ids else {"image_latents": 0}),  # a text decoder
-        }
-    )
 
 
 def scaled_section(rope: dict[str, Any], half: int) -> tuple[int, ...]:

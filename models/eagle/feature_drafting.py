@@ -33,7 +33,7 @@ from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, Stat
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
 
 
-class FeatureDrafting(checkpoint.SavedHead, StructuredDrafter):
+class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
     """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` sets others.
 

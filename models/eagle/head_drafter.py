@@ -11,14 +11,13 @@ import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.models.decoder.target import content_ids, vocabulary
-from visspec.models.drafting import checkpoint
+from visspec.models.decoder.target import content_ids, text_sizes
 from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.published_config import check_verifier_named
@@ -41,13 +40,14 @@ class EagleDrafter(FeatureDrafter):
     pass where that predicts several (FLASH). Raises ValueError if the network was made for another target.
     """
 
+    head_class = EagleHead
     head: EagleHead
     config: EagleConfig
     layer: PublishedLayer
 
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
-        check_target(config, model)
+        self.check_target(config, model)
         if 0 < config.draft_vocab < width:
             raise ValueError(
                 f"width: got {width}, expected at most the {config.draft_vocab} ids that the head predicts"
@@ -60,21 +60,45 @@ class EagleDrafter(FeatureDrafter):
         self.traits = replace(self.traits, levels=levels, embeddings=config.images in SEEN, joins=True)
 
     @classmethod
-    def for_model(cls, model: PreTrainedModel, *, seed: int = 0, **options: Any) -> EagleDrafter:
-        """An untrained drafter for a target. `options` are fields of EagleConfig. A head of its own starts as the
-        target's rows of the first ids; `keep` of the network chooses others.
-        """
-        torch.manual_seed(seed)
-        head = EagleHead(config_for(model, **options))
-        drafter = cls(head, model)
-        if head.config.draft_vocab:
-            drafter.keep(torch.arange(head.config.draft_vocab))
-        return drafter
+    def sizes(cls, target: PreTrainedModel) -> dict[str, Any]:
+        known = text_sizes(target)
+        hidden = known.pop("hidden")
+        return known | {"target_hidden": hidden}
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> EagleDrafter:
-        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
-        return cls(checkpoint.read(folder, EagleHead, lambda config: check_target(config, model)), model, **options)
+    def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
+        text = target.config.get_text_config()
+        rope = getattr(text, "rope_parameters", None) or {}
+        heads = options.get("heads", text.num_attention_heads)
+        size = options.get("head_size", text.hidden_size // heads)
+        index = options.get("positions") == "index"
+        return {
+            "hidden": text.hidden_size,
+            "heads": heads,
+            "kv_heads": heads,
+            "head_size": size,
+            "intermediate": text.intermediate_size,
+            "image_ids": tuple(sorted(content_ids(target.config))),
+            "rope_theta": float(rope.get("rope_theta", 10000.0)),
+            "mrope_section": () if index else scaled_section(rope, size // 2),
+            "mrope_interleaved": bool(rope.get("mrope_interleaved")) and not index,
+        }
+
+    @classmethod
+    def config_for(cls, target: PreTrainedModel, **options: Any) -> EagleConfig:
+        if not content_ids(target.config):  # a decoder of text
+            options["images"] = "blind" if options.get("images") == "blind" else "none"
+        return super().config_for(target, **options)
+
+    @classmethod
+    def for_model(cls, target: PreTrainedModel, *, seed: int = 0, **options: Any) -> Self:
+        """As that of the base class. A head of its own starts as the target's rows of the first ids; `keep` of the
+        network chooses others.
+        """
+        drafter = super().for_model(target, seed=seed, **options)
+        if drafter.config.draft_vocab:
+            drafter.keep(torch.arange(drafter.config.draft_vocab))
+        return drafter
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "eagle" (EAGLE-1 and 2, MSD, ViSpec), "eagle3" (SpecForge, SGLang, vLLM)
@@ -196,40 +220,3 @@ class EagleDrafter(FeatureDrafter):
     def _taught(self, feature: Tensor) -> Tensor:
         read = self.head.decodable(feature)
         return self.head.lm_head(read) if self.config.draft_vocab else head_logits(self.lm_head, read, self.dtype)
-
-
-def check_target(config: EagleConfig, model: PreTrainedModel) -> None:
-    """Raises ValueError if the drafter was made for another model."""
-    text = model.config.get_text_config()
-    family, layers = model.config.model_type, text.num_hidden_layers
-    found = {"family": family, "vocab": vocabulary(model), "target_hidden": text.hidden_size, "target_layers": layers}
-    checkpoint.check_target(config, **found)  # type: ignore[arg-type]
-
-
-def config_for(model: PreTrainedModel, **options: Any) -> EagleConfig:
-    """The configuration of a drafter for a loaded target: sizes and rotary sections are the target's."""
-    text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    heads = options.get("heads", text.num_attention_heads)
-    size = options.get("head_size", text.hidden_size // heads)
-    index = options.get("positions") == "index"
-    ids = content_ids(model.config)
-    given = {
-        "family": model.config.model_type,
-        "vocab": vocabulary(model),
-        "hidden": text.hidden_size,
-        "target_hidden": text.hidden_size,
-        "target_layers": text.num_hidden_layers,
-        "heads": heads,
-        "kv_heads": heads,
-        "head_size": size,
-        "intermediate": text.intermediate_size,
-        "image_ids": tuple(sorted(ids)),
-        "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        "mrope_section": () if index else scaled_section(rope, size // 2),
-        "mrope_interleaved": bool(rope.get("mrope_interleaved")) and not index,
-        **options,
-    }
-    if not ids:  # a text decoder
-        given |= {"images": "blind" if given.get("images") == "blind" else "none", "image_latents": 0}
-    return EagleConfig(**given)

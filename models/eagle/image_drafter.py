@@ -10,7 +10,6 @@ Shapes: B rows, L prompt, T positions of the image, d hidden size, F features, V
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +18,18 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.grammar import held
-from visspec.models.drafting import checkpoint
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
-from visspec.models.image_codes.drafting import IMPOSSIBLE, check_grid, check_target, embedding, warn_of_guidance
-from visspec.models.image_codes.families import family_of
+from visspec.models.image_codes.drafting import (
+    IMPOSSIBLE,
+    ImageNetworkDrafter,
+    check_grid,
+    embedding,
+    warn_of_guidance,
+)
 from visspec.models.image_codes.target import Family, ImageAR
 from visspec.sampling import Gumbel, derived
 from visspec.types import FREE, Draft, Outcome, Request, Scores, State, TrainingBatch, Verdict
@@ -52,13 +55,14 @@ class ImageMemory(FeatureMemory):
             self.noise.select(keep)
 
 
-class ImageFeatureDrafter(FeatureDrafting):
+class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
     """A drafter around an `ImageHead`, for one image model (or its `Family`).
 
     tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
     nodes per depth. Raises ValueError for other options, or when the network was made for another target.
     """
 
+    head_class = ImageHead
     head: ImageHead
     config: ImageHeadConfig
 
@@ -77,8 +81,8 @@ class ImageFeatureDrafter(FeatureDrafting):
             raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}")
         if levels is not None and levels < 1:
             raise ValueError(f"levels: got {levels}, expected at least 1")
-        family = target if isinstance(target, Family) else family_of(target, None)
-        check_target(head.config, family)
+        family = self.subject(target)
+        self.check_target(head.config, family)
         self.counts = feature_tree.parse(shape) if tree == "static" else None
         if tree != "dynamic":
             width = max(self.counts or [1])
@@ -89,18 +93,8 @@ class ImageFeatureDrafter(FeatureDrafting):
         self.warned = False
 
     @classmethod
-    def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> ImageFeatureDrafter:
-        """A fresh, untrained drafter for a target. `options` are fields of ImageHeadConfig."""
-        family = target if isinstance(target, Family) else family_of(target, None)
-        torch.manual_seed(seed)
-        return cls(ImageHead(config_for(family, **options)), family)
-
-    @classmethod
-    def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> ImageFeatureDrafter:
-        """Load a checkpoint folder for its target, strictly; `options` as in the constructor."""
-        family = target if isinstance(target, Family) else family_of(target, None)
-        head = checkpoint.read(folder, ImageHead, lambda config: check_target(config, family))
-        return cls(head, family, **options)
+    def defaults(cls, target: Family, options: dict[str, Any]) -> dict[str, Any]:
+        return super().defaults(target, options) | {"guided": target.guided, "levels": 5}
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
@@ -200,26 +194,3 @@ class CaptureTarget(ImageAR):
             "embeddings": request.inputs.embeds[:rows],
         }
         return state, dataclasses.replace(scores, aux=aux)
-
-
-def config_for(family: Family, **options: Any) -> ImageHeadConfig:
-    """The configuration of a drafter for a family, at its own size of image and guidance scale."""
-    decoder, layout = family.decoder.config, family.layout()
-    rows = layout.grid[0]
-    return ImageHeadConfig(
-        **{
-            "family": family.name,
-            "vocab": family.codes + family.grammar,
-            "hidden": decoder.hidden_size,
-            "target_layers": decoder.num_hidden_layers,
-            "heads": decoder.num_attention_heads,
-            "intermediate": decoder.intermediate_size,
-            "codes": family.codes,
-            "rows": rows,
-            "columns": layout.positions // rows,
-            "guided": family.guided,
-            "guidance": family.default_guidance,
-            "levels": 5,
-            **options,
-        }
-    )

@@ -36,7 +36,7 @@ from visspec.models.drafting.published_config import (
 )
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
-from visspec.models.eagle.head_drafter import EagleDrafter, check_target
+from visspec.models.eagle.head_drafter import EagleDrafter
 
 logger = logging.getLogger(__name__)
 FORMS = ("eagle", "eagle3", "speculators")
@@ -82,7 +82,7 @@ def read(
     except ValueError as error:
         said = str(error)
         raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
-    check_target(config, model)
+    EagleDrafter.check_target(config, model)
     names = {name: name.replace(MIDLAYER, LAYER, 1) if form == "eagle3" else name for name in shapes}
     whole = config.draft_vocab == config.vocab  # such heads may have maps that map nothing
     names = {a: b for a, b in names.items() if b not in OF_THE_TARGET and not (whole and b in ("d2t", "t2d"))}

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from visspec.models.drafting import checkpoint
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.types import Request
 
@@ -25,13 +26,35 @@ def embedding(family: Family, vocab: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(family.embed(ids).detach())
 
 
-def check_target(config: Any, family: Family) -> None:
-    """Raises ValueError if the drafter was made for another model."""
-    decoder, vocab = family.decoder.config, family.codes + family.grammar
-    layers = decoder.num_hidden_layers
-    checkpoint.check_target(
-        config, family=family.name, hidden=decoder.hidden_size, codes=family.codes, vocab=vocab, target_layers=layers
-    )
+class ImageNetworkDrafter(checkpoint.NetworkDrafter):
+    """A drafter around a network that was made for a family, its size of image and its guidance scale."""
+
+    @classmethod
+    def subject(cls, target: nn.Module | Family) -> Family:
+        return target if isinstance(target, Family) else family_of(target, None)
+
+    @classmethod
+    def sizes(cls, target: Family) -> dict[str, Any]:
+        decoder = target.decoder.config
+        return {
+            "family": target.name,
+            "hidden": decoder.hidden_size,
+            "codes": target.codes,
+            "vocab": target.codes + target.grammar,
+            "target_layers": decoder.num_hidden_layers,
+        }
+
+    @classmethod
+    def defaults(cls, target: Family, options: dict[str, Any]) -> dict[str, Any]:
+        decoder, layout = target.decoder.config, target.layout()
+        rows = layout.grid[0]
+        return {
+            "heads": decoder.num_attention_heads,
+            "intermediate": decoder.intermediate_size,
+            "rows": rows,
+            "columns": layout.positions // rows,
+            "guidance": target.default_guidance,
+        }
 
 
 def check_grid(config: Any, request: Request) -> None:

@@ -35,7 +35,7 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.stats import acceptance_by_depth
-from visspec.models.distilled.drafter import DistilledDrafter, config_for, words
+from visspec.models.distilled.drafter import DistilledDrafter, words
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledHead, DistilledLayer
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.models.image_codes.target import ImageAR
@@ -129,7 +129,7 @@ def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
 def begun(family: Janus, layers: tuple[int, ...]) -> DistilledHead:
     """A network of these layers of a painter, with its head; kinds and places say nothing yet."""
     decoder, last = family.decoder, family.model.model.generation_head
-    config = config_for(
+    config = DistilledDrafter.config_for(
         family, layers=len(layers), temperature=temperature_of(family), rope_theta=rope_theta(decoder.config)
     )
     head = DistilledHead(config)
