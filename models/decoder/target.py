@@ -30,10 +30,11 @@ from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
 from visspec.models.decoder import probe
 from visspec.models.decoder.layer_subset import LayerSubset
-from visspec.models.runner.compiled import CompiledPasses, compiled
-from visspec.models.runner.graphs import GraphedForward, recorded
+from visspec.models.runner.compiled import compiled
+from visspec.models.runner.graphs import recorded
+from visspec.models.runner.target import RunningTarget
 from visspec.sampling import process
-from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
 
 # earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
@@ -45,7 +46,7 @@ MOST_POSITIONS = 1 << 20  # longer prompts are prepared like one of this length
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
 
-class HFDecoder(Target):
+class HFDecoder(RunningTarget):
     """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
 
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), concatenated for the
@@ -53,9 +54,6 @@ class HFDecoder(Target):
     be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
     that fails `probe`; `check=False` disables the probe. `compile`: see `compiled`.
     """
-
-    passes: CompiledPasses | None
-    recorder: GraphedForward | None = None
 
     def __init__(
         self,
@@ -95,9 +93,6 @@ class HFDecoder(Target):
         self.passes = compiled(model, self.decoder, bool(self.states)) if compile else None
         self.layer_subset = LayerSubset(model, self.decoder)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "passes": None, "recorder": None}
-
     def record(self, asked: bool | None) -> None:
         text = self.model.config.get_text_config()
         self.recorder = recorded(asked, self.model, self.decoder, self.masks, text, bool(self.states))
@@ -119,13 +114,9 @@ class HFDecoder(Target):
         if length == 0:
             length = inputs["inputs_embeds"].shape[1]
         self._check_request(request, length)
-        if self.recorder is not None:
-            self.recorder.open()
-        lean = bool(request.each) or (self.recorder is not None and self.recorder.due(request))
-        cache = self.cache(rows, request.max_new_tokens, lean)
+        cache = self.cache(rows, request.max_new_tokens, bool(request.each) or self.lean(request))
         cache.slots.open(length, self.device)
-        if self.passes is not None:
-            self.passes.open(cache.slots)
+        self.open(cache.slots)
         inputs[self._prepared_cache] = cache
         attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
@@ -197,10 +188,12 @@ class HFDecoder(Target):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows. Scores for (B, N)."""
-        found = None
-        if self.recorder is not None:
-            given = draft.value, state.position[:, None] + draft.tree.depth
-            found = self.recorder.run(state, draft.tree, given, self._whole, lambda: self._eager(state, draft)[0])
+        found = self.replayed(
+            state,
+            lambda: (draft.tree, (draft.value, state.position[:, None] + draft.tree.depth)),
+            self._whole,
+            lambda: self._eager(state, draft)[0],
+        )
         logits, features = found or self._eager(state, draft)
         assert logits is not None
         aux = {"raw": logits} if state.request.keep_raw else {}
@@ -208,9 +201,7 @@ class HFDecoder(Target):
 
     def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None]:
         """Logits and features (B, N) of a pass that is not recorded."""
-        model = self.model
-        if self.passes is not None:
-            model = self.passes.choice(state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
+        model = self.runs(self.model, state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
         past = state.cache.past
         if past is None:
             (output, seen), own_BN = self._pass(model, state, draft), None
@@ -277,10 +268,6 @@ class HFDecoder(Target):
         if state.cache.past is not None:
             state.cache.past.commit(outcome, draft.tree.size)
         state.cache.slots.commit(outcome.path)
-
-    def finish(self, state: State) -> None:
-        if self.recorder is not None:
-            self.recorder.finish(state.cache.slots, state.request.keep_cache)
 
     def select(self, state: State, keep: list[int]) -> None:
         state.cache.select(keep, stash=state.request.keep_cache)

@@ -29,6 +29,7 @@ from visspec.models.attention.masks import Masks
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.runner.compiled import CompiledPasses, compiled
 from visspec.models.runner.graphs import GraphedForward, recorded
+from visspec.models.runner.target import RunningTarget
 from visspec.sampling import process, warp
 from visspec.types import (
     FREE,
@@ -295,13 +296,10 @@ def counted(attention: Tensor, ahead: int) -> Tensor:
     return (torch.cat([attention, ahead_RT], dim=1).cumsum(dim=1) - 1).clamp(min=0)
 
 
-class ImageAR(Target):
+class ImageAR(RunningTarget):
     """A `Family` as a `Target`. `features`: provide hidden states, of both guidance rows, concatenated. `compile`: see
     `compiled`.
     """
-
-    passes: CompiledPasses | None
-    recorder: GraphedForward | None = None
 
     def __init__(self, family: Family, features: bool = False, compile: bool = False):
         decoder = family.decoder
@@ -330,10 +328,7 @@ class ImageAR(Target):
         rows, length = prompt.ids.shape
         cache = SlotLayers(prompt.embeds.shape[0], request.max_new_tokens)
         cache.slots.open(length, self.device)
-        if self.passes is not None:
-            self.passes.open(cache.slots)
-        if self.recorder is not None:
-            self.recorder.open()
+        self.open(cache.slots)
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
         pending, output = self._opened(request)
@@ -360,28 +355,28 @@ class ImageAR(Target):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
-        found = None if self.recorder is None else self._recorded(self.recorder, state, draft)
+        found = self._recorded(state, draft)
         hidden = self._eager(state, draft) if found is None else found
         return self._scores(state, draft, hidden, hidden)
 
     def _eager(self, state: State, draft: Draft) -> Tensor:
         """Hidden states (R, N, d) of a pass that is not recorded."""
-        decoder = self.family.decoder
-        if self.passes is not None:
-            decoder = self.passes.choice(state, lambda decoder, dummy: self._pass(decoder, state, dummy))
+        decoder = self.runs(self.family.decoder, state, lambda decoder, dummy: self._pass(decoder, state, dummy))
         return self._pass(decoder, state, draft)
 
-    def _recorded(self, recorder: GraphedForward, state: State, draft: Draft) -> Tensor | None:
+    def _recorded(self, state: State, draft: Draft) -> Tensor | None:
         """The same of one that is, if it is."""
-        twice, index = _twice(state), state.position[:, None] + draft.tree.depth
-        tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeated(draft.tree, twice)
-        embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
-        given = embeds, self.family.places(index.repeat(twice, 1), state)
+
+        def given() -> tuple[Tree, tuple[Tensor, Tensor]]:
+            twice, index = _twice(state), state.position[:, None] + draft.tree.depth
+            tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeated(draft.tree, twice)
+            embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
+            return tree, (embeds, self.family.places(index.repeat(twice, 1), state))
 
         def forward(cache: SlotLayers, mask: Any, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
             return (self._run(embeds, mask, places, cache),)
 
-        found = recorder.run(state, tree, given, forward, lambda: self._eager(state, draft))
+        found = self.replayed(state, given, forward, lambda: self._eager(state, draft))
         return None if found is None else found[0]
 
     def record(self, asked: bool | None) -> None:
@@ -389,10 +384,6 @@ class ImageAR(Target):
         if self.family.recorder is None:
             self.family.recorder = recorded(asked, decoder, decoder, self.masks, decoder.config)
         self.recorder = self.family.recorder
-
-    def finish(self, state: State) -> None:
-        if self.recorder is not None:
-            self.recorder.finish(state.cache.slots, keep=False)
 
     def _pass(self, decoder: Any, state: State, draft: Draft) -> Tensor:
         """Hidden states (R, N, d) of a pass over a draft."""
