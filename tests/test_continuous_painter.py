@@ -194,7 +194,7 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(continuous_painter, "GUIDANCES", (1.0, 2.0))
     options: argparse.Namespace = continuous_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "8", "--rows", "4", "--steps", "3", "--drafter-steps", "2", "--every", "9",
-         "--autoencoder-steps", "2", "--decoder-steps", "2", "--every-prompt", "72"]
+         "--autoencoder-steps", "2", "--decoder-steps", "2", "--every-prompt", "184"]
     )  # fmt: skip
     continuous_autoencoder.AutoencoderStage(options, 0).run()
     continuous_autoencoder.AutoencoderDecoderStage(options, 0).run()

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import partial
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ from visspec.types import Scores
 
 SIDES = (1, 2, 3, 4)
 LABELS = ["a photo of a red ring", "a photo of a star", "a photo of a blue cross", "a photo of a bar"]
-PROMPTS = LABELS[:2]
+PROMPTS, ROWS_OF_LABELS = LABELS[:2], scale_codes.rows_of_labels
 SHIPPED = zoo.CHECKPOINTS / "painter-var" / "config.json"
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped painter is not in this checkout")
 
@@ -344,6 +343,7 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
     """Every stage, taken up where it stopped, and the folders that come of it."""
     sizes = {"painter": {"width": 32, "depth": 2, "heads": 2}, "small": {"width": 32, "depth": 1, "heads": 2}}
     monkeypatch.setattr(scale_draw, "SIZES", sizes)
+    monkeypatch.setattr(scale_codes, "rows_of_labels", lambda share=44: ROWS_OF_LABELS(share))
     monkeypatch.setattr(scale_painter, "HANDOVERS", (6,))
     monkeypatch.setattr(scale_painter, "DEPTHS", (1,))
     monkeypatch.setattr(scale_painter, "GUIDANCES", (1.0, 2.0))
@@ -424,7 +424,7 @@ def features(tmp_path_factory):
 
 
 def test_the_quantiser_alone_is_taught(features, monkeypatch):
-    monkeypatch.setattr(scale_codes, "rows_of_labels", partial(scale_codes.rows_of_labels, 44))
+    monkeypatch.setattr(scale_codes, "rows_of_labels", lambda share=44: ROWS_OF_LABELS(share))
     stage = scale_codes.QuantiserStage(features, 0)
     before = {name: value.clone() for name, value in stage.model.state_dict().items()}
     with torch.no_grad():
