@@ -12,7 +12,7 @@ from PIL import Image
 
 from visspec.eval.metrics import readers, tasks, text_scores
 from visspec.eval.metrics.text_scores import bleu, cider_d, letter, normalised, rouge_l, vqa_accuracy, yes_no
-from visspec.toys import tasks as shapes
+from visspec.toys import scenes as shapes
 from visspec.toys.world import captions
 
 
@@ -238,7 +238,7 @@ def test_run_resumes_after_a_torn_line_and_lists_broken_images(tmp_path: Path):
 def test_a_killed_run_loses_no_finished_answer(tmp_path: Path):
     """SIGKILL in the middle of a question; answers reported finished are kept and not asked again."""
     code = (
-        "import sys\nfrom visspec.eval.metrics import tasks\nfrom visspec.toys import tasks as shapes\n"
+        "import sys\nfrom visspec.eval.metrics import tasks\nfrom visspec.toys import scenes as shapes\n"
         "def generate(image, text):\n    print(1, flush=True)\n    sys.stdin.readline()\n    return 'x'\n"
         "tasks.run(shapes.shape_questions(8), generate, sys.argv[1], 'm')\n"
     )
