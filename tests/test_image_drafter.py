@@ -206,8 +206,9 @@ def test_a_rollout_is_what_drafting_says():
             for level in range(3):
                 torch.testing.assert_close(used._logits(feature), steps[level][0][:, t + level], rtol=1e-3, atol=1e-3)
                 token = codes[:, t + level + 1]
-                x = used.layer.join(token[:, None], feature[:, None], state.memory.context_bias_at(level))
-                feature = used._level(state.memory, x, level, state.memory.rope_at(state.memory.table, level)[:, None])
+                memory = state.memory
+                turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)
+                feature = used.layer.step(memory, token, feature, bias, turn, level)
             draft = trees.empty_draft(state.pending)
             scores = target.verify(state, draft)
             state.memory.add(codes[:, t + 1 : t + 2], scores.features, [1] * 3)

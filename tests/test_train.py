@@ -71,11 +71,9 @@ def test_a_rollout_is_what_drafting_says(name, latents):
         for level in range(3):
             torch.testing.assert_close(drafter._logits(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
             token = lesson.ids[:, lesson.prompt_length + level + 1]
-            turn, x = (
-                state.memory.rope_at(state.memory.table, level),
-                drafter.layer.join(token, feature, state.memory.image_bias),
-            )
-            feature = drafter._level(state.memory, x, level, turn[:, None])
+            memory = state.memory
+            turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)
+            feature = drafter.layer.step(memory, token, feature, bias, turn, level)
 
 
 def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):

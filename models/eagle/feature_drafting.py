@@ -170,13 +170,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
         if self.width > 1:
             return self._tree(state, memory, feature_Bd, depth)
         chain = Chain(state, self.stop)
-        rope_BTC = memory.rope(memory.table, max(depth - 1, 1))
+        rope_BTC, bias_BTd = memory.rope(memory.table, max(depth - 1, 1)), memory.context_bias(max(depth - 1, 1))
         for level in range(depth):
             token_B = chain.add(self._logits(feature_Bd))
             if level + 1 < depth:
                 entered_B = self._entered(token_B, state, level)
-                x_Bd = self.layer.join(entered_B[:, None], feature_Bd[:, None], memory.context_bias_at(level))
-                feature_Bd = self._level(memory, x_Bd, level, rope_BTC[:, level : level + 1])
+                bias_B1d = bias_BTd if bias_BTd is None or bias_BTd.shape[1] == 1 else bias_BTd[:, level : level + 1]
+                turn_B1C = rope_BTC[:, level : level + 1]
+                feature_Bd = self.layer.step(memory, entered_B, feature_Bd, bias_B1d, turn_B1C, level)
         return chain.finish()
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
@@ -224,13 +225,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
             row, last = torch.arange(rows, device=x_Nd.device), to_device(counts, x_Nd.device) - 1
             x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
         return self.layer.attended(x_Bd, query, memory.attend)
-
-    def _level(self, memory: FeatureMemory, x_Bd: Tensor, level: int, turn_B1C: Tensor) -> Tensor:
-        """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
-        qkv = self.layer.project(x_Bd, x_Bd.shape[0], 1, turn_B1C)
-        memory.write(qkv[:, :, self.config.heads :], level)
-        attend = partial(memory.attend, drafted=level + 1)
-        return self.layer.attended(x_Bd, qkv[:, 0, : self.config.heads], attend)
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
         """Grow a tree. With noise, children are ranked by their distribution *given* the noise of their position."""

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.head import EagleHead
@@ -58,6 +60,21 @@ class DraftLayer(nn.Module):
     def attended(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The layer behind its queries: the predicted feature (N, d). attend: of queries to keys and values."""
         raise NotImplementedError
+
+    def step(
+        self,
+        memory: FeatureMemory,
+        token_B: Tensor,
+        feature_Bd: Tensor,
+        bias_B1d: Tensor | None,
+        turn_B1C: Tensor,
+        level: int,
+    ) -> Tensor:
+        """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
+        x_B = self.join(token_B[:, None], feature_Bd[:, None], bias_B1d)
+        qkv = self.project(x_B, len(x_B), 1, turn_B1C)
+        memory.write(qkv[:, :, self.heads :], level)
+        return self.attended(x_B, qkv[:, 0, : self.heads], partial(memory.attend, drafted=level + 1))
 
     def logits(self, feature: Tensor) -> Tensor:
         """(..., d) -> (..., V)."""
