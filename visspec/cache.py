@@ -75,7 +75,7 @@ class SlotCache:
         self.spare = 0  # rows that are allocated behind each store's: those of rows that have left
         self.mask: Any = None  # what `masks` keeps from pass to pass
         self.steady = False
-        self.lease: Any = None  # what keeps stores that were lent (`models.targets.graphs`) from others
+        self.lease: Any = None  # what keeps stores that were lent (`models.runner.graphs`) from others
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
 

@@ -2,7 +2,7 @@
 
 A causal decoder over prompt and codes that gives the target's distributions *after* guidance from one stream. A code
 may be a guess, or missing: the argmax of a place's distribution and its Gumbel numbers is the next guess
-(`models.drafters.distilled`).
+(`models.distilled.drafter`).
 
 Element t of a picture holds code t and is asked for code t + 1; those of a prompt are counted back from it. What stays
 of elements that are known is their keys and values, the memory. Embeddings of codes and words are the target's.

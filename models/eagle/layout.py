@@ -66,7 +66,7 @@ def read(
     **options: Any,
 ) -> EagleDrafter:
     """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
-    its tensors. images: what it sees of a picture, where the checkpoint does not tell (`nets.eagle_config.IMAGES`).
+    its tensors. images: what it sees of a picture, where the checkpoint does not tell (`eagle.config.IMAGES`).
     Of an EAGLE-3 head, in place of what it says: norm_output, whether it reads its own normed states; layers, the
     target's hidden states that it reads ("2-14-29").
 

@@ -3,7 +3,7 @@
 A level of a small network is two dozen kernels of a few microseconds each, and as much work on the host. The calls of a
 draft differ in nothing but sizes: the first takes the elements that wait, the others the last id of the one before.
 Through `torch.compile` one graph serves blocks of one element, one longer blocks; several rows have two of their own.
-As CUDA graphs (`models.targets.buffer_pool`) blocks are padded to few lengths, and attention is to a store's slots.
+As CUDA graphs (`models.runner.buffer_pool`) blocks are padded to few lengths, and attention is to a store's slots.
 
 Shapes: B rows, T elements of a block, K = `GROUP` levels, S slots, H heads, E head size, C = E / 2 rotations, P
 positions, d hidden size, V vocabulary.

@@ -71,7 +71,7 @@ def shifted(
 ) -> PromptLayout:
     """The same for published drafters, which count the element of tokens t and t + 1 to an image if t + 1 is a slot.
 
-    images: as in `nets.eagle_config.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
+    images: as in `eagle.config.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
     """
     runs: list[tuple[int, int, int]] = []
     rows, newest = [], []
