@@ -297,13 +297,20 @@ def test_levels_of_published_heads_draft_what_the_drafter_drafts(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [PUBLISHED[2], PUBLISHED[5]])
-def test_a_published_head_drafts_the_same_through_graphs(options, monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+@pytest.mark.parametrize(
+    ("options", "backend", "levels"),
+    [
+        (PUBLISHED[2], "eager", 4),
+        pytest.param(PUBLISHED[2], "aot_eager", 8, marks=pytest.mark.nightly),
+        pytest.param(PUBLISHED[5], "aot_eager", 8, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_published_head_drafts_the_same_through_graphs(options, backend, levels, monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", backend)
     model = model_of("llava")
     drafter = EagleDrafter.for_model(model, seed=3, **options)
-    eager = visspec.accelerate(model, drafter, adaptive=False)
-    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, compile=True)
+    eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
     chains = quick.drafter.inner.passes
     quick.target.passes = None
     for rows, graphs in (("one", 2), ("ragged", 4), ("several", 4)):
