@@ -30,7 +30,7 @@ CHUNK = 16  # positions drawn at a time: a constant, so that a row's stream does
 SIBLINGS = 32  # uniform numbers of a position; a node has at most this many children
 
 
-class Noise:
+class BufferedNoise:
     """Base class. samples: drafts are draws from a distribution that they report, independent of these numbers."""
 
     samples = False
@@ -40,7 +40,7 @@ class Noise:
         self.ahead = [self._chunk(g) for g in self.generators]  # (T, width), starting at each row's next position
 
     @classmethod
-    def of(cls, numbers_BTU: Tensor) -> Noise:
+    def of(cls, numbers_BTU: Tensor) -> BufferedNoise:
         """Noise of given numbers, without generators: for one round that is recorded."""
         made = cls.__new__(cls)
         made.generators, made.width, made.ahead = [], numbers_BTU.shape[-1], list(numbers_BTU)
@@ -65,7 +65,7 @@ class Noise:
         self.generators = [self.generators[i] for i in keep]
         self.ahead = [self.ahead[i] for i in keep]
 
-    def join(self, other: Noise, take: Sequence[int]) -> None:
+    def join(self, other: BufferedNoise, take: Sequence[int]) -> None:
         """Add rows of other noise of the same kind."""
         self.generators += [other.generators[i] for i in take]
         self.ahead += [other.ahead[i] for i in take]
@@ -81,7 +81,7 @@ class Noise:
         raise NotImplementedError
 
 
-class Gumbel(Noise):
+class Gumbel(BufferedNoise):
     """`width` Gumbel numbers a position. Drafts are coupled to the target's own draw."""
 
     def _chunk(self, generator: torch.Generator) -> Tensor:
@@ -97,7 +97,7 @@ class Gumbel(Noise):
         return logits_BWV + self.window(level + 1)[:, level, None, : logits_BWV.shape[-1]]
 
 
-class Uniform(Noise):
+class Uniform(BufferedNoise):
     """`width` numbers in [0, 1) a position, for draws that a distribution is reported of; the last of them draws the
     draft.
     """
@@ -124,7 +124,7 @@ class AcceptanceNoise(Uniform):
         return coins_BN, window_BTU[:, 0, SIBLINGS].contiguous()
 
 
-class Normals(Noise):
+class Normals(BufferedNoise):
     """Of each position, for chains of S steps in d dimensions: the start and the steps' normal numbers, two uniform
     numbers a step, and K candidates of residuals, with a uniform number each, for R of the steps: candidates = (R, K).
     """
@@ -163,7 +163,7 @@ class Normals(Noise):
         return path.points[:, -1], path
 
 
-class ScaleNoise(Noise):
+class ScaleNoise(BufferedNoise):
     """Noise of maps: a position is a scale, and `width` numbers belong to each of its sizes[k] codes. Base class."""
 
     def __init__(self, generators: Sequence[torch.Generator], width: int, sizes: Sequence[int]):
@@ -203,7 +203,7 @@ class ScaleNoise(Noise):
         super().select(keep)
         self.next = [self.next[i] for i in keep]
 
-    def join(self, other: Noise, take: Sequence[int]) -> None:
+    def join(self, other: BufferedNoise, take: Sequence[int]) -> None:
         raise ValueError(f"stream: got {type(self).__name__}, expected noise of tokens: maps are not drawn in streams")
 
 
@@ -335,7 +335,7 @@ def _reached(
     return [(b, n) for (b, n, _), may in zip(below, may_M.tolist()) if may]
 
 
-def choose(distribution: Categorical, depth_N: Tensor, noise: Noise | None, levels: int) -> Tensor:
+def choose(distribution: Categorical, depth_N: Tensor, noise: BufferedNoise | None, levels: int) -> Tensor:
     """The token sampled at each node with its position's noise, or the argmax without noise: (B, N).
 
     depth_N (1|B, N) is the offset of the node's next position from the pending token.
@@ -355,9 +355,9 @@ def choose(distribution: Categorical, depth_N: Tensor, noise: Noise | None, leve
 def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
     """One drafted token per row, in the form that the request's rule expects: (tokens (B,), the distribution or None).
 
-    Greedy: the argmax. Otherwise as the request's noise says (`Noise.draft`): the argmax under the very noise of that
-    position (level 0 is the position after the pending token), a point mass; or a real draw, and the distribution it
-    came from.
+    Greedy: the argmax. Otherwise as the request's noise says (`BufferedNoise.draft`): the argmax under the noise of
+    that position (level 0 is the position after the pending token), a point mass; or a real draw, and the distribution
+    it came from.
     """
     return drawn(Categorical(warp(logits_BV, state.request.sampling)), state, level)
 

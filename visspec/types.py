@@ -208,7 +208,7 @@ class ConfiguredModel(Protocol):
 
 
 class Noise(Protocol):
-    """Random numbers of a request, with one generator a row (`sampling.Noise`)."""
+    """Random numbers of a request, with one generator a row (`sampling.BufferedNoise`)."""
 
     generators: list[torch.Generator]
     samples: bool  # whether drafts are draws from a distribution that they report, independent of these numbers

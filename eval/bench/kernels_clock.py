@@ -16,7 +16,7 @@ WARM = 2  # warm-up calls, in which kernels are compiled
 BEST_OF = 3
 
 
-class Processor:
+class ProcessorClock:
     """CPU: processor time, which excludes other processes, the best of three calls."""
 
     repeats, fewest = 40, 8
@@ -100,4 +100,4 @@ class Device:
 
 
 def clock_of(device):
-    return Device(device) if device.type == "cuda" else Processor()
+    return Device(device) if device.type == "cuda" else ProcessorClock()

@@ -28,7 +28,7 @@ from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical, categorical, draw, residual
 from visspec.grammar import held
-from visspec.sampling import Gumbel, Noise, Uniform, derived
+from visspec.sampling import BufferedNoise, Gumbel, Uniform, derived
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
@@ -44,7 +44,7 @@ class Window:
 
     tokens: Tensor  # (B, W)
     q: Tensor | None  # (B, W, V); None where drafts are point masses or coupled to the target's own noise
-    noise: Noise | None  # the drafter's random numbers, independent of the rule's; None without q
+    noise: BufferedNoise | None  # the drafter's random numbers, independent of the rule's; None without q
 
 
 class Jacobi(Drafter):
@@ -174,7 +174,7 @@ class Jacobi(Drafter):
             return logp_BWV.argmax(dim=-1)
         return (logp_BWV + state.noise.window(logp_BWV.shape[1])[..., : logp_BWV.shape[-1]]).argmax(dim=-1)
 
-    def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, noise: Noise) -> Tensor:
+    def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, noise: BufferedNoise) -> Tensor:
         """Samples from p, coupled to the old draft by `redraw`."""
         u_BWX = noise.window(p_BWV.shape[1])
         if self.redraw == "gumbel":

@@ -130,7 +130,7 @@ def test_a_gpu_is_asked_for_before_work_starts(monkeypatch):
 @pytest.mark.slow
 def test_run_writes_a_complete_table(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels_clock, "BEST_OF", 1)
-    monkeypatch.setattr(kernels_clock.Processor, "fewest", 2)
+    monkeypatch.setattr(kernels_clock.ProcessorClock, "fewest", 2)
     monkeypatch.setattr(kernels_rules, "compared", partial(kernels_rules.compared, V=2048))
     monkeypatch.setattr(kernels_jobs, "VOCABULARY", 2048)
     result = bench.run("cpu", tmp_path / "kernels.json", quick=True)

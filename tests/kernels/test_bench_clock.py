@@ -200,7 +200,7 @@ def test_waits_are_errors_while_it_is_checked_for_them(what, mode):
 
 
 def test_the_clock_is_the_devices():
-    assert isinstance(clocks.clock_of(torch.device("cpu")), clocks.Processor)
+    assert isinstance(clocks.clock_of(torch.device("cpu")), clocks.ProcessorClock)
 
 
 @pytest.mark.gpu

@@ -37,7 +37,7 @@ from torch import Tensor
 from visspec.accept import codebook
 from visspec.accept.rejection import Rejection
 from visspec.distributions import categorical
-from visspec.sampling import AcceptanceNoise, Noise
+from visspec.sampling import AcceptanceNoise, BufferedNoise
 from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
 HORIZON = 4.0  # codes' earnings; with so much in reserve the reach is one unit
@@ -63,7 +63,7 @@ class BudgetedNoise(AcceptanceNoise):
         super().select(keep)
         self.reserve = self.reserve[list(keep)]
 
-    def join(self, other: Noise, take: Sequence[int]) -> None:
+    def join(self, other: BufferedNoise, take: Sequence[int]) -> None:
         super().join(other, take)
         assert isinstance(other, BudgetedNoise)
         self.reserve = torch.cat([self.reserve, other.reserve[list(take)]])
