@@ -29,6 +29,13 @@ def unit(x: Tensor) -> Tensor:
     return x * (math.sqrt(x.shape[-1]) / norm).to(x.dtype)
 
 
+def over_vocabulary(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
+    """Logits (..., D) of some target ids (D,) as those of all (..., V): -inf elsewhere. ids None: they are of all."""
+    if ids is None:
+        return logits
+    return logits.new_full((*logits.shape[:-1], vocab), float("-inf")).index_copy_(-1, ids, logits)
+
+
 class FeatureRMSNorm(nn.Module):
     """Root-mean-square norm with a learned scale."""
 

@@ -247,6 +247,18 @@ def drafted(fast, inputs, **options) -> tuple:
     return result.state.tokens, [(r.levels, r.committed) for r in result.state.trace.rounds], result.state.trace.faults
 
 
+def check_levels(model, drafter, levels: int) -> None:
+    """The function of tensors that is compiled drafts what the drafter drafts eagerly."""
+    eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
+    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
+    chains, quick.target.passes = quick.drafter.inner.passes, None
+    chains.call, chains.ready = chains.levels, {False, True}
+    for rows in shapes("llava"):
+        inputs = prompt("llava", shapes("llava")[rows])
+        for more in (GREEDY, SAMPLED):
+            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
+
+
 VARIANTS = [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}]
 OF_DRAFTS = [  # a last block of a whole length, and a shorter one
     *((options, 8) for options in VARIANTS),
@@ -261,15 +273,7 @@ def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, l
         monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
     config = FeatureDrafter.config_for(model, **{k: v for k, v in options.items() if k != "table"})
-    drafter = FeatureDrafter(FeatureHead(config), model)
-    eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
-    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
-    chains, quick.target.passes = quick.drafter.inner.passes, None
-    chains.call, chains.ready = chains.levels, {False, True}
-    for rows in shapes("llava"):
-        inputs = prompt("llava", shapes("llava")[rows])
-        for more in (GREEDY, SAMPLED):
-            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
+    check_levels(model, FeatureDrafter(FeatureHead(config), model), levels)
 
 
 PUBLISHED = [  # forms of published heads
@@ -285,15 +289,7 @@ PUBLISHED = [  # forms of published heads
 @pytest.mark.parametrize("options", PUBLISHED)
 def test_levels_of_published_heads_draft_what_the_drafter_drafts(options):
     model = model_of("llava")
-    drafter = EagleDrafter.for_model(model, seed=3, **options)
-    eager = visspec.accelerate(model, drafter, adaptive=False, levels=6)
-    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=6, compile=True)
-    chains, quick.target.passes = quick.drafter.inner.passes, None
-    chains.call, chains.ready = chains.levels, {False, True}
-    for rows in shapes("llava"):
-        inputs = prompt("llava", shapes("llava")[rows])
-        for more in (GREEDY, SAMPLED):
-            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
+    check_levels(model, EagleDrafter.for_model(model, seed=3, **options), levels=6)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from visspec.models.drafting import published_config
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.models.drafting.memory import accepted, packed, prompt_first
 from visspec.models.drafting.structure import Chain, StructuredDrafter
+from visspec.models.layers import over_vocabulary
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -179,10 +180,7 @@ class BlockModel(StructuredDrafter):
             logits = logits * form.multiplier
         if form.softcap:
             logits = torch.tanh(logits / form.softcap) * form.softcap
-        if form.ids is None:
-            return logits
-        everything = logits.new_full((*logits.shape[:-1], self.vocab), float("-inf"))
-        return everything.index_copy_(-1, form.ids, logits)
+        return over_vocabulary(logits, form.ids, self.vocab)
 
     def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor, places: int | None = None) -> Tensor:
         """Reads what the target has accepted since the last pass, and returns the block's hidden states (B, K, d).

@@ -23,7 +23,7 @@ from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.head import EagleHead
-from visspec.models.layers import TINY, rotate, unit
+from visspec.models.layers import TINY, over_vocabulary, rotate, unit
 
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
 
@@ -204,13 +204,7 @@ class PublishedLayer(DraftLayer):
 
     def logits(self, feature: Tensor) -> Tensor:
         read = self.head.decodable(feature)
-        if not self.own_head:
-            return super().logits(read)
-        logits = self.lm_head(read)
-        if self.ids is None:
-            return logits
-        everything = logits.new_full((*logits.shape[:-1], self.vocab), float("-inf"))
-        return everything.index_copy_(-1, self.ids, logits)
+        return over_vocabulary(self.lm_head(read), self.ids, self.vocab) if self.own_head else super().logits(read)
 
 
 def direction(x: Tensor) -> Tensor:

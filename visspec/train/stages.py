@@ -67,6 +67,8 @@ class Stage:
     """
 
     warm = 0.04  # share of the steps in which the learning rate rises
+    betas = (0.9, 0.98)
+    vectors_decay = False  # whether parameters of one dimension have weight decay too
 
     def __init__(
         self,
@@ -80,10 +82,11 @@ class Stage:
         parts: dict,
     ):
         matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimiser = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98))
-        self.parts = parts | {"optimiser": self.optimiser}
+        decays = (matrices, decay), (vectors, decay if self.vectors_decay else 0.0)
+        groups = [{"params": parameters, "weight_decay": share} for parameters, share in decays]
+        self.optimiser = torch.optim.AdamW(groups, lr=peak, betas=self.betas)
         self.trained, self.steps, self.peak = trained, steps, peak
+        self.parts = parts | {"optimiser": self.optimiser} | self.schedules()
         self.options, self.rank, self.workers = options, rank, options.workers
         self.file, self.step, self.seconds = options.out / file, 0, 0.0
         self.notes: dict[str, float] = {}  # printed with the loss
@@ -95,6 +98,10 @@ class Stage:
     def report(self) -> dict:
         """Figures of the model as it stands."""
         raise NotImplementedError
+
+    def schedules(self) -> dict:
+        """What else of the optimisation must survive a restart."""
+        return {}
 
     def rate(self) -> float:
         """Learning rate: linear warm-up, then a cosine down to 2 % of the peak."""
@@ -148,29 +155,16 @@ class Stage:
 
 
 class OneCycleStage(Stage):
-    """A stage with torch's one-cycle schedule, which moves the momentum too, and weight decay of all parameters.
+    """A stage with torch's one-cycle schedule, which moves the momentum too, and weight decay of all parameters."""
 
-    rises: share of the steps in which the learning rate rises.
-    """
+    vectors_decay = True
+    rises: float  # share of the steps in which the learning rate rises
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        rank: int,
-        file: str,
-        steps: int,
-        peak: float,
-        trained: list[nn.Parameter],
-        decay: float,
-        parts: dict,
-        rises: float,
-        betas: tuple[float, float] = (0.9, 0.98),
-    ):
-        super().__init__(options, rank, file, steps, peak, trained, decay, parts)
-        for group in self.optimiser.param_groups:
-            group |= {"weight_decay": decay, "betas": betas}
-        self.schedule = torch.optim.lr_scheduler.OneCycleLR(self.optimiser, peak, total_steps=steps, pct_start=rises)
-        self.parts |= {"schedule": self.schedule}
+    def schedules(self) -> dict:
+        self.schedule = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimiser, self.peak, total_steps=self.steps, pct_start=self.rises
+        )
+        return {"schedule": self.schedule}
 
     def adjust(self) -> None:
         if self.step:  # it has set that of the first step itself

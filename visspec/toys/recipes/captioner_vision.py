@@ -7,7 +7,7 @@ ground): about 180 labels an image.
 """
 
 import argparse
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +103,7 @@ class VisionStage(TrainingStage, OneCycleStage):
 
     name, seed, decay = "vision.pt", 0, 0.02
     steps_option, constant_rate = "vision_steps", 1e-3
-    settings: ClassVar = {"rises": 0.08}
+    rises = 0.08
 
     def build(self, options: argparse.Namespace) -> dict:
         self.world = world(options.world)

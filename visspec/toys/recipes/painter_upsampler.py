@@ -7,7 +7,6 @@ The last eighth is kept out of training and measured. One CPU core, a few minute
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +54,7 @@ class UpsamplerStage(TrainingStage, OneCycleStage):
     """Training on all pairs but the last eighth, which is measured."""
 
     name, seed, decay = "upsampler.pt", 0, 0.01
-    settings: ClassVar = {"rises": 0.05, "betas": (0.9, 0.999)}
+    rises, betas = 0.05, (0.9, 0.999)
 
     def build(self, options: argparse.Namespace) -> dict:
         data = pairs(options.tokens, options.pairs)

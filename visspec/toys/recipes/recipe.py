@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,7 +158,6 @@ class TrainingStage(Stage):
     decay = 0.05
     steps_option = "steps"
     constant_rate: float | None = None  # the largest learning rate, where no option says it
-    settings: ClassVar[dict[str, Any]] = {}  # of the schedule, where it is another stage's than `Stage`
 
     def __init__(self, options: argparse.Namespace, rank: int):
         if self.seed is not None:
@@ -167,7 +166,7 @@ class TrainingStage(Stage):
         modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         steps, peak = getattr(options, self.steps_option), self.peak_rate(options)
-        super().__init__(options, rank, self.name, steps, peak, trained, self.decay, parts, **self.settings)
+        super().__init__(options, rank, self.name, steps, peak, trained, self.decay, parts)
 
     def build(self, options: argparse.Namespace) -> dict[str, Any]:
         """What a checkpoint holds, by name; parameters of its modules that require a gradient are trained."""
