@@ -243,6 +243,38 @@ def dflash_hidden(weights, sizes, context: Tensor, block: Tensor, hidden: dict) 
     return weights.norm(x, "norm", eps)
 
 
+def walked(weights, said, base, hidden, table, tokens) -> Tensor:
+    """The laws (K, V) of places with base logits (K, V) and hidden states (K, d) below tokens (K), by DSpark's Markov
+    head or Domino's recurrent one; table: the target's embeddings.
+    """
+    weights, laws, state = Weights(weights), [], None
+    rank = weights.get("markov_head.markov_w1.weight", base).shape[1]
+    for place, (law, h, token) in enumerate(zip(base, hidden, tokens)):
+        if "prefix_gru.weight_ih_l0" in weights:
+            state = torch.zeros(weights["prefix_gru.weight_hh_l0"].shape[1]) if state is None else state
+            new, old = weights["prefix_gru.weight_ih_l0"] @ table[token], weights["prefix_gru.weight_hh_l0"] @ state
+            (a, b, c), (x, y, z) = new.chunk(3), old.chunk(3)
+            keep = torch.sigmoid(b + y)
+            state = (1 - keep) * torch.tanh(c + torch.sigmoid(a + x) * z) + keep * state
+            more = weights.linear(F.silu(weights.linear(torch.cat([h, state]), "embed_proj.0")), "embed_proj.2")
+            more = more if place >= said["pure_draft_prefix_len"] else 0 * more
+        else:
+            vector = before = weights["markov_head.markov_w1.weight"][token]
+            if said["markov_head_type"] == "gated":
+                vector = torch.sigmoid(weights.linear(torch.cat([h, before]), "markov_head.gate_proj")) * before
+            if said["markov_head_type"] == "rnn":
+                state = torch.zeros(rank) if state is None else state
+                mixed = weights.linear(torch.cat([state, before, h]), "markov_head.joint_proj")
+                keep, new, out = torch.sigmoid(mixed[:rank]), torch.tanh(mixed[rank:-rank]), torch.tanh(mixed[-rank:])
+                state, vector = keep * state + (1 - keep) * new, out
+            more = weights["markov_head.markov_w2.weight"] @ vector
+            if "d2t" in weights:
+                ids = torch.arange(len(more)) + weights["d2t"]
+                more = torch.zeros_like(law).index_copy(0, ids, more)
+        laws.append(law + more)
+    return torch.stack(laws)
+
+
 class Watched:
     """Keeps the logits of every level of a drafter."""
 

@@ -183,9 +183,26 @@ def test_a_checkpoint_has_the_head_that_it_names(tmp_path, changes, sentence):
         zoo.drafter(tmp_path, model_of("llava"))
 
 
-def test_a_head_has_no_place_in_the_form_of_others(tmp_path):
-    with pytest.raises(ValueError, match="form: got a drafter with confidence True for 'dflash', expected False"):
-        dspark(markov=0).export(tmp_path, "dflash")
+@pytest.mark.parametrize("markov", [0, 5])
+def test_dspark_is_written_for_others(tmp_path, markov):
+    """And read back with the same weights; it drafts the same."""
+    drafter, model = dspark(markov=markov), model_of("llava")
+    with pytest.raises(ValueError, match="form: got a drafter with the head of Spark"):
+        drafter.export(tmp_path / "no", "dflash")
+    drafter.export(tmp_path / "out", "dspark", "somewhere/target")
+    again, _ = zoo.drafter(tmp_path / "out", model)
+    assert not isinstance(again, BlockDrafter) and again.traits.levels == drafter.traits.levels == 4
+    for part in (lambda d: d.assistant, lambda d: d.form.sequential):
+        one, two = part(drafter).state_dict(), part(again).state_dict()
+        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    inputs = prompt("llava", shapes("llava")["ragged"])
+    first, second = (
+        visspec.accelerate(model, d.shaped(confidence=0.3), adaptive=False)
+        .run(**inputs, max_new_tokens=8, seed=1)
+        .state
+        for d in (drafter, again)
+    )
+    assert [r.committed for r in first.trace.rounds] == [r.committed for r in second.trace.rounds]
 
 
 # --- structure and length of blocks -----------------------------------------------------------------------------------

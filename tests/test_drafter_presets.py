@@ -205,7 +205,8 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypat
             pending, read = lesson.ids[:, start + anchor], anchor
             hidden = drafter._pass(state.memory, pending, state.memory.placed(state.position) + anchor)
             before = lesson.ids[:, start + anchor : start + anchor + 3]
-            want = (drafter.lm_head(hidden[:, 1:]) + drafter._following(before))[:, : 11 - anchor]
+            below = drafter.form.sequential.begun()
+            want = below(drafter.lm_head(hidden[:, 1:]), hidden[:, 1:], before)[:, : 11 - anchor]
             torch.testing.assert_close(logits[:, anchor : anchor + 3], want, rtol=1e-3, atol=1e-3)
 
 
@@ -242,7 +243,7 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
         for d in (drafter, again)
     )
     assert [r.committed for r in first.trace.rounds] == [r.committed for r in second.trace.rounds]
-    with pytest.raises(ValueError, match="form: got a drafter with markov 5 for 'dflash', expected 0"):
+    with pytest.raises(ValueError, match="form: got a drafter with the head of Spark"):
         BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")
 
 

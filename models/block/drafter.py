@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from visspec.cache import additive, to_device
 from visspec.io import hub
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
+from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import describe
 from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting import published_config
@@ -39,7 +41,8 @@ class DFlashVariant:
     anchor: the pending token's place predicts too (`sample_from_anchor`). causal: windows hide later places of the
     block. reach: how far behind a place sees through a window, default the window; from_anchor: counted from the
     pending token, in the context alone. index: positions are numbers of slots, also for targets with M-RoPE. head, ids:
-    of the drafter's own vocabulary. scale: of embeddings; multiplier, softcap: of logits; raw: embeddings as stored.
+    of the drafter's own vocabulary; embed: its own embeddings. scale: of embeddings; multiplier, softcap: of logits;
+    raw: embeddings as stored. sequential: a head that makes a place's law depend on the tokens before it.
     """
 
     anchor: bool = False
@@ -53,6 +56,8 @@ class DFlashVariant:
     softcap: float = 0.0
     head: nn.Module | None = None
     ids: Tensor | None = None
+    embed: nn.Module | None = None
+    sequential: Sequential | None = None
 
 
 UNMASKED: dict[str, Tensor | None] = dict.fromkeys(("full_attention", "sliding_attention"))  # nothing is hidden
@@ -66,7 +71,6 @@ class BlockModel(StructuredDrafter):
     """
 
     saved_as = "network"
-    apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
 
     def __init__(
         self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: DFlashVariant | None = None
@@ -94,13 +98,15 @@ class BlockModel(StructuredDrafter):
         layers = tuple(layer + 1 for layer in config.target_layer_ids)
         self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
         self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
-        self.embed: Any = bare(model.get_input_embeddings())  # type: ignore[operator]
+        self.embed: Any = self.form.embed or bare(model.get_input_embeddings())  # type: ignore[operator]
 
     def _check_width(self) -> None:
         if self.form.ids is not None and self.width > len(self.form.ids):
             raise ValueError(
                 f"width: got {self.width}, expected at most the {len(self.form.ids)} ids that the head predicts"
             )
+        if self.width > 1 and self.form.sequential is not None and self.form.sequential.remembers:
+            raise ValueError(f"width: got {self.width} for a head that remembers its chain, expected 1")
 
     def _grow(self, tree: str) -> None:
         super()._grow(tree)
@@ -108,7 +114,8 @@ class BlockModel(StructuredDrafter):
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "dflash" (z-lab, SpecForge), "speculators" (vLLM), for which `verifier`
-        names the target, or "transformers". Raises ValueError where a form has no place for what the drafter is.
+        names the target, "dspark" (the same, of a drafter with DSpark's heads), "domino" (SpecForge) or "transformers".
+        Raises ValueError where a form has no place for what the drafter is.
         """
         from visspec.models.block import layout as dflash_layouts
 
@@ -119,8 +126,7 @@ class BlockModel(StructuredDrafter):
         """Write the published form that holds this drafter, with provenance.json beside it."""
         from visspec.models.block import layout as dflash_layouts
 
-        own = self.form.head is not None or self.form.anchor or self.form.from_anchor
-        dflash_layouts.write(self, folder, "speculators" if own else "dflash" if self.form.index else "transformers")
+        dflash_layouts.write(self, folder, dflash_layouts.form_for(self.form))
         (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
@@ -145,23 +151,31 @@ class BlockModel(StructuredDrafter):
         logits_BKV = self._laws(hidden_BKd)
         if self.width > 1:
             tree_builder = self.tree_builder(state, logits_BKV.shape[1])
-            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, self._following)
+            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, self._below(logits_BKV, hidden_BKd))
         chain, token = Chain(state, self.stop), state.pending
-        if self.apart:
+        if self.form.sequential is None:
             chain.extend(logits_BKV)
             return chain.finish()
+        below = self.form.sequential.begun()
         for hidden_Bd, logits_BV in zip(hidden_BKd.unbind(1), logits_BKV.unbind(1)):
-            more_BV = self._following(token)
-            token = chain.add(logits_BV if more_BV is None else logits_BV + more_BV, self._expected(hidden_Bd, token))
+            token = chain.add(below(logits_BV, hidden_Bd, token), self._expected(hidden_Bd, token))
         return chain.finish()
 
-    def _following(self, token: Tensor) -> Tensor | None:
-        """What a token (...) adds to the logits of the next place, (..., V); None: nothing."""
-        return None
+    def _below(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Callable[[int, Tensor], Tensor] | None:
+        """The logits (B, W, V) of a level of a tree below its tokens (B, W), if these change them."""
+        if self.form.sequential is None:
+            return None
+        below = self.form.sequential.begun()
+        return lambda level, token_BW: below(logits_BKV[:, level, None], hidden_BKd[:, level, None], token_BW)
 
     def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
-        """The acceptance rate (B,) of a place below a token (B,), if something was trained to predict it."""
-        return None
+        """The acceptance rate (B,) of a place below a token (B,), if something was trained to predict it, and chains
+        end by it.
+        """
+        if self.form.sequential is None or self.stop is None or not self.stop.confidence:
+            return None
+        logit_B = self.form.sequential.expected(hidden_Bd, token)
+        return None if logit_B is None else logit_B.sigmoid().float()
 
     def _hidden(self, state: State) -> Tensor:
         """(B, K - 1, d) hidden states of the block behind the pending tokens, from one pass; (B, K, d) if their place

@@ -1,18 +1,15 @@
-"""A block drafter to be trained: DFlash (arXiv 2602.06036) as transformers runs it, and DSpark's two heads.
-
-Shapes: d hidden size, F features, V vocabulary, r rank.
-"""
+"""A block drafter to be trained: DFlash (arXiv 2602.06036) as transformers runs it, and DSpark's two heads."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
+from visspec.models.block.sequential import Confidence, Markov, Spark
 from visspec.models.layers import MOST_LAYERS
 from visspec.types import MAX_NODES
 
@@ -98,33 +95,6 @@ class BlockConfig:
         )
 
 
-class Markov(nn.Module):
-    """Logits that a token adds to those of the next place, as the product of two matrices: (...) -> (..., V)."""
-
-    def __init__(self, vocab: int, rank: int):
-        super().__init__()
-        self.down, self.up = nn.Embedding(vocab, rank), nn.Linear(rank, vocab, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, token: Tensor) -> Tensor:
-        return self.up(self.down(token))
-
-
-class Confidence(nn.Module):
-    """The logit (...) of a place's acceptance rate from its hidden state (..., d), and a vector (..., r) of the token
-    before it if r > 0.
-    """
-
-    def __init__(self, hidden: int, rank: int):
-        super().__init__()
-        self.linear = nn.Linear(hidden + rank, 1)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
-        return self.linear(hidden if before is None else torch.cat([hidden, before], dim=-1))[..., 0]
-
-
 class BlockHead(nn.Module):
     """Trainable weights of a block drafter."""
 
@@ -140,6 +110,8 @@ class BlockHead(nn.Module):
         if config.confidence:
             self.confidence = Confidence(config.hidden, config.markov)
 
-    def expected(self, hidden: Tensor, token: Tensor) -> Tensor:
-        """Logits (...) of the acceptance rates of places with hidden states (..., d) below tokens (...)."""
-        return self.confidence(hidden, self.markov.down(token) if self.config.markov else None)
+    @property
+    def sequential(self) -> Spark | None:
+        """The heads that walk through the places of a block, around the same weights."""
+        markov, confidence = getattr(self, "markov", None), getattr(self, "confidence", None)
+        return Spark(markov, confidence) if markov or confidence else None

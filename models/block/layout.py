@@ -2,7 +2,9 @@
 (`MuseGlimmerAssistantModel`); what differs is where the configuration says what, the names of two tensors, and `Block`.
 
 Forms: "dflash" (z-lab and SpecForge: a Qwen3 configuration with `dflash_config`; layer i means hidden_states[i + 1]),
-"speculators" (a nested configuration; id i means hidden_states[i]; possibly a vocabulary of its own), "transformers".
+"dspark", "domino" (SpecForge: the same with a sequential head), "deepspec" (DSpark, and DFlash without a head, with all
+entries at the top and copies of the target's embeddings and head), "speculators" (a nested configuration; id i means
+hidden_states[i]; possibly a vocabulary of its own; also DSpark), "transformers". DSpark is written as speculators'.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from visspec.io.checkpoint import (
     shown,
 )
 from visspec.models.block.drafter import BlockModel, DFlashVariant
+from visspec.models.block.sequential import PREFIXES, SPARK, WRITTEN, Domino, Spark, entries, renamed, sequential_of
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
 from visspec.models.drafting.published_config import (
@@ -43,10 +47,11 @@ from visspec.models.drafting.published_config import (
 )
 from visspec.models.layers import MOST_LAYERS
 
-FORMS = ("dflash", "speculators", "transformers")
+FORMS = ("dflash", "dspark", "domino", "speculators", "transformers")
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 OF_THE_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 OWN_HEAD = ("lm_head.weight", "d2t", "t2d")
+COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, in DeepSpec's form
 KINDS = ("full_attention", "sliding_attention")
 SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -70,32 +75,47 @@ def read(
     """
     try:
         config, block = config_of(folder, form, data, model, causal)
+        vocab = entry(folder, layer_of(folder, form, data), "vocab_size", int)
+        if vocab != vocabulary(model):
+            raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
+        few = _own_vocabulary(data, vocab) if form == "speculators" else 0
+        head = _sequential(folder, form, data, vocab, few, model)
     except ValueError as error:
         said = str(error)
         raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
-    vocab = entry(folder, layer_of(folder, form, data), "vocab_size", int)
-    if vocab != vocabulary(model):
-        raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
-    few = _own_vocabulary(folder, data, vocab) if form == "speculators" else 0
-    skipped = OF_THE_TARGET if form == "speculators" else ()
+    skipped = {"speculators": OF_THE_TARGET, "deepspec": COPIES}.get(form, ())
     own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
-    names = {name: RENAMED.get(name, name) for name in shapes if name not in own and name not in skipped}
-    stored = {own: name for name, own in RENAMED.items()}
+    bare = {name: name.removeprefix("logit_head.") for name in shapes}  # as early files of SpecForge wrap them
+    walking = {name for name in shapes if head is not None and bare[name].startswith(PREFIXES)}
+    rest = shapes.keys() - own - walking - set(skipped)
+    names = {name: RENAMED.get(name, name) for name in shapes if name in rest}
+    heads = {name: renamed(bare[name], SPARK) for name in shapes if name in walking}
+    stored = {own: name for name, own in (RENAMED | names | heads).items()}
 
     def named(own: str) -> str:
-        return stored.get(own, own)
+        return stored.get(own) or renamed(own, WRITTEN)
 
     with torch.device("meta"):
         found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
         check_shapes(MuseGlimmerAssistantModel(config), found, folder, named)
+    if head is not None:
+        check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
     _check_head(folder, own, shapes, config.hidden_size, few, vocab)
+    _check_copies(folder, form, shapes, config.hidden_size, vocab)
     assistant: Any = MuseGlimmerAssistantModel(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = unprefixed(read_tensors(folder), folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
-    if "lm_head.weight" in own:
-        block = DFlashVariant(**{**vars(block), **_head(folder, tensors, few, vocab, model)})
-    return BlockModel(assistant.to(model.device), model, width, nodes, block)
+    more = _head(folder, tensors, few, vocab, model) if "lm_head.weight" in own else {}
+    if head is not None:
+        head = head.to_empty(device="cpu").to(model.dtype).eval()
+        load_strictly(head, {wanted: tensors[name] for name, wanted in heads.items()}, folder, named)
+        more["sequential"] = head.to(model.device)
+        if isinstance(head, Spark):
+            head.ids = more.get("ids")
+    if form == "deepspec":
+        more |= _copies(folder, tensors, model)
+    return BlockModel(assistant.to(model.device), model, width, nodes, replace(block, **more))
 
 
 def layer_of(folder: Path, form: str, data: dict) -> dict:
@@ -103,12 +123,21 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 
+def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: Any) -> Any:
+    """The head that walks through the places, on `meta`; None if the form or the checkpoint has none."""
+    if form == "dflash" or (form == "speculators" and data["speculators_model_type"] == "dflash"):
+        return None
+    said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
+    with torch.device("meta"):
+        return sequential_of(folder, form, said, vocab, few, model.get_input_embeddings().weight)
+
+
 def config_of(
     folder: Path, form: str, data: dict, model: PreTrainedModel, causal: bool | None = None
 ) -> tuple[MuseGlimmerAssistantConfig, DFlashVariant]:
     """transformers' configuration of a checkpoint, and what else it says. Raises ValueError for what we don't have."""
     layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
-    said = {**data, **more} if form == "dflash" else data
+    said = data if form == "speculators" else {**data, **more}
     check_verifier(folder, data, model)
     sizes = {name: entry(folder, layer, name, int) for name in SIZES}
     for name, value in sizes.items():
@@ -165,10 +194,11 @@ def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list
     """Layers whose outputs are read, counted from 0; if z-lab's form does not tell, as many as the drafter has, spread
     from 1 to the last but two.
     """
-    name, given = "target_layer_ids" if form == "dflash" else "aux_hidden_state_layer_ids", None
-    if form == "dflash" and said.get(name) is None and depth > 3:
+    flat = form != "speculators"
+    name, given = "target_layer_ids" if flat else "aux_hidden_state_layer_ids", None
+    if flat and said.get(name) is None and depth > 3:
         given = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
-    ids, low = check_wholes(name, given or said.get(name), 0, MOST_LAYERS), 0 if form == "dflash" else 1
+    ids, low = check_wholes(name, given or said.get(name), 0, MOST_LAYERS), 0 if flat else 1
     if not ids or (wrong := [i for i in ids if not low <= i < depth]):
         found = f"layer {wrong[0]}" if ids else "none"
         raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{depth - 1}")
@@ -178,10 +208,12 @@ def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list
 def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None) -> DFlashVariant:
     if causal is not None and not isinstance(causal, bool):
         raise ValueError(f"causal: got {shown(causal)}, expected true or false")
+    spark = form in ("dspark", "deepspec") or said.get("speculators_model_type") == "dspark"
+    anchor = bool(said.get("shift_label" if form == "domino" else "sample_from_anchor", spark))
     if form == "speculators":
         hides = not said.get("sliding_window_non_causal", False) if causal is None else causal
         return DFlashVariant(
-            anchor=bool(said.get("sample_from_anchor", False)),
+            anchor=anchor,
             causal=hides,
             reach=window,
             from_anchor=True,
@@ -205,6 +237,7 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
     scale, multiplier = (1.0 if value is None else float(value) for value in numbers.values())
     hides = (own is None or bool(own)) if causal is None else causal
     return DFlashVariant(
+        anchor=anchor,
         causal=hides,
         reach=window - 1,
         index=True,
@@ -218,13 +251,10 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
 # --- a vocabulary of its own ------------------------------------------------------------------------------------------
 
 
-def _own_vocabulary(folder: Path, data: dict, vocab: int) -> int:
+def _own_vocabulary(data: dict, vocab: int) -> int:
     """Ids that the drafter's own head predicts, as many as the target's if it says nothing."""
     count = data.get("draft_vocab_size", vocab)
-    try:
-        check_whole("draft_vocab_size", count, 1, vocab)
-    except ValueError as error:
-        raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
+    check_whole("draft_vocab_size", count, 1, vocab)
     return count
 
 
@@ -258,6 +288,26 @@ def _head(folder: Path, tensors: Mapping[str, Tensor], few: int, vocab: int, mod
     return found
 
 
+def _check_copies(folder: Path, form: str, shapes: Mapping[str, tuple[int, ...]], hidden: int, vocab: int) -> None:
+    """Raises ValueError unless DeepSpec's copies of what the target has are there."""
+    for name in COPIES if form == "deepspec" else ():
+        if (found := shapes.get(name)) is None or tuple(found) != (vocab, hidden):
+            raise ValueError(f"checkpoint: tensor {name!r} of {folder} has shape {found}, expected {(vocab, hidden)}")
+
+
+def _copies(folder: Path, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Any]:
+    """Embeddings and head of its own, as fields of the variant, where they are not those of the target."""
+    found, targets = {}, (model.get_input_embeddings(), model.get_output_embeddings())
+    for name, field, target in zip(COPIES, ("embed", "head"), targets):
+        rows, size = tensors[name].shape
+        module = nn.Embedding(rows, size) if field == "embed" else nn.Linear(size, rows, bias=False)
+        module = module.to(model.dtype)
+        load_strictly(module, {"weight": tensors[name]}, folder)
+        if not torch.equal(module.to(model.device).weight, target.weight[:rows]):
+            found[field] = module
+    return found
+
+
 # --- out --------------------------------------------------------------------------------------------------------------
 
 
@@ -267,6 +317,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     Raises ValueError where the form has no place for what the drafter is.
     """
     check_form(drafter, form)
+    form = "speculators" if form == "dspark" else form
     assistant: Any = drafter.assistant
     if form == "transformers":
         assistant.save_pretrained(folder)
@@ -274,6 +325,8 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     names = {own: name for name, own in RENAMED.items()}
     tensors = {names.get(name, name): tensor for name, tensor in assistant.state_dict().items()}
     block = drafter.form
+    if block.sequential is not None:
+        tensors |= {renamed(name, WRITTEN): tensor for name, tensor in block.sequential.state_dict().items()}
     if block.head is not None:
         tensors["lm_head.weight"] = block.head.weight
         if block.ids is not None:
@@ -289,16 +342,31 @@ def check_form(drafter: BlockModel, form: str) -> None:
     """Raises ValueError if a published form can't hold a drafter."""
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
-    block, plain = drafter.form, DFlashVariant()
-    only = {"dflash": ("scale", "multiplier", "softcap"), "speculators": ("anchor", "head"), "transformers": ()}[form]
-    for name in ("anchor", "head", "scale", "multiplier", "softcap"):
+    block, plain, flat = drafter.form, DFlashVariant(), ("scale", "multiplier", "softcap")
+    only = {"dflash": flat, "domino": ("anchor", *flat), "transformers": ()}.get(form, ("anchor", "head"))
+    head: Any = {"dspark": Spark, "speculators": (Spark, type(None)), "domino": Domino}.get(form, type(None))
+    if not isinstance(block.sequential, head):
+        found = "no head" if block.sequential is None else f"the head of {type(block.sequential).__name__}"
+        raise ValueError(f"form: got a drafter with {found} that walks through places for {form!r}, expected another")
+    for name in ("anchor", "head", "embed", "scale", "multiplier", "softcap"):
         if name not in only and getattr(block, name) != getattr(plain, name):
             raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
+    depth = drafter.model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
+    if form in ("speculators", "dspark") and depth in drafter.traits.feature_layers:
+        raise ValueError(f"form: got a drafter that reads the state after the last layer for {form!r}, expected none")
     if "sliding_attention" in drafter.kinds:
-        if block.from_anchor != (form == "speculators"):
+        if block.from_anchor != (form in ("speculators", "dspark")):
             raise ValueError(f"form: got windows that are not those of {form!r}, expected layers of full attention")
         if form == "transformers" and (block.causal or drafter.reach != drafter.window):
             raise ValueError("form: got causal windows for 'transformers', expected layers of full attention")
+
+
+def form_for(block: DFlashVariant) -> str:
+    """The published form that holds such a drafter."""
+    if isinstance(block.sequential, Domino):
+        return "domino"
+    own = block.sequential is not None or block.head is not None or block.anchor or block.from_anchor
+    return "speculators" if own else "dflash" if block.index else "transformers"
 
 
 def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
@@ -318,17 +386,17 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
         "attention_bias": False,
         "layer_types": list(config.layer_types),
         "use_sliding_window": sliding,
-        "sliding_window": (drafter.reach + (form == "dflash")) if sliding else None,
+        "sliding_window": (drafter.reach + (form != "speculators")) if sliding else None,
         "tie_word_embeddings": False,
     }
-    ids = list(config.target_layer_ids)
-    if form == "dflash":
-        own = {"target_layer_ids": ids, "mask_token_id": drafter.mask}
+    ids, more = list(config.target_layer_ids), entries(block.sequential, block.anchor)
+    if form != "speculators":
+        own = more | {"target_layer_ids": ids, "mask_token_id": drafter.mask}
         factors = {"input_embedding_scale": block.scale, "output_multiplier": block.multiplier}
         own |= {name: value for name, value in factors.items() if value != 1.0}
         own |= {"final_logit_softcapping": block.softcap} if block.softcap else {}
         return {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DominoDraftModel" if more else "DFlashDraftModel"],
             **layer,
             **({} if block.causal else {"is_causal": False}),
             "block_size": drafter.block,
@@ -336,8 +404,9 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
             "dflash_config": own,
         }
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": ["DSparkSpeculator" if more else "DFlashSpeculator"],
+        "speculators_model_type": (kind := "dspark" if more else "dflash"),
+        **more,
         "speculators_version": VERSION,
         "draft_vocab_size": drafter.vocab if block.ids is None else len(block.ids),
         "block_size": drafter.block,
@@ -346,5 +415,5 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
         "sample_from_anchor": block.anchor,
         "sliding_window_non_causal": not block.causal,
         "transformer_layer_config": layer,
-        "speculators_config": speculators_config("dflash", drafter.traits.levels, drafter.model, verifier),
+        "speculators_config": speculators_config(kind, drafter.traits.levels, drafter.model, verifier),
     }

@@ -7,7 +7,7 @@ hidden size, F features, V vocabulary.
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,10 +36,10 @@ class BlockDrafter(checkpoint.NetworkDrafter, BlockModel):
     def __init__(self, head: BlockHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         self.check_target(head.config, model)
         self.head, self.config = head.to(model.device), head.config
-        form = DFlashVariant(causal=True, index=True, raw=True)
-        super().__init__(self._running(head, model.dtype), model, width, nodes, form)
+        running = self._running(head, model.dtype)
+        form = DFlashVariant(causal=True, index=True, raw=True, sequential=self.run.sequential)
+        super().__init__(running, model, width, nodes, form)
         self.borrowed = (model.get_input_embeddings(), model.get_output_embeddings())
-        self.apart = not (head.config.markov or head.config.confidence)
 
     @classmethod
     def sizes(cls, target: PreTrainedModel) -> dict[str, Any]:
@@ -64,13 +64,6 @@ class BlockDrafter(checkpoint.NetworkDrafter, BlockModel):
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
         }
 
-    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
-        """Write the drafter for other engines, as `BlockModel.export`; DSpark's heads have no place there."""
-        for name, none in (("markov", 0), ("confidence", False)):
-            if (found := getattr(self.config, name)) != none:
-                raise ValueError(f"form: got a drafter with {name} {found} for {form!r}, expected {none}")
-        super().export(folder, form, verifier)
-
     def _running(self, head: BlockHead, dtype: torch.dtype) -> Any:
         """The network that drafts, in the target's dtype."""
         head.eval()
@@ -82,19 +75,12 @@ class BlockDrafter(checkpoint.NetworkDrafter, BlockModel):
     def refresh(self) -> None:
         """Take over the network's current weights for drafting; call it after they change."""
         self.assistant = self._running(self.head, self.embed.weight.dtype)
+        self.form = replace(self.form, sequential=self.run.sequential)
 
     @property
     def ids(self) -> None:
         """Target ids of the trained logits: all of them."""
         return
-
-    def _following(self, token: Tensor) -> Tensor | None:
-        return self.run.markov(token) if self.config.markov else None
-
-    def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
-        if not self.config.confidence or self.stop is None or not self.stop.confidence:
-            return None
-        return self.run.expected(hidden_Bd, token).sigmoid().float()
 
     def expected(self, lesson: TrainingBatch, hidden_BTd: Tensor) -> Tensor:
         """Logits (B, T) of the acceptance rates of the elements of a rollout with these hidden states. What the
@@ -137,7 +123,7 @@ class BlockDrafter(checkpoint.NetworkDrafter, BlockModel):
         hidden_BTd = F.pad(hidden_BTd, (0, 0, first, 0))[:, :count]
         logits = self.lm_head(hidden_BTd.to(self.lm_head.weight.dtype))[..., : self.vocab]
         if self.config.markov:
-            logits = logits + self.head.markov(ids[:, prompt : prompt + count])
+            logits = logits + self.head.markov(hidden_BTd, ids[:, prompt : prompt + count])[0]
         index_T = torch.arange(count, device=device)
         counts_B1 = torch.tensor(lesson.lengths, device=device)[:, None] - 1
         weight_T = DECAY ** ((index_T - first) % ahead).to(like.dtype)

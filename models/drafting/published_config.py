@@ -89,7 +89,7 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
 
 def check_verifier_named(model: Any, form: str, verifier: str | None) -> None:
     """Raises ValueError where other engines could not find the target, whose embeddings and head they load by name."""
-    if form == "speculators" and not (verifier or model.config.name_or_path):
+    if form in ("speculators", "dspark") and not (verifier or model.config.name_or_path):
         raise ValueError("verifier: got None, expected the name or the path of the target, which is loaded by it")
 
 

@@ -1,0 +1,202 @@
+"""Small heads that make a block's laws depend on the tokens drafted before a place: DSpark's Markov head with its
+confidence head (arXiv 2607.05147), and Domino's recurrent one (arXiv 2605.29707).
+
+Shapes: B rows, d hidden size, V vocabulary, r rank or size of a state; `...` is (B,) in chains and (B, W) in trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from visspec.io.checkpoint import LARGEST, check_whole, shown
+from visspec.models.layers import over_vocabulary
+
+Below = Callable[[Tensor, Tensor, Tensor], Tensor]
+KINDS = ("vanilla", "gated", "rnn")
+SPARK = {  # published names of what a `Spark` holds
+    "markov_head.markov_w1": "markov.down",
+    "markov_head.markov_w2": "markov.up",
+    "markov_head.gate_proj": "markov.gate",
+    "markov_head.joint_proj": "markov.joint",
+    "confidence_head.proj": "confidence.linear",
+}
+WRITTEN = {own: name for name, own in SPARK.items()}
+PREFIXES = ("markov_head.", "confidence_head.", "prefix_gru.", "embed_proj.")
+
+
+class Markov(nn.Module):
+    """Logits that a token adds to those of the next place, as the product of two matrices; (..., V).
+
+    kind: "gated" weighs the token's vector (..., r) by the place's hidden state (..., d), "rnn" keeps a state (..., r)
+    from place to place. few: ids that it speaks of, if not all.
+    """
+
+    def __init__(self, vocab: int, rank: int, kind: str = "vanilla", hidden: int = 0, few: int = 0):
+        super().__init__()
+        self.kind, self.rank = kind, rank
+        self.down, self.up = nn.Embedding(vocab, rank), nn.Linear(rank, few or vocab, bias=False)
+        nn.init.zeros_(self.up.weight)
+        if kind == "gated":
+            self.gate = nn.Linear(hidden + rank, rank)
+        if kind == "rnn":
+            self.joint = nn.Linear(2 * rank + hidden, 3 * rank)
+
+    def forward(self, hidden: Tensor, token: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(what tokens (...) add, the state); hidden: (..., d), the same for all tokens of a level in trees."""
+        before = self.down(token)
+        if self.kind == "vanilla":
+            return self.up(before), None
+        hidden = hidden.to(before).expand(*before.shape[:-1], -1)
+        if self.kind == "gated":
+            return self.up(self.gate(torch.cat([hidden, before], dim=-1)).sigmoid() * before), None
+        kept = torch.zeros_like(before) if kept is None else kept
+        gate, new, out = self.joint(torch.cat([kept, before, hidden], dim=-1)).chunk(3, dim=-1)
+        return self.up(out.tanh()), torch.lerp(new.tanh(), kept, gate.sigmoid())
+
+
+class Confidence(nn.Module):
+    """The logit (...) of a place's acceptance rate from its hidden state (..., d), and a vector (..., r) of the token
+    before it if r > 0.
+    """
+
+    def __init__(self, hidden: int, rank: int):
+        super().__init__()
+        self.rank = rank
+        self.linear = nn.Linear(hidden + rank, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
+        return self.linear(hidden if before is None else torch.cat([hidden, before], dim=-1))[..., 0]
+
+
+class Sequential(nn.Module):
+    """A head that walks through the places of a block."""
+
+    remembers = False  # whether a place's law depends on more than the token above it: no trees
+
+    def begun(self) -> Below:
+        """A function for the places of one draft in turn: from a place's logits (..., V) by the pass, its hidden state
+        (..., d) and the token above it (...) to the logits of the law that it is drawn from, (..., V).
+        """
+        raise NotImplementedError
+
+    def expected(self, hidden: Tensor, token: Tensor) -> Tensor | None:
+        """Logits (...) of the acceptance rates of places with hidden states (..., d) below tokens (...), or None."""
+        return None
+
+
+class Spark(Sequential):
+    """DSpark's two heads, of which either may lack. ids: of the target, of a vocabulary of its own."""
+
+    def __init__(self, markov: Markov | None, confidence: Confidence | None, ids: Tensor | None = None):
+        super().__init__()
+        self.markov, self.confidence, self.ids = markov, confidence, ids
+        self.remembers = markov is not None and markov.kind == "rnn"
+
+    def begun(self) -> Below:
+        kept = None
+
+        def below(logits: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
+            nonlocal kept
+            if self.markov is None:
+                return logits
+            more, kept = self.markov(hidden, token, kept)
+            return logits + over_vocabulary(more, self.ids, logits.shape[-1])
+
+        return below
+
+    def expected(self, hidden: Tensor, token: Tensor) -> Tensor | None:
+        if self.confidence is None:
+            return None
+        before = self.markov.down(token) if self.markov is not None and self.confidence.rank else None
+        return self.confidence(hidden, before)
+
+
+class Domino(Sequential):
+    """Domino's head: a GRU reads the target's embeddings `table` (V, d) of the tokens so far, and its state (r) and the
+    place's hidden state give what is added to the logits. prefix: places at the front that nothing is added to.
+    """
+
+    remembers = True
+
+    def __init__(self, vocab: int, table: Tensor, state: int, middle: int, prefix: int):
+        super().__init__()
+        hidden = table.shape[1]
+        self.table, self.prefix = (table,), prefix  # in a tuple: not one of its own tensors
+        self.prefix_gru = nn.GRU(hidden, state, batch_first=True, bias=False)
+        first, last = nn.Linear(hidden + state, middle, bias=False), nn.Linear(middle, vocab, bias=False)
+        self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
+
+    def begun(self) -> Below:
+        place, kept = 0, None
+
+        def below(logits_BV: Tensor, hidden_Bd: Tensor, token_B: Tensor) -> Tensor:
+            nonlocal place, kept
+            out_B1r, kept = self.prefix_gru(F.embedding(token_B, self.table[0])[:, None], kept)
+            place += 1
+            if place <= self.prefix:
+                return logits_BV
+            return logits_BV + self.embed_proj(torch.cat([hidden_Bd, out_B1r[:, 0]], dim=-1))
+
+        return below
+
+
+# --- published configurations -----------------------------------------------------------------------------------------
+
+
+def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
+    """The head, without weights, of a checkpoint that says these things; None if it has none. kind: its form,
+    "speculators", "dspark", "deepspec" or "domino". few: ids of its own vocabulary of V, 0: all. table: the target's
+    embeddings, at least (V, d). Raises ValueError for what we don't have.
+    """
+    hidden = table.shape[1]
+    if kind == "domino":
+        for name, low in (("gru_hidden_dim", 1), ("emb_dim", 1), ("pure_draft_prefix_len", 0)):
+            check_whole(name, said.get(name, 0), low, LARGEST)
+        prefix = said.get("pure_draft_prefix_len", 0)
+        return Domino(vocab, table, said["gru_hidden_dim"], said["emb_dim"], prefix)
+    nested = kind == "speculators"
+    rank, named = said.get("markov_rank", 256 if nested else 0) or 0, said.get("markov_head_type", KINDS[0])
+    check_whole("markov_rank", rank, 0, LARGEST)
+    if rank and named not in KINDS:
+        raise ValueError(f"drafter: markov_head_type of {folder} is {shown(named)}, expected one of {', '.join(KINDS)}")
+    has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
+    beside = said.get("confidence_head_with_markov", nested)
+    for name, value in (("enable_confidence_head", has), ("confidence_head_with_markov", beside)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}: got {shown(value)}, expected true or false")
+    if has and beside and not rank:
+        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected one above 0 for its confidence head")
+    if not (rank or has):
+        return None
+    markov = Markov(vocab, rank, named, hidden, few) if rank else None
+    return Spark(markov, Confidence(hidden, rank if beside else 0) if has else None)
+
+
+def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
+    """What a published configuration says of a head; anchor: whether the pending token's place predicts."""
+    if isinstance(head, Domino):
+        middle = head.embed_proj[0].out_features
+        sizes = {"gru_hidden_dim": head.prefix_gru.hidden_size, "emb_dim": middle, "pure_draft_prefix_len": head.prefix}
+        return {"projector_type": "domino", **sizes, "shift_label": anchor}
+    if not isinstance(head, Spark):
+        return {}
+    return {
+        "markov_rank": head.markov.rank if head.markov else 0,
+        "markov_head_type": head.markov.kind if head.markov else KINDS[0],
+        "enable_confidence_head": head.confidence is not None,
+        "confidence_head_with_markov": bool(head.confidence and head.confidence.rank),
+    }
+
+
+def renamed(name: str, names: dict[str, str]) -> str:
+    """The name of a tensor under other names of the modules that hold them."""
+    module, _, tensor = name.rpartition(".")
+    return f"{names.get(module, module)}.{tensor}"
