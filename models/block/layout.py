@@ -297,10 +297,11 @@ def _check_copies(folder: Path, form: str, shapes: Mapping[str, tuple[int, ...]]
 
 def _copies(folder: Path, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Any]:
     """Embeddings and head of its own, as fields of the variant, where they are not those of the target."""
-    found, targets = {}, (model.get_input_embeddings(), model.get_output_embeddings())
+    found: dict[str, Any] = {}
+    targets = model.get_input_embeddings(), model.get_output_embeddings()
     for name, field, target in zip(COPIES, ("embed", "head"), targets):
         rows, size = tensors[name].shape
-        module = nn.Embedding(rows, size) if field == "embed" else nn.Linear(size, rows, bias=False)
+        module: Any = nn.Embedding(rows, size) if field == "embed" else nn.Linear(size, rows, bias=False)
         module = module.to(model.dtype)
         load_strictly(module, {"weight": tensors[name]}, folder)
         if not torch.equal(module.to(model.device).weight, target.weight[:rows]):

@@ -101,7 +101,7 @@ class Spark(Sequential):
         self.remembers = markov is not None and markov.kind == "rnn"
 
     def begun(self) -> Below:
-        kept = None
+        kept: Tensor | None = None
 
         def below(logits: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
             nonlocal kept
@@ -135,7 +135,8 @@ class Domino(Sequential):
         self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
 
     def begun(self) -> Below:
-        place, kept = 0, None
+        place = 0
+        kept: Tensor | None = None
 
         def below(logits_BV: Tensor, hidden_Bd: Tensor, token_B: Tensor) -> Tensor:
             nonlocal place, kept
@@ -183,8 +184,12 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
 def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
     """What a published configuration says of a head; anchor: whether the pending token's place predicts."""
     if isinstance(head, Domino):
-        middle = head.embed_proj[0].out_features
-        sizes = {"gru_hidden_dim": head.prefix_gru.hidden_size, "emb_dim": middle, "pure_draft_prefix_len": head.prefix}
+        first: Any = head.embed_proj[0]
+        sizes = {
+            "gru_hidden_dim": head.prefix_gru.hidden_size,
+            "emb_dim": first.out_features,
+            "pure_draft_prefix_len": head.prefix,
+        }
         return {"projector_type": "domino", **sizes, "shift_label": anchor}
     if not isinstance(head, Spark):
         return {}
