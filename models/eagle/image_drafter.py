@@ -89,7 +89,9 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
         table = embedding(family, head.config.vocab)
         super().__init__(head, table, head.codes, self._like(family), width, nodes)
         levels = len(self.counts) if self.counts else levels or self.traits.levels
-        self.traits = dataclasses.replace(self.traits, levels=levels, trees=tree != "chain")
+        self.traits = dataclasses.replace(
+            self.traits, levels=levels, trees=tree != "chain", own_noise=self.counts is not None
+        )
         self.warned = False
 
     @classmethod
