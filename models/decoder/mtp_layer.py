@@ -1,0 +1,162 @@
+"""The layer that predicts a further token, in the target's own files, which transformers drops on loading.
+
+x_i = block(fc([norm(e_{i+1}), norm(h_i)])), normed; the target's head on it gives token i + 2, and as h_{i+1} it is
+read for the token after that, by the same layer. e: the target's input embeddings, h: its last hidden states, after the
+final norm, block: a decoder layer of the target's class. Two layouts of names: Qwen3.5 and Exaone 4.5 (`mtp.*`), and
+GLM-OCR, whose layer is counted behind the target's. Embeddings and head are the target's; copies of them are not read.
+
+Shapes: B rows, C elements, S slots, d hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec.io import hub
+from visspec.io.checkpoint import check_shapes, load_strictly, read_shapes, read_tensors
+
+QWEN = r"(?:model\.)?mtp\."
+GLM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
+COPIES = {"embed_tokens.weight", "shared_head.head.weight"}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+FIRST = "exaone4"  # counts this layer as its first, which may slide; others have one of full attention
+
+
+class MtpLayer(nn.Module):
+    """The layer of a loaded model, on `meta`, by the names of Qwen3.5."""
+
+    repeats = True  # one layer for all levels
+
+    def __init__(self, model: Any):
+        super().__init__()
+        decoder, self.config = model.get_decoder(), config_of(model)
+        size, norm = self.config.hidden_size, type(decoder.norm)
+        with torch.device("meta"):
+            self.fc = nn.Linear(2 * size, size, bias=False)
+            self.layers = nn.ModuleList([type(decoder.layers[0])(self.config, 0)])
+            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+                self.add_module(name, norm(size, eps=self.config.rms_norm_eps))
+        self._shared = model.get_input_embeddings(), model.get_output_embeddings(), decoder.rotary_emb  # no submodules
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        return self._shared[0](ids)
+
+    def _project_to_logits(self, hidden: Tensor) -> Tensor:
+        return self._shared[1](hidden)
+
+    def forward_layer(
+        self,
+        level: int,
+        hidden_BCd: Tensor,
+        positions: Tensor,
+        cache: Any,
+        *,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        """Normed hidden states (B, C, d). positions: (B, C), or (3, B, C) with M-RoPE; attention_mask: (B, 1, C, S)."""
+        both = self.pre_fc_norm_embedding(inputs_embeds), self.pre_fc_norm_hidden(hidden_BCd)
+        x_BCd = self.fc(torch.cat(both, dim=-1))
+        rope = self._shared[2](x_BCd, positions)
+        x_BCd = self.layers[0](x_BCd, attention_mask=attention_mask, position_embeddings=rope, cache=cache)
+        return self.norm(x_BCd)
+
+
+def config_of(model: Any) -> Any:
+    """The configuration of a decoder of this layer alone. Raises ValueError if the target has no such layer."""
+    config = copy.deepcopy(model.config.get_text_config())
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        kind = kinds[0] if config.model_type.startswith(FIRST) else "full_attention"
+        if kind not in kinds:
+            raise ValueError(f"drafter: {type(model).__name__} has {kinds[0]} alone, expected a layer of {kind}")
+        config.layer_types = [kind]
+    if getattr(config, "mtp_use_dedicated_embeddings", False):
+        raise ValueError("drafter: got mtp_use_dedicated_embeddings=True, expected a layer on the model's embeddings")
+    config.num_hidden_layers = 1
+    return config
+
+
+def folder_of(model: Any) -> Path | None:
+    """The folder that a model was read from, if it is on this machine. Nothing is fetched."""
+    name = getattr(model.config, "name_or_path", None)
+    if not name:
+        return None
+    folder = hub.cached(name, getattr(model.config, "_commit_hash", None)) if hub.names(name) else Path(name)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def named(names: Iterable[str], layers: int) -> dict[str, str]:
+    """The names of a model's file that are of the layer, each with ours. layers: of the target."""
+    patterns = QWEN, rf"(?:.*\.)?layers\.{layers}\."
+    for pattern in patterns:
+        found = {name: match.string[match.end() :] for name in names if (match := re.match(pattern, name))}
+        if pattern == QWEN and found:
+            return found
+        if any(name.startswith("eh_proj.") for name in found.values()):
+            return {name: _renamed(short) for name, short in found.items() if short not in COPIES}
+    return {}
+
+
+def _renamed(short: str) -> str:
+    module, _, end = short.rpartition(".")
+    return f"{GLM[module]}.{end}" if module in GLM else f"layers.0.{short}"
+
+
+def in_files(model: Any) -> bool:
+    """Whether the folder of a loaded model holds such a layer. Reads the headers of its files only."""
+    try:
+        folder = folder_of(model)
+        layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+        return folder is not None and bool(named(read_shapes(folder), layers))
+    except (ValueError, OSError):
+        return False
+
+
+def loaded(model: Any) -> MtpLayer:
+    """The layer of a loaded model, from the safetensors in its folder, on the model's device and in its dtype.
+
+    Raises ValueError if there is none, or if tensors are missing, left over or of other shapes.
+    """
+    folder = folder_of(model)
+    if folder is None:
+        raise ValueError(
+            f"drafter: {type(model).__name__} was not read from a folder or a cached repository, expected one"
+        )
+    shapes = read_shapes(folder)
+    own = named(shapes, model.config.get_text_config().num_hidden_layers)
+    if not own:
+        raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's")
+    layer = MtpLayer(model)
+    theirs = {ours: name for name, ours in own.items()}
+    fused = _fused({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
+    check_shapes(layer, {n: tuple(t.shape) for n, t in fused.items()}, folder, lambda n: theirs.get(n, f"mtp.{n}"))
+    tensors = _fused({own[name]: t for name, t in read_tensors(folder, own.keys()).items()})
+    layer = layer.to_empty(device=model.device).to(model.dtype)
+    load_strictly(layer, tensors, folder, lambda n: theirs.get(n, f"mtp.{n}"))
+    return layer.eval().requires_grad_(False)
+
+
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of single experts as those of all: (experts, gate and up, d) and (experts, d, inner)."""
+    single: dict[tuple[str, str], dict[int, Tensor]] = {}
+    rest = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            single.setdefault((match[1], match[3]), {})[int(match[2])] = tensor
+        else:
+            rest[name] = tensor
+    stacks = {key: torch.stack([of[i] for i in sorted(of)]) for key, of in single.items()}
+    for (prefix, kind), stack in stacks.items():
+        if kind == "down":
+            rest[f"{prefix}.down_proj"] = stack
+        elif kind == "gate" and (prefix, "up") in stacks:
+            rest[f"{prefix}.gate_up_proj"] = torch.cat([stack, stacks[prefix, "up"]], dim=1)
+    return rest
