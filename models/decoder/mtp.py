@@ -54,6 +54,8 @@ class MultiToken(Drafter):
 
     def attach(self, target: Any) -> None:
         if self.heads is not None:
+            if self.repeats:  # it is not the model's, and does not move with it
+                self.heads.to(device=target.device, dtype=target.dtype)
             return
         config = target.config.get_text_config() if isinstance(target, nn.Module) else None  # type: ignore[union-attr, operator]
         if not getattr(config, "num_mtp_layers", None):
@@ -94,7 +96,8 @@ class MultiToken(Drafter):
         ahead_BLd, real_BL = self.heads.embed_tokens(ids_BL), scores.aux["attention"]
         if self.traits.embeddings and (seen_BLd := scores.aux.get("embeddings")) is not None:
             ahead_BLd = torch.cat([seen_BLd[:, 1:], ahead_BLd[:, -1:]], dim=1)
-        _, both, counts = prompt_first(ids_BL, torch.cat([ahead_BLd, scores.features], dim=-1), real_BL)
+        elements = torch.cat([ahead_BLd.to(scores.features), scores.features], dim=-1)
+        _, both, counts = prompt_first(ids_BL, elements, real_BL)
         state.memory = _Heads(rows, state.request.max_new_tokens)
         state.memory.pending_inputs.append((*both.split(ahead_BLd.shape[-1], dim=-1), counts))
         positions = scores.aux["positions"]
@@ -126,7 +129,7 @@ class MultiToken(Drafter):
             tokens.append(token)
             if distribution is not None:
                 distributions.append(distribution)
-            next_B1d = self.heads.embed_tokens(token)[:, None].to(ahead_BTd.dtype)
+            next_B1d = self.heads.embed_tokens(token)[:, None].to(ahead_BTd)
             if self.repeats:
                 slots.lengths = [n + count + level for n, count in zip(before, counts)]
                 ahead_BTd, above_BCd, last_B1, width = next_B1d, newest_B1d, torch.zeros_like(last_B1), 1
@@ -167,7 +170,7 @@ class MultiToken(Drafter):
         path_BD, features, counts = accepted(scores, verdict, outcome)
         shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
         ids_BD = draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
-        state.memory.pending_inputs.append((self.heads.embed_tokens(ids_BD).to(features.dtype), features, counts))
+        state.memory.pending_inputs.append((self.heads.embed_tokens(ids_BD).to(features), features, counts))
 
     def select(self, state: State, keep: list[int]) -> None:
         memory: _Heads = state.memory

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +111,47 @@ def _renamed(short: str) -> str:
 
 
 def in_files(model: Any) -> bool:
-    """Whether the folder of a loaded model holds such a layer. Reads the headers of its files only."""
+    """Whether the folder of a loaded model holds such a layer that `drafter="mtp"` reads, by headers of files alone.
+    Nothing is fetched.
+    """
     try:
-        folder = folder_of(model)
-        layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-        return folder is not None and bool(named(read_shapes(folder), layers))
-    except (ValueError, OSError):
+        if getattr(model.config.get_text_config(), "num_mtp_layers", None):  # read by transformers
+            return bool(_found(model)[1])
+        return bool(_checked(model))
+    except (ValueError, OSError, AttributeError):
         return False
+
+
+def _found(model: Any) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]]:
+    """The folder, the names of the layer's tensors in it with ours, and all shapes. Raises ValueError for none."""
+    folder = folder_of(model)
+    if folder is None:
+        raise ValueError(f"drafter: {type(model).__name__} was read from no folder that is here, expected one")
+    shapes = read_shapes(folder)
+    own = named(shapes, model.config.get_text_config().num_hidden_layers)
+    if not own:
+        raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's")
+    return folder, own, shapes
+
+
+def _checked(model: Any) -> tuple[Path, dict[str, str], MtpLayer]:
+    """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
+    folder, own, shapes = _found(model)
+    try:
+        layer = MtpLayer(model)
+    except (AttributeError, TypeError, LookupError) as error:
+        raise ValueError(
+            f"drafter: got {type(model).__name__}, expected a model whose decoder layer can be built alone ({error})"
+        ) from error
+    fused = _fused({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
+    check_shapes(layer, {name: tuple(t.shape) for name, t in fused.items()}, folder, _naming(own))
+    return folder, own, layer
+
+
+def _naming(own: dict[str, str]) -> Callable[[str], str]:
+    """What the file calls a tensor of ours."""
+    theirs = {ours: name for name, ours in own.items()}
+    return lambda name: theirs.get(name, f"mtp.{name}")
 
 
 def loaded(model: Any) -> MtpLayer:
@@ -125,22 +159,10 @@ def loaded(model: Any) -> MtpLayer:
 
     Raises ValueError if there is none, or if tensors are missing, left over or of other shapes.
     """
-    folder = folder_of(model)
-    if folder is None:
-        raise ValueError(
-            f"drafter: {type(model).__name__} was not read from a folder or a cached repository, expected one"
-        )
-    shapes = read_shapes(folder)
-    own = named(shapes, model.config.get_text_config().num_hidden_layers)
-    if not own:
-        raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's")
-    layer = MtpLayer(model)
-    theirs = {ours: name for name, ours in own.items()}
-    fused = _fused({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
-    check_shapes(layer, {n: tuple(t.shape) for n, t in fused.items()}, folder, lambda n: theirs.get(n, f"mtp.{n}"))
-    tensors = _fused({own[name]: t for name, t in read_tensors(folder, own.keys()).items()})
+    folder, own, layer = _checked(model)
+    tensors = _fused({own[name]: tensor for name, tensor in read_tensors(folder, own.keys()).items()})
     layer = layer.to_empty(device=model.device).to(model.dtype)
-    load_strictly(layer, tensors, folder, lambda n: theirs.get(n, f"mtp.{n}"))
+    load_strictly(layer, tensors, folder, _naming(own))
     return layer.eval().requires_grad_(False)
 
 
