@@ -250,6 +250,17 @@ def test_experts_may_be_single(tmp_path):
         torch.testing.assert_close(found, tensors[f"mtp.layers.0.mlp.experts.{kind}"])
 
 
+def minimax():
+    """Its lightning indexer keeps keys of its own, which no draft of ours could be taken back from."""
+    kinds = {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]}
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 24, "index_head_dim": 8}
+    config = tf.MiniMaxM3VLConfig(
+        text_config={**TEXT, **kinds, **sizes, "shared_intermediate_size": 24, "rotary_dim": 4, "index_n_heads": 2},
+        vision_config={**TOWER, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8},
+    )
+    return tf.MiniMaxM3SparseForConditionalGeneration(config)
+
+
 def test_what_is_refused(tmp_path):
     model = hybrids.qwen3_5_vl()
     tensors = published(model, QWEN)
@@ -261,6 +272,8 @@ def test_what_is_refused(tmp_path):
         "'mtp.fc.weight' of": tensors | {"mtp.fc.weight": torch.zeros(32, 32)},
     }
     cases = [(bare, "has no tensors of such a layer"), (llama(), "expected a model with layers that predict")]
+    sparse = saved(tmp_path / "sparse", minimax(), {"mtp.fc.weight": torch.zeros(32, 64)})
+    cases += [(sparse, "has minimax_m3_sparse, expected full or sliding attention")]
     cases += [(saved(tmp_path / str(i), model, found), said) for i, (said, found) in enumerate(changed.items())]
     for target, said in cases:
         with pytest.raises(ValueError, match=said) as caught:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from visspec.io import hub
 from visspec.io.checkpoint import check_shapes, load_strictly, read_shapes, read_tensors
+from visspec.models.decoder.target import describe
 
 QWEN = r"(?:model\.)?mtp\."
 GLM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
@@ -136,6 +137,7 @@ def _found(model: Any) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]
 
 def _checked(model: Any) -> tuple[Path, dict[str, str], MtpLayer]:
     """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
+    describe(model)
     folder, own, shapes = _found(model)
     try:
         layer = MtpLayer(model)
