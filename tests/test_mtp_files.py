@@ -230,6 +230,18 @@ def test_rows_enter_a_running_batch(name, reloaded):
     assert [found[i].tokens for i in range(4)] == expected and not fast.setup.drafter.warned
 
 
+def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    model, root = hybrids.qwen3_5_vl(), tmp_path / "models--owner--name"
+    model = saved(root / "snapshots" / ("a" * 40), model, published(model, QWEN))
+    model.config.name_or_path, model.config._commit_hash = "owner/name", "a" * 40
+    assert mtp.in_files(model) and mtp_layer.loaded(model).norm.weight.dtype == torch.float32
+    model.config._commit_hash = "b" * 40
+    assert not mtp.in_files(model)
+
+
 def test_a_model_of_text(tmp_path):
     model = built(tf.Qwen3_5ForCausalLM, tf.Qwen3_5TextConfig(**hybrids.HYBRID))
     check_exact(saved(tmp_path, model, published(model, QWEN)), "mtp:levels=2", hybrids.prompt("qwen3_5", LENGTHS), NEW)
