@@ -42,8 +42,8 @@ class MtpLayer(nn.Module):
         with torch.device("meta"):
             self.fc = nn.Linear(2 * size, size, bias=False)
             self.layers = nn.ModuleList([type(decoder.layers[0])(self.config, 0)])
-            for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-                self.add_module(name, norm(size, eps=self.config.rms_norm_eps))
+            norms = [norm(size, eps=self.config.rms_norm_eps) for _ in range(3)]
+            self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms
         self._shared = model.get_input_embeddings(), model.get_output_embeddings(), decoder.rotary_emb  # no submodules
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
