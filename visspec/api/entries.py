@@ -83,7 +83,7 @@ DRAFTERS = {
     ),
     "mtp": Entry(
         "visspec.models.decoder.mtp:MultiToken",
-        "layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers)",
+        "layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers, or `mtp.*`)",
         "text",
     ),
     "jacobi": Entry(
