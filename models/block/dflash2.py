@@ -22,9 +22,11 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from visspec.io.checkpoint import check_whole
 
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}  # as published
+
 
 def with_selector(
-    config: MuseGlimmerAssistantConfig, vocab: int, taps: int, group: int, rank: int, top_k: int
+    config: MuseGlimmerAssistantConfig, vocab: int, taps: Any, group: Any, rank: Any, top_k: Any
 ) -> MuseGlimmerAssistantConfig:
     """The configuration of a DFlash network made one of DFlash 2. Raises ValueError for sizes that don't fit it."""
     for name, value, most in (
