@@ -64,7 +64,8 @@ class GroupedConv(nn.Module):
     def _mixed(self, x_BNd: Tensor, delta_BNTG: Tensor, side: int) -> Tensor:
         base_TGE = self.base_kernel[side].unflatten(-1, (self.kernels[2], -1))
         kernel_BNTd = (base_TGE + delta_BNTG[..., None]).flatten(-2)
-        x_BAKd, kernel_BAKTd = (z.unflatten(1, (-1, self.block)) for z in (x_BNd, kernel_BNTd))
+        blocks = x_BNd.shape[1] // self.block
+        x_BAKd, kernel_BAKTd = (z.unflatten(1, (blocks, self.block)) for z in (x_BNd, kernel_BNTd))
         out = x_BAKd * kernel_BAKTd[..., 0, :]
         for tap in range(1, self.kernels[1]):
             out = out + F.pad(x_BAKd[:, :, :-tap], (0, 0, tap, 0)) * kernel_BAKTd[..., tap, :]
