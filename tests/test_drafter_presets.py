@@ -230,7 +230,7 @@ def test_a_head_adds_what_the_token_above_says(kind, width):
         torch.nn.init.normal_(weights.get(name, torch.empty(1)), std=3.0)
     drafter, held, states = BlockDrafter(head, model, width=width, nodes=9), [], []
     _, state, _ = begun(drafter, model, inputs, NEW)
-    drafter._laws = lambda hidden: states.append(hidden) or held.append(BlockDrafter._laws(drafter, hidden)) or held[-1]
+    drafter._laws = lambda hidden: states.append(hidden) or held.append(3 * torch.randn(3, 3, 96)) or held[-1]
     draft = drafter.propose(state, 3)
     parent, depth = (x.expand(3, -1) for x in (draft.tree.parent, draft.tree.depth))
     for b in range(3):
@@ -268,7 +268,8 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
     ({"feature_layers": [9]}, "feature_layers: got"), ({"feature_layers": []}, "expected at least one layer"),
     ({"mask": 96}, "mask: got 96"), ({"markov": 3}, "markov"), ({"kv_heads": 3}, "kv_heads: got 3"),
     ({"kind": "eagle_head"}, "of another kind"), ({"selector": 3}, "lacks tensor .model.candidate_s"),
-    ({"selector": -1}, "selector: got -1"), ({"selector": 3, "group": 5}, "conv_group_size: got 5, expected a divisor of the hidden size 32"),
+    ({"selector": -1}, "selector: got -1"),
+    ({"selector": 3, "group": 5}, "conv_group_size: got 5, expected a divisor of the hidden size 32"),
 ])  # fmt: skip
 def test_a_block_drafter_of_another_model_or_form(tmp_path, changes, sentence):
     model = model_of("llava")

@@ -764,6 +764,9 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
         assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
         again, _ = zoo.drafter(str(tmp_path / "again"), model)
         assert again.assistant.config.to_dict() == drafter.assistant.config.to_dict()
+        if form == "dflash2":
+            told = json.loads((tmp_path / "again" / "config.json").read_text())
+            assert told["dflash_config"] == data["dflash_config"] and told["architectures"] == data["architectures"]
         assert {k: v for k, v in vars(again.form).items() if k not in ("head", "ids")} == {
             k: v for k, v in vars(drafter.form).items() if k not in ("head", "ids")
         }

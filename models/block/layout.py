@@ -340,7 +340,7 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
         "tie_word_embeddings": False,
     }
     ids, second = list(config.target_layer_ids), drafter.selector is not None
-    sizes = {name: getattr(config, name) for name in SELECTOR if second}
+    sizes = {name: getattr(config, name) for name in ("block_size", *SELECTOR) if second}
     if form != "speculators":
         own = sizes | {"target_layer_ids": ids, "mask_token_id": drafter.mask}
         factors = {"input_embedding_scale": block.scale, "output_multiplier": block.multiplier}
