@@ -156,7 +156,8 @@ class BlockModel(StructuredDrafter):
             tree_builder = self.tree_builder(state, logits_BKV.shape[1])
 
             def below(level: int, token_BW: Tensor) -> Tensor:
-                return self._below(*(x[:, level : level + 1] for x in (logits_BKV, hidden_BKd)), token_BW)
+                here = slice(level, level + 1)
+                return self._below(logits_BKV[:, here], hidden_BKd[:, here], token_BW)
 
             return block_tree.over(state, logits_BKV, tree_builder, self.nodes, None if self.apart else below)
         chain, token = Chain(state, self.stop), state.pending

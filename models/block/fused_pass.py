@@ -22,13 +22,14 @@ from transformers.activations import SiLUActivation
 
 from visspec.models.block.dflash2 import DFlash2Model, GroupedConv
 
+KINDS = (MuseGlimmerAssistantModel, DFlash2Model)
 LIMIT = 1 << 25  # numbers in a network; a larger one is run as it is, and no weight is held twice
 FIXED = ("default", "linear", "llama3")  # kinds of rotary embeddings whose frequencies are the same in every pass
 
 
 def foldable(network: nn.Module) -> bool:
     """Whether a network is transformers' own or DFlash 2's, unchanged, small, and computes what `BlockPass` does."""
-    if type(network) not in (MuseGlimmerAssistantModel, DFlash2Model) or any(map(_watched, network.modules())):
+    if not isinstance(network, KINDS) or type(network) not in KINDS or any(map(_watched, network.modules())):
         return False
     plain = all(type(m) in (nn.Linear, nn.SiLU, SiLUActivation) for m in _parts(network))
     fixed = network.rotary_emb.rope_type in FIXED
