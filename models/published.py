@@ -18,11 +18,11 @@ from visspec.models.drafting.published_config import list_of, object_of, unprefi
 from visspec.models.eagle import layout as eagle_layouts
 from visspec.types import Drafter
 
-SPECULATORS = {"eagle3": "eagle", "dflash": "dflash"}  # `speculators_model_type`: the reader of its layout
+SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash"}  # the reader of its layout
 EAGLE3 = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
 )  # fmt: skip
-BLOCKS = "DFlashDraftModel"
+BLOCKS = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}
 PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2 and 3 call themselves, if they do
 HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, which are called as their target is
 ASSISTANTS = ("muse_glimmer_assistant", "gemma4_assistant", "gemma4_unified_assistant")
@@ -30,15 +30,16 @@ WORDS = ("eagle", "dflash", "speculator", "medusa", "spark", "mtp", "hydra", "dr
 
 
 def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
-    """(reader, form) of a folder: ("eagle", "eagle" | "eagle3" | "speculators"), ("dflash", "dflash" | "speculators")
-    or ("transformers", ""). Raises ValueError for anything else, or where configuration and tensors disagree.
+    """(reader, form) of a folder: ("eagle", "eagle" | "eagle3" | "speculators"), ("dflash", "dflash" |
+    "dflash2" | "speculators") or ("transformers", ""). Raises ValueError for anything else, or where configuration and
+    tensors disagree.
     """
     names, named = set(names), list_of(data.get("architectures"))
     first = next(iter(named), "") if all(isinstance(name, str) for name in named) else ""
     if "speculators_model_type" in data:
         return SPECULATORS[_speculators(folder, data)], "speculators"
-    if first == BLOCKS:
-        return "dflash", "dflash"
+    if first in BLOCKS:
+        return "dflash", BLOCKS[first]
     if data.get("model_type") in ASSISTANTS:
         return "transformers", ""
     if first in EAGLE3 or (first in ("", *PLAIN) and any(name.startswith("midlayer.") for name in names)):
@@ -49,7 +50,7 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
         return "eagle", "eagle"
     if first and not strange and not {"fc.weight", "midlayer.hidden_norm.weight"} & names:
         return "transformers", ""
-    known = ", ".join([*EAGLE3[:1], BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
+    known = ", ".join([*EAGLE3[:1], *BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
     raise ValueError(
         f"drafter: {folder} is a checkpoint of {shown(first or None)}, expected EAGLE-1, 2 or 3, MSD, ViSpec or DFlash"
         f" ({known}), a model of transformers, or one of ours"

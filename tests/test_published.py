@@ -2,6 +2,7 @@
 (`tests/published.py`), and written again; what is of another kind or another target is refused before weights are read.
 """
 
+import itertools
 import json
 import warnings
 from dataclasses import replace
@@ -12,14 +13,18 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests.doubles import check_exact
-from tests.published import Watched, begun, dflash_hidden, eagle_logits, known
+from tests.published import Watched, begun, dflash_hidden, eagle_logits, edges, known
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.tiny import llama, model_of, prompt, shapes, single_row
 from visspec.api import zoo
+from visspec.api.train_drafter import request_of
+from visspec.distributions import draw
+from visspec.loop.decode import open_request
 from visspec.models import published
 from visspec.models.block.drafter import BlockModel, DFlashVariant
+from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.published import form_of
 
@@ -284,7 +289,7 @@ def test_a_drafter_of_ours_is_written_with_its_rotary_sections(tmp_path, form):
             assert a[0] == b[0] and torch.equal(a[1], b[1])
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dflash2"])
 def test_speculators_itself_loads_what_is_written(tmp_path, name):
     """The package reads every tensor, and the target by the name that stands there."""
     speculators = pytest.importorskip("speculators")
@@ -293,7 +298,7 @@ def test_speculators_itself_loads_what_is_written(tmp_path, name):
     if name == "eagle3":
         drafter = make("qwen2_5_vl", "eagle3", **form)
     else:
-        data, tensors = speculators_dflash()
+        data, tensors = speculators_dflash() if name == "dflash" else speculators_dflash2()
         data["speculators_config"]["verifier"]["architectures"] = [type(model).__name__]
         drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
     drafter.export(tmp_path / "out", "speculators", verifier=str(tmp_path / "target"))
@@ -410,12 +415,12 @@ def refused(tmp_path, data, tensors, model=None, options=None):
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings: got None"),
     ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: got 1.5, expected an even number"),
     ({"rms_norm_eps": "x"}, "eps: got 'x', expected a finite number above 0"),
-    ({"architectures": ["DFlash2DraftModel"]}, "is a checkpoint of 'DFlash2DraftModel', expected EAGLE-1, 2 or 3"),
+    ({"architectures": ["DFlash3DraftModel"]}, "is a checkpoint of 'DFlash3DraftModel', expected EAGLE-1, 2 or 3"),
     ({"architectures": ["MedusaModel"]}, "is a checkpoint of 'MedusaModel'"),
     ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle_aux_hidden_state_layer_ids"),
     ({"architectures": ["DFlashDraftModel"]}, "does not take {'images': 'slots'}"),
     ({"speculators_model_type": "eagle3"}, "transformer_layer_config of"),
-    ({"speculators_model_type": "dspark"}, "is 'dspark', expected one of eagle3, dflash"),
+    ({"speculators_model_type": "dspark"}, "is 'dspark', expected one of eagle3, dflash, dflash2"),
 ])  # fmt: skip
 def test_an_eagle_head_that_says_something_else(tmp_path, changes, sentence):
     data, tensors = eagle_2()
@@ -487,7 +492,7 @@ def test_speculators_names_its_target_and_its_algorithm(tmp_path):
     data["speculators_config"]["algorithm"] = "dflash"
     assert "algorithm of" in refused(tmp_path, data, tensors)
     data["speculators_config"]["algorithm"] = data["speculators_model_type"] = "peagle"
-    assert "is 'peagle', expected one of eagle3, dflash" in refused(tmp_path, data, tensors)
+    assert "is 'peagle', expected one of eagle3, dflash, dflash2" in refused(tmp_path, data, tensors)
     data["speculators_model_type"] = ["eagle3"]
     assert "is ['eagle3'], expected one of" in refused(tmp_path, data, tensors)
 
@@ -621,6 +626,32 @@ def speculators_dflash(anchor=False, few=True, **more):
     return data, dflash_tensors(states=1) | own
 
 
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+
+
+def selector_tensors(taps=2):
+    named = "candidate_selector."
+    tensors = {f"{named}{side}_codebook": (V, 6) for side in ("predecessor", "successor")}
+    tensors[f"{named}hidden_projection.weight"] = (6, D)
+    for conv in (f"layers.{n}.{name}_conv." for n in range(2) for name in ("attention", "mlp")):
+        tensors |= {f"{conv}base_kernel": (2, taps, D), f"{conv}kernel_projection.weight": (2 * taps * D // 8, D)}
+    return drawn(tensors, 5)
+
+
+def z_lab_2(taps=2, **more):
+    own = SELECTOR | {"block_size": 4, "target_layer_ids": [1, 0], "mask_token_id": 4, "conv_kernel_size": taps}
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": True}
+    data, tensors = z_lab(**windows, is_causal=False, dflash_config=own, architectures=["DFlash2DraftModel"], **more)
+    del data["block_size"]
+    return data, tensors | selector_tensors(taps)
+
+
+def speculators_dflash2(**more):
+    data, tensors = speculators_dflash(few=False, **more.pop("layer", {}))
+    data["speculators_config"]["algorithm"] = data["speculators_model_type"] = "dflash2"
+    return data | SELECTOR | {"architectures": ["DFlash2DraftModel"]} | more, tensors | selector_tensors()
+
+
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 BLOCKS = {
     "z-lab": (z_lab, "dflash"),
@@ -635,6 +666,10 @@ BLOCKS = {
     "speculators": (speculators_dflash, "speculators"),
     "speculators-anchor": (lambda: speculators_dflash(anchor=True, few=False), "speculators"),
     "speculators-windows": (lambda: speculators_dflash(**WINDOWS), "speculators"),
+    "z-lab-2": (z_lab_2, "dflash2"),
+    "z-lab-2-taps": (lambda: z_lab_2(taps=3), "dflash2"),
+    "speculators-2": (lambda: speculators_dflash2(layer=WINDOWS), "speculators"),
+    "speculators-2-anchor": (lambda: speculators_dflash2(sample_from_anchor=True), "speculators"),
 }  # fmt: skip
 
 
@@ -651,7 +686,8 @@ def block_logits(data, tensors, model, whole):
     for n, kind in enumerate(layer["layer_types"]):
         far, later = query - key, torch.zeros(4, count + 4, dtype=torch.bool)
         if kind == "sliding_attention" and own:
-            later = (key < count - 6) | ((key >= count) & (key > query))
+            both = data.get("sliding_window_non_causal", data["speculators_model_type"] == "dflash2")
+            later = (key < count - 6) | ((key >= count) & (key > query) & (not both))
         elif kind == "sliding_attention":
             later = (far >= 6) | ((far <= -6) if data.get("is_causal") is False else (far < 0))
         hidden[n] = later.expand(4, -1)
@@ -712,7 +748,9 @@ def test_a_published_block_drafter_drafts_as_its_description_says(tmp_path, name
         one_round(target, drafter, state, answer)
 
 
-@pytest.mark.parametrize(("name", "width"), [*((name, 1) for name in BLOCKS), ("z-lab", 2), ("speculators", 2)])
+@pytest.mark.parametrize(("name", "width"), [
+    *((name, 1) for name in BLOCKS), ("z-lab", 2), ("speculators", 2), ("z-lab-2", 3),
+])  # fmt: skip
 def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
     layout, form = BLOCKS[name]
     data, tensors = layout()
@@ -726,9 +764,76 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
         assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
         again, _ = zoo.drafter(str(tmp_path / "again"), model)
         assert again.assistant.config.to_dict() == drafter.assistant.config.to_dict()
+        if form == "dflash2":
+            told = json.loads((tmp_path / "again" / "config.json").read_text())
+            assert told["dflash_config"] == data["dflash_config"] and told["architectures"] == data["architectures"]
         assert {k: v for k, v in vars(again.form).items() if k not in ("head", "ids")} == {
             k: v for k, v in vars(drafter.form).items() if k not in ("head", "ids")
         }
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["z-lab-2", "speculators-2-anchor"])
+def test_a_selector_walks_its_candidates_and_reports_their_law(tmp_path, name, temperature):
+    """Each place by the token drawn before it; with a rule that judges draws, q is what was drawn from."""
+    (data, tensors), held = BLOCKS[name][0](), []
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    request = request_of(model, inputs, temperature=temperature, max_new_tokens=NEW, seed=3)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    state, scores = open_request(target, visspec.Rejection(), request)
+    drafter.start(state, scores)
+    drafter._laws = lambda hidden: held.append(hidden) or BlockModel._laws(drafter, hidden)
+    draft, unary = drafter.propose(state, 3), BlockModel._laws(drafter, held[0])
+    plain = unary[:, :3].argmax(-1)
+    for b, level in itertools.product(range(len(plain)), range(3)):
+        want = edges(tensors, unary[b, level], held[0][b, level], int(draft.value[b, level]), 5)
+        if temperature:
+            p = (want / temperature).softmax(-1)
+            torch.testing.assert_close(draft.q.p[b, level + 1], p)
+            assert (draft.q.p[b, level + 1] > 0).sum() == 5
+            assert draft.value[b, level + 1] == draw(p[None], state.noise.window(level + 1)[b, level, -1:])
+        else:
+            assert draft.value[b, level + 1] == want.argmax()
+    assert temperature or (draft.value[:, 1:] != plain).any(), "the selector changes something"
+
+
+def test_draws_of_a_selector_are_judged_by_their_law(tmp_path):
+    folder, inputs = saved(tmp_path / "head", *z_lab_2()), prompt("llava", shapes("llava")["ragged"])
+    fast = visspec.accelerate(model_of("llava"), str(folder), acceptance="rejection", adaptive=False)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model_of("llava").generate(**inputs, **greedy))
+    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=1)
+    assert fast.last_stats.faults == 0
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"conv_kernel_size": 5}, "conv_kernel_size: got 5, expected a whole number from 1"),
+    ({"conv_group_size": 5}, "conv_group_size: got 5, expected a divisor of the hidden size 32"),
+    ({"conv_group_size": 4}, "has shape"),
+    ({"selector_rank": None}, "selector_rank: got None, expected a whole number from 1"),
+    ({"selector_top_k": 97}, "selector_top_k: got 97, expected a whole number from 1"),
+])  # fmt: skip
+def test_sizes_of_a_selector_have_to_fit(tmp_path, changes, sentence):
+    data, tensors = z_lab_2()
+    assert sentence in refused(tmp_path, data | {"dflash_config": data["dflash_config"] | changes}, tensors)
+
+
+def test_what_a_selector_has_no_place_for(tmp_path):
+    data, tensors = z_lab_2()
+    named = "layers.1.mlp_conv.base_kernel"
+    assert f"lacks tensor '{named}'" in refused(tmp_path, data, {k: v for k, v in tensors.items() if k != named})
+    assert "has the unknown tensor" in refused(tmp_path, z_lab()[0], tensors)
+    few, _ = speculators_dflash2()
+    assert "is 36, expected 96 for a selector" in refused(tmp_path, few | {"draft_vocab_size": FEW}, tensors)
+    model, folder = model_of("llava"), saved(tmp_path / "head", data, tensors)
+    with pytest.raises(ValueError, match="width: got 6, expected at most the 5 candidates of a place"):
+        zoo.drafter(f"{folder}:width=6", model)
+    with pytest.raises(ValueError, match="form: got a drafter with a selector for 'dflash'"):
+        zoo.drafter(str(folder), model)[0].export(tmp_path / "out", "dflash")
+    with pytest.raises(ValueError, match="form: got a drafter with no selector for 'dflash2'"):
+        zoo.drafter(str(saved(tmp_path / "plain", *z_lab())), model)[0].export(tmp_path / "out", "dflash2")
 
 
 def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
@@ -746,7 +851,7 @@ def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
 
 
 @pytest.mark.parametrize("changes,sentence", [
-    ({"architectures": ["DFlash2DraftModel"]}, "is a checkpoint of 'DFlash2DraftModel'"),
+    ({"architectures": ["DFlash3DraftModel"]}, "is a checkpoint of 'DFlash3DraftModel'"),
     ({"num_target_layers": 36}, "is made for a target of the number of layers 36, got 2"),
     ({"hidden_size": 48}, "has shape"),
     ({"vocab_size": 95}, "made for a target of vocabulary 95, got a model of 96"),
@@ -849,7 +954,9 @@ def test_an_assistant_of_transformers_by_its_folder(tmp_path):
 JUNK = [None, "x", -1, 2.5, 10**18, [], {"x": 1}]
 
 
-@pytest.mark.parametrize("layout", [eagle_2, eagle_3, speculators_eagle_3, z_lab, speculators_dflash])
+@pytest.mark.parametrize("layout", [
+    eagle_2, eagle_3, speculators_eagle_3, z_lab, speculators_dflash, z_lab_2, speculators_dflash2,
+])  # fmt: skip
 def test_any_entry_may_be_anything(tmp_path, layout):
     """A configuration is read, or refused in a sentence."""
     data, tensors = layout()
@@ -879,11 +986,13 @@ def test_recognition_is_by_data(tmp_path):
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, eagle, ("eagle", "eagle")),
         ({"architectures": ["LlavaForConditionalGeneration"]}, {"model.fc.weight"}, ("transformers", "")),
         ({"speculators_model_type": "dflash"}, eagle, ("dflash", "speculators")),
+        ({"speculators_model_type": "dflash2"}, eagle, ("dflash", "speculators")),
+        ({"architectures": ["DFlash2DraftModel"]}, eagle, ("dflash", "dflash2")),
         ({"model_type": "gemma4_assistant"}, {"x"}, ("transformers", "")),
     ):
         assert form_of(tmp_path, data, names) == form
     for data, names in (
-        ({}, {"x"}), ({"architectures": ["DFlash2DraftModel"]}, eagle), ({"architectures": [3]}, {"x"}),
+        ({}, {"x"}), ({"architectures": ["DFlash3DraftModel"]}, eagle), ({"architectures": [3]}, {"x"}),
         ({"dflash_config": {}}, eagle), ({"architectures": ["Qwen3ForCausalLM"]}, split),
         ({"architectures": "DFlashDraftModel"}, {"x"}),
     ):  # fmt: skip

@@ -66,7 +66,7 @@ class BlockModel(StructuredDrafter):
     """
 
     saved_as = "network"
-    apart = True  # whether nothing but the pass tells what a place is: neither `_following` nor `_expected` do
+    apart = True  # whether nothing but the pass tells what a place is: neither `_below` nor `_expected` do
 
     def __init__(
         self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: DFlashVariant | None = None
@@ -83,6 +83,7 @@ class BlockModel(StructuredDrafter):
         if not 0 <= config.mask_token_id < text.vocab_size:
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
+        self.apart = self.selector is None
         self.model, self.form = model, form or DFlashVariant()
         self.cache_name = cache_argument(assistant.forward) or CACHE
         self._fold: tuple[tuple, BlockPass | None] = ((), None)
@@ -96,19 +97,26 @@ class BlockModel(StructuredDrafter):
         self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
         self.embed: Any = bare(model.get_input_embeddings())  # type: ignore[operator]
 
+    @property
+    def selector(self) -> Any:
+        """The selector of a network of DFlash 2, or None."""
+        return getattr(self.assistant, "candidate_selector", None)
+
     def _check_width(self) -> None:
-        if self.form.ids is not None and self.width > len(self.form.ids):
-            raise ValueError(
-                f"width: got {self.width}, expected at most the {len(self.form.ids)} ids that the head predicts"
-            )
+        most = [] if self.form.ids is None else [(len(self.form.ids), "ids that the head predicts")]
+        most += [] if self.selector is None else [(self.selector.top_k, "candidates of a place")]
+        for count, what in most:
+            if self.width > count:
+                raise ValueError(f"width: got {self.width}, expected at most the {count} {what}")
 
     def _grow(self, tree: str) -> None:
         super()._grow(tree)
         self._check_width()
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
-        """Write the drafter for other engines: "dflash" (z-lab, SpecForge), "speculators" (vLLM), for which `verifier`
-        names the target, or "transformers". Raises ValueError where a form has no place for what the drafter is.
+        """Write the drafter for other engines: "dflash" or "dflash2" (z-lab, SpecForge), "speculators" (vLLM), for
+        which `verifier` names the target, or "transformers". Raises ValueError where a form has no place for what the
+        drafter is.
         """
         from visspec.models.block import layout as dflash_layouts
 
@@ -120,7 +128,8 @@ class BlockModel(StructuredDrafter):
         from visspec.models.block import layout as dflash_layouts
 
         own = self.form.head is not None or self.form.anchor or self.form.from_anchor
-        dflash_layouts.write(self, folder, "speculators" if own else "dflash" if self.form.index else "transformers")
+        flat = ("dflash" if self.selector is None else "dflash2") if self.form.index else "transformers"
+        dflash_layouts.write(self, folder, "speculators" if own else flat)
         (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
@@ -145,19 +154,25 @@ class BlockModel(StructuredDrafter):
         logits_BKV = self._laws(hidden_BKd)
         if self.width > 1:
             tree_builder = self.tree_builder(state, logits_BKV.shape[1])
-            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, self._following)
+
+            def below(level: int, token_BW: Tensor) -> Tensor:
+                here = slice(level, level + 1)
+                return self._below(logits_BKV[:, here], hidden_BKd[:, here], token_BW)
+
+            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, None if self.apart else below)
         chain, token = Chain(state, self.stop), state.pending
         if self.apart:
             chain.extend(logits_BKV)
             return chain.finish()
         for hidden_Bd, logits_BV in zip(hidden_BKd.unbind(1), logits_BKV.unbind(1)):
-            more_BV = self._following(token)
-            token = chain.add(logits_BV if more_BV is None else logits_BV + more_BV, self._expected(hidden_Bd, token))
+            token = chain.add(self._below(logits_BV, hidden_Bd, token), self._expected(hidden_Bd, token))
         return chain.finish()
 
-    def _following(self, token: Tensor) -> Tensor | None:
-        """What a token (...) adds to the logits of the next place, (..., V); None: nothing."""
-        return None
+    def _below(self, logits: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
+        """The logits (..., V) of a place below tokens (...), from what the pass says of it: (..., V) and (..., d), for
+        all tokens above or for each.
+        """
+        return logits if self.selector is None else self.selector.law(logits, hidden, token)
 
     def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
         """The acceptance rate (B,) of a place below a token (B,), if something was trained to predict it."""

@@ -1,8 +1,10 @@
 """Published checkpoints of DFlash block drafters, in and out. The network is that of transformers' own class
-(`MuseGlimmerAssistantModel`); what differs is where the configuration says what, the names of two tensors, and `Block`.
+(`MuseGlimmerAssistantModel`), or ours of DFlash 2; what differs is where the configuration says what, the names of two
+tensors, and `Block`.
 
 Forms: "dflash" (z-lab and SpecForge: a Qwen3 configuration with `dflash_config`; layer i means hidden_states[i + 1]),
-"speculators" (a nested configuration; id i means hidden_states[i]; possibly a vocabulary of its own), "transformers".
+"dflash2" (the same with sizes of convolutions and selector), "speculators" (a nested configuration; id i means
+hidden_states[i]; possibly a vocabulary of its own; both networks), "transformers".
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from visspec.io.checkpoint import (
     read_tensors,
     shown,
 )
+from visspec.models.block.dflash2 import SELECTOR, DFlash2Model, with_selector
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
@@ -43,7 +46,7 @@ from visspec.models.drafting.published_config import (
 )
 from visspec.models.layers import MOST_LAYERS
 
-FORMS = ("dflash", "speculators", "transformers")
+FORMS = ("dflash", "dflash2", "speculators", "transformers")
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 OF_THE_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 OWN_HEAD = ("lm_head.weight", "d2t", "t2d")
@@ -77,6 +80,9 @@ def read(
     if vocab != vocabulary(model):
         raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
     few = _own_vocabulary(folder, data, vocab) if form == "speculators" else 0
+    network = DFlash2Model if selects(form, data) else MuseGlimmerAssistantModel
+    if network is DFlash2Model and 0 < few < vocab:
+        raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
     skipped = OF_THE_TARGET if form == "speculators" else ()
     own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
     names = {name: RENAMED.get(name, name) for name in shapes if name not in own and name not in skipped}
@@ -87,9 +93,9 @@ def read(
 
     with torch.device("meta"):
         found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
-        check_shapes(MuseGlimmerAssistantModel(config), found, folder, named)
+        check_shapes(network(config), found, folder, named)
     _check_head(folder, own, shapes, config.hidden_size, few, vocab)
-    assistant: Any = MuseGlimmerAssistantModel(config)
+    assistant: Any = network(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = unprefixed(read_tensors(folder), folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
@@ -103,12 +109,17 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 
+def selects(form: str, data: dict) -> bool:
+    """Whether a checkpoint is one of DFlash 2."""
+    return form == "dflash2" or (form == "speculators" and data["speculators_model_type"] == "dflash2")
+
+
 def config_of(
     folder: Path, form: str, data: dict, model: PreTrainedModel, causal: bool | None = None
 ) -> tuple[MuseGlimmerAssistantConfig, DFlashVariant]:
     """transformers' configuration of a checkpoint, and what else it says. Raises ValueError for what we don't have."""
     layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
-    said = {**data, **more} if form == "dflash" else data
+    said = data if form == "speculators" else {**data, **more}
     check_verifier(folder, data, model)
     sizes = {name: entry(folder, layer, name, int) for name in SIZES}
     for name, value in sizes.items():
@@ -147,6 +158,9 @@ def config_of(
         bos_token_id=None,
         eos_token_id=None,
     )
+    if selects(form, data):
+        known = {**SELECTOR, **said} if form == "speculators" else said
+        with_selector(config, entry(folder, layer, "vocab_size", int), *(known.get(name) for name in SELECTOR))
     return config, _block(folder, form, said, kinds, window, causal)
 
 
@@ -165,10 +179,11 @@ def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list
     """Layers whose outputs are read, counted from 0; if z-lab's form does not tell, as many as the drafter has, spread
     from 1 to the last but two.
     """
-    name, given = "target_layer_ids" if form == "dflash" else "aux_hidden_state_layer_ids", None
-    if form == "dflash" and said.get(name) is None and depth > 3:
+    flat = form != "speculators"
+    name, given = "target_layer_ids" if flat else "aux_hidden_state_layer_ids", None
+    if flat and said.get(name) is None and depth > 3:
         given = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
-    ids, low = check_wholes(name, given or said.get(name), 0, MOST_LAYERS), 0 if form == "dflash" else 1
+    ids, low = check_wholes(name, given or said.get(name), 0, MOST_LAYERS), 0 if flat else 1
     if not ids or (wrong := [i for i in ids if not low <= i < depth]):
         found = f"layer {wrong[0]}" if ids else "none"
         raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{depth - 1}")
@@ -179,7 +194,7 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
     if causal is not None and not isinstance(causal, bool):
         raise ValueError(f"causal: got {shown(causal)}, expected true or false")
     if form == "speculators":
-        hides = not said.get("sliding_window_non_causal", False) if causal is None else causal
+        hides = not said.get("sliding_window_non_causal", selects(form, said)) if causal is None else causal
         return DFlashVariant(
             anchor=bool(said.get("sample_from_anchor", False)),
             causal=hides,
@@ -289,8 +304,11 @@ def check_form(drafter: BlockModel, form: str) -> None:
     """Raises ValueError if a published form can't hold a drafter."""
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
-    block, plain = drafter.form, DFlashVariant()
-    only = {"dflash": ("scale", "multiplier", "softcap"), "speculators": ("anchor", "head"), "transformers": ()}[form]
+    block, plain, flat = drafter.form, DFlashVariant(), ("scale", "multiplier", "softcap")
+    only = {"dflash": flat, "dflash2": flat, "speculators": ("anchor", "head"), "transformers": ()}[form]
+    wrong, has = (("dflash2",), "no") if drafter.selector is None else (("dflash", "transformers"), "a")
+    if form in wrong:
+        raise ValueError(f"form: got a drafter with {has} selector for {form!r}, expected another form or drafter")
     for name in ("anchor", "head", "scale", "multiplier", "softcap"):
         if name not in only and getattr(block, name) != getattr(plain, name):
             raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
@@ -318,17 +336,18 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
         "attention_bias": False,
         "layer_types": list(config.layer_types),
         "use_sliding_window": sliding,
-        "sliding_window": (drafter.reach + (form == "dflash")) if sliding else None,
+        "sliding_window": (drafter.reach + (form != "speculators")) if sliding else None,
         "tie_word_embeddings": False,
     }
-    ids = list(config.target_layer_ids)
-    if form == "dflash":
-        own = {"target_layer_ids": ids, "mask_token_id": drafter.mask}
+    ids, second = list(config.target_layer_ids), drafter.selector is not None
+    sizes = {name: getattr(config, name) for name in ("block_size", *SELECTOR) if second}
+    if form != "speculators":
+        own = sizes | {"target_layer_ids": ids, "mask_token_id": drafter.mask}
         factors = {"input_embedding_scale": block.scale, "output_multiplier": block.multiplier}
         own |= {name: value for name, value in factors.items() if value != 1.0}
         own |= {"final_logit_softcapping": block.softcap} if block.softcap else {}
         return {
-            "architectures": ["DFlashDraftModel"],
+            "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
             **layer,
             **({} if block.causal else {"is_causal": False}),
             "block_size": drafter.block,
@@ -336,8 +355,9 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
             "dflash_config": own,
         }
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": ["DFlash2DraftModel" if second else "DFlashSpeculator"],
+        "speculators_model_type": (kind := "dflash2" if second else "dflash"),
+        **sizes,
         "speculators_version": VERSION,
         "draft_vocab_size": drafter.vocab if block.ids is None else len(block.ids),
         "block_size": drafter.block,
@@ -346,5 +366,5 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
         "sample_from_anchor": block.anchor,
         "sliding_window_non_causal": not block.causal,
         "transformer_layer_config": layer,
-        "speculators_config": speculators_config("dflash", drafter.traits.levels, drafter.model, verifier),
+        "speculators_config": speculators_config(kind, drafter.traits.levels, drafter.model, verifier),
     }

@@ -18,19 +18,17 @@ def over(
     logits_BKV: Tensor,
     tree_builder: Any,
     nodes: int,
-    following: Callable[[Tensor], Tensor | None] = lambda _: None,
+    below: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Draft:
     """A tree over the distributions of a block by its builder, `tree.TreeBuilder` (the `nodes` most likely nodes of its
-    width a level, best first) or one with its methods. following: what the tokens above (B, W) add to the logits, (B,
-    W, V), if anything. Raises ValueError for rules that judge draws.
+    width a level, best first) or one with its methods. below: the logits (B, W, V) of a level below the tokens above
+    (B, W), if these change them. Raises ValueError for rules that judge draws.
     """
     if state.noise is not None and state.noise.samples:
         raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
     token_BW = state.pending[:, None]
     for level in range(logits_BKV.shape[1]):
-        logits_BWV = logits_BKV[:, level : level + 1]
-        if (more_BWV := following(token_BW)) is not None:
-            logits_BWV = logits_BWV + more_BWV
+        logits_BWV = logits_BKV[:, level : level + 1] if below is None else below(level, token_BW)
         logits_BWV = warp(logits_BWV, state.request.sampling)
         if state.noise is not None:
             logits_BWV = state.noise.perturbed(logits_BWV, level)
