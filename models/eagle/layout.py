@@ -202,7 +202,7 @@ def config_of(
         feature_layers=ids,
         draft_vocab=data.get("draft_vocab_size") or sizes["vocab"],
         images=(images or "placeholders") if common["image_ids"] else "none",
-        qk_norm=layer.get("model_type") == "qwen3",
+        qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
 
 
