@@ -820,6 +820,13 @@ def test_an_eagle_3_head_of_automodel(tmp_path):
     assert "mask_hidden" in refused(tmp_path, data | {"parallel_drafting": True}, parallel)
 
 
+def test_an_eagle_3_head_of_deepspec_reads_outputs_of_layers(tmp_path):
+    data, tensors = eagle_3(architectures=["Qwen3Eagle3Model"], eagle_config=None, target_layer_ids=[3, 4, 5])
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), llama(num_hidden_layers=8))
+    assert drafter.config.feature_layers == (4, 5, 6)
+
+
 def test_sentences_name_tensors_as_the_file_does(tmp_path):
     for (data, tensors), name in ((eagle_3(), "midlayer.hidden_norm.weight"), (z_lab(), "hidden_norm.weight")):
         rest = {key: value for key, value in tensors.items() if key != name}
