@@ -21,6 +21,7 @@ from visspec.types import Drafter
 SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash"}  # the reader of its layout
 EAGLE3 = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
+    "LlamaEagle3DraftModel", "Qwen3Eagle3Model",
 )  # fmt: skip
 BLOCKS = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}
 PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2 and 3 call themselves, if they do

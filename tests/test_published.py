@@ -912,6 +912,26 @@ def test_prefixes_of_wrappers_are_left_out(tmp_path, layout, prefix):
         assert "with and without 'model.'" in refused(tmp_path, data, both, options=options)
 
 
+def test_an_eagle_3_head_of_automodel(tmp_path):
+    """Its configuration is the target's, also of Qwen3, whose norms of queries and keys the head does not have."""
+    data, tensors = eagle_3(architectures=["LlamaEagle3DraftModel"], model_type="qwen3", num_aux_hidden_states=3)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    outside = ("lm_head.weight", "d2t", "t2d")
+    tensors = {name if name in outside else f"model.{name}": tensor for name, tensor in tensors.items()}
+    spec = str(saved(tmp_path / "head", data, tensors))
+    assert check_exact(model_of("llava"), spec, prompt("llava", shapes("llava")["ragged"]), NEW)
+    assert zoo.drafter(spec, model_of("llava"))[0].config == LAYOUTS["eagle3"][2]
+    parallel = tensors | {"mask_hidden": torch.zeros(1, 1, 3 * D)}
+    assert "mask_hidden" in refused(tmp_path, data | {"parallel_drafting": True}, parallel)
+
+
+def test_an_eagle_3_head_of_deepspec_reads_outputs_of_layers(tmp_path):
+    data, tensors = eagle_3(architectures=["Qwen3Eagle3Model"], eagle_config=None, target_layer_ids=[3, 4, 5])
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), llama(num_hidden_layers=8))
+    assert drafter.config.feature_layers == (4, 5, 6)
+
+
 def test_sentences_name_tensors_as_the_file_does(tmp_path):
     for (data, tensors), name in ((eagle_3(), "midlayer.hidden_norm.weight"), (z_lab(), "hidden_norm.weight")):
         rest = {key: value for key, value in tensors.items() if key != name}

@@ -202,7 +202,7 @@ def config_of(
         feature_layers=ids,
         draft_vocab=data.get("draft_vocab_size") or sizes["vocab"],
         images=(images or "placeholders") if common["image_ids"] else "none",
-        qk_norm=layer.get("model_type") == "qwen3",
+        qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
 
 
@@ -234,9 +234,13 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
     `dflash_config` or `eagle_config`; those before layers 2, n / 2 and n - 3 if there are none, or [] (ModelOpt).
     """
     parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
-    stated = next((part[IDS] for part in parts if part.get(IDS)), None)
+    own = data.get("target_layer_ids")  # DeepSpec's, of outputs
+    stated = own or next((part[IDS] for part in parts if part.get(IDS)), None)
     ids = check_wholes(IDS, stated, 0, depth) if stated else (2, depth // 2, depth - 3)
-    read, outputs = "the default", bool(stated) and form == "eagle3" and ids[0] < 2  # SGLang looks at the first, too
+    read, outputs = (
+        "the default",
+        bool(stated and form == "eagle3" and (own or ids[0] < 2)),
+    )
     if asked is not None:
         ids, outputs, read = _asked(asked, depth), False, "as asked for"
     elif stated:
@@ -249,7 +253,7 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
         raise ValueError(f"drafter: {folder} names {found}, expected states before one of its layers 0..{depth - 1}")
     said = f"{folder.name} reads hidden states {given}: {read}"
     logger.info("%s", said)
-    if stated and asked is None and form == "eagle3" and ids[0] != 1:
+    if stated and not own and asked is None and form == "eagle3" and ids[0] != 1:
         warnings.warn(
             f"drafter: {said}, where others may count otherwise; {folder.name}:layers={'-'.join(map(str, given))} says"
             " which hidden states are read",
