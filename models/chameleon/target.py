@@ -128,7 +128,7 @@ class Chameleon(Family):
             rows += [plain if row is None else [ids[BOS], *row, ids[TURN], *header] for row in others]
         both, seen = left_padded(rows, 0, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
-        return EncodedPrompt(both[: len(words)], embeds, seen, counted(seen, layout.positions))
+        return EncodedPrompt(both[: len(words)], embeds, seen, counted(seen, layout.positions), both)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.vocabulary(tokens))
