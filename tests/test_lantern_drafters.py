@@ -1,22 +1,27 @@
 """LANTERN's published image drafters: their pickles converted, their network, their drafts, what is refused."""
 
+import copy
 import json
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
 from tests import tiny_images as tiny
 from tests.published import Weights, attended, mlp
 from tests.test_image_targets import TEXTS, llamagen, llamagen_model
 from visspec import tree as trees
 from visspec.accept.exact import Exact
+from visspec.accept.rejection import Rejection
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
 from visspec.io.convert_checkpoint import convert
 from visspec.loop.decode import open_request
+from visspec.models.chameleon.layout import load_lumina
 from visspec.models.chameleon.target import PromptStyle
 from visspec.models.eagle.lantern import LanternDrafter
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR
 from visspec.types import Request, Sampling
 
@@ -84,7 +89,7 @@ def pipeline(name: str) -> ImagePipeline:
 
 
 def drawn(pipe: ImagePipeline, folder, options="", rule="exact", **more):
-    """(codes of three images, accepted tokens a pass)."""
+    """Codes of three images."""
     size = {"height": 64, "width": 64} if pipe.family.grammar else {}
     drafter = None if folder is None else f"{folder}{options}"
     with torch.no_grad():
@@ -132,60 +137,90 @@ def predicted(name: str, weights: Weights, ids: list[int], features_Td: torch.Te
     return (x + mlp(weights, layer, weights.norm(x, f"{layer}post_attention_layernorm", eps)))[-1]
 
 
+class Described:
+    """The described network beside a drafter: what it says after the first code of three ragged rows."""
+
+    def __init__(self, name, folder, guidance=SCALE, rule=None, temperature=0.0, **options):
+        self.name, self.guidance, self.weights = name, guidance, Weights(tensors(name))
+        self.family = pipeline(name).family
+        self.used = LanternDrafter.from_pretrained(published(name, folder), self.family, **options)
+        self.used.attach(self.family)
+        self.target, layout = ImageAR(self.family, features=True), self.family.layout()
+        prompt = self.family.prompt(TEXTS, guidance != 1, layout)
+        sampling = Sampling(temperature=temperature, guidance=guidance)
+        request = Request(prompt, prompt.ids, layout.positions, sampling)
+        if temperature:
+            request.generators = [torch.Generator().manual_seed(b) for b in range(3)]
+        self.state, scores = open_request(self.target, rule or Exact(), request)
+        self.used.start(self.state, scores)
+        self.parts, self.length = len(prompt.embeds) // 3, prompt.ids.shape[1]
+        self.ids = torch.zeros(3 * self.parts, self.length).long() if prompt.tokens is None else prompt.tokens
+        self.seen = torch.ones_like(self.ids).bool() if name == "llamagen" else prompt.attention
+        self.features = self.apart(scores.features)
+        self.ids = self.extended(self.state.pending)
+
+    def apart(self, features):
+        return torch.cat(features.chunk(self.parts, dim=-1))
+
+    def extended(self, codes, ids=None):
+        """Ids with these codes behind, for all streams."""
+        vocabulary = self.family.vocabulary
+        codes = codes if vocabulary is None else vocabulary.ids[codes]
+        return torch.cat([self.ids if ids is None else ids, codes.repeat(self.parts)[:, None]], dim=1)
+
+    def say(self, ids, features):
+        """(mixed logits of the codes (3, V), states (streams * 3, d)) after the last ids."""
+        real = F.pad(self.seen, (0, features.shape[1] - self.length), value=True)
+        rows = [(i[1:][r].tolist(), f[r]) for i, f, r in zip(ids, features, real)]
+        state = torch.stack([predicted(self.name, self.weights, *row, self.length) for row in rows])
+        conditional, other = self.family.head(state[:3]), self.family.head(state[-3:])
+        return other + self.guidance * (conditional - other), state
+
+
 @pytest.mark.parametrize("guidance", [SCALE, 1.0])
 @pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
 def test_the_network_is_the_described_one(name, guidance, tmp_path):
-    """Logits of three levels after each of the first codes, ragged rows, conditional and unconditional streams apart."""
-    family, weights = pipeline(name).family, Weights(tensors(name))
-    used = LanternDrafter.from_pretrained(published(name, tmp_path / "d"), family)
-    layout, guided = family.layout(), guidance != 1
-    with torch.inference_mode():
-        prompt = family.prompt(TEXTS, guided, layout)
-        request = Request(prompt, prompt.ids, layout.positions, Sampling(temperature=0.0, guidance=guidance))
-        target = ImageAR(family, features=True)
-        state, scores = open_request(target, Exact(), request)
-        used.attach(family)
-        used.start(state, scores)
-        streams, length = 2 if guided else 1, prompt.ids.shape[1]
-        ids = torch.zeros(streams * 3, length, dtype=torch.long) if prompt.tokens is None else prompt.tokens
-        seen = torch.ones_like(ids).bool() if name == "llamagen" else prompt.attention
-        features = torch.cat(scores.features.chunk(streams, dim=-1))
-        for _ in range(4):
-            ids = torch.cat([ids, of_text(family, state.pending).repeat(streams)[:, None]], dim=1)
-            memory, more_ids, more = state.memory, ids, features
-            feature = used._catch_up(memory, 3)
-            for level in range(3):
-                real = F.pad(seen, (0, more.shape[1] - length), value=True)
-                want = torch.stack(
-                    [
-                        predicted(name, weights, row[1:][r].tolist(), f[r], length)
-                        for row, f, r in zip(more_ids, more, real)
-                    ]
-                )
-                u, c = want[-3:], want[:3]
-                logits = used._logits(memory.mixed(feature, guidance))
-                torch.testing.assert_close(
-                    logits[:, : family.codes], family.head(u) + guidance * (family.head(c) - family.head(u)),
-                    rtol=1e-4, atol=1e-4,
-                )  # fmt: skip
-                token = logits.argmax(dim=-1)
-                turn = memory.rope_at(memory.table, level)[:, None]
-                feature = used.layer.step(memory, memory.each(token), feature, None, turn, level)
-                more_ids = torch.cat([more_ids, of_text(family, token).repeat(streams)[:, None]], dim=1)
-                more = torch.cat([more, want[:, None]], dim=1)
-            draft = trees.empty_draft(state.pending)
-            scores = target.verify(state, draft)
-            state.pending = scores.distribution.p[:, 0].argmax(dim=-1)
-            memory.add(state.pending[:, None], scores.features, [1] * 3)
-            features = torch.cat([features, torch.cat(scores.features.chunk(streams, dim=-1))], dim=1)
-            target.commit(state, draft, type("Paths", (), {"path": [[0]] * 3})())
-            state.position = state.position + 1
-            for b in range(3):
-                state.tokens[b].append(int(state.pending[b]))
+    """Logits of three levels after each of the first codes."""
+    it = Described(name, tmp_path / "d", guidance)
+    used, state, memory = it.used, it.state, it.state.memory
+    for _ in range(4):
+        ids, features, feature = it.ids, it.features, used._catch_up(memory, 3)
+        for level in range(3):
+            want, states = it.say(ids, features)
+            logits = used._logits(memory.mixed(feature, guidance))
+            torch.testing.assert_close(logits[:, : tiny.CODES], want, rtol=1e-4, atol=1e-4)
+            token, turn = logits.argmax(dim=-1), memory.rope_at(memory.table, level)[:, None]
+            feature = used.layer.step(memory, memory.each(token), feature, None, turn, level)
+            ids, features = it.extended(token, ids), torch.cat([features, states[:, None]], dim=1)
+        draft = trees.empty_draft(state.pending)
+        scores = it.target.verify(state, draft)
+        state.pending = scores.distribution.p[:, 0].argmax(dim=-1)
+        memory.add(state.pending[:, None], scores.features, [1] * 3)
+        it.target.commit(state, draft, type("Paths", (), {"path": [[0]] * 3})())
+        it.ids, it.features = it.extended(state.pending), torch.cat([it.features, it.apart(scores.features)], dim=1)
+        state.position = state.position + 1
+        for b in range(3):
+            state.tokens[b].append(int(state.pending[b]))
 
 
-def of_text(family, codes):
-    return codes if family.vocabulary is None else family.vocabulary.ids[codes]
+@pytest.mark.parametrize("shape", ["1-1-1", "2-3-2"])
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_reported_distributions_are_the_described_ones(name, shape, tmp_path):
+    """Of chains and of trees without replacement: that of each first child, given what was drawn above it."""
+    it = Described(name, tmp_path / "d", rule=Rejection(), temperature=1.0, tree="static", shape=shape)
+    draft = it.used.propose(it.state, 3)
+    parent = draft.tree.parent[0].tolist()
+    firsts = [n for n in range(1, len(parent)) if parent[n] not in parent[1:n]]
+    assert len(firsts) == len(set(parent[1:])) > 2
+    for node in firsts:
+        ids, features = it.ids, it.features
+        for n in (n for n in range(1, node) if draft.tree.ancestor[0, node, n]):
+            states = it.say(ids, features)[1]
+            ids, features = it.extended(draft.value[:, n], ids), torch.cat([features, states[:, None]], dim=1)
+        want = it.say(ids, features)[0].softmax(dim=-1)
+        torch.testing.assert_close(draft.q.p[:, node, : tiny.CODES], want, rtol=1e-3, atol=1e-5)
 
 
 # --- drafts -----------------------------------------------------------------------------------------------------------
@@ -199,7 +234,7 @@ def test_exact_draws_what_plain_decoding_draws(name, temperature, tmp_path):
     """Chains and trees, with guidance and without, three ragged rows that end in different rounds."""
     pipe, folder = pipeline(name), published("anole" if name == "lumina" else name, tmp_path / "d")
     want = drawn(pipe, None, temperature=temperature)
-    assert len({tuple(row) for row in want}) == 3
+    assert len({tuple(row) for row in want}) > 1  # the prompts count
     for options in SHAPES.values():
         assert drawn(pipe, folder, options, temperature=temperature) == want
 
@@ -210,7 +245,7 @@ def test_other_rules_draft_too(name, rule, tmp_path):
     pipe, folder = pipeline(name), published(name, tmp_path / "d")
     for options in SHAPES.values():
         drawn(pipe, folder, options, rule, temperature=1.0)
-        assert pipe.last_output.stats[0].tokens_per_round > 1
+        assert pipe.last_output.stats[0].tau > 1
 
 
 def test_without_guidance_there_is_one_stream(tmp_path):
@@ -218,6 +253,45 @@ def test_without_guidance_there_is_one_stream(tmp_path):
     plain = pipe(TEXTS, drafter=None, output_type="latent", guidance_scale=1.0, temperature=0.0).tokens
     found = pipe(TEXTS, drafter=folder, acceptance="exact", output_type="latent", guidance_scale=1.0, temperature=0.0)
     assert all(a.equal(b) for a, b in zip(plain, found.tokens)) and pipe.last_state.trace.faults == 0
+
+
+# --- a target ---------------------------------------------------------------------------------------------------------
+
+
+def lumina(folder):
+    """Lumina-mGPT's layout: norms of queries and keys once for all heads, no VQ weights. And the model they make."""
+    folder.mkdir()
+    model, random = copy.deepcopy(tiny.chameleon()), torch.Generator().manual_seed(1)
+    weights = {name: w for name, w in model.state_dict().items() if "vqmodel" not in name}
+    for name in [name for name in weights if "_norm." in name]:
+        stored = torch.rand(1, weights[name].shape[1], generator=random) + 0.5
+        model.get_parameter(name).data.copy_(stored.expand_as(weights[name]))
+        weights[name] = stored
+    (folder / "config.json").write_text(json.dumps({**model.config.to_dict(), "mask_image_logits": True}))
+    save_file({name: w.clone() for name, w in weights.items()}, folder / "model.safetensors")
+    return model
+
+
+def test_lumina_loads_as_the_stock_class_and_takes_a_drafter(tmp_path):
+    with torch.inference_mode(False):
+        want, found = lumina(tmp_path / "m"), load_lumina(tmp_path / "m")
+    ids = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        hidden, same = (m.model(ids, use_cache=False).last_hidden_state for m in (found, want))
+        assert torch.equal(found.lm_head(hidden), want.lm_head(same))
+        assert not torch.equal(same, tiny.chameleon().model(ids, use_cache=False).last_hidden_state)
+    pipe = ImagePipeline(found, tiny.ChameleonTexts(), parts={"style": "lumina", "codec": Codec()})
+    pipe.set_progress_bar_config(disable=True)
+    folder = published("anole", tmp_path / "d")
+    assert drawn(pipe, folder, temperature=1.0) == drawn(pipe, None, temperature=1.0)
+    drawn(pipe, folder, rule="lantern:k=5,delta=0.3", temperature=1.0)
+
+
+def test_lumina_2_is_refused_by_name():
+    model = copy.deepcopy(tiny.chameleon())
+    model.model.vocabulary_mapping.vocab_map["<MOVQGAN0>"] = 3
+    with pytest.raises(ValueError, match=r"codes of MoVQGAN \(Lumina-mGPT 2.0\), expected Chameleon's own"):
+        family_of(model, None)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -239,7 +239,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
             if level + 1 == depth:
                 break
             width, parent_BW = token_BW.shape[1], memory.each(parent_BW)
-            carried, entered_BW = layouts.pick(feature_BWd, parent_BW), memory.each(self._entered(token_BW, state, level))
+            carried = layouts.pick(feature_BWd, parent_BW)
+            entered_BW = memory.each(self._entered(token_BW, state, level))
             x_Nd = self.layer.join(entered_BW, carried, memory.context_bias_at(level))
             eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)

@@ -121,8 +121,8 @@ class LanternDrafter(ImageFeatureDrafter):
         ids_RL = (prompt.ids.repeat(parts, 1) if prompt.tokens is None else prompt.tokens)[every]
         layout = self._plan(ids_RL, None if self.config.positions == "grid" else prompt.attention[every])
         embeds_RLd, features_RLd = self.head.embed_tokens(ids_RL), torch.cat(features_BLF.chunk(parts, dim=-1))
-        positions, zero = torch.arange(length, device=ids_RL.device)[None], embeds_RLd.new_zeros(1, embeds_RLd.shape[-1])
-        x, turn, _ = self.elements(layout, embeds_RLd[:, 1:], features_RLd, embeds_RLd, positions, (zero, zero))
+        positions, none = torch.arange(length, device=ids_RL.device)[None], torch.zeros_like(embeds_RLd[0, :1])
+        x, turn, _ = self.elements(layout, embeds_RLd[:, 1:], features_RLd, embeds_RLd, positions, (none, none))
         memory = ImageMemory(self.config.key_heads, [length - 1] * len(every))
         memory.parts, memory.noise = parts, self._sibling_noise(state)
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features_BLF[:, -1:])
