@@ -16,6 +16,7 @@ from visspec.models.block import layout as dflash_layouts
 from visspec.models.drafting.checkpoint import CONFIG
 from visspec.models.drafting.published_config import list_of, object_of, unprefixed
 from visspec.models.eagle import layout as eagle_layouts
+from visspec.models.eagle.lantern import LanternDrafter, family_named
 from visspec.types import Drafter
 
 SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash"}  # the reader of its layout
@@ -69,6 +70,12 @@ def _speculators(folder: Path, data: dict) -> str:
     if algorithm != kind:
         raise ValueError(f"drafter: algorithm of {folder} is {shown(algorithm)}, expected {kind!r} as its type says")
     return kind
+
+
+def reader(folder: Path) -> Any:
+    """What reads a folder that someone else made, and whose arguments are its options: a class, or `load`."""
+    shapes = unprefixed(read_shapes(check_folder(folder)), folder)
+    return LanternDrafter if family_named(read_json(folder, CONFIG), set(shapes)) else load
 
 
 def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:

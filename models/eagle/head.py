@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
 
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.image_compression import FlashQueries, SpecVLMBranches, ViSpecAdaptor
@@ -104,6 +105,8 @@ class EagleAttention(nn.Module):
         self.o_proj = nn.Linear(config.heads * size, d, bias=False)
         if config.qk_norm:
             self.q_norm, self.k_norm = EagleRMSNorm(size, config.eps), EagleRMSNorm(size, config.eps)
+        if config.qk_layer_norm:
+            self.q_norm, self.k_norm = (ChameleonLayerNorm((n, size)) for n in (config.heads, config.kv_heads))
 
 
 class EagleMLP(nn.Module):
@@ -297,7 +300,7 @@ class EagleHead(nn.Module):
         query, key, value = (
             f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        if self.config.qk_norm:
+        if self.config.qk_norm or self.config.qk_layer_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)
         query, key = apply_rope(query, turn_BTC), apply_rope(key, turn_BTC)
         if self.config.fusion == "cross":

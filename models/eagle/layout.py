@@ -154,29 +154,14 @@ def config_of(
 ) -> EagleConfig:
     """Our configuration of a checkpoint. Raises ValueError for what it asks for and is not there."""
     layer = data if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
-    _check_layer(folder, layer)
+    common = layer_fields(folder, layer, shapes)
     check_verifier(folder, data, model)
     text: Any = model.config.get_text_config()
-    sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
-    heads = sizes["heads"] or 1
-    theta, scaling, section, interleaved, partial = rope_of(folder, layer)
-    common = {
-        **sizes,
+    common |= {
         "family": model.config.model_type,
         "target_layers": text.num_hidden_layers,
-        "target_hidden": data.get("target_hidden_size") or sizes["hidden"],
-        "kv_heads": layer.get("num_key_value_heads") or heads,
-        "head_size": layer.get("head_dim") or sizes["hidden"] // heads,
-        "eps": layer.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "partial_rotary_factor": partial,
-        "mrope_section": section,
-        "mrope_interleaved": interleaved,
+        "target_hidden": data.get("target_hidden_size") or common["hidden"],
         "image_ids": tuple(sorted(content_ids(model.config))),
-        "own_embedding": EMBEDDING in shapes,
-        "fc_bias": "fc.bias" in shapes,
-        "qkv_bias": any(name.endswith("q_proj.bias") for name in shapes if "self_attn" in name),
         "levels": _levels(form, data),
     }
     if form == "eagle":
@@ -200,10 +185,32 @@ def config_of(
         **common,
         fusion="split",
         feature_layers=ids,
-        draft_vocab=data.get("draft_vocab_size") or sizes["vocab"],
+        draft_vocab=data.get("draft_vocab_size") or common["vocab"],
         images=(images or "placeholders") if common["image_ids"] else "none",
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
+
+
+def layer_fields(folder: Path, layer: dict, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Fields of our configuration that a decoder layer's and the names of its tensors tell."""
+    _check_layer(folder, layer)
+    sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
+    heads = sizes["heads"] or 1
+    theta, scaling, section, interleaved, partial = rope_of(folder, layer)
+    return {
+        **sizes,
+        "kv_heads": layer.get("num_key_value_heads") or heads,
+        "head_size": layer.get("head_dim") or sizes["hidden"] // heads,
+        "eps": layer.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": partial,
+        "mrope_section": section,
+        "mrope_interleaved": interleaved,
+        "own_embedding": EMBEDDING in shapes,
+        "fc_bias": "fc.bias" in shapes,
+        "qkv_bias": any(name.endswith("q_proj.bias") for name in shapes if "self_attn" in name),
+    }
 
 
 def _check_layer(folder: Path, layer: dict) -> None:
@@ -215,6 +222,7 @@ def _check_layer(folder: Path, layer: dict) -> None:
         ("attention_bias", bool(layer.get("attention_bias")), False),
         ("mlp_bias", bool(layer.get("mlp_bias")), False),
         ("use_sliding_window", bool(sliding), False),
+        ("swin_norm", bool(layer.get("swin_norm")), False),
         ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
     ):
         if found != wanted:

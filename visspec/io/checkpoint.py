@@ -101,7 +101,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not found:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
         what = f"pickled weights ({pickled[0]})" if pickled else "no weights"
-        raise ValueError(f"checkpoint: {folder} has {what}, expected .safetensors")
+        hint = " (python -m visspec.io.convert_checkpoint FILE OUT writes them)" if pickled else ""
+        raise ValueError(f"checkpoint: {folder} has {what}, expected .safetensors{hint}")
     return [inside(folder, path.name) for path in found]
 
 
