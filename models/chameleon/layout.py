@@ -29,7 +29,7 @@ def load_lumina(path: str | Path, dtype: torch.dtype | None = None) -> Chameleon
     if not any(name.startswith(VQ) for name in tensors):
         del model.model.vqmodel
     for name in [name for name in tensors if name.endswith(NORMS)]:
-        heads = config.num_attention_heads if ".q_norm." in name else config.num_key_value_heads
+        heads = int((config.num_attention_heads if ".q_norm." in name else config.num_key_value_heads) or 1)
         shards = need(tensors, name, 2, path).shape[0]
         tensors[name] = tensors[name].repeat_interleave(max(heads // max(shards, 1), 1), dim=0)
     place(model, rename(tensors, (), r".*rotary_emb\."), path)

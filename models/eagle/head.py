@@ -95,6 +95,9 @@ def apply_rope(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
 class EagleAttention(nn.Module):
     """Projections of the layer; `project` and `keys_values` of the head apply them."""
 
+    q_norm: nn.Module  # where it has them
+    k_norm: nn.Module
+
     def __init__(self, config: EagleConfig):
         super().__init__()
         d, size = config.hidden, config.head_size
@@ -103,10 +106,11 @@ class EagleAttention(nn.Module):
         self.k_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * size, d, bias=False)
-        if config.qk_norm:
-            self.q_norm, self.k_norm = EagleRMSNorm(size, config.eps), EagleRMSNorm(size, config.eps)
-        if config.qk_layer_norm:
-            self.q_norm, self.k_norm = (ChameleonLayerNorm((n, size)) for n in (config.heads, config.kv_heads))
+        for name, count in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
+            if config.qk_norm:
+                self.add_module(name, EagleRMSNorm(size, config.eps))
+            elif config.qk_layer_norm:
+                self.add_module(name, ChameleonLayerNorm((count, size)))
 
 
 class EagleMLP(nn.Module):

@@ -119,7 +119,7 @@ class Family:
     processor: Any = None  # texts -> ids; None if prompts are ids
     codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
-    vocabulary: Vocabulary | None = None  # of codes that are ids of a text model
+    vocabulary: Any = None  # `Vocabulary`, of codes that are ids of a text model
     draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
     parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
     labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
