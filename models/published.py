@@ -16,15 +16,17 @@ from visspec.models.block import layout as dflash_layouts
 from visspec.models.drafting.checkpoint import CONFIG
 from visspec.models.drafting.published_config import list_of, object_of, unprefixed
 from visspec.models.eagle import layout as eagle_layouts
+from visspec.models.eagle.lantern import LanternDrafter, family_named
 from visspec.types import Drafter
 
-SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dspark": "dflash"}  # the reader of its layout
+SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}  # readers of layouts
 EAGLE3 = (
     "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
+    "LlamaEagle3DraftModel", "Qwen3Eagle3Model",
 )  # fmt: skip
 BLOCKS = {
-    "DFlashDraftModel": "dflash", "QwenDFlashDraftModel": "dflash", "DSparkDraftModel": "dspark",
-    "DominoDraftModel": "domino", "Qwen3DSparkModel": "deepspec",
+    "DFlashDraftModel": "dflash", "QwenDFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2",
+    "DSparkDraftModel": "dspark", "DominoDraftModel": "domino", "Qwen3DSparkModel": "deepspec",
 }  # fmt: skip
 PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2 and 3 call themselves, if they do
 HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, which are called as their target is
@@ -72,6 +74,12 @@ def _speculators(folder: Path, data: dict) -> str:
     if algorithm != kind:
         raise ValueError(f"drafter: algorithm of {folder} is {shown(algorithm)}, expected {kind!r} as its type says")
     return kind
+
+
+def reader(folder: Path) -> Any:
+    """What reads a folder that someone else made, and whose arguments are its options: a class, or `load`."""
+    shapes = unprefixed(read_shapes(check_folder(folder)), folder)
+    return LanternDrafter if family_named(read_json(folder, CONFIG), set(shapes)) else load
 
 
 def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:

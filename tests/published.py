@@ -232,14 +232,15 @@ def dflash_hidden(weights, sizes, context: Tensor, block: Tensor, hidden: dict) 
     angle = torch.arange(len(known) + len(x))[:, None].float() * frequency
     for n, mask in hidden.items():
         named = f"layers.{n}."
-        own = weights.norm(x, f"{named}input_layernorm", eps)
+        own, after = around(weights, f"{named}attention_conv", weights.norm(x, f"{named}input_layernorm", eps))
         both = torch.cat([known, own])
         query = weights.linear(own, f"{named}self_attn.q_proj").unflatten(-1, (-1, head_size))
         key, value = (weights.linear(both, f"{named}self_attn.{p}_proj").unflatten(-1, (-1, head_size)) for p in "kv")
         query = rotated(weights.norm(query, f"{named}self_attn.q_norm", eps), angle[len(known) :], factor)
         key = rotated(weights.norm(key, f"{named}self_attn.k_norm", eps), angle, factor)
-        x = x + weights.linear(attended(query, key, value, ~mask), f"{named}self_attn.o_proj")
-        x = x + mlp(weights, named, weights.norm(x, f"{named}post_attention_layernorm", eps))
+        x = x + after(weights.linear(attended(query, key, value, ~mask), f"{named}self_attn.o_proj"))
+        own, after = around(weights, f"{named}mlp_conv", weights.norm(x, f"{named}post_attention_layernorm", eps))
+        x = x + after(mlp(weights, named, own))
     return weights.norm(x, "norm", eps)
 
 
@@ -273,6 +274,33 @@ def walked(weights, said, base, hidden, table, tokens) -> Tensor:
                 more = torch.zeros_like(law).index_copy(0, ids, more)
         laws.append(law + more)
     return torch.stack(laws)
+
+
+def around(weights, name: str, x: Tensor):
+    """The input (K, d) of a sublayer of DFlash 2, and what becomes of its output; as they are in DFlash."""
+    if f"{name}.base_kernel" not in weights:
+        return x, lambda y: y
+    base_STd = weights[f"{name}.base_kernel"]
+    delta_KSTG = weights.linear(x, f"{name}.kernel_projection").unflatten(-1, (2, base_STd.shape[1], -1))
+
+    def mixed(y: Tensor, side: int) -> Tensor:
+        out, size = torch.zeros_like(y), y.shape[1] // delta_KSTG.shape[-1]
+        for i in range(len(y)):
+            for t in range(min(base_STd.shape[1], i + 1)):
+                out[i] += (base_STd[side, t] + delta_KSTG[i, side, t].repeat_interleave(size)) * y[i - t]
+        return out
+
+    return mixed(x, 0), lambda y: mixed(y, 1)
+
+
+def edges(weights, unary: Tensor, hidden: Tensor, before: int, top_k: int) -> Tensor:
+    """The logits (V) of a place of DFlash 2 behind a token: of its likeliest tokens, -inf elsewhere."""
+    named = "candidate_selector."
+    context = weights[f"{named}predecessor_codebook"][before] * (weights[f"{named}hidden_projection.weight"] @ hidden)
+    ids = unary.argsort(descending=True)[:top_k]
+    found = torch.full_like(unary, float("-inf"))
+    found[ids] = unary[ids] + weights[f"{named}successor_codebook"][ids] @ context
+    return found
 
 
 class Watched:

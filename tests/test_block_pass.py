@@ -11,6 +11,7 @@ from tests.test_assistants import prompt as of_lengths
 from tests.tiny import model_of, prompt, shapes
 from visspec.models.attention.slot_layers import CACHE, SlotLayers
 from visspec.models.block import fused_pass as block_pass
+from visspec.models.block.dflash2 import DFlash2Model, GroupedConv, with_selector
 from visspec.models.block.drafter import BlockModel
 from visspec.models.block.fused_pass import BlockPass, foldable
 from visspec.models.block.trained import BlockDrafter
@@ -18,9 +19,15 @@ from visspec.models.block.trained import BlockDrafter
 K = 5
 
 
-def network(**changes):
-    """A random network whose norms scale: a fold that leaves one out is seen."""
+def network(selector=False, **changes):
+    """A random network whose norms scale: a fold that leaves one out is seen. selector: of DFlash 2, with kernels."""
     made = block_assistant(**changes)
+    if selector:
+        torch.manual_seed(2)
+        made.config.block_size = K
+        made = DFlash2Model(with_selector(made.config, 96, 2, 8, 3, 4)).eval()
+        for conv in (m for m in made.modules() if isinstance(m, GroupedConv)):
+            [nn.init.normal_(p, std=0.5) for p in conv.parameters()]
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for p in made.parameters():
@@ -57,6 +64,7 @@ def passes(run, network, counts, masked):
 CASES = {
     "grouped": {}, "all heads": {"num_key_value_heads": 4}, "one head": {"num_key_value_heads": 1},
     "three layers": {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "eps": {"rms_norm_eps": 0.3},
+    "selector": {"selector": True},
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
 }  # fmt: skip
 
@@ -80,7 +88,7 @@ def test_in_half_precision_it_is_near():
 
 
 def test_what_is_not_to_be_folded(monkeypatch):
-    assert foldable(network())
+    assert foldable(network()) and foldable(network(selector=True))
     hooked, wrapped, packed, dynamic, mixed = (network() for _ in range(5))
     hooked.layers[0].mlp.register_forward_hook(lambda *_: None)
     wrapped.layers[1].self_attn.forward = wrapped.layers[1].self_attn.forward
@@ -88,15 +96,16 @@ def test_what_is_not_to_be_folded(monkeypatch):
     dynamic.rotary_emb.rope_type = "dynamic"
     mixed.layers[0].mlp.to(torch.bfloat16)
     acting = network(hidden_act="gelu")
-    kin = network()
+    kin, conv = network(), network(selector=True)
+    conv.layers[1].mlp_conv.kernel_projection = nn.Sequential(conv.layers[1].mlp_conv.kernel_projection)
     kin.__class__ = type("Kin", (type(kin),), {})
-    for module in (hooked, wrapped, packed, dynamic, mixed, acting, kin):
+    for module in (hooked, wrapped, packed, dynamic, mixed, acting, kin, conv):
         assert not foldable(module)
     monkeypatch.setattr(block_pass, "LIMIT", 100)
     assert not foldable(network())
 
 
-@pytest.mark.parametrize("kind", ["dflash", "trained"])
+@pytest.mark.parametrize("kind", ["dflash", "trained", "trained dflash2"])
 def test_drafts_are_those_of_the_module(kind, monkeypatch):
     """Ragged rows, rounds of all lengths; with and without the fold the same rounds."""
     if kind == "dflash":
@@ -104,7 +113,8 @@ def test_drafts_are_those_of_the_module(kind, monkeypatch):
         make = lambda: BlockModel(assistant, target)  # noqa: E731
     else:
         target, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
-        make = lambda: BlockDrafter.for_model(target, layers=2, block=4)  # noqa: E731
+        more = {"selector": 5} if "2" in kind else {}
+        make = lambda: BlockDrafter.for_model(target, layers=2, block=4, **more)  # noqa: E731
     found = []
     for fuse in (True, False):
         drafter = make()

@@ -9,7 +9,7 @@ from PIL import Image
 
 import visspec
 from tests.doubles import check_exact
-from tests.published import begun
+from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import presets, train_drafter, zoo
 from visspec.api.drafter_presets import focused, frequent, of_preset
@@ -176,8 +176,10 @@ def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_pat
 def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypatch):
     """Each tile of an answer is the pass of a drafter that has read the target's states up to its anchor."""
     model, rows = model_of(name), ["9", "11"] if name == "llama" else ["4 i 5", "6 i 3 i 2"]
-    drafter = BlockDrafter.for_model(model, layers=2, block=4, markov=5)
-    torch.nn.init.normal_(drafter.head.markov.up.weight)
+    drafter = BlockDrafter.for_model(model, layers=2, block=4, markov=5, selector=4, candidates=6)
+    for name_, p in drafter.head.named_parameters():
+        if any(part in name_ for part in ("markov.up", "_conv", "candidate")):
+            torch.nn.init.normal_(p)
     target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
 
     def request():
@@ -188,14 +190,17 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypat
     drafter.head.train()
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(torch, "randint", lambda *_: torch.tensor(first))
-        ((logits, _, weight),) = drafter.rollout(lesson, 1)
+        ((logits, states, weight),) = drafter.rollout(lesson, 1)
+        scores, ids = drafter.selected(lesson, logits, states)
+        picked = torch.full_like(logits, float("-inf")).scatter(-1, ids, scores)
+        assert (ids == lesson.ids[:, lesson.prompt_length + 1 :, None]).any(-1).all()
     for b, length in enumerate(lengths):
         want = [DECAY ** ((t - first) % 3) if first <= t < length - 1 else 0.0 for t in range(11)]
         torch.testing.assert_close(weight[b], torch.tensor(want))
     drafter.refresh()
     with torch.inference_mode():
-        state, scores = open_request(target, visspec.Exact(), request())
-        drafter.start(state, scores)
+        state, opening = open_request(target, visspec.Exact(), request())
+        drafter.start(state, opening)
         start, read = lesson.prompt_length, 0
         for anchor in range(first, 11, 3):
             told = state.memory.placed(state.position)[:, None] + torch.arange(read, anchor)
@@ -205,33 +210,44 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypat
             pending, read = lesson.ids[:, start + anchor], anchor
             hidden = drafter._pass(state.memory, pending, state.memory.placed(state.position) + anchor)
             before = lesson.ids[:, start + anchor : start + anchor + 3]
-            below = drafter.form.sequential.begun()
-            want = below(drafter.lm_head(hidden[:, 1:]), hidden[:, 1:], before)[:, : 11 - anchor]
+            unary, few, below = drafter.lm_head(hidden[:, 1:]), 11 - anchor, drafter._begun()
+            want = (unary + drafter.run.markov(hidden[:, 1:], before)[0])[:, :few]
             torch.testing.assert_close(logits[:, anchor : anchor + 3], want, rtol=1e-3, atol=1e-3)
+            want, got = below(unary, hidden[:, 1:], before)[:, :few], picked[:, anchor : anchor + 3]
+            both = want.isfinite() & got.isfinite()  # the answer's own token may be one of the few alone
+            assert (both.sum(-1) >= 5).all()
+            torch.testing.assert_close(got[both], want[both], rtol=1e-3, atol=1e-3)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_markov_head_adds_what_the_token_above_says(width):
+@pytest.mark.parametrize("kind", [{"markov": 5}, {"selector": 5, "candidates": 6}])
+def test_a_head_adds_what_the_token_above_says(kind, width):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
-    head = BlockDrafter.for_model(model, layers=1, block=4, markov=5).head
-    torch.nn.init.normal_(head.markov.up.weight, std=3.0)
-    drafter, held = BlockDrafter(head, model, width=width, nodes=9), []
+    head = BlockDrafter.for_model(model, layers=1, block=4, **kind).head
+    weights = Weights({name.removeprefix("model."): p for name, p in head.named_parameters()})
+    for name in ("markov.up.weight", "candidate_selector.successor_codebook"):
+        torch.nn.init.normal_(weights.get(name, torch.empty(1)), std=3.0)
+    drafter, held, states = BlockDrafter(head, model, width=width, nodes=9), [], []
     _, state, _ = begun(drafter, model, inputs, NEW)
-    drafter._laws = lambda hidden: held.append(BlockDrafter._laws(drafter, hidden)) or held[-1]
+    drafter._laws = lambda hidden: states.append(hidden) or held.append(3 * torch.randn(3, 3, 96)) or held[-1]
     draft = drafter.propose(state, 3)
     parent, depth = (x.expand(3, -1) for x in (draft.tree.parent, draft.tree.depth))
     for b in range(3):
         for node in range(1, draft.tree.size):
-            told = head.markov.up.weight @ head.markov.down.weight[draft.value[b, parent[b, node]]]
-            distribution = held[0][b, depth[b, node] - 1] + told
+            above, level = draft.value[b, parent[b, node]], depth[b, node] - 1
+            if "markov" in kind:
+                distribution = held[0][b, level] + head.markov.up.weight @ head.markov.down.weight[above]
+            else:
+                distribution = edges(weights, held[0][b, level], states[0][b, level], above, 6)
             assert (distribution > distribution[draft.value[b, node]]).sum() < width
 
 
-def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp_path):
+@pytest.mark.parametrize(("form", "more"), [("dflash", {}), ("dflash2", {"selector": 5})])
+def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp_path, form, more):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
-    drafter = BlockDrafter.for_model(model, layers=2, block=4)
-    drafter.export(tmp_path / "out", "dflash")
+    drafter = BlockDrafter.for_model(model, layers=2, block=4, **more)
+    drafter.export(tmp_path / "out", form)
     again, _ = zoo.drafter(tmp_path / "out", model)
     assert not isinstance(again, BlockDrafter) and replace(again.form, reach=None) == drafter.form
     for (name, one), (other, two) in zip(
@@ -251,7 +267,9 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
     ({"vocab": 97}, "vocabulary"), ({"block": 1}, "block: got 1"), ({"layers": 3}, "layers.2"),
     ({"feature_layers": [9]}, "feature_layers: got"), ({"feature_layers": []}, "expected at least one layer"),
     ({"mask": 96}, "mask: got 96"), ({"markov": 3}, "markov"), ({"kv_heads": 3}, "kv_heads: got 3"),
-    ({"kind": "eagle_head"}, "of another kind"),
+    ({"kind": "eagle_head"}, "of another kind"), ({"selector": 3}, "lacks tensor .model.candidate_s"),
+    ({"selector": -1}, "selector: got -1"),
+    ({"selector": 3, "group": 5}, "conv_group_size: got 5, expected a divisor of the hidden size 32"),
 ])  # fmt: skip
 def test_a_block_drafter_of_another_model_or_form(tmp_path, changes, sentence):
     model = model_of("llava")

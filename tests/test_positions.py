@@ -78,8 +78,10 @@ class Planned(Chain):
         return planned, paths
 
 
-def process_law(drafter, p, shift=lambda gained: gained):
-    """Joint law of SIZE tokens. `shift`: how far the numbers move when so many tokens were gained."""
+def process_law(drafter, p, shift=lambda gained: gained, verdicts=verdicts):
+    """Joint law of SIZE tokens. `shift`: how far the numbers move when so many tokens were gained. verdicts: what the
+    rule can do with a draft.
+    """
     distribution, branches = torch.zeros((2,) * SIZE, dtype=torch.float64), {}
     fresh = ((0.0, 1.0),) * drafter.depth
     for y in range(2):

@@ -2,6 +2,7 @@
 (`tests/published.py`), and written again; what is of another kind or another target is refused before weights are read.
 """
 
+import itertools
 import json
 import warnings
 from dataclasses import replace
@@ -12,15 +13,19 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests.doubles import check_exact
-from tests.published import Watched, Weights, begun, dflash_hidden, eagle_logits, known, walked
+from tests.published import Watched, Weights, begun, dflash_hidden, eagle_logits, edges, known, walked
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.tiny import llama, model_of, prompt, shapes, single_row
 from visspec.api import zoo
+from visspec.api.train_drafter import request_of
+from visspec.distributions import draw
+from visspec.loop.decode import open_request
 from visspec.models import published
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.trained import BlockDrafter
+from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.structure import Chain
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.published import form_of
@@ -286,7 +291,7 @@ def test_a_drafter_of_ours_is_written_with_its_rotary_sections(tmp_path, form):
             assert a[0] == b[0] and torch.equal(a[1], b[1])
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash", "dspark", "dspark-ours"])
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "dflash2", "dspark", "dspark-ours"])
 def test_speculators_itself_loads_what_is_written(tmp_path, name):
     """The package reads every tensor, and the target by the name that stands there."""
     speculators = pytest.importorskip("speculators")
@@ -297,7 +302,8 @@ def test_speculators_itself_loads_what_is_written(tmp_path, name):
     elif name == "dspark-ours":
         drafter = BlockDrafter.for_model(model, layers=1, block=4, markov=3, confidence=True, feature_layers=(1,))
     else:
-        data, tensors = speculators_dflash() if name == "dflash" else speculators_dspark(kind="rnn")
+        layouts = {"dflash": speculators_dflash, "dflash2": speculators_dflash2}
+        data, tensors = layouts[name]() if name in layouts else speculators_dspark(kind="rnn")
         data["speculators_config"]["verifier"]["architectures"] = [type(model).__name__]
         drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
     drafter.export(tmp_path / "out", "speculators", verifier=str(tmp_path / "target"))
@@ -414,12 +420,12 @@ def refused(tmp_path, data, tensors, model=None, options=None):
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position_embeddings: got None"),
     ({"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor: got 1.5, expected an even number"),
     ({"rms_norm_eps": "x"}, "eps: got 'x', expected a finite number above 0"),
-    ({"architectures": ["DFlash2DraftModel"]}, "is a checkpoint of 'DFlash2DraftModel', expected EAGLE-1, 2 or 3"),
+    ({"architectures": ["DFlash3DraftModel"]}, "is a checkpoint of 'DFlash3DraftModel', expected EAGLE-1, 2 or 3"),
     ({"architectures": ["MedusaModel"]}, "is a checkpoint of 'MedusaModel'"),
     ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle_aux_hidden_state_layer_ids"),
     ({"architectures": ["DFlashDraftModel"]}, "does not take {'images': 'slots'}"),
     ({"speculators_model_type": "eagle3"}, "transformer_layer_config of"),
-    ({"speculators_model_type": "mtp"}, "is 'mtp', expected one of eagle3, dflash, dspark"),
+    ({"speculators_model_type": "mtp"}, "is 'mtp', expected one of eagle3, dflash, dflash2, dspark"),
 ])  # fmt: skip
 def test_an_eagle_head_that_says_something_else(tmp_path, changes, sentence):
     data, tensors = eagle_2()
@@ -491,7 +497,7 @@ def test_speculators_names_its_target_and_its_algorithm(tmp_path):
     data["speculators_config"]["algorithm"] = "dflash"
     assert "algorithm of" in refused(tmp_path, data, tensors)
     data["speculators_config"]["algorithm"] = data["speculators_model_type"] = "peagle"
-    assert "is 'peagle', expected one of eagle3, dflash" in refused(tmp_path, data, tensors)
+    assert "is 'peagle', expected one of eagle3, dflash, dflash2" in refused(tmp_path, data, tensors)
     data["speculators_model_type"] = ["eagle3"]
     assert "is ['eagle3'], expected one of" in refused(tmp_path, data, tensors)
 
@@ -687,6 +693,32 @@ def speculators_dspark(anchor=True, few=True, kind="vanilla", beside=True):
     return data, tensors | spark(kind, FEW if few else V, beside)
 
 
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+
+
+def selector_tensors(taps=2):
+    named = "candidate_selector."
+    tensors = {f"{named}{side}_codebook": (V, 6) for side in ("predecessor", "successor")}
+    tensors[f"{named}hidden_projection.weight"] = (6, D)
+    for conv in (f"layers.{n}.{name}_conv." for n in range(2) for name in ("attention", "mlp")):
+        tensors |= {f"{conv}base_kernel": (2, taps, D), f"{conv}kernel_projection.weight": (2 * taps * D // 8, D)}
+    return drawn(tensors, 5)
+
+
+def z_lab_2(taps=2, **more):
+    own = SELECTOR | {"block_size": 4, "target_layer_ids": [1, 0], "mask_token_id": 4, "conv_kernel_size": taps}
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 6, "use_sliding_window": True}
+    data, tensors = z_lab(**windows, is_causal=False, dflash_config=own, architectures=["DFlash2DraftModel"], **more)
+    del data["block_size"]
+    return data, tensors | selector_tensors(taps)
+
+
+def speculators_dflash2(**more):
+    data, tensors = speculators_dflash(few=False, **more.pop("layer", {}))
+    data["speculators_config"]["algorithm"] = data["speculators_model_type"] = "dflash2"
+    return data | SELECTOR | {"architectures": ["DFlash2DraftModel"]} | more, tensors | selector_tensors()
+
+
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 BLOCKS = {
     "z-lab": (z_lab, "dflash"),
@@ -711,6 +743,10 @@ BLOCKS = {
     "dspark-speculators-rnn": (lambda: speculators_dspark(False, False, "rnn", False), "speculators"),
     "domino": (domino, "domino"),
     "domino-unshifted": (lambda: domino(shift_label=False, pure_draft_prefix_len=0), "domino"),
+    "z-lab-2": (z_lab_2, "dflash2"),
+    "z-lab-2-taps": (lambda: z_lab_2(taps=3), "dflash2"),
+    "speculators-2": (lambda: speculators_dflash2(layer=WINDOWS), "speculators"),
+    "speculators-2-anchor": (lambda: speculators_dflash2(sample_from_anchor=True), "speculators"),
 }  # fmt: skip
 
 
@@ -735,7 +771,8 @@ def block_states(data, tensors, model, whole):
     for n, kind in enumerate(layer["layer_types"]):
         far, later = query - key, torch.zeros(4, count + 4, dtype=torch.bool)
         if kind == "sliding_attention" and own:
-            later = (key < count - 6) | ((key >= count) & (key > query))
+            both = data.get("sliding_window_non_causal", data["speculators_model_type"] == "dflash2")
+            later = (key < count - 6) | ((key >= count) & (key > query) & (not both))
         elif kind == "sliding_attention":
             later = (far >= 6) | ((far <= -6) if data.get("is_causal") is False else (far < 0))
         hidden[n] = later.expand(4, -1)
@@ -885,7 +922,8 @@ def test_what_a_sequential_head_cannot_be(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "width"), [
-    *((name, 1) for name in BLOCKS), ("z-lab", 2), ("speculators", 2), ("dspark-gated", 2), ("dspark-speculators", 2),
+    *((name, 1) for name in BLOCKS), ("z-lab", 2), ("speculators", 2), ("z-lab-2", 3), ("dspark-gated", 2),
+    ("dspark-speculators", 2),
 ])  # fmt: skip
 def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
     layout, form = BLOCKS[name]
@@ -902,6 +940,9 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
         assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
         again, _ = zoo.drafter(str(tmp_path / "again"), model)
         assert again.assistant.config.to_dict() == drafter.assistant.config.to_dict()
+        if form == "dflash2":
+            told = json.loads((tmp_path / "again" / "config.json").read_text())
+            assert told["dflash_config"] == data["dflash_config"] and told["architectures"] == data["architectures"]
         skipped = {
             "head",
             "ids",
@@ -910,6 +951,70 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
         }
         one, two = ({k: v for k, v in vars(d.form).items() if k not in skipped} for d in (drafter, again))
         assert one == two and type(again.form.sequential) is type(drafter.form.sequential)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", ["z-lab-2", "speculators-2-anchor"])
+def test_a_selector_walks_its_candidates_and_reports_their_law(tmp_path, name, temperature):
+    """Each place by the token drawn before it; with a rule that judges draws, q is what was drawn from."""
+    (data, tensors), held = BLOCKS[name][0](), []
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    request = request_of(model, inputs, temperature=temperature, max_new_tokens=NEW, seed=3)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    state, scores = open_request(target, visspec.Rejection(), request)
+    drafter.start(state, scores)
+    drafter._laws = lambda hidden: held.append(hidden) or BlockModel._laws(drafter, hidden)
+    draft, unary = drafter.propose(state, 3), BlockModel._laws(drafter, held[0])
+    plain = unary[:, :3].argmax(-1)
+    for b, level in itertools.product(range(len(plain)), range(3)):
+        want = edges(tensors, unary[b, level], held[0][b, level], int(draft.value[b, level]), 5)
+        if temperature:
+            p = (want / temperature).softmax(-1)
+            torch.testing.assert_close(draft.q.p[b, level + 1], p)
+            assert (draft.q.p[b, level + 1] > 0).sum() == 5
+            assert draft.value[b, level + 1] == draw(p[None], state.noise.window(level + 1)[b, level, -1:])
+        else:
+            assert draft.value[b, level + 1] == want.argmax()
+    assert temperature or (draft.value[:, 1:] != plain).any(), "the selector changes something"
+
+
+def test_draws_of_a_selector_are_judged_by_their_law(tmp_path):
+    folder, inputs = saved(tmp_path / "head", *z_lab_2()), prompt("llava", shapes("llava")["ragged"])
+    fast = visspec.accelerate(model_of("llava"), str(folder), acceptance="rejection", adaptive=False)
+    greedy = {"max_new_tokens": NEW, "do_sample": False}
+    assert torch.equal(fast.generate(**inputs, **greedy), model_of("llava").generate(**inputs, **greedy))
+    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=1)
+    assert fast.last_stats.faults == 0
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [
+    ({"conv_kernel_size": 5}, "conv_kernel_size: got 5, expected a whole number from 1"),
+    ({"conv_group_size": 5}, "conv_group_size: got 5, expected a divisor of the hidden size 32"),
+    ({"conv_group_size": 4}, "has shape"),
+    ({"selector_rank": None}, "selector_rank: got None, expected a whole number from 1"),
+    ({"selector_top_k": 97}, "selector_top_k: got 97, expected a whole number from 1"),
+])  # fmt: skip
+def test_sizes_of_a_selector_have_to_fit(tmp_path, changes, sentence):
+    data, tensors = z_lab_2()
+    assert sentence in refused(tmp_path, data | {"dflash_config": data["dflash_config"] | changes}, tensors)
+
+
+def test_what_a_selector_has_no_place_for(tmp_path):
+    data, tensors = z_lab_2()
+    named = "layers.1.mlp_conv.base_kernel"
+    assert f"lacks tensor '{named}'" in refused(tmp_path, data, {k: v for k, v in tensors.items() if k != named})
+    assert "has the unknown tensor" in refused(tmp_path, z_lab()[0], tensors)
+    few, _ = speculators_dflash2()
+    assert "is 36, expected 96 for a selector" in refused(tmp_path, few | {"draft_vocab_size": FEW}, tensors)
+    model, folder = model_of("llava"), saved(tmp_path / "head", data, tensors)
+    with pytest.raises(ValueError, match="width: got 6, expected at most the 5 candidates of a place"):
+        zoo.drafter(f"{folder}:width=6", model)
+    with pytest.raises(ValueError, match="form: got a drafter with a selector for 'dflash'"):
+        zoo.drafter(str(folder), model)[0].export(tmp_path / "out", "dflash")
+    with pytest.raises(ValueError, match="form: got a drafter with no selector for 'dflash2'"):
+        zoo.drafter(str(saved(tmp_path / "plain", *z_lab())), model)[0].export(tmp_path / "out", "dflash2")
 
 
 def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
@@ -927,7 +1032,7 @@ def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
 
 
 @pytest.mark.parametrize("changes,sentence", [
-    ({"architectures": ["DFlash2DraftModel"]}, "is a checkpoint of 'DFlash2DraftModel'"),
+    ({"architectures": ["DFlash3DraftModel"]}, "is a checkpoint of 'DFlash3DraftModel'"),
     ({"num_target_layers": 36}, "is made for a target of the number of layers 36, got 2"),
     ({"hidden_size": 48}, "has shape"),
     ({"vocab_size": 95}, "made for a target of vocabulary 95, got a model of 96"),
@@ -988,6 +1093,26 @@ def test_prefixes_of_wrappers_are_left_out(tmp_path, layout, prefix):
         assert "with and without 'model.'" in refused(tmp_path, data, both, options=options)
 
 
+def test_an_eagle_3_head_of_automodel(tmp_path):
+    """Its configuration is the target's, also of Qwen3, whose norms of queries and keys the head does not have."""
+    data, tensors = eagle_3(architectures=["LlamaEagle3DraftModel"], model_type="qwen3", num_aux_hidden_states=3)
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    outside = ("lm_head.weight", "d2t", "t2d")
+    tensors = {name if name in outside else f"model.{name}": tensor for name, tensor in tensors.items()}
+    spec = str(saved(tmp_path / "head", data, tensors))
+    assert check_exact(model_of("llava"), spec, prompt("llava", shapes("llava")["ragged"]), NEW)
+    assert zoo.drafter(spec, model_of("llava"))[0].config == LAYOUTS["eagle3"][2]
+    parallel = tensors | {"mask_hidden": torch.zeros(1, 1, 3 * D)}
+    assert "mask_hidden" in refused(tmp_path, data | {"parallel_drafting": True}, parallel)
+
+
+def test_an_eagle_3_head_of_deepspec_reads_outputs_of_layers(tmp_path):
+    data, tensors = eagle_3(architectures=["Qwen3Eagle3Model"], eagle_config=None, target_layer_ids=[3, 4, 5])
+    tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), llama(num_hidden_layers=8))
+    assert drafter.config.feature_layers == (4, 5, 6)
+
+
 def test_sentences_name_tensors_as_the_file_does(tmp_path):
     for (data, tensors), name in ((eagle_3(), "midlayer.hidden_norm.weight"), (z_lab(), "hidden_norm.weight")):
         rest = {key: value for key, value in tensors.items() if key != name}
@@ -1031,7 +1156,8 @@ JUNK = [None, "x", -1, 2.5, 10**18, [], {"x": 1}]
 
 
 @pytest.mark.parametrize("layout", [
-    eagle_2, eagle_3, speculators_eagle_3, z_lab, speculators_dflash, speculators_dspark, deepspec, domino,
+    eagle_2, eagle_3, speculators_eagle_3, z_lab, speculators_dflash, z_lab_2, speculators_dflash2, speculators_dspark,
+    deepspec, domino,
 ])  # fmt: skip
 def test_any_entry_may_be_anything(tmp_path, layout):
     """A configuration is read, or refused in a sentence."""
@@ -1062,11 +1188,13 @@ def test_recognition_is_by_data(tmp_path):
         ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, eagle, ("eagle", "eagle")),
         ({"architectures": ["LlavaForConditionalGeneration"]}, {"model.fc.weight"}, ("transformers", "")),
         ({"speculators_model_type": "dflash"}, eagle, ("dflash", "speculators")),
+        ({"speculators_model_type": "dflash2"}, eagle, ("dflash", "speculators")),
+        ({"architectures": ["DFlash2DraftModel"]}, eagle, ("dflash", "dflash2")),
         ({"model_type": "gemma4_assistant"}, {"x"}, ("transformers", "")),
     ):
         assert form_of(tmp_path, data, names) == form
     for data, names in (
-        ({}, {"x"}), ({"architectures": ["DFlash2DraftModel"]}, eagle), ({"architectures": [3]}, {"x"}),
+        ({}, {"x"}), ({"architectures": ["DFlash3DraftModel"]}, eagle), ({"architectures": [3]}, {"x"}),
         ({"dflash_config": {}}, eagle), ({"architectures": ["Qwen3ForCausalLM"]}, split),
         ({"architectures": "DFlashDraftModel"}, {"x"}),
     ):  # fmt: skip

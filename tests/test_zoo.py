@@ -134,6 +134,7 @@ def test_a_rule_is_what_its_traits_say(name):
     text = RULES.get(name, name)
     rule = zoo.acceptance(text)
     spec = "jacobi:redraw=maximal" if rule.traits.judges_draws else "jacobi"
+    spec = "image-eagle:tree=chain" if rule.traits.whole_chains else spec
     tokens, state = drawn(janus_pair(tiny_drafter(spec), rule), ROWS)
     assert ("drift" in state.meters) == (rule.traits.guarantee == "approximate")
     assert drawn(janus_pair(tiny_drafter(spec), zoo.acceptance(text)), [2])[0] == tokens[2:]
@@ -149,8 +150,9 @@ def test_a_rule_takes_the_drafts_that_its_traits_say(name):
     branching, sampled = (tiny_drafter("jacobi:redraw=maximal,branch=2"), tiny_drafter("jacobi:redraw=maximal"))
     for drafter, refused in (
         (branching, rule.traits.chains_only or not rule.traits.judges_draws),
-        (sampled, not rule.traits.judges_draws),
-        (tiny_drafter("jacobi"), False),
+        (sampled, not rule.traits.judges_draws or rule.traits.whole_chains),
+        (tiny_drafter("jacobi"), rule.traits.whole_chains),
+        (tiny_drafter("image-eagle:tree=chain"), False),
     ):
         if refused:
             with pytest.raises(ValueError, match=r"^drafter: .*expected"):

@@ -495,6 +495,7 @@ class DrafterTraits:
     partial: bool = False  # it runs some of the target's own layers (`ReadOnlyState.partial`)
     stored: bool = False  # it reads the target's keys and values (`ReadOnlyState.stored`)
     any_order: bool = False  # it drafts for any-order targets alone
+    own_noise: bool = False  # draws that it reports come from numbers of its own, which serve several rounds
     ahead: int = (
         0  # distributions of so many later codes after each node that it reads, of any-order targets: `aux["ahead"]`
     )
@@ -563,6 +564,7 @@ class RuleTraits:
     whole_images: bool = False  # can verify all positions of a drafted image at once
     distribution: type[Distribution] = Categorical  # of the nodes it verifies
     remembers: bool = False  # its verdict depends on earlier rounds, by its noise
+    whole_chains: bool = False  # what it accepts depends on drafts behind: they have to be drawn afresh in each round
     unmetered: str = ""  # of a rule that reports no drift though it is approximate: why, in words
 
 
@@ -668,6 +670,9 @@ class TrainedDrafter(Protocol):
 
     def expected(self, lesson: TrainingBatch, hidden_BTd: Tensor) -> Tensor:
         """Logits of the acceptance rates that its network expects, (B, T); called where they are trained."""
+
+    def selected(self, lesson: TrainingBatch, logits_BTV: Tensor, hidden_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of a selector's candidates and their ids, (B, T, C) each; called where they are trained."""
 
     def refresh(self) -> None:
         """Called when the weights have changed."""

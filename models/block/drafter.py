@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from visspec.cache import additive, to_device
 from visspec.io import hub
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
-from visspec.models.block.sequential import Sequential
+from visspec.models.block.sequential import Below, Sequential
 from visspec.models.decoder.target import describe
 from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting import published_config
@@ -100,11 +99,17 @@ class BlockModel(StructuredDrafter):
         self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
         self.embed: Any = self.form.embed or bare(model.get_input_embeddings())  # type: ignore[operator]
 
+    @property
+    def selector(self) -> Any:
+        """The selector of a network of DFlash 2, or None."""
+        return getattr(self.assistant, "candidate_selector", None)
+
     def _check_width(self) -> None:
-        if self.form.ids is not None and self.width > len(self.form.ids):
-            raise ValueError(
-                f"width: got {self.width}, expected at most the {len(self.form.ids)} ids that the head predicts"
-            )
+        most = [] if self.form.ids is None else [(len(self.form.ids), "ids that the head predicts")]
+        most += [] if self.selector is None else [(self.selector.top_k, "candidates of a place")]
+        for count, what in most:
+            if self.width > count:
+                raise ValueError(f"width: got {self.width}, expected at most the {count} {what}")
         if self.width > 1 and self.form.sequential is not None and self.form.sequential.remembers:
             raise ValueError(f"width: got {self.width} for a head that remembers its chain, expected 1")
 
@@ -113,9 +118,9 @@ class BlockModel(StructuredDrafter):
         self._check_width()
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
-        """Write the drafter for other engines: "dflash" (z-lab, SpecForge), "speculators" (vLLM), for which `verifier`
-        names the target, "dspark" (the same, of a drafter with DSpark's heads), "domino" (SpecForge) or "transformers".
-        Raises ValueError where a form has no place for what the drafter is.
+        """Write the drafter for other engines: "dflash" or "dflash2" (z-lab, SpecForge), "speculators" (vLLM), for
+        which `verifier` names the target, "dspark" (the same, of a drafter with DSpark's heads), "domino" (SpecForge)
+        or "transformers". Raises ValueError where a form has no place for what the drafter is.
         """
         from visspec.models.block import layout as dflash_layouts
 
@@ -126,7 +131,7 @@ class BlockModel(StructuredDrafter):
         """Write the published form that holds this drafter, with provenance.json beside it."""
         from visspec.models.block import layout as dflash_layouts
 
-        dflash_layouts.write(self, folder, dflash_layouts.form_for(self.form))
+        dflash_layouts.write(self, folder, dflash_layouts.form_for(self))
         (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
@@ -151,22 +156,37 @@ class BlockModel(StructuredDrafter):
         logits_BKV = self._laws(hidden_BKd)
         if self.width > 1:
             tree_builder = self.tree_builder(state, logits_BKV.shape[1])
-            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, self._below(logits_BKV, hidden_BKd))
+            below = self._begun()
+
+            def at(level: int, token_BW: Tensor) -> Tensor:
+                return below(logits_BKV[:, level, None], hidden_BKd[:, level, None], token_BW)
+
+            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, None if self.apart else at)
         chain, token = Chain(state, self.stop), state.pending
-        if self.form.sequential is None:
+        if self.apart:
             chain.extend(logits_BKV)
             return chain.finish()
-        below = self.form.sequential.begun()
+        below = self._begun()
         for hidden_Bd, logits_BV in zip(hidden_BKd.unbind(1), logits_BKV.unbind(1)):
             token = chain.add(below(logits_BV, hidden_Bd, token), self._expected(hidden_Bd, token))
         return chain.finish()
 
-    def _below(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Callable[[int, Tensor], Tensor] | None:
-        """The logits (B, W, V) of a level of a tree below its tokens (B, W), if these change them."""
-        if self.form.sequential is None:
-            return None
-        below = self.form.sequential.begun()
-        return lambda level, token_BW: below(logits_BKV[:, level, None], hidden_BKd[:, level, None], token_BW)
+    @property
+    def apart(self) -> bool:
+        """Whether nothing but the pass tells what a place is."""
+        return self.form.sequential is None and self.selector is None
+
+    def _begun(self) -> Below:
+        """What is below tokens, of the places of one draft in turn, as `Sequential.begun` says."""
+        walks = [] if self.form.sequential is None else [self.form.sequential.begun()]
+        walks += [] if self.selector is None else [self.selector.law]
+
+        def below(logits: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
+            for walk in walks:
+                logits = walk(logits, hidden, token)
+            return logits
+
+        return below
 
     def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
         """The acceptance rate (B,) of a place below a token (B,), if something was trained to predict it, and chains

@@ -10,6 +10,8 @@ F features.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +20,16 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantModel
 from transformers.activations import SiLUActivation
 
+from visspec.models.block.dflash2 import DFlash2Model, GroupedConv
+
+KINDS = (MuseGlimmerAssistantModel, DFlash2Model)
 LIMIT = 1 << 25  # numbers in a network; a larger one is run as it is, and no weight is held twice
 FIXED = ("default", "linear", "llama3")  # kinds of rotary embeddings whose frequencies are the same in every pass
 
 
 def foldable(network: nn.Module) -> bool:
-    """Whether a network is transformers' own, unchanged, small, and computes what `BlockPass` does."""
-    if type(network) is not MuseGlimmerAssistantModel or any(map(_watched, network.modules())):
+    """Whether a network is transformers' own or DFlash 2's, unchanged, small, and computes what `BlockPass` does."""
+    if not isinstance(network, KINDS) or type(network) not in KINDS or any(map(_watched, network.modules())):
         return False
     plain = all(type(m) in (nn.Linear, nn.SiLU, SiLUActivation) for m in _parts(network))
     fixed = network.rotary_emb.rope_type in FIXED
@@ -43,6 +48,7 @@ def _parts(network: Any) -> list[nn.Module]:
     found = [network.encoder.fc]
     for layer in network.layers:
         own, mlp = layer.self_attn, layer.mlp
+        found += [conv.kernel_projection for conv in layer.children() if isinstance(conv, GroupedConv)]
         found += [own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn]
     return found
 
@@ -75,7 +81,7 @@ class BlockPass:
         self.key_norms_LGE = torch.stack(norms)[:, None].expand(-1, self.shared, -1).contiguous()
         self.last = network.norm.weight.detach()
 
-    def _folded(self, layer: Any, pairs: Tensor) -> tuple[Tensor, ...]:
+    def _folded(self, layer: Any, pairs: Tensor) -> tuple[Any, ...]:
         own, mlp = layer.self_attn, layer.mlp
         qkv = torch.cat([_turned(own.q_proj, pairs), _turned(own.k_proj, pairs), own.v_proj.weight.detach()])
         norms = [own.q_norm.weight.detach()[pairs]] * self.heads + [own.k_norm.weight.detach()[pairs]] * self.shared
@@ -86,6 +92,8 @@ class BlockPass:
             own.o_proj.weight.detach().T.contiguous(),
             (gate_up * layer.post_attention_layernorm.weight.detach()).T.contiguous(),
             mlp.down_proj.weight.detach().T.contiguous(),
+            _around(layer, "attention_conv", layer.input_layernorm),
+            _around(layer, "mlp_conv", layer.post_attention_layernorm),
         )
 
     def __call__(
@@ -107,8 +115,8 @@ class BlockPass:
             both = (read_BCd @ self.context).unflatten(-1, (len(self.layers), 2, self.shared, self.size))
             keys_BCLGE = F.rms_norm(both[:, :, :, 0], (self.size,), None, self.eps) * self.key_norms_LGE
             keys_BCLGE = rotated(keys_BCLGE, turn_BTP[:, :known, None])
-        for index, (qkv, norms, out, gate_up, down) in enumerate(self.layers):
-            normed_BKd = F.rms_norm(x_BKd, (self.hidden,), None, self.eps)
+        for index, (qkv, norms, out, gate_up, down, own, ff) in enumerate(self.layers):
+            normed_BKd, after = own(F.rms_norm(x_BKd, (self.hidden,), None, self.eps))
             qkv_BKHE = (normed_BKd @ qkv).unflatten(-1, (self.heads + 2 * self.shared, self.size))
             turning = self.heads + self.shared
             qk_BKHE = F.rms_norm(qkv_BKHE[:, :, :turning], (self.size,), None, self.eps) * norms
@@ -127,10 +135,20 @@ class BlockPass:
                 attn_mask=attention_mask[self.kinds[index]],
                 enable_gqa=self.heads != self.shared,
             )
-            x_BKd = x_BKd + mixed.transpose(1, 2).flatten(2) @ out
-            gate, up = (F.rms_norm(x_BKd, (self.hidden,), None, self.eps) @ gate_up).chunk(2, dim=-1)
-            x_BKd = x_BKd + (F.silu(gate) * up) @ down
+            x_BKd = x_BKd + after(mixed.transpose(1, 2).flatten(2) @ out)
+            normed_BKd, after = ff(F.rms_norm(x_BKd, (self.hidden,), None, self.eps))
+            gate, up = (normed_BKd @ gate_up).chunk(2, dim=-1)
+            x_BKd = x_BKd + after((F.silu(gate) * up) @ down)
         return F.rms_norm(x_BKd, (self.hidden,), self.last, self.eps)
+
+
+def _around(layer: Any, name: str, norm: Any) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    """What is done with the input of a sublayer without its norm's scale, and with its output."""
+    if (conv := getattr(layer, name, None)) is None:
+        return lambda x: (x, lambda y: y)
+    made = copy.deepcopy(conv).requires_grad_(False)  # the scale of a channel commutes with its kernel
+    made.kernel_projection.weight.mul_(norm.weight.detach())
+    return made
 
 
 def rotated(x_BTHE: Tensor, turn_BTP: Tensor) -> Tensor:

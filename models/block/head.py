@@ -1,4 +1,4 @@
-"""A block drafter to be trained: DFlash (arXiv 2602.06036) as transformers runs it, and DSpark's two heads."""
+"""A block drafter to be trained: DFlash (arXiv 2602.06036) as transformers runs it, and DSpark and DFlash 2."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
+from visspec.models.block.dflash2 import DFlash2Model, with_selector
 from visspec.models.block.sequential import Confidence, Markov, Spark
 from visspec.models.layers import MOST_LAYERS
 from visspec.types import MAX_NODES
@@ -21,7 +22,9 @@ class BlockConfig:
     feature_layers: indices into the target's hidden_states, above 0. block: places of a pass, the pending token's among
     them. mask: the id that stands in the others. markov: rank of the head that adds what the token before a place says
     of it (DSpark, arXiv 2607.05147); 0: none. confidence: a head that expects the acceptance rate of a place from its
-    hidden state and the Markov head's vector of the token before it (the same).
+    hidden state and the Markov head's vector of the token before it (the same). selector: rank of DFlash 2's selector
+    over the likeliest `candidates` tokens of a place; with it convolutions of `taps` places, whose kernels groups of
+    `group` channels share; 0: neither.
     """
 
     family: str
@@ -38,6 +41,10 @@ class BlockConfig:
     block: int = 16
     markov: int = 0
     confidence: bool = False
+    selector: int = 0
+    candidates: int = 16
+    taps: int = 2
+    group: int = 16
     eps: float = 1e-6
     rope_theta: float = 10000.0
 
@@ -53,6 +60,10 @@ class BlockConfig:
             ("mask", 0, self.vocab - 1),
             ("block", 2, MAX_NODES),
             ("markov", 0, self.vocab),
+            ("selector", 0, self.vocab),
+            ("candidates", 1, self.vocab),
+            ("taps", 1, self.block),
+            ("group", 1, LARGEST),
         ):
             check_whole(name, getattr(self, name), low, high)
         if not isinstance(self.confidence, bool):
@@ -75,7 +86,7 @@ class BlockConfig:
 
     def assistant(self) -> MuseGlimmerAssistantConfig:
         """transformers' configuration of the network."""
-        return MuseGlimmerAssistantConfig(
+        config = MuseGlimmerAssistantConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             num_hidden_layers=self.layers,
@@ -93,6 +104,9 @@ class BlockConfig:
             bos_token_id=None,
             eos_token_id=None,
         )
+        if self.selector:
+            with_selector(config, self.vocab, self.taps, self.group, self.selector, self.candidates)
+        return config
 
 
 class BlockHead(nn.Module):
@@ -104,7 +118,7 @@ class BlockHead(nn.Module):
     def __init__(self, config: BlockConfig):
         super().__init__()
         self.config = config
-        self.model = MuseGlimmerAssistantModel(config.assistant())
+        self.model = (DFlash2Model if config.selector else MuseGlimmerAssistantModel)(config.assistant())
         if config.markov:
             self.markov = Markov(config.vocab, config.markov)
         if config.confidence:

@@ -1,10 +1,12 @@
 """Published checkpoints of DFlash block drafters, in and out. The network is that of transformers' own class
-(`MuseGlimmerAssistantModel`); what differs is where the configuration says what, the names of two tensors, and `Block`.
+(`MuseGlimmerAssistantModel`), or ours of DFlash 2; what differs is where the configuration says what, the names of two
+tensors, and `Block`.
 
 Forms: "dflash" (z-lab and SpecForge: a Qwen3 configuration with `dflash_config`; layer i means hidden_states[i + 1]),
-"dspark", "domino" (SpecForge: the same with a sequential head), "deepspec" (DSpark, and DFlash without a head, with all
-entries at the top and copies of the target's embeddings and head), "speculators" (a nested configuration; id i means
-hidden_states[i]; possibly a vocabulary of its own; also DSpark), "transformers". DSpark is written as speculators'.
+"dflash2" (the same with sizes of convolutions and selector), "dspark", "domino" (SpecForge: the same with a sequential
+head), "deepspec" (DSpark, and DFlash without a head, with all entries at the top and copies of the target's embeddings
+and head), "speculators" (a nested configuration; id i means hidden_states[i]; possibly a vocabulary of its own; all but
+Domino), "transformers". DSpark is written as speculators'.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from visspec.io.checkpoint import (
     read_tensors,
     shown,
 )
+from visspec.models.block.dflash2 import SELECTOR, DFlash2Model, with_selector
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.sequential import PREFIXES, SPARK, WRITTEN, Domino, Spark, entries, renamed, sequential_of
 from visspec.models.decoder.target import vocabulary
@@ -47,7 +50,7 @@ from visspec.models.drafting.published_config import (
 )
 from visspec.models.layers import MOST_LAYERS
 
-FORMS = ("dflash", "dspark", "domino", "speculators", "transformers")
+FORMS = ("dflash", "dflash2", "dspark", "domino", "speculators", "transformers")
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 OF_THE_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 OWN_HEAD = ("lm_head.weight", "d2t", "t2d")
@@ -83,6 +86,9 @@ def read(
     except ValueError as error:
         said = str(error)
         raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
+    network = DFlash2Model if selects(form, data) else MuseGlimmerAssistantModel
+    if network is DFlash2Model and 0 < few < vocab:
+        raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
     skipped = {"speculators": OF_THE_TARGET, "deepspec": COPIES}.get(form, ())
     own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
     bare = {name: name.removeprefix("logit_head.") for name in shapes}  # as early files of SpecForge wrap them
@@ -97,12 +103,12 @@ def read(
 
     with torch.device("meta"):
         found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
-        check_shapes(MuseGlimmerAssistantModel(config), found, folder, named)
+        check_shapes(network(config), found, folder, named)
     if head is not None:
         check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
     _check_head(folder, own, shapes, config.hidden_size, few, vocab)
     _check_copies(folder, form, shapes, config.hidden_size, vocab)
-    assistant: Any = MuseGlimmerAssistantModel(config)
+    assistant: Any = network(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = unprefixed(read_tensors(folder), folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
@@ -125,11 +131,16 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
 
 def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: Any) -> Any:
     """The head that walks through the places, on `meta`; None if the form or the checkpoint has none."""
-    if form == "dflash" or (form == "speculators" and data["speculators_model_type"] == "dflash"):
+    if form in ("dflash", "dflash2") or (form == "speculators" and data["speculators_model_type"] != "dspark"):
         return None
     said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
     with torch.device("meta"):
         return sequential_of(folder, form, said, vocab, few, model.get_input_embeddings().weight)
+
+
+def selects(form: str, data: dict) -> bool:
+    """Whether a checkpoint is one of DFlash 2."""
+    return form == "dflash2" or (form == "speculators" and data["speculators_model_type"] == "dflash2")
 
 
 def config_of(
@@ -176,6 +187,9 @@ def config_of(
         bos_token_id=None,
         eos_token_id=None,
     )
+    if selects(form, data):
+        known = {**SELECTOR, **said} if form == "speculators" else said
+        with_selector(config, entry(folder, layer, "vocab_size", int), *(known.get(name) for name in SELECTOR))
     return config, _block(folder, form, said, kinds, window, causal)
 
 
@@ -211,7 +225,7 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
     spark = form in ("dspark", "deepspec") or said.get("speculators_model_type") == "dspark"
     anchor = bool(said.get("shift_label" if form == "domino" else "sample_from_anchor", spark))
     if form == "speculators":
-        hides = not said.get("sliding_window_non_causal", False) if causal is None else causal
+        hides = not said.get("sliding_window_non_causal", selects(form, said)) if causal is None else causal
         return DFlashVariant(
             anchor=anchor,
             causal=hides,
@@ -344,13 +358,18 @@ def check_form(drafter: BlockModel, form: str) -> None:
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
     block, plain, flat = drafter.form, DFlashVariant(), ("scale", "multiplier", "softcap")
-    only = {"dflash": flat, "domino": ("anchor", *flat), "transformers": ()}.get(form, ("anchor", "head"))
-    head: Any = {"dspark": Spark, "speculators": (Spark, type(None)), "domino": Domino}.get(form, type(None))
-    if not isinstance(block.sequential, head):
+    only = {"dflash": flat, "dflash2": flat, "domino": ("anchor", *flat), "transformers": ()}
+    walks: dict[str, Any] = {"dspark": Spark, "domino": Domino}
+    if drafter.selector is None:
+        walks["speculators"] = (Spark, type(None))
+    wrong, has = (("dflash2",), "no") if drafter.selector is None else (("dflash", "dspark", "transformers"), "a")
+    if form in wrong:
+        raise ValueError(f"form: got a drafter with {has} selector for {form!r}, expected another form or drafter")
+    if not isinstance(block.sequential, walks.get(form, type(None))):
         found = "no head" if block.sequential is None else f"the head of {type(block.sequential).__name__}"
         raise ValueError(f"form: got a drafter with {found} that walks through places for {form!r}, expected another")
     for name in ("anchor", "head", "embed", "scale", "multiplier", "softcap"):
-        if name not in only and getattr(block, name) != getattr(plain, name):
+        if name not in only.get(form, ("anchor", "head")) and getattr(block, name) != getattr(plain, name):
             raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
     depth = drafter.model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
     if form in ("speculators", "dspark") and depth in drafter.traits.feature_layers:
@@ -362,12 +381,14 @@ def check_form(drafter: BlockModel, form: str) -> None:
             raise ValueError("form: got causal windows for 'transformers', expected layers of full attention")
 
 
-def form_for(block: DFlashVariant) -> str:
-    """The published form that holds such a drafter."""
+def form_for(drafter: BlockModel) -> str:
+    """The published form that holds a drafter."""
+    block = drafter.form
     if isinstance(block.sequential, Domino):
         return "domino"
-    own = block.sequential is not None or block.head is not None or block.anchor or block.from_anchor
-    return "speculators" if own else "dflash" if block.index else "transformers"
+    if block.sequential is not None or block.head is not None or block.anchor or block.from_anchor:
+        return "speculators"
+    return ("dflash" if drafter.selector is None else "dflash2") if block.index else "transformers"
 
 
 def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
@@ -390,14 +411,16 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
         "sliding_window": (drafter.reach + (form != "speculators")) if sliding else None,
         "tie_word_embeddings": False,
     }
-    ids, more = list(config.target_layer_ids), entries(block.sequential, block.anchor)
+    ids, second = list(config.target_layer_ids), drafter.selector is not None
+    sizes = {name: getattr(config, name) for name in ("block_size", *SELECTOR) if second}
+    walks = entries(block.sequential, block.anchor)
     if form != "speculators":
-        own = more | {"target_layer_ids": ids, "mask_token_id": drafter.mask}
+        own = sizes | walks | {"target_layer_ids": ids, "mask_token_id": drafter.mask}
         factors = {"input_embedding_scale": block.scale, "output_multiplier": block.multiplier}
         own |= {name: value for name, value in factors.items() if value != 1.0}
         own |= {"final_logit_softcapping": block.softcap} if block.softcap else {}
         return {
-            "architectures": ["DominoDraftModel" if more else "DFlashDraftModel"],
+            "architectures": [f"{'Domino' if walks else 'DFlash2' if second else 'DFlash'}DraftModel"],
             **layer,
             **({} if block.causal else {"is_causal": False}),
             "block_size": drafter.block,
@@ -405,9 +428,10 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
             "dflash_config": own,
         }
     return {
-        "architectures": ["DSparkSpeculator" if more else "DFlashSpeculator"],
-        "speculators_model_type": (kind := "dspark" if more else "dflash"),
-        **more,
+        "architectures": ["DFlash2DraftModel" if second else "DSparkSpeculator" if walks else "DFlashSpeculator"],
+        "speculators_model_type": (kind := "dflash2" if second else "dspark" if walks else "dflash"),
+        **sizes,
+        **walks,
         "speculators_version": VERSION,
         "draft_vocab_size": drafter.vocab if block.ids is None else len(block.ids),
         "block_size": drafter.block,

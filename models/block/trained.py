@@ -1,4 +1,5 @@
-"""Block drafters of our own training: DFlash, and with a Markov and a confidence head DSpark, for any target.
+"""Block drafters of our own training: DFlash, with a Markov and a confidence head DSpark, with convolutions and a
+selector DFlash 2, for any target.
 
 Shapes: B rows, L prompt, M longest answer, T = M - 1 distributions of an answer, A anchors, K block, C context, d
 hidden size, F features, V vocabulary.
@@ -89,6 +90,17 @@ class BlockDrafter(checkpoint.NetworkDrafter, BlockModel):
         before_BT = lesson.ids[:, lesson.prompt_length :][:, : hidden_BTd.shape[1]]
         vector = self.head.markov.down(before_BT).detach() if self.config.markov else None
         return self.head.confidence(hidden_BTd.detach(), vector)
+
+    def selected(self, lesson: TrainingBatch, logits_BTV: Tensor, hidden_BTd: Tensor) -> tuple[Tensor, Tensor]:
+        """(scores (B, T, C) of the selector below the answer's own tokens, candidates (B, T, C)) of a rollout's
+        elements. The answer's next token is among them: where it is not one of the likeliest, in place of the last.
+        """
+        before_BT, next_BT = (lesson.ids[:, lesson.prompt_length + i :][:, : hidden_BTd.shape[1]] for i in (0, 1))
+        selector = self.head.model.candidate_selector
+        ids_BTC = logits_BTV.topk(selector.top_k, dim=-1).indices
+        missing_BT = ~(ids_BTC == next_BT[..., None]).any(dim=-1)
+        ids_BTC[..., -1] = torch.where(missing_BT, next_BT, ids_BTC[..., -1])
+        return selector.scores(logits_BTV, hidden_BTd, before_BT, ids_BTC), ids_BTC
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """One pass over blocks that tile the answers, for training (`visspec.train.capture.TrainingBatch`); `steps` is

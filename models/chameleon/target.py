@@ -19,6 +19,7 @@ from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 from visspec.types import Processor
 
 BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"
+MOVQGAN = "<MOVQGAN"  # how names of codes of another tokenizer begin
 LARGEST = 2048  # pixels along a side that a header can name
 
 
@@ -71,6 +72,8 @@ class Chameleon(Family):
         self.model, self.processor, self.codec, self.name = model, processor, codec, model.config.model_type
         self.decoder, mapping = model.model, model.model.vocabulary_mapping
         self.token_ids: dict[str, int] = mapping.vocab_map
+        if any(name.startswith(MOVQGAN) for name in self.token_ids):
+            raise ValueError("model: got the codes of MoVQGAN (Lumina-mGPT 2.0), expected Chameleon's own")
         codes = mapping.img2bpe_mapping_tensor.long()
         ends = [name for name in (self.style.row_end, self.style.end) if name]
         needed = {BOS, BEGIN, TURN, *ends} - set(self.token_ids)
@@ -80,7 +83,10 @@ class Chameleon(Family):
         self.vocabulary = Vocabulary(
             torch.cat([codes, torch.tensor([self.token_ids[name] for name in ends], dtype=torch.long)]), self.codes
         )
-        self.codebook = model.model.vqmodel.quantize.embedding.weight.detach().float()
+        if hasattr(model.model, "vqmodel"):
+            self.codebook = model.model.vqmodel.quantize.embedding.weight.detach().float()
+        elif codec is not None:
+            self.codebook = codec.codebook.float()
         self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
         self.default_guidance = self.style.guidance
         if codec is None:
@@ -128,7 +134,7 @@ class Chameleon(Family):
             rows += [plain if row is None else [ids[BOS], *row, ids[TURN], *header] for row in others]
         both, seen = left_padded(rows, 0, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
-        return EncodedPrompt(both[: len(words)], embeds, seen, counted(seen, layout.positions))
+        return EncodedPrompt(both[: len(words)], embeds, seen, counted(seen, layout.positions), both)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.vocabulary(tokens))
@@ -137,7 +143,9 @@ class Chameleon(Family):
         return self.vocabulary.logits(self.model.lm_head, hidden)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        vq = self.model.model.vqmodel
+        vq = getattr(self.model.model, "vqmodel", None)
+        if vq is None:
+            return super().encode(pixels)
         return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:

@@ -1,11 +1,13 @@
-"""Multi-token-prediction heads of the target's own checkpoint, as transformers reads them (`use_mtp`).
+"""Layers that predict several tokens, of the target's own checkpoint: as transformers reads them (`use_mtp`), or, where
+it drops them, as `mtp_layer` does.
 
-Layer k predicts the token k + 2 places ahead from the hidden state of the layer before it (the target's last one for
-k = 0) and the token k + 1 places ahead, with keys and values of its own at every position. transformers drives them at
-batch size 1; here these are slots, so that rows may be ragged. The last positions of a round are read with drafted
-tokens ahead of them, so as many as there are layers behind the first are read again in the next one.
+Layer k of transformers' predicts the token k + 2 places ahead from the hidden state of the layer before it (the
+target's last one for k = 0) and the token k + 1 places ahead, with keys and values of its own at every position.
+transformers drives them at batch size 1; here these are slots, so that rows may be ragged. The last positions of a
+round are read with drafted tokens ahead of them, so as many as there are layers behind the first are read again in the
+next one. A layer that repeats reads what was accepted once, and then its own states and drafts, a place a level.
 
-Shapes: B rows, C elements of a round, n layers, S slots, d hidden size.
+Shapes: B rows, C elements of a round, n layers, S slots, d hidden size, P axes of M-RoPE.
 """
 
 from __future__ import annotations
@@ -20,37 +22,49 @@ from transformers.modeling_layers import MtpModel
 from visspec import tree as trees
 from visspec.cache import additive, gathered, to_device
 from visspec.distributions import Categorical
+from visspec.io.checkpoint import check_whole
 from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.decoder import mtp_layer
+from visspec.models.decoder.mtp_layer import in_files as in_files
 from visspec.models.decoder.target import LAST
 from visspec.models.drafting.memory import accepted, packed, prompt_first
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 ATTENDING = {"full_attention", "sliding_attention"}
+LEVELS, MOST = 3, 64  # of a layer that repeats, if not said otherwise, and at most
 
 
 class MultiToken(Drafter):
-    """Chains of as many levels as the checkpoint has layers. heads: a loaded `MtpModel`; None reads the checkpoint of
-    the model when a setup is built. Raises ValueError for a model without them.
+    """Chains of as many levels as the checkpoint has layers, or of `levels` (3) where one layer is there for all.
+
+    heads: a loaded `MtpModel` or `MtpLayer`; None reads the checkpoint of the model when a setup is built. Raises
+    ValueError for a model without them.
     """
 
     traits = DrafterTraits(levels=1, feature_layers=LAST, joins=True)
 
-    def __init__(self, heads: nn.Module | None = None):
+    def __init__(self, heads: nn.Module | None = None, levels: int | None = None):
+        if levels is not None:
+            check_whole("levels", levels, high=MOST)
         self.heads: Any = None
-        self.window = 0
+        self.window, self.levels = 0, levels
         if heads is not None:
             self._take(heads)
 
     def attach(self, target: Any) -> None:
         if self.heads is not None:
+            if self.repeats:  # it is not the model's, and does not move with it
+                self.heads.to(device=target.device, dtype=target.dtype)
             return
         config = target.config.get_text_config() if isinstance(target, nn.Module) else None  # type: ignore[union-attr, operator]
         if not getattr(config, "num_mtp_layers", None):
-            raise ValueError(
-                f"drafter: got {type(target).__name__}, expected a model with layers that predict several tokens"
-                " (num_mtp_layers)"
-            )
+            if config is None or mtp_layer.folder_of(target) is None:
+                raise ValueError(
+                    f"drafter: got {type(target).__name__}, expected a model with layers that predict several tokens"
+                    " (num_mtp_layers, or mtp.* in the files it was read from)"
+                )
+            return self._take(mtp_layer.loaded(target))
         try:
             self._take(MtpModel.from_pretrained(target, device_map={"": target.device}).eval())
         except (OSError, RuntimeError) as error:
@@ -65,8 +79,13 @@ class MultiToken(Drafter):
         self.window = int(heads.config.sliding_window or 0) if slides else 0
         self.heads = copy.copy(heads)  # shares all weights; takes masks as they are
         self.heads.create_masks_for_mtp_layer = _given
-        self.count = heads.num_mtp_layers
-        self.traits = DrafterTraits(levels=self.count, feature_layers=LAST, joins=True)
+        self.repeats = getattr(heads, "repeats", False)
+        self.count = (self.levels or LEVELS) if self.repeats else heads.num_mtp_layers
+        if not self.repeats and self.levels not in (None, self.count):
+            raise ValueError(
+                f"levels: got {self.levels}, expected {self.count}, a level for each layer of the checkpoint"
+            )
+        self.traits = DrafterTraits(levels=self.count, feature_layers=LAST, embeddings=self.repeats, joins=True)
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
@@ -74,35 +93,35 @@ class MultiToken(Drafter):
         ids_BL = torch.cat([state.request.prompt[:, 1:], state.pending[:, None]], dim=1)
         if ids_BL.shape[1] != length:
             raise ValueError(f"input_ids: got {ids_BL.shape[1]} for {length} places, expected an id for each")
+        ahead_BLd, real_BL = self.heads.embed_tokens(ids_BL), scores.aux["attention"]
+        if self.traits.embeddings and (seen_BLd := scores.aux.get("embeddings")) is not None:
+            ahead_BLd = torch.cat([seen_BLd[:, 1:], ahead_BLd[:, -1:]], dim=1)
+        elements = torch.cat([ahead_BLd.to(scores.features), scores.features], dim=-1)
+        _, both, counts = prompt_first(ids_BL, elements, real_BL)
         state.memory = _Heads(rows, state.request.max_new_tokens)
-        state.memory.pending_inputs.append(prompt_first(ids_BL, scores.features, scores.aux["attention"]))
+        state.memory.pending_inputs.append((*both.split(ahead_BLd.shape[-1], dim=-1), counts))
+        positions = scores.aux["positions"]
+        if positions.dim() == 3:
+            places = positions[-3:].expand(-1, rows, -1).permute(1, 2, 0)
+            state.memory.turn(prompt_first(ids_BL, places, real_BL)[1], counts)
 
     def propose(self, state: State, depth: int) -> Draft:
-        tokens, distributions = self._round(state.memory, state)
-        state.calls["draft_pass"] += self.count
+        tokens, distributions = self._round(state.memory, state, min(depth, self.count) if self.repeats else self.count)
+        state.calls["draft_pass"] += len(tokens)
         q = Categorical.chain(distributions[:depth]) if distributions else None
         return trees.chain_draft(state.pending, torch.stack(tokens[:depth], dim=1), q)
 
-    def _round(self, memory: _Heads, state: State | None) -> tuple[list[Tensor], list[Categorical]]:
+    def _round(self, memory: _Heads, state: State | None, levels: int) -> tuple[list[Tensor], list[Categorical]]:
         """Reads what was accepted since the last round, through all layers, and drafts. state None: reads only."""
-        ids_BC, above_BCd, counts = packed(memory.pending_inputs)
-        slots, device, width = memory.cache.slots, ids_BC.device, ids_BC.shape[1]
-        masks = self._masks(slots.lengths, width, slots.open(width, device), above_BCd)
-        position_BC = to_device(slots.lengths, device)[:, None] + torch.arange(1, width + 1, device=device)
-        last_B1 = to_device(counts, device)[:, None] - 1
-        ahead_BT = torch.cat([ids_BC, ids_BC.new_zeros(len(counts), self.count)], dim=1)
-        memory.keep(ids_BC, above_BCd, counts, max(self.count - 1, int(state is None)))
+        read_BCd, hidden_BCd, counts = packed(memory.pending_inputs)
+        slots, width, before = memory.cache.slots, read_BCd.shape[1], memory.cache.slots.lengths
+        last_B1 = to_device(counts, read_BCd.device)[:, None] - 1
+        ahead_BTd, above_BCd = nn.functional.pad(read_BCd, (0, 0, 0, self.count)), hidden_BCd
         tokens: list[Tensor] = []
         distributions: list[Categorical] = []
-        for level in range(self.count):
-            above_BCd = self.heads.forward_layer(
-                level,
-                above_BCd,
-                position_BC + level,
-                memory.cache,
-                input_ids=ahead_BT[:, level : level + width],
-                attention_mask=masks[level],
-            )
+        for level in range(levels):
+            layer = 0 if self.repeats else level
+            above_BCd = self._layer(memory, layer, ahead_BTd[:, layer : layer + width], above_BCd)
             if state is None:
                 continue
             newest_B1d = gathered(above_BCd, last_B1)
@@ -110,63 +129,119 @@ class MultiToken(Drafter):
             tokens.append(token)
             if distribution is not None:
                 distributions.append(distribution)
-            ahead_BT = ahead_BT.scatter(1, last_B1 + level + 1, token[:, None])
+            next_B1d = self.heads.embed_tokens(token)[:, None].to(ahead_BTd)
+            if self.repeats:
+                slots.lengths = [n + count + level for n, count in zip(before, counts)]
+                ahead_BTd, above_BCd, last_B1, width = next_B1d, newest_B1d, torch.zeros_like(last_B1), 1
+            else:
+                ahead_BTd = ahead_BTd.scatter(1, (last_B1 + level + 1)[..., None].expand_as(next_B1d), next_B1d)
+        slots.lengths = before
+        again = int(state is None) if self.repeats else max(self.count - 1, int(state is None))
+        memory.keep(read_BCd, hidden_BCd, counts, again)
         return tokens, distributions
 
-    def _masks(self, lengths: list[int], width: int, extent: int, like: Tensor) -> list[Tensor | None]:
-        """Of every layer, (B, 1, C, S): an element sees those before it and itself; None where that is all there is."""
-        kinds = getattr(self.heads.config, "layer_types", None) or ["full_attention"] * self.count
-        if width == 1 and min(lengths) == max(lengths) and (not self.window or extent <= self.window):
-            return [None] * self.count
+    def _layer(self, memory: _Heads, layer: int, ahead_BCd: Tensor, above_BCd: Tensor) -> Tensor:
+        """A layer over the next elements, written behind those that are read for good."""
+        slots, width = memory.cache.slots, above_BCd.shape[1]
+        return self.heads.forward_layer(
+            layer,
+            above_BCd,
+            memory.positions(width, above_BCd.device) + 1 + layer,
+            memory.cache,
+            inputs_embeds=ahead_BCd,
+            attention_mask=self._mask(layer, slots.lengths, width, slots.open(width, above_BCd.device), above_BCd),
+        )
+
+    def _mask(self, layer: int, lengths: list[int], width: int, extent: int, like: Tensor) -> Tensor | None:
+        """Of a layer, (B, 1, C, S): an element sees those before it and itself; None where that is all there is."""
+        kinds = getattr(self.heads.config, "layer_types", None)
+        window = self.window if kinds and kinds[layer] == "sliding_attention" else 0
+        if width == 1 and min(lengths) == max(lengths) and (not window or extent <= window):
+            return None
         slot = torch.arange(extent, device=like.device)
         own_BC1 = to_device(lengths, like.device)[:, None, None] + torch.arange(width, device=like.device)[:, None]
         seen_BCS = slot <= own_BC1
-        near_BCS = seen_BCS & (slot > own_BC1 - self.window)
-        made = {kind: additive(seen_BCS if kind == "full_attention" else near_BCS, like.dtype) for kind in set(kinds)}
-        return [made[kind][:, None] for kind in kinds]
+        if window:
+            seen_BCS &= slot > own_BC1 - window
+        return additive(seen_BCS, like.dtype)[:, None]
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's hidden states of the accepted nodes, each with the token after it, for the next round."""
         path_BD, features, counts = accepted(scores, verdict, outcome)
         shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
         ids_BD = draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
-        state.memory.pending_inputs.append((ids_BD, features, counts))
+        state.memory.pending_inputs.append((self.heads.embed_tokens(ids_BD).to(features), features, counts))
 
     def select(self, state: State, keep: list[int]) -> None:
         memory: _Heads = state.memory
         memory.cache.select(keep)
+        memory.places_BLP = None if memory.places_BLP is None else memory.places_BLP[keep]
         memory.pending_inputs = [
-            (ids[keep], hidden[keep], [c[b] for b in keep]) for ids, hidden, c in memory.pending_inputs
+            (ahead[keep], hidden[keep], [c[b] for b in keep]) for ahead, hidden, c in memory.pending_inputs
         ]
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         mine: _Heads = state.memory
         theirs: _Heads = other.memory
         for memory in (mine, theirs):  # keys and values of all rows are there, and one block of few waits
-            self._round(memory, None)
+            self._round(memory, None, 1 if self.repeats else self.count)
+        mine.join_places(theirs, take)
         mine.cache.join(theirs.cache, take)
-        (ids, hidden, counts), (new_ids, new_hidden, new_counts) = mine.pending_inputs[0], theirs.pending_inputs[0]
-        ids, hidden = torch.cat([ids, new_ids[take]]), torch.cat([hidden, new_hidden[take]])
-        mine.pending_inputs = [(ids, hidden, counts + [new_counts[b] for b in take])]
+        (ahead, hidden, counts), (new_ahead, new_hidden, new_counts) = mine.pending_inputs[0], theirs.pending_inputs[0]
+        ahead, hidden = torch.cat([ahead, new_ahead[take]]), torch.cat([hidden, new_hidden[take]])
+        mine.pending_inputs = [(ahead, hidden, counts + [new_counts[b] for b in take])]
 
 
 class _Heads:
-    """Keys and values of the layers, and elements to be read: (ids (B, C), hidden (B, C, d), counts)."""
+    """Keys and values of the layers, and elements to be read: (embedding of the token ahead and hidden state, both
+    (B, C, d), counts). With M-RoPE `places_BLP` has the positions of the first slots; later ones go on by one.
+    """
 
     def __init__(self, rows: int, answer: int):
         self.cache = SlotLayers(rows, answer)
         self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
+        self.places_BLP: Tensor | None = None
 
-    def keep(self, ids_BC: Tensor, hidden_BCd: Tensor, counts: list[int], again: int) -> None:
+    def turn(self, places_BLP: Tensor, counts: list[int]) -> None:
+        """Note a prompt's positions, which are those of text at its end."""
+        last_B1 = to_device(counts, places_BLP.device)[:, None] - 1
+        behind_BL = torch.arange(places_BLP.shape[1], device=places_BLP.device) - last_B1
+        end_B1P = gathered(places_BLP, last_B1)
+        self.places_BLP = torch.where(behind_BL[..., None] > 0, end_B1P + behind_BL[..., None], places_BLP)
+
+    def positions(self, width: int, device: torch.device, lengths: list[int] | None = None) -> Tensor:
+        """Of the next `width` elements, (B, C), or (P, B, C) with M-RoPE."""
+        first_B1 = to_device(self.cache.slots.lengths if lengths is None else lengths, device)[:, None]
+        slot_BC = first_B1 + torch.arange(width, device=device)
+        if self.places_BLP is None:
+            return slot_BC
+        end = self.places_BLP.shape[1] - 1
+        known_BCP = gathered(self.places_BLP, slot_BC.clamp(max=end))
+        return (known_BCP + (slot_BC - end).clamp(min=0)[..., None]).permute(2, 0, 1)
+
+    def join_places(self, other: _Heads, take: list[int]) -> None:
+        """Positions of both requests, where either has any."""
+        tables = [memory.places_BLP for memory in (self, other)]
+        widths = [table.shape[1] for table in tables if table is not None]
+        if not widths:
+            return
+        device = next(table.device for table in tables if table is not None)
+        parts = []
+        for memory in (self, other):
+            found = memory.positions(max(widths), device, [0] * len(memory.cache.slots.lengths))
+            parts.append(found.expand(3, *found.shape[-2:]).permute(1, 2, 0))
+        self.places_BLP = torch.cat([parts[0], parts[1][take]])
+
+    def keep(self, ahead_BCd: Tensor, hidden_BCd: Tensor, counts: list[int], again: int) -> None:
         """All but each row's last `again` elements are read for good; these wait to be read once more."""
         slots = self.cache.slots
         left = [min(again, count) for count in counts]
         slots.lengths = [n + count - kept for n, count, kept in zip(slots.lengths, counts, left)]
         self.pending_inputs = []
         if again:
-            first_B1 = to_device([count - kept for count, kept in zip(counts, left)], ids_BC.device)[:, None]
-            at_BA = (first_B1 + torch.arange(again, device=ids_BC.device)).clamp(max=ids_BC.shape[1] - 1)
-            self.pending_inputs = [(ids_BC.gather(1, at_BA), gathered(hidden_BCd, at_BA), left)]
+            first_B1 = to_device([count - kept for count, kept in zip(counts, left)], ahead_BCd.device)[:, None]
+            at_BA = (first_B1 + torch.arange(again, device=ahead_BCd.device)).clamp(max=ahead_BCd.shape[1] - 1)
+            self.pending_inputs = [(gathered(ahead_BCd, at_BA), gathered(hidden_BCd, at_BA), left)]
 
 
 def _given(*args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         family = self.subject(target)
         self.check_target(head.config, family)
         self.head, self.config, self.refine, self.warned = head, head.config, refine, False
-        self.traits = DrafterTraits(levels=levels or self.config.levels, adaptive_depth=False)
+        self.traits = DrafterTraits(levels=levels or self.config.levels, adaptive_depth=False, own_noise=True)
         self.attach(family)
 
     @classmethod

@@ -100,6 +100,14 @@ class FeatureMemory:
             return rope_table_PC[at : at + 1]
         return rope_table_PC[self._position_B + level]
 
+    def each(self, x: Tensor) -> Tensor:
+        """Something of the requests, (B, ...), for every row of the memory."""
+        return x
+
+    def mixed(self, feature: Tensor, guidance: float) -> Tensor:
+        """Predicted features of the memory's rows as the LM head reads them, (B, ...)."""
+        return feature
+
     def context_bias(self, width: int) -> Tensor | None:
         """Context term of the layer inputs of the next `width` elements, (1|B, 1|T, d)."""
         return None if self.image_bias is None else self.image_bias[:, None]

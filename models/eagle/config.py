@@ -22,7 +22,7 @@ IMAGES = {  # slots of an image in the draft sequence
 COMPRESSED = ("latents", "queries", "gated")  # values of `images` with `image_latents`
 FLAGS = (
     "fc_bias", "qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-    "norm_input", "own_embedding", "mrope_interleaved",
+    "norm_input", "own_embedding", "mrope_interleaved", "qk_layer_norm",
 )  # fmt: skip
 
 
@@ -35,9 +35,10 @@ class EagleConfig:
     draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the
     product of two matrices (SlimSpec); 0: one matrix. rope_scaling: one of `ROPE_SCALINGS` with its factors by name.
     partial_rotary_factor: share of a head's channels that are rotated, the first ones. mrope_section: rotary channels
-    per position row if the drafter's positions are M-RoPE's, else (). positions: "target", or "index", the number of
-    the slot in the prompt, as ViSpec and MSD count. block: tokens of a pass, by FLASH's semi-autoregressive head.
-    norm_input: of the layer with fusion "sum" (SpecVLM).
+    per position row if the drafter's positions are M-RoPE's, else (). positions: "target"; "index", the number of the
+    slot in the prompt, as ViSpec and MSD count; "grid", row and column of the predicted code (LANTERN). block: tokens
+    of a pass, by FLASH's semi-autoregressive head. norm_input: of the layer with fusion "sum" (SpecVLM).
+    qk_layer_norm: queries and keys have Chameleon's layer norm, with a scale and a shift for each head.
     """
 
     family: str
@@ -66,6 +67,7 @@ class EagleConfig:
     fc_bias: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_layer_norm: bool = False
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -95,7 +97,7 @@ class EagleConfig:
         for name, known in (
             ("fusion", ("sum", "split", "cross")),
             ("images", tuple(IMAGES)),
-            ("positions", ("target", "index")),
+            ("positions", ("target", "index", "grid")),
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected one of {', '.join(known)}")
@@ -169,7 +171,7 @@ class EagleConfig:
 
     def _check_norms(self) -> None:
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-        for names, fusion in ((flags, "split"), (("norm_input",), "sum")):
+        for names, fusion in ((flags, "split"), (("norm_input", "qk_layer_norm"), "sum")):
             if self.fusion != fusion and (named := [name for name in names if getattr(self, name)]):
                 raise ValueError(f"{named[0]}: got true with fusion {self.fusion!r}, expected fusion {fusion!r}")
         if self.norm_before_fc and self.fc_norm:

@@ -159,22 +159,22 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
             kv = self.head.keys_values(x_BTd, turn_BTC)
             memory.write_prompt(kv.to(self.dtype), lengths, start)
             start += kv.shape[1]
-        memory.add(state.pending[:, None], last, [1] * len(lengths))
+        memory.add(state.pending[:, None], last, [1] * len(last))
         state.memory = memory
 
     def propose(self, state: State, depth: int) -> Draft:
         """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its distribution."""
         memory: FeatureMemory = state.memory
-        depth = self.levels(state, depth)
+        depth, guidance = self.levels(state, depth), state.request.sampling.guidance
         feature_Bd = self._catch_up(memory, depth)
         if self.width > 1:
             return self._tree(state, memory, feature_Bd, depth)
         chain = Chain(state, self.stop)
         rope_BTC, bias_BTd = memory.rope(memory.table, max(depth - 1, 1)), memory.context_bias(max(depth - 1, 1))
         for level in range(depth):
-            token_B = chain.add(self._logits(feature_Bd))
+            token_B = chain.add(self._logits(memory.mixed(feature_Bd, guidance)))
             if level + 1 < depth:
-                entered_B = self._entered(token_B, state, level)
+                entered_B = memory.each(self._entered(token_B, state, level))
                 bias_B1d = bias_BTd if bias_BTd is None or bias_BTd.shape[1] == 1 else bias_BTd[:, level : level + 1]
                 turn_B1C = rope_BTC[:, level : level + 1]
                 feature_Bd = self.layer.step(memory, entered_B, feature_Bd, bias_B1d, turn_B1C, level)
@@ -231,15 +231,17 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):
-            distribution = warp(self._logits(feature_BWd), state.request.sampling)
+            logits_BWV = self._logits(memory.mixed(feature_BWd, state.request.sampling.guidance))
+            distribution = warp(logits_BWV, state.request.sampling)
             if state.noise is not None:
                 distribution = state.noise.perturbed(distribution, level)
             token_BW, parent_BW = tree_builder.grow(distribution.log_softmax(dim=-1))
             if level + 1 == depth:
                 break
-            width = token_BW.shape[1]
+            width, parent_BW = token_BW.shape[1], memory.each(parent_BW)
             carried = layouts.pick(feature_BWd, parent_BW)
-            x_Nd = self.layer.join(self._entered(token_BW, state, level), carried, memory.context_bias_at(level))
+            entered_BW = memory.each(self._entered(token_BW, state, level))
+            x_Nd = self.layer.join(entered_BW, carried, memory.context_bias_at(level))
             eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
             qkv = self.layer.project(x_Nd, rows, width, memory.rope_at(memory.table, level)[:, None])

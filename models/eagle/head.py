@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
 
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.image_compression import FlashQueries, SpecVLMBranches, ViSpecAdaptor
@@ -94,6 +95,9 @@ def apply_rope(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
 class EagleAttention(nn.Module):
     """Projections of the layer; `project` and `keys_values` of the head apply them."""
 
+    q_norm: nn.Module  # where it has them
+    k_norm: nn.Module
+
     def __init__(self, config: EagleConfig):
         super().__init__()
         d, size = config.hidden, config.head_size
@@ -102,8 +106,11 @@ class EagleAttention(nn.Module):
         self.k_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * size, d, bias=False)
-        if config.qk_norm:
-            self.q_norm, self.k_norm = EagleRMSNorm(size, config.eps), EagleRMSNorm(size, config.eps)
+        for name, count in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
+            if config.qk_norm:
+                self.add_module(name, EagleRMSNorm(size, config.eps))
+            elif config.qk_layer_norm:
+                self.add_module(name, ChameleonLayerNorm((count, size)))
 
 
 class EagleMLP(nn.Module):
@@ -297,7 +304,7 @@ class EagleHead(nn.Module):
         query, key, value = (
             f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        if self.config.qk_norm:
+        if self.config.qk_norm or self.config.qk_layer_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)
         query, key = apply_rope(query, turn_BTC), apply_rope(key, turn_BTC)
         if self.config.fusion == "cross":

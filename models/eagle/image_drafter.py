@@ -38,19 +38,36 @@ TREES = ("chain", "dynamic", "static")
 
 
 class ImageMemory(FeatureMemory):
-    """Memory with position embeddings (P, d) and the drafter's random numbers."""
+    """Memory with position embeddings (P, d), if there are some, and the drafter's random numbers. With two `parts` the
+    unconditional rows follow the conditional ones.
+    """
 
-    places: Tensor
+    places: Tensor | None = None
     noise: Gumbel | None = None
+    parts = 1
 
-    def context_bias(self, width: int) -> Tensor:
-        return self.rope(self.places, width)
+    def context_bias(self, width: int) -> Tensor | None:
+        return None if self.places is None else self.rope(self.places, width)
 
-    def context_bias_at(self, level: int) -> Tensor:
-        return self.rope_at(self.places, level)[:, None]
+    def context_bias_at(self, level: int) -> Tensor | None:
+        return None if self.places is None else self.rope_at(self.places, level)[:, None]
+
+    def each(self, x: Tensor) -> Tensor:
+        return x if self.parts == 1 else torch.cat([x, x])
+
+    def mixed(self, feature: Tensor, guidance: float) -> Tensor:
+        """A head without a bias gives of the mixture of two states the mixture of their logits."""
+        if self.parts == 1:
+            return feature
+        conditional, unconditional = feature.chunk(2)
+        return unconditional + guidance * (conditional - unconditional)
+
+    def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
+        super().add(self.each(token_BT), torch.cat(feature_BTF.chunk(self.parts, dim=-1)), counts * self.parts)
 
     def select(self, keep: list[int]) -> None:
-        super().select(keep)
+        rows = len(self.lengths) // self.parts
+        super().select([part * rows + row for part in range(self.parts) for row in keep])
         if self.noise is not None:
             self.noise.select(keep)
 
@@ -86,11 +103,18 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
         self.counts = feature_tree.parse(shape) if tree == "static" else None
         if tree != "dynamic":
             width = max(self.counts or [1])
-        table = embedding(family, head.config.vocab)
-        super().__init__(head, table, head.codes, self._like(family), width, nodes)
+        self.family = family
+        super().__init__(head, *self._code_parts(head), self._like(family), width, nodes)
         levels = len(self.counts) if self.counts else levels or self.traits.levels
-        self.traits = dataclasses.replace(self.traits, levels=levels, trees=tree != "chain")
+        self.traits = dataclasses.replace(
+            self.traits, levels=levels, trees=tree != "chain", own_noise=self.counts is not None
+        )
         self.warned = False
+
+    @property
+    def vocab(self) -> int:
+        """Number of codes and ids of grammar."""
+        return self.family.codes + self.family.grammar
 
     @classmethod
     def defaults(cls, target: Family, options: dict[str, Any]) -> dict[str, Any]:
@@ -112,15 +136,25 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
         memory = ImageMemory(self.config.heads, [p - 1 for p in state.position.tolist()])
         before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
         memory.places = torch.cat([before, places[1:], behind]).to(self.dtype)
-        if self.counts and state.noise is not None and state.noise.samples:
-            memory.noise = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
+        memory.noise = self._sibling_noise(state)
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])
+
+    def _sibling_noise(self, state: State) -> Gumbel | None:
+        """The random numbers of a static tree, if the rule judges draws."""
+        if self.counts is None or state.noise is None or not state.noise.samples:
+            return None
+        return Gumbel([derived(g) for g in state.noise.generators], self.vocab)
 
     def _like(self, target: Family) -> Tensor:
         return next(target.decoder.parameters())
 
+    def _code_parts(self, head: ImageHead) -> tuple[nn.Embedding, nn.Module]:
+        """The embedding of ids and the head of codes."""
+        return embedding(self.family, self.vocab), head.codes
+
     def _embed_again(self, target: Family) -> None:
-        self.embed = embedding(target, self.config.vocab)
+        self.family = target
+        self.embed, _ = self._code_parts(self.head)
 
     def _whole(self, scores: Scores) -> Scores:
         """Without guidance the unconditional state is the conditional one: u + s (c - u) = c."""
@@ -156,7 +190,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
         return torch.where(own == FREE, token, own)
 
     def _logits(self, feature: Tensor) -> Tensor:
-        return F.pad(super()._logits(feature), (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)
+        return F.pad(super()._logits(feature), (0, self.family.grammar), value=IMPOSSIBLE)
 
     def _context(
         self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor

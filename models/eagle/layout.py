@@ -154,29 +154,14 @@ def config_of(
 ) -> EagleConfig:
     """Our configuration of a checkpoint. Raises ValueError for what it asks for and is not there."""
     layer = data if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
-    _check_layer(folder, layer)
+    common = layer_fields(folder, layer, shapes)
     check_verifier(folder, data, model)
     text: Any = model.config.get_text_config()
-    sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
-    heads = sizes["heads"] or 1
-    theta, scaling, section, interleaved, partial = rope_of(folder, layer)
-    common = {
-        **sizes,
+    common |= {
         "family": model.config.model_type,
         "target_layers": text.num_hidden_layers,
-        "target_hidden": data.get("target_hidden_size") or sizes["hidden"],
-        "kv_heads": layer.get("num_key_value_heads") or heads,
-        "head_size": layer.get("head_dim") or sizes["hidden"] // heads,
-        "eps": layer.get("rms_norm_eps", 1e-6),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "partial_rotary_factor": partial,
-        "mrope_section": section,
-        "mrope_interleaved": interleaved,
+        "target_hidden": data.get("target_hidden_size") or common["hidden"],
         "image_ids": tuple(sorted(content_ids(model.config))),
-        "own_embedding": EMBEDDING in shapes,
-        "fc_bias": "fc.bias" in shapes,
-        "qkv_bias": any(name.endswith("q_proj.bias") for name in shapes if "self_attn" in name),
         "levels": _levels(form, data),
     }
     if form == "eagle":
@@ -200,10 +185,32 @@ def config_of(
         **common,
         fusion="split",
         feature_layers=ids,
-        draft_vocab=data.get("draft_vocab_size") or sizes["vocab"],
+        draft_vocab=data.get("draft_vocab_size") or common["vocab"],
         images=(images or "placeholders") if common["image_ids"] else "none",
-        qk_norm=layer.get("model_type") == "qwen3",
+        qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
+
+
+def layer_fields(folder: Path, layer: dict, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Fields of our configuration that a decoder layer's and the names of its tensors tell."""
+    _check_layer(folder, layer)
+    sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
+    heads = sizes["heads"] or 1
+    theta, scaling, section, interleaved, partial = rope_of(folder, layer)
+    return {
+        **sizes,
+        "kv_heads": layer.get("num_key_value_heads") or heads,
+        "head_size": layer.get("head_dim") or sizes["hidden"] // heads,
+        "eps": layer.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "partial_rotary_factor": partial,
+        "mrope_section": section,
+        "mrope_interleaved": interleaved,
+        "own_embedding": EMBEDDING in shapes,
+        "fc_bias": "fc.bias" in shapes,
+        "qkv_bias": any(name.endswith("q_proj.bias") for name in shapes if "self_attn" in name),
+    }
 
 
 def _check_layer(folder: Path, layer: dict) -> None:
@@ -215,6 +222,7 @@ def _check_layer(folder: Path, layer: dict) -> None:
         ("attention_bias", bool(layer.get("attention_bias")), False),
         ("mlp_bias", bool(layer.get("mlp_bias")), False),
         ("use_sliding_window", bool(sliding), False),
+        ("swin_norm", bool(layer.get("swin_norm")), False),
         ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
     ):
         if found != wanted:
@@ -234,9 +242,13 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
     `dflash_config` or `eagle_config`; those before layers 2, n / 2 and n - 3 if there are none, or [] (ModelOpt).
     """
     parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
-    stated = next((part[IDS] for part in parts if part.get(IDS)), None)
+    own = data.get("target_layer_ids")  # DeepSpec's, of outputs
+    stated = own or next((part[IDS] for part in parts if part.get(IDS)), None)
     ids = check_wholes(IDS, stated, 0, depth) if stated else (2, depth // 2, depth - 3)
-    read, outputs = "the default", bool(stated) and form == "eagle3" and ids[0] < 2  # SGLang looks at the first, too
+    read, outputs = (
+        "the default",
+        bool(stated and form == "eagle3" and (own or ids[0] < 2)),
+    )
     if asked is not None:
         ids, outputs, read = _asked(asked, depth), False, "as asked for"
     elif stated:
@@ -249,7 +261,7 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
         raise ValueError(f"drafter: {folder} names {found}, expected states before one of its layers 0..{depth - 1}")
     said = f"{folder.name} reads hidden states {given}: {read}"
     logger.info("%s", said)
-    if stated and asked is None and form == "eagle3" and ids[0] != 1:
+    if stated and not own and asked is None and form == "eagle3" and ids[0] != 1:
         warnings.warn(
             f"drafter: {said}, where others may count otherwise; {folder.name}:layers={'-'.join(map(str, given))} says"
             " which hidden states are read",

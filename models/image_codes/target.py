@@ -119,6 +119,7 @@ class Family:
     processor: Any = None  # texts -> ids; None if prompts are ids
     codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
+    vocabulary: Any = None  # `Vocabulary`, of codes that are ids of a text model
     draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
     parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
     labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
@@ -184,6 +185,10 @@ class Family:
         `options` are generate's. Raises NotImplementedError if transformers' class can't generate images.
         """
         raise NotImplementedError(f"{self.name}: its stock class has no generate that draws images")
+
+    def grid_rope(self) -> Tensor | None:
+        """Rotations of its positions by row and column, complex64 (L + T or more, C); None where they have another."""
+        return None
 
     def check(self, prompt: EncodedPrompt, layout: ImageLayout, guidance: float) -> None:
         """Raises ValueError for unsupported arguments, before any pass."""

@@ -85,7 +85,9 @@ class Jacobi(Drafter):
         self.branch, self.deep = branch, deep
         # rules without their own random numbers support neither candidates nor sampled drafts
         samples = branch > 1 or redraw in ("maximal", "independent")
-        self.traits = DrafterTraits(levels=window, samples=samples, trees=branch > 1, adaptive_depth=False)
+        self.traits = DrafterTraits(
+            levels=window, samples=samples, trees=branch > 1, adaptive_depth=False, own_noise=True
+        )
 
     def start(self, state: State, scores: Scores) -> None:
         rows, vocab = len(state.rows), scores.distribution.width

@@ -96,6 +96,11 @@ class LlamaGenConfig:
     def head_size(self) -> int:
         return self.hidden_size // self.heads
 
+    @property
+    def num_hidden_layers(self) -> int:
+        """`layers`, as transformers calls them."""
+        return self.layers
+
     def get_text_config(self, decoder: bool = True) -> LlamaGenConfig:
         """Returns itself, for compatibility with transformers' configurations."""
         return self
@@ -308,13 +313,14 @@ class LlamaGen(nn.Module):
         cache = past_key_values if cache is None else cache
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None]
-        turn_BNC = self._table(inputs_embeds.device)[position_ids]
+        turn_BNC = self.rope_table(inputs_embeds.device)[position_ids]
         x = inputs_embeds
         for layer in self.layers:
             x = layer(x, turn_BNC, attention_mask, cache)
         return BaseModelOutputWithPast(self.norm(x), cache)
 
-    def _table(self, device: torch.device) -> Tensor:
+    def rope_table(self, device: torch.device) -> Tensor:
+        """Rotations by position, complex64 (P + 2 T, C)."""
         if self._turns is None or self._turns.device != device:
             config = self.config
             with torch.inference_mode(False):  # so that the cached table can be used in training

@@ -29,7 +29,7 @@ class RandAR(LlamaGen):
 
     def query(self, places: Tensor) -> Tensor:
         """Places (B, N), each below twice their number -> inputs that ask for their codes, (B, N, d)."""
-        turn_BNC = self._table(places.device)[self.config.prefix + places]
+        turn_BNC = self.rope_table(places.device)[self.config.prefix + places]
         query_HE = self.pos_instruct_embeddings.view(self.config.heads, -1)
         return rotate(query_HE.expand(*places.shape, -1, -1), turn_BNC).flatten(2)
 

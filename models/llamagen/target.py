@@ -91,6 +91,9 @@ class LlamaGenImages(Family):
                 both = both.index_copy(0, own, negative_attention[worded].to(embeds.device).bool())
         return EncodedPrompt(ids, embeds, both)
 
+    def grid_rope(self) -> Tensor:
+        return self.model.rope_table(self.model.device)
+
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.embed(tokens)
 

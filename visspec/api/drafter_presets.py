@@ -60,8 +60,8 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
     network, depth = {**found.network, **options}, text.num_hidden_layers
     if "layers" in network and "layers" not in options:
         network["layers"] = min(network["layers"], max(depth // 4, 1))
-    if network.get("markov"):
-        network["markov"] = min(network["markov"], text.hidden_size)
+    for name in {"markov", "selector"} & {*network}:
+        network[name] = min(network[name], text.hidden_size)
     if network.get("draft_vocab"):
         network["draft_vocab"] = min(network["draft_vocab"], vocabulary(model))
     if network.get("fusion") == "cross":

@@ -27,6 +27,9 @@ ACCEPTANCE = {
     "rejection": Entry(
         "visspec.accept.rejection:Rejection", "exact, with coins of its own: for drafts sampled from a reported law"
     ),
+    "block": Entry(
+        "visspec.accept.block:Block", "exact, chains of sampled drafts judged as one: accepts more than rejection"
+    ),
     "typical": Entry("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
     "lantern": Entry("visspec.accept.lantern:Lantern", "image codes borrow up to delta from k codebook neighbours"),
     "lantern_plus": Entry("visspec.accept.lantern:LanternPlus", "the same, up to lam times a code's own probability"),
@@ -80,7 +83,7 @@ DRAFTERS = {
     ),
     "mtp": Entry(
         "visspec.models.decoder.mtp:MultiToken",
-        "layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers)",
+        "layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers, or `mtp.*`)",
         "text",
     ),
     "jacobi": Entry(

@@ -154,6 +154,10 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
         {"layers": 5, "block": 16, "markov": 64, "confidence": True}, {**BLOCKS, "confidence_weight": 1.0}, {},
         kind="block-head",
     ),
+    "dflash2": TrainedPreset(
+        "DFlash 2 (vLLM's pull request 52816): DFlash with short convolutions and a selector", "states at all slots",
+        {"layers": 5, "block": 16, "selector": 64}, {**BLOCKS, "selector_weight": 1.0}, {}, kind="block-head",
+    ),
     "deer": TrainedPreset(
         "DEER (arXiv 2512.15176): a masked diffusion language model, one pass a block", "nothing",
         {"layers": 4, "block": 15}, {"unroll": 4, "opening": 1.0, "decay": 1.0}, {},

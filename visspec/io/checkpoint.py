@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -101,7 +101,8 @@ def weight_files(folder: Path) -> list[Path]:
     if not found:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
         what = f"pickled weights ({pickled[0]})" if pickled else "no weights"
-        raise ValueError(f"checkpoint: {folder} has {what}, expected .safetensors")
+        hint = " (python -m visspec.io.convert_checkpoint FILE OUT writes them)" if pickled else ""
+        raise ValueError(f"checkpoint: {folder} has {what}, expected .safetensors{hint}")
     return [inside(folder, path.name) for path in found]
 
 
@@ -119,9 +120,9 @@ def check_folder(folder: str | Path) -> Path:
     return path
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files."""
-    return _each_tensor(folder, lambda file, name: file.get_tensor(name))
+def read_tensors(folder: Path, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
+    """All tensors of a folder's safetensors files, or those of these names."""
+    return _each_tensor(folder, lambda file, name: file.get_tensor(name), wanted)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -129,12 +130,14 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     return _each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()))
 
 
-def _each_tensor(folder: Path, get: Callable[[safe_open, str], Value]) -> dict[str, Value]:
+def _each_tensor(
+    folder: Path, get: Callable[[safe_open, str], Value], wanted: Collection[str] | None = None
+) -> dict[str, Value]:
     found: dict[str, Value] = {}
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
-                found |= {name: get(file, name) for name in file.keys()}
+                found |= {name: get(file, name) for name in file.keys() if wanted is None or name in wanted}
         except Exception as error:
             raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
     return found

@@ -22,8 +22,8 @@ AVERAGES = ("ema", "model_ema", "ema_state_dict")  # and averages of them, besid
 
 
 def convert(path: str | Path, out: str | Path, ema: bool = False) -> str:
-    """Write the tensors of a .pt, .pth, .bin or .ckpt file as safetensors. Returns in words which of two sets of
-    weights were left behind, or "".
+    """Write the tensors of a .pt, .pth, .bin or .ckpt file, or of a folder's pytorch_model.bin, as safetensors. Returns
+    in words which of two sets of weights were left behind, or "".
 
     The file is unpickled with `weights_only=True`, so nothing in it runs; one that needs more is refused. The weights
     may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones (`ema`) under 'ema' or by names that begin
@@ -32,6 +32,7 @@ def convert(path: str | Path, out: str | Path, ema: bool = False) -> str:
     Raises ValueError in one sentence.
     """
     path, out = Path(path), Path(out)
+    path = path / "pytorch_model.bin" if path.is_dir() else path
     if out.suffix != ".safetensors" or out.exists():
         raise ValueError(f"out: got {out}, expected a new file that ends in .safetensors")
     if not out.parent.is_dir():

@@ -45,6 +45,17 @@ def fetched(name: str) -> Path:
     raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
 
 
+def cached(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a repository in the local cache; None: it is not there. The hub is not asked."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=True))
+    except (HFValidationError, OSError):  # LocalEntryNotFoundError is one
+        return None
+
+
 def located(where: str | Path) -> Path:
     """A folder, or that of a repository by its hub id."""
     return fetched(str(where)) if names(str(where)) else Path(where)

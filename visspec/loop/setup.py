@@ -167,5 +167,7 @@ def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
         raise ValueError(f"drafter: {kind} drafts trees, expected chains for the rule {name}")
     if drafter.traits.trees and not target.capabilities.trees:
         raise ValueError(f"drafter: {kind} drafts trees, expected chains for a target that takes no others")
+    if rule.traits.whole_chains and drafter.traits.own_noise:
+        raise ValueError(f"drafter: {kind} draws by numbers that serve several rounds, expected others for {name}")
     if drafter.traits.samples and not rule.traits.judges_draws:
         raise ValueError(f"drafter: {kind} samples, expected point masses for the rule {name}")

@@ -49,6 +49,7 @@ class TrainingOptions:
     decay: float = 0.8
     feature_weight: float = 0.0
     confidence_weight: float = 0.0  # of a head that expects acceptance rates: `expected` of the drafter
+    selector_weight: float = 0.0  # of a selector's cross-entropy over its candidates: `selected` of the drafter
     rate: float = 1e-3
     floor: float = 0.02
     warm_up: int = 50
@@ -129,6 +130,11 @@ class Step(nn.Module):
             q, hidden_BTd, mask = rollout[0]
             expected = drafter.expected(lesson, hidden_BTd)
             loss = loss + plan.confidence_weight * losses.confidence(expected, q, logits_BTV, mask)
+        if plan.selector_weight:
+            q, hidden_BTd, mask = rollout[0]
+            scores_BTC, ids_BTC = drafter.selected(lesson, q, hidden_BTd)
+            each_BT = losses.soft_ce(scores_BTC, logits_BTV.gather(-1, ids_BTC))
+            loss = loss + plan.selector_weight * losses.mean(each_BT, mask)
         return loss, agreed
 
 

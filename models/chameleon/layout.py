@@ -1,0 +1,36 @@
+"""Load Lumina-mGPT (arXiv 2408.02657) as transformers' `ChameleonForConditionalGeneration`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import ChameleonConfig, ChameleonForConditionalGeneration
+
+from visspec.io.checkpoint import read_json
+from visspec.models.published_tensors import need, one_sentence, place, read_published, rename, stock
+
+NORMS = (".q_norm.weight", ".q_norm.bias", ".k_norm.weight", ".k_norm.bias")
+VQ = "model.vqmodel."
+
+
+def load_lumina(path: str | Path, dtype: torch.dtype | None = None) -> ChameleonForConditionalGeneration:
+    """A stock model from a folder of Lumina-mGPT, whose norms of queries and keys are stored once for each shard of
+    heads, and which has no VQ weights: then `model.model.vqmodel` is not there either, and a codec has the codebook.
+
+    dtype: default, that of the files. Raises ValueError in one sentence before any weight is placed.
+    """
+    tensors = read_published(path)
+    with one_sentence(path):
+        config = ChameleonConfig.from_dict(read_json(Path(path), "config.json"))
+    model = stock(
+        ChameleonForConditionalGeneration, config, dtype or need(tensors, "model.embed_tokens.weight", 2, path).dtype
+    )
+    if not any(name.startswith(VQ) for name in tensors):
+        del model.model.vqmodel
+    for name in [name for name in tensors if name.endswith(NORMS)]:
+        heads = int((config.num_attention_heads if ".q_norm." in name else config.num_key_value_heads) or 1)
+        shards = need(tensors, name, 2, path).shape[0]
+        tensors[name] = tensors[name].repeat_interleave(max(heads // max(shards, 1), 1), dim=0)
+    place(model, rename(tensors, (), r".*rotary_emb\."), path)
+    return model

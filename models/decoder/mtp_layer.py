@@ -1,0 +1,186 @@
+"""The layer that predicts a further token, in the target's own files, which transformers drops on loading.
+
+x_i = block(fc([norm(e_{i+1}), norm(h_i)])), normed; the target's head on it gives token i + 2, and as h_{i+1} it is
+read for the token after that, by the same layer. e: the target's input embeddings, h: its last hidden states, after the
+final norm, block: a decoder layer of the target's class. Two layouts of names: Qwen3.5 and Exaone 4.5 (`mtp.*`), and
+GLM-OCR, whose layer is counted behind the target's. Embeddings and head are the target's; copies of them are not read.
+
+Shapes: B rows, C elements, S slots, d hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from visspec.io import hub
+from visspec.io.checkpoint import check_shapes, load_strictly, read_shapes, read_tensors
+from visspec.models.decoder.target import describe
+
+QWEN = r"(?:model\.)?mtp\."
+GLM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
+COPIES = {"embed_tokens.weight", "shared_head.head.weight"}
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+FIRST = "exaone4"  # counts this layer as its first, which may slide; others have one of full attention
+
+
+class MtpLayer(nn.Module):
+    """The layer of a loaded model, on `meta`, by the names of Qwen3.5."""
+
+    repeats = True  # one layer for all levels
+
+    def __init__(self, model: Any):
+        super().__init__()
+        decoder, self.config = model.get_decoder(), config_of(model)
+        size, norm = self.config.hidden_size, type(decoder.norm)
+        with torch.device("meta"):
+            self.fc = nn.Linear(2 * size, size, bias=False)
+            self.layers = nn.ModuleList([type(decoder.layers[0])(self.config, 0)])
+            norms = [norm(size, eps=self.config.rms_norm_eps) for _ in range(3)]
+            self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = norms
+        self._shared = model.get_input_embeddings(), model.get_output_embeddings(), decoder.rotary_emb  # no submodules
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        return self._shared[0](ids)
+
+    def _project_to_logits(self, hidden: Tensor) -> Tensor:
+        return self._shared[1](hidden)
+
+    def forward_layer(
+        self,
+        level: int,
+        hidden_BCd: Tensor,
+        positions: Tensor,
+        cache: Any,
+        *,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+    ) -> Tensor:
+        """Normed hidden states (B, C, d). positions: (B, C), or (3, B, C) with M-RoPE; attention_mask: (B, 1, C, S)."""
+        both = self.pre_fc_norm_embedding(inputs_embeds), self.pre_fc_norm_hidden(hidden_BCd)
+        x_BCd = self.fc(torch.cat(both, dim=-1))
+        rope = self._shared[2](x_BCd, positions)
+        x_BCd = self.layers[0](x_BCd, attention_mask=attention_mask, position_embeddings=rope, cache=cache)
+        return self.norm(x_BCd)
+
+
+def config_of(model: Any) -> Any:
+    """The configuration of a decoder of this layer alone. Raises ValueError if the target has no such layer."""
+    config = copy.deepcopy(model.config.get_text_config())
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        kind = kinds[0] if config.model_type.startswith(FIRST) else "full_attention"
+        if kind not in kinds:
+            raise ValueError(f"drafter: {type(model).__name__} has {kinds[0]} alone, expected a layer of {kind}")
+        config.layer_types = [kind]
+    if getattr(config, "mtp_use_dedicated_embeddings", False):
+        raise ValueError("drafter: got mtp_use_dedicated_embeddings=True, expected a layer on the model's embeddings")
+    config.num_hidden_layers = 1
+    return config
+
+
+def folder_of(model: Any) -> Path | None:
+    """The folder that a model was read from, if it is on this machine. Nothing is fetched."""
+    name = getattr(model.config, "name_or_path", None)
+    if not name:
+        return None
+    folder = hub.cached(name, getattr(model.config, "_commit_hash", None)) if hub.names(name) else Path(name)
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def named(names: Iterable[str], layers: int) -> dict[str, str]:
+    """The names of a model's file that are of the layer, each with ours. layers: of the target."""
+    patterns = QWEN, rf"(?:.*\.)?layers\.{layers}\."
+    for pattern in patterns:
+        found = {name: match.string[match.end() :] for name in names if (match := re.match(pattern, name))}
+        if pattern == QWEN and found:
+            return found
+        if any(name.startswith("eh_proj.") for name in found.values()):
+            return {name: _renamed(short) for name, short in found.items() if short not in COPIES}
+    return {}
+
+
+def _renamed(short: str) -> str:
+    module, _, end = short.rpartition(".")
+    return f"{GLM[module]}.{end}" if module in GLM else f"layers.0.{short}"
+
+
+def in_files(model: Any) -> bool:
+    """Whether the folder of a loaded model holds such a layer that `drafter="mtp"` reads, by headers of files alone.
+    Nothing is fetched.
+    """
+    try:
+        if getattr(model.config.get_text_config(), "num_mtp_layers", None):  # read by transformers
+            return bool(_found(model)[1])
+        return bool(_checked(model))
+    except (ValueError, OSError, AttributeError):
+        return False
+
+
+def _found(model: Any) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]]:
+    """The folder, the names of the layer's tensors in it with ours, and all shapes. Raises ValueError for none."""
+    folder = folder_of(model)
+    if folder is None:
+        raise ValueError(f"drafter: {type(model).__name__} was read from no folder that is here, expected one")
+    shapes = read_shapes(folder)
+    own = named(shapes, model.config.get_text_config().num_hidden_layers)
+    if not own:
+        raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's")
+    return folder, own, shapes
+
+
+def _checked(model: Any) -> tuple[Path, dict[str, str], MtpLayer]:
+    """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
+    describe(model)
+    folder, own, shapes = _found(model)
+    try:
+        layer = MtpLayer(model)
+    except (AttributeError, TypeError, LookupError) as error:
+        raise ValueError(
+            f"drafter: got {type(model).__name__}, expected a model whose decoder layer can be built alone ({error})"
+        ) from error
+    fused = _fused({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
+    check_shapes(layer, {name: tuple(t.shape) for name, t in fused.items()}, folder, _naming(own))
+    return folder, own, layer
+
+
+def _naming(own: dict[str, str]) -> Callable[[str], str]:
+    """What the file calls a tensor of ours."""
+    theirs = {ours: name for name, ours in own.items()}
+    return lambda name: theirs.get(name, f"mtp.{name}")
+
+
+def loaded(model: Any) -> MtpLayer:
+    """The layer of a loaded model, from the safetensors in its folder, on the model's device and in its dtype.
+
+    Raises ValueError if there is none, or if tensors are missing, left over or of other shapes.
+    """
+    folder, own, layer = _checked(model)
+    tensors = _fused({own[name]: tensor for name, tensor in read_tensors(folder, own.keys()).items()})
+    layer = layer.to_empty(device=model.device).to(model.dtype)
+    load_strictly(layer, tensors, folder, _naming(own))
+    return layer.eval().requires_grad_(False)
+
+
+def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of single experts as those of all: (experts, gate and up, d) and (experts, d, inner)."""
+    single: dict[tuple[str, str], dict[int, Tensor]] = {}
+    rest = {}
+    for name, tensor in tensors.items():
+        if match := EXPERT.fullmatch(name):
+            single.setdefault((match[1], match[3]), {})[int(match[2])] = tensor
+        else:
+            rest[name] = tensor
+    stacks = {key: torch.stack([of[i] for i in sorted(of)]) for key, of in single.items()}
+    for (prefix, kind), stack in stacks.items():
+        if kind == "down":
+            rest[f"{prefix}.down_proj"] = stack
+        elif kind == "gate" and (prefix, "up") in stacks:
+            rest[f"{prefix}.gate_up_proj"] = torch.cat([stack, stacks[prefix, "up"]], dim=1)
+    return rest

@@ -1,0 +1,163 @@
+"""LANTERN's published drafters of image codes (arXiv 2410.03355), for LlamaGen and for Chameleon (Anole).
+
+An `EagleHead` of EAGLE-1's form with an embedding table of its own. Under guidance it reads and predicts the
+conditional and the unconditional state, each in a row of its own, and the target's head decodes their mixture. An
+element has the target's features after token t and the embedding of token t + 1, by whose place it is rotated:
+
+* for LlamaGen by row and column, and not at all in the prefix, whose tokens all have the embedding of id 0; padding of
+  the prefix is read as everything else. The layer has no input norm, and pairs of neighbouring channels are rotated.
+* for Chameleon by the number of its element. The layer has an input norm, and Chameleon's norm of queries and keys.
+
+Shapes: B rows, R = B or 2 B rows of the memory, L prompt, d hidden size, V ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from visspec.io.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors, shown
+from visspec.models.drafting.checkpoint import CONFIG
+from visspec.models.drafting.published_config import unprefixed
+from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.head import EagleHead, turns
+from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
+from visspec.models.eagle.layer import PublishedLayer
+from visspec.models.eagle.layout import layer_fields
+from visspec.models.image_codes.drafting import IMPOSSIBLE
+from visspec.models.image_codes.target import Family
+from visspec.types import Scores, State
+
+GRIDS = {"c2i": 24, "t2i": 16, "t2i2": 32}  # `input_type` of a drafter for LlamaGen: rows and columns of its images
+QUERY, INPUT_NORM = "layers.0.self_attn.q_norm.bias", "layers.0.input_layernorm.weight"
+
+
+def family_named(data: dict, names: set[str]) -> str | None:
+    """The family that a published drafter of image codes is made for, by its configuration and tensors; None: it is no
+    such drafter.
+    """
+    if not {"fc.weight", "embed_tokens.weight"} <= names:
+        return None
+    return "llamagen" if {"input_type", "caption_dim"} & set(data) else "chameleon" if QUERY in names else None
+
+
+class LanternDrafter(ImageFeatureDrafter):
+    """A published drafter for one image model (or its `Family`), with the trees of `ImageFeatureDrafter`.
+
+    Raises ValueError, before weights are read, for another target, another size of image or other tensors.
+    """
+
+    head_class = EagleHead  # type: ignore[assignment]
+    head: EagleHead  # type: ignore[assignment]
+    config: EagleConfig  # type: ignore[assignment]
+
+    @classmethod
+    def sizes(cls, target: Family) -> dict[str, Any]:
+        known = super().sizes(target)
+        codes, hidden = known.pop("codes"), known["hidden"]
+        vocab = codes if target.vocabulary is None else target.decoder.config.vocab_size
+        return known | {"vocab": vocab, "target_hidden": hidden}
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> Self:
+        """Load a published checkpoint, as safetensors, for its target, strictly; `options` as in the constructor."""
+        root, family = check_folder(folder), cls.subject(target)
+        data, shapes = read_json(root, CONFIG), unprefixed(read_shapes(root), root)
+        config = config_of(root, data, shapes, family)
+        cls.check_target(config, family)
+        with torch.device("meta"):
+            head = EagleHead(config)
+        check_shapes(head, shapes, root)
+        head = head.to_empty(device="cpu").to(next(family.decoder.parameters()).dtype)
+        load_strictly(head, unprefixed(read_tensors(root), root), root)
+        if config.positions == "grid":
+            halve(head)
+        return cls(head, family, **options)  # type: ignore[arg-type]
+
+    def attach(self, target: Family) -> None:
+        """Adapt to a target, whose style may have other ids of grammar."""
+        super().attach(target)
+        self._embed_again(target)
+        self.refresh()
+
+    def _whole(self, scores: Scores) -> Scores:
+        return scores
+
+    def _code_parts(self, head: Any) -> tuple[nn.Embedding, nn.Module]:
+        """The rows of its table that are ids of the loop; `_logits` asks the family for logits."""
+        table = head.to(self._like(self.family).device).embed_tokens
+        if self.family.vocabulary is None:
+            return table, nn.Identity()
+        return nn.Embedding.from_pretrained(table.weight.detach()[self.family.vocabulary.ids]), nn.Identity()
+
+    def _draft_layer(self) -> PublishedLayer:
+        layer = PublishedLayer(self.head.eval().to(self.dtype), self.embed, self.lm_head)
+        layer.embed = self.embed
+        return layer
+
+    def _rotations(self, length: int, device: torch.device) -> Tensor:
+        if self.config.positions != "grid":
+            return turns(self.config, length, device)
+        table_PC = self.family.grid_rope()
+        assert table_PC is not None
+        place = torch.arange(1, length + 1, device=device)  # of the token behind the feature's
+        return table_PC.to(device)[place.clamp(max=len(table_PC) - 1)]
+
+    def _logits(self, feature: Tensor) -> Tensor:
+        logits = self.family.head(feature.to(self.dtype))
+        return F.pad(logits, (0, self.family.grammar), value=IMPOSSIBLE)
+
+    def start(self, state: State, scores: Scores) -> None:
+        """Read the prompt of each row, and under guidance the unconditional one."""
+        assert scores.features is not None
+        prompt, features_BLF = state.request.inputs, scores.features[state.rows]
+        parts, length = features_BLF.shape[-1] // self.config.hidden, prompt.ids.shape[1]
+        every = [part * len(prompt.ids) + row for part in range(parts) for row in state.rows]
+        ids_RL = (prompt.ids.repeat(parts, 1) if prompt.tokens is None else prompt.tokens)[every]
+        layout = self._plan(ids_RL, None if self.config.positions == "grid" else prompt.attention[every])
+        embeds_RLd, features_RLd = self.head.embed_tokens(ids_RL), torch.cat(features_BLF.chunk(parts, dim=-1))
+        positions, none = torch.arange(length, device=ids_RL.device)[None], torch.zeros_like(embeds_RLd[0, :1])
+        x, turn, _ = self.elements(layout, embeds_RLd[:, 1:], features_RLd, embeds_RLd, positions, (none, none))
+        memory = ImageMemory(self.config.key_heads, [length - 1] * len(every))
+        memory.parts, memory.noise = parts, self._sibling_noise(state)
+        self._read_prompt(state, memory, layout.lengths, [(x, turn)], features_BLF[:, -1:])
+
+
+def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], family: Family) -> EagleConfig:
+    """The configuration of a published checkpoint. Raises ValueError for what it asks for and is not there."""
+    named, size = family_named(data, set(shapes)), data.get("input_type")
+    if named != family.name:
+        raise ValueError(f"drafter: {folder} is made for a target of family {shown(named)}, got {family.name!r}")
+    rows = family.layout().grid[0]
+    if named == "llamagen" and size is not None and GRIDS.get(str(size)) != rows:
+        raise ValueError(
+            f"drafter: input_type of {folder} is {shown(size)}, expected that of images of {rows} x {rows} codes, of"
+            f" {', '.join(f'{name} ({side})' for name, side in GRIDS.items())}"
+        )
+    try:
+        return EagleConfig(
+            **layer_fields(folder, data, shapes),
+            family=family.name,
+            target_layers=family.decoder.config.num_hidden_layers,
+            target_hidden=data["hidden_size"],
+            positions="grid" if named == "llamagen" else "index",
+            images="none",
+            norm_input=INPUT_NORM in shapes,
+            qk_layer_norm=QUERY in shapes,
+            levels=5,
+        )
+    except ValueError as error:
+        raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
+
+
+@torch.no_grad()
+def halve(head: EagleHead) -> None:
+    """Reorder queries and keys of pairs of neighbouring channels, so that channel c and c + E / 2 are the pairs."""
+    attention, size = head.layer.self_attn, head.config.head_size
+    for part in (attention.q_proj, attention.k_proj):
+        part.weight.copy_(part.weight.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2))
