@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+import visspec
 from tests import tiny_images as tiny
 from tests.published import Weights, attended, mlp
 from tests.test_image_targets import TEXTS, llamagen, llamagen_model
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
-from visspec.api import zoo
+from visspec.api import saving, zoo
 from visspec.api.images import ImagePipeline
 from visspec.io.convert_checkpoint import convert
 from visspec.loop.decode import open_request
@@ -202,9 +203,13 @@ def test_the_network_is_the_described_one(name, guidance, tmp_path):
         state.position = state.position + 1
         for b in range(3):
             state.tokens[b].append(int(state.pending[b]))
+    used.select(state, [0, 2])  # rows that are left
+    logits = used._logits(memory.mixed(used._catch_up(memory, 3), guidance))
+    want = it.say(it.ids, it.features)[0][[0, 2]]
+    torch.testing.assert_close(logits[:, : tiny.CODES], want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", ["1-1-1", "2-3-2"])
+@pytest.mark.parametrize("shape", ["1-1-1", "2-5-6"])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_reported_distributions_are_the_described_ones(name, shape, tmp_path):
@@ -319,6 +324,19 @@ def test_another_target_or_form_is_refused_in_a_sentence(what, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         zoo.drafter(str(published(name, tmp_path / "d", change, **config)), llamagen_model("caption"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_target_of_text_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(ValueError, match="target ChameleonForConditionalGeneration, expected an ImagePipeline's"):
+        visspec.accelerate(tiny.chameleon(), str(published("anole", tmp_path / "d")))
+
+
+def test_a_pipeline_is_saved_with_the_files_of_its_drafter(tmp_path):
+    spec = f"{published('anole', tmp_path / 'd')}:tree=dynamic,width=3"
+    saved = saving._drafter_entry(spec, tiny.chameleon(), tmp_path / "s")
+    assert saved == {"folder": "drafter", "options": "tree=dynamic,width=3"}
+    again, _ = zoo.drafter(str(tmp_path / "s"), tiny.chameleon())
+    assert isinstance(again, LanternDrafter) and again.trained.equal(zoo.drafter(spec, tiny.chameleon())[0].trained)
 
 
 def test_chameleons_other_layer_and_pickles_are_refused(tmp_path):

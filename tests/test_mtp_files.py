@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 import visspec
 from tests import test_recurrent as hybrids
 from tests.doubles import check_exact, new_tokens
-from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, packed_pixels
+from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, model_of, packed_pixels
+from visspec.api.accelerate import default_drafter
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp, mtp_layer
 
@@ -115,6 +116,13 @@ def inputs_of(name, lengths=LENGTHS, **options):
 def test_pictures_in_ragged_batches_greedy_and_seeded(name, reloaded):
     quick = check_exact(reloaded(name), "mtp", inputs_of(name), NEW)
     assert max(round.levels for round in quick.last_state.trace.rounds) == mtp.LEVELS and mtp.in_files(reloaded(name))
+
+
+def test_it_is_the_drafter_of_a_model_that_has_it(reloaded, caplog):
+    caplog.set_level("INFO", logger="visspec.api.accelerate")
+    assert visspec.accelerate(reloaded("qwen3_5")).setup.name == "mtp"
+    assert "drafter: mtp, because the model's files have such a layer" in caplog.text
+    assert default_drafter(model_of("llava")) == "ngram" and "nothing was made for the model" in caplog.text
 
 
 def norm(x, weight, eps, one=0.0):

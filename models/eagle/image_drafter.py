@@ -111,6 +111,12 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
         )
         self.warned = False
 
+    def attach(self, target: Family) -> None:
+        """As the base class. Raises ValueError for a target that is no image family."""
+        if not isinstance(target, Family):
+            raise ValueError(f"drafter: got the target {type(target).__name__}, expected an ImagePipeline's")
+        super().attach(target)
+
     @property
     def vocab(self) -> int:
         """Number of codes and ids of grammar."""

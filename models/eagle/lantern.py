@@ -52,6 +52,7 @@ class LanternDrafter(ImageFeatureDrafter):
     Raises ValueError, before weights are read, for another target, another size of image or other tensors.
     """
 
+    saved_as = "model"  # its files are the folder's
     head_class = EagleHead  # type: ignore[assignment]
     head: EagleHead  # type: ignore[assignment]
     config: EagleConfig  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +25,11 @@ from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
+from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import HFDecoder, adapted, driven
 from visspec.types import Acceptance, DrafterTraits, Processor, State, Tokenizer
 
+logger = logging.getLogger(__name__)
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made"})  # of an Accelerated
 BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved model
 
@@ -375,11 +378,21 @@ class Speculative:
 
 
 def default_drafter(model: nn.Module) -> str:
-    """The drafter of a model for which none is given: the one that `visspec.json` in its folder names, or an included
-    one that is made for it, or "ngram".
+    """The drafter of a model for which none is given: the one that `visspec.json` in its folder names, or the layer
+    in its own files that predicts further tokens, or an included one that is made for it, or "ngram". Nothing is
+    fetched; a log line says which and why.
     """
     folder = getattr(model, "name_or_path", None)
-    return (saving.drafter_of(folder) if folder else None) or zoo.included_drafter(model) or "ngram"
+    if found := saving.drafter_of(folder) if folder else None:
+        why = "the model's folder names it"
+    elif mtp_layer.in_files(model):
+        found, why = "mtp", "the model's files have such a layer"
+    elif found := zoo.included_drafter(model):
+        why = "it is made for the model"
+    else:
+        found, why = "ngram", "nothing was made for the model"
+    logger.info("drafter: %s, because %s", found, why)
+    return found
 
 
 def each_of(spec: DrafterSpec) -> Sequence[DrafterSpec]:
