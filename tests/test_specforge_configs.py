@@ -16,8 +16,8 @@ SPLIT = {"fc.weight", "midlayer.hidden_norm.weight", "layers.0.self_attn.q_proj.
 VERDICTS = {  # by architecture: the reader and the form, or None where it is refused by name; and how many there are
     "LlamaForCausalLMEagle3": (("eagle", "eagle3"), 27),
     "DFlashDraftModel": (("dflash", "dflash"), 8),
-    "DSparkDraftModel": (None, 6),
-    "DominoDraftModel": (None, 3),
+    "DSparkDraftModel": (("dflash", "dspark"), 6),
+    "DominoDraftModel": (("dflash", "domino"), 3),
     "PEagleDraftModel": (None, 1),
 }
 
