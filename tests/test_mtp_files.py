@@ -115,7 +115,9 @@ def inputs_of(name, lengths=LENGTHS, **options):
 @each_form
 def test_pictures_in_ragged_batches_greedy_and_seeded(name, reloaded):
     quick = check_exact(reloaded(name), "mtp", inputs_of(name), NEW)
-    assert max(round.levels for round in quick.last_state.trace.rounds) == mtp.LEVELS and mtp.in_files(reloaded(name))
+    assert max(round.levels for round in quick.last_state.trace.rounds) == mtp.LEVELS and mtp_layer.in_files(
+        reloaded(name)
+    )
 
 
 def test_it_is_the_drafter_of_a_model_that_has_it(reloaded, caplog):
@@ -245,9 +247,9 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
     model, root = hybrids.qwen3_5_vl(), tmp_path / "models--owner--name"
     model = saved(root / "snapshots" / ("a" * 40), model, published(model, QWEN))
     model.config.name_or_path, model.config._commit_hash = "owner/name", "a" * 40
-    assert mtp.in_files(model) and mtp_layer.loaded(model).norm.weight.dtype == torch.float32
+    assert mtp_layer.in_files(model) and mtp_layer.loaded(model).norm.weight.dtype == torch.float32
     model.config._commit_hash = "b" * 40
-    assert not mtp.in_files(model)
+    assert not mtp_layer.in_files(model)
 
 
 def test_a_model_of_text(tmp_path):
@@ -299,6 +301,6 @@ def test_what_is_refused(tmp_path):
         with pytest.raises(ValueError, match=said) as caught:
             visspec.accelerate(target, "mtp")
         assert ". " not in str(caught.value)
-        assert not mtp.in_files(target)
+        assert not mtp_layer.in_files(target)
     with pytest.raises(ValueError, match="levels: got 0"):
         visspec.accelerate(bare, "mtp:levels=0")

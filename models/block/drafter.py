@@ -154,32 +154,31 @@ class BlockModel(StructuredDrafter):
     def propose(self, state: State, depth: int) -> Draft:
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
         logits_BKV = self._laws(hidden_BKd)
+        below = self._begun()
         if self.width > 1:
             tree_builder = self.tree_builder(state, logits_BKV.shape[1])
-            below = self._begun()
 
             def at(level: int, token_BW: Tensor) -> Tensor:
+                assert below is not None
                 return below(logits_BKV[:, level, None], hidden_BKd[:, level, None], token_BW)
 
-            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, None if self.apart else at)
+            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, None if below is None else at)
         chain, token = Chain(state, self.stop), state.pending
-        if self.apart:
+        if below is None:
             chain.extend(logits_BKV)
             return chain.finish()
-        below = self._begun()
         for hidden_Bd, logits_BV in zip(hidden_BKd.unbind(1), logits_BKV.unbind(1)):
             token = chain.add(below(logits_BV, hidden_Bd, token), self._expected(hidden_Bd, token))
         return chain.finish()
 
-    @property
-    def apart(self) -> bool:
-        """Whether nothing but the pass tells what a place is."""
-        return self.form.sequential is None and self.selector is None
-
-    def _begun(self) -> Below:
-        """What is below tokens, of the places of one draft in turn, as `Sequential.begun` says."""
+    def _begun(self) -> Below | None:
+        """What is below tokens, of the places of one draft in turn, as `Sequential.begun` says; None where nothing but
+        the pass tells what a place is.
+        """
         walks = [] if self.form.sequential is None else [self.form.sequential.begun()]
         walks += [] if self.selector is None else [self.selector.law]
+        if not walks:
+            return None
 
         def below(logits: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
             for walk in walks:

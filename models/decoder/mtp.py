@@ -25,7 +25,6 @@ from visspec.distributions import Categorical
 from visspec.io.checkpoint import check_whole
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp_layer
-from visspec.models.decoder.mtp_layer import in_files as in_files
 from visspec.models.decoder.target import LAST
 from visspec.models.drafting.memory import accepted, packed, prompt_first
 from visspec.sampling import propose

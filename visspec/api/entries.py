@@ -28,7 +28,7 @@ ACCEPTANCE = {
         "visspec.accept.rejection:Rejection", "exact, with coins of its own: for drafts sampled from a reported law"
     ),
     "block": Entry(
-        "visspec.accept.block:Block", "exact, chains of sampled drafts judged as one: accepts more than rejection"
+        "visspec.accept.block:Block", "exact, chains of sampled drafts judged as one: no fewer tokens than rejection"
     ),
     "typical": Entry("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
     "lantern": Entry("visspec.accept.lantern:Lantern", "image codes borrow up to delta from k codebook neighbours"),
