@@ -53,7 +53,7 @@ def run(arguments: Options) -> None:
     arguments.begin()
     found = sources.records(arguments.images)
     model, processor = loading.load(arguments.model, **arguments.hardware)
-    drafters = arguments.drafters or list(dict.fromkeys(["ngram", default_drafter(model)]))
+    drafters = arguments.drafters or list(dict.fromkeys(["ngram", default_drafter(model)[0]]))
     images = list(islice(readable(found), 2 * arguments.count))
     if len(images) < 2 * max(arguments.batches):
         wanted, where = 2 * max(arguments.batches), ", ".join(map(str, arguments.images))
