@@ -18,7 +18,7 @@ from PIL import Image
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import pixels, weights_hash
 from visspec.eval.metrics.results import Progress, Rows, silent
-from visspec.io.images import MAX_PIXELS, image_files, open_image
+from visspec.io.images import image_files, open_image
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
@@ -50,18 +50,24 @@ class ClipScorer:
         self.length: int = model.config.get_text_config().max_position_embeddings
         self.fingerprint = digest(name, weights_hash(model), self.length)
 
+    def of_images(self, images: Sequence[Image.Image]) -> torch.Tensor:
+        """Embeddings (n, d), not normalised."""
+        return self.model.get_image_features(pixel_values=pixels(self.model, self.processor, images)).pooler_output
+
+    def of_texts(self, texts: Sequence[str]) -> torch.Tensor:
+        """Embeddings (n, d), not normalised."""
+        options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": self.length}
+        tokens = self.processor(text=list(texts), **options)
+        keys = {key: tokens[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
+        return self.model.get_text_features(**keys).pooler_output
+
     @torch.inference_mode()
     def cosines(self, images: Sequence[Image.Image], texts: Sequence[str]) -> np.ndarray:
         """Cosine of each pair, float64 (n,)."""
         if len(images) != len(texts):
             raise ValueError(f"different counts: {len(images)} images and {len(texts)} texts")
-        u = self.model.get_image_features(pixel_values=pixels(self.model, self.processor, images))
-        options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": self.length}
-        tokens = self.processor(text=list(texts), **options)
-        keys = {key: tokens[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
-        v = self.model.get_text_features(**keys)
-        u, v = (t if isinstance(t, torch.Tensor) else t.pooler_output for t in (u, v))
-        return torch.nn.functional.cosine_similarity(u.double(), v.double()).cpu().numpy()
+        u, v = self.of_images(images).double(), self.of_texts(texts).double()
+        return torch.nn.functional.cosine_similarity(u, v).cpu().numpy()
 
 
 class ScoredPair(NamedTuple):
@@ -73,7 +79,7 @@ class ScoredPair(NamedTuple):
 
 
 def resumed_cosines(
-    pairs: Sequence[ScoredPair], score: Scorer, done: Rows, batch_size: int, max_pixels: int, progress: Progress
+    pairs: Sequence[ScoredPair], score: Scorer, done: Rows, batch_size: int, progress: Progress
 ) -> tuple[dict[int, float], dict[int, Exception]]:
     """Cosines by the place of their pair, and why the others have none: files that can't be read.
 
@@ -88,7 +94,7 @@ def resumed_cosines(
                 found[i] = done.rows[pair.row["id"]]["cosine"]
                 continue
             try:
-                images[i] = open_image(pair.path, max_pixels)
+                images[i] = open_image(pair.path)
             except (ValueError, FileNotFoundError) as error:
                 broken[i] = error
         if images:
@@ -111,7 +117,6 @@ def from_folder(
     dialect: Dialect = PRESETS["torchmetrics"],
     batch_size: int = 32,
     compat: bool = False,
-    max_pixels: int = MAX_PIXELS,
     results: str | Path | None = None,
     progress: Progress = silent,
 ) -> dict:
@@ -130,7 +135,7 @@ def from_folder(
         row = {"id": digest(path.name, text, file_digest(path)), "image": path.name, "text": text}
         pairs.append(ScoredPair(path, text, row))
     done = Rows(results, digest(scorer.fingerprint, dialect.prefix))
-    cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size, max_pixels, progress)
+    cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size, progress)
     problems += map(str, broken.values())
     if not cosines:
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from PIL import Image
+from torch.nn.functional import normalize
 
+from visspec.eval.metrics.clipscore import ClipScorer
 from visspec.eval.metrics.detection import Detection, DetectionResult, digest, file_digest
-from visspec.eval.metrics.features import pixels, weights_hash
+from visspec.eval.metrics.features import weights_hash
 from visspec.eval.metrics.geneval import COLOURS, COUNTING_THRESHOLD, THRESHOLD
 
 if TYPE_CHECKING:
@@ -186,7 +188,7 @@ class MMDetMask2Former:
         return DetectionResult(tuple(out))
 
 
-class ClipColours:
+class ClipColours(ClipScorer):
     """GenEval's colour classifier: the object on grey #999, cut to its box, against three templates and ten colours.
 
     `original` if the model is OpenAI's ViT-L/14, identified by `name` and the width of its projection.
@@ -199,24 +201,18 @@ class ClipColours:
     )
 
     def __init__(self, model: CLIPModel, processor: Callable, name: str):
-        self.model, self.processor, self.name = model.eval(), processor, name
+        super().__init__(model, processor, name)
         self.fingerprint = digest(name, weights_hash(model), self.templates)
         self.original = name == ORIGINAL_CLIP and model.config.projection_dim == 768
         self._classifiers: dict[str, torch.Tensor] = {}
-
-    def _embed(self, out: Any) -> torch.Tensor:
-        tensor = out if isinstance(out, torch.Tensor) else out.pooler_output
-        return torch.nn.functional.normalize(tensor.float(), dim=-1)
 
     def _classifier(self, label: str) -> torch.Tensor:
         """Unit text embeddings (10, d), the mean over templates."""
         if label not in self._classifiers:
             texts = [t.format(colour=colour, label=label) for colour in COLOURS for t in self.templates]
-            inputs = self.processor(text=texts, return_tensors="pt", padding=True, truncation=True)
-            keys = {key: inputs[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
-            rows = self._embed(self.model.get_text_features(**keys))
+            rows = normalize(self.of_texts(texts).float(), dim=-1)
             means = rows.reshape(len(COLOURS), len(self.templates), -1).mean(1)
-            self._classifiers[label] = torch.nn.functional.normalize(means, dim=-1)
+            self._classifiers[label] = normalize(means, dim=-1)
         return self._classifiers[label]
 
     @torch.inference_mode()
@@ -224,8 +220,7 @@ class ClipColours:
         """The nearest of the ten colour words for each detection."""
         if not detections:
             return []
-        cut = pixels(self.model, self.processor, [cut_out(image, d) for d in detections])
-        rows = self._embed(self.model.get_image_features(pixel_values=cut))
+        rows = normalize(self.of_images([cut_out(image, d) for d in detections]).float(), dim=-1)
         return [COLOURS[i] for i in (rows @ self._classifier(label).T).argmax(1).tolist()]
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.results import Progress, Rows, silent
-from visspec.io.images import MAX_PIXELS, open_image
+from visspec.io.images import open_image
 
 Answer = Callable[[Image.Image, str], str]
 
@@ -103,7 +103,6 @@ def evaluate(
     model: str,
     resolution: int | None = None,
     compat: bool = False,
-    max_pixels: int = MAX_PIXELS,
     results: str | Path | None = None,
     progress: Progress = silent,
 ) -> dict:
@@ -122,7 +121,7 @@ def evaluate(
         try:
             if compat:
                 _require_parents(item)
-            pictures = crops(open_image(Path(folder) / f"{item.id}.png", max_pixels), resolution)
+            pictures = crops(open_image(Path(folder) / f"{item.id}.png"), resolution)
         except (ValueError, FileNotFoundError) as error:
             problems.append(f"{item.id}: {error}")
             if not compat:

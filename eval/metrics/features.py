@@ -17,7 +17,7 @@ import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.results import Progress, silent
-from visspec.io.images import MAX_PIXELS, image_files, iter_images
+from visspec.io.images import image_files, iter_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,38 +104,40 @@ def pixels(model: PreTrainedModel, processor: Callable, images: Iterable[Any]) -
 class TransformersFeatures:
     """Image embeddings of a transformers model (CLIP's projection, DINOv2's class token) with its own processor."""
 
+    kind: tuple[str, ...] = ()  # what else the fingerprint names
+
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
-        self.model, self.processor, self.name = model.eval(), processor, name
-        config = model.config
-        vision = getattr(config, "vision_config", config)
-        projected = getattr(model, "get_image_features", None)
-        self.embed: Callable[..., Any] = projected or model
-        self.dim: int = config.projection_dim if projected else vision.hidden_size
+        self.model, self.processor, self.name, self.dim = model.eval(), processor, name, self.width(model)
         self.preprocessing = f"transformers {type(processor).__name__} {_settings(processor)}"
-        self.fingerprint = digest(name, weights_hash(model), self.preprocessing)
+        self.fingerprint = digest(name, *self.kind, weights_hash(model), self.preprocessing)
+
+    def width(self, model: PreTrainedModel) -> int:
+        """The number of features."""
+        config = model.config
+        projected = hasattr(model, "get_image_features")
+        return config.projection_dim if projected else getattr(config, "vision_config", config).hidden_size
+
+    def features(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """Of preprocessed pixels, (n, dim)."""
+        out = getattr(self.model, "get_image_features", self.model)(pixel_values=pixel_values)
+        return out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """float32 (n, dim)."""
-        out = self.embed(pixel_values=pixels(self.model, self.processor, _checked(images)))
-        if not isinstance(out, torch.Tensor):
-            out = out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
-        return out.float().cpu()
+        return self.features(pixels(self.model, self.processor, _checked(images))).float().cpu()
 
 
-class Logits:
+class Logits(TransformersFeatures):
     """Logits of a transformers image classifier as features, for the Inception score."""
 
-    def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
-        self.model, self.processor, self.name = model.eval(), processor, name
-        self.dim = len(model.config.id2label or ())
-        self.preprocessing = f"transformers {type(processor).__name__} {_settings(processor)}"
-        self.fingerprint = digest(name, "logits", weights_hash(model), self.preprocessing)
+    kind = ("logits",)
 
-    @torch.inference_mode()
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """float32 (n, classes)."""
-        return self.model(pixel_values=pixels(self.model, self.processor, _checked(images))).logits.float().cpu()
+    def width(self, model: PreTrainedModel) -> int:
+        return len(model.config.id2label or ())
+
+    def features(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.model(pixel_values=pixel_values).logits
 
 
 def _settings(processor: object) -> str:
@@ -222,7 +224,6 @@ def gather(
     extractor: FeatureExtractor,
     sink: Callable[[torch.Tensor], object],
     batch_size: int = 32,
-    max_pixels: int = MAX_PIXELS,
     progress: Progress = silent,
 ) -> FeatureTable:
     """Features of a folder's images, in natural order, passed to `sink` in batches; unusable files are listed.
@@ -248,7 +249,7 @@ def gather(
         return len(batch)
 
     files = image_files(folder)
-    for path, image in iter_images(files, broken, max_pixels):
+    for path, image in iter_images(files, broken):
         progress(n + len(batch) + len(broken), len(files))
         pixels = np.asarray(image)
         if batch and (len(batch) == batch_size or batch[0][1].shape != pixels.shape):

@@ -14,7 +14,6 @@ from visspec.eval.metrics.features import FeatureExtractor, gather, metric_name
 from visspec.eval.metrics.references import Reference
 from visspec.eval.metrics.results import Progress, silent
 from visspec.eval.metrics.statistics import GaussianStats
-from visspec.io.images import MAX_PIXELS
 
 
 def _root(matrix: torch.Tensor) -> torch.Tensor:
@@ -93,10 +92,9 @@ def from_folder(
     reference: Reference,
     extractor: FeatureExtractor,
     batch_size: int = 32,
-    max_pixels: int = MAX_PIXELS,
     progress: Progress = silent,
 ) -> FrechetResult:
     """Distance of a folder's images to a reference; broken files are listed in `problems` and excluded from N."""
     stats = GaussianStats(extractor.dim)
-    gathered = gather(folder, extractor, stats.update, batch_size, max_pixels, progress)
+    gathered = gather(folder, extractor, stats.update, batch_size, progress)
     return compare(stats, reference, extractor, gathered.problems)

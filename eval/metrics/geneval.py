@@ -28,7 +28,7 @@ from visspec.eval.metrics.detection import (
 )
 from visspec.eval.metrics.results import Progress, Rows, silent
 from visspec.io import included
-from visspec.io.images import MAX_PIXELS, inside, open_image
+from visspec.io.images import inside, open_image
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
@@ -248,12 +248,12 @@ class Report:
     summary: dict = field(default_factory=dict)
 
 
-def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector, colours: ColourClassifier, **limits):
+def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector, colours: ColourClassifier):
     """One result row in GenEval's form, plus `strict` (None if the detector is not a closed set)."""
     row = {"filename": filename, "tag": metadata["tag"], "prompt": metadata["prompt"]}
     row["metadata"] = json.dumps(metadata)
     try:
-        image = open_image(path, **limits)
+        image = open_image(path)
         correct, strict, reason, objects = judged(image, metadata, detector, colours)
     except (ValueError, FileNotFoundError) as error:
         return row | {"correct": False, "strict": False, "reason": str(error), "details": "{}", "broken": True}
@@ -280,7 +280,6 @@ def evaluate(
     results: str | Path | None,
     detector: Detector | None = None,
     colours: ColourClassifier | None = None,
-    max_pixels: int = MAX_PIXELS,
     progress: Progress = silent,
 ) -> Report:
     """Score every image under `root`, or of the given prompts, and append each row to the JSONL file `results`.
@@ -299,7 +298,7 @@ def evaluate(
         filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
         row = done.rows.get(filename)
         if row is None or row.get("image") != image:
-            found = evaluate_image(path, filename, prompt.metadata, detector, colours, max_pixels=max_pixels)
+            found = evaluate_image(path, filename, prompt.metadata, detector, colours)
             row = done.add(found | {"image": image})
         rows.append(row)
         progress(i + 1, len(jobs))

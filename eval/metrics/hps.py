@@ -13,7 +13,7 @@ import numpy as np
 from visspec.eval.metrics.clipscore import ScoredPair, Scorer, resumed_cosines
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.results import Progress, Rows, silent
-from visspec.io.images import MAX_PIXELS, SUFFIXES
+from visspec.io.images import SUFFIXES
 
 GROUP = 80  # prompts; the published standard deviation is over groups
 VERSIONS = ("v2.0", "v2.1")
@@ -26,7 +26,6 @@ def evaluate(
     version: str,
     compat: bool = False,
     batch_size: int = 16,
-    max_pixels: int = MAX_PIXELS,
     results: str | Path | None = None,
     model: str = "",
     progress: Progress = silent,
@@ -49,7 +48,7 @@ def evaluate(
             path = _file(Path(root) / style, i, compat)
             key = digest(style, i, text, path.read_bytes() if path.is_file() else b"")
             pairs.append(ScoredPair(path, text, {"id": key, "style": style, "index": i}))
-        values, broken = resumed_cosines(pairs, scorer, done, batch_size, max_pixels, progress)
+        values, broken = resumed_cosines(pairs, scorer, done, batch_size, progress)
         for i, error in broken.items():
             if compat:
                 raise error

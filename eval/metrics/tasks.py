@@ -15,7 +15,7 @@ from PIL import Image
 from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
 from visspec.eval.metrics.results import Progress, Rows, silent
-from visspec.io.images import MAX_PIXELS, open_image
+from visspec.io.images import open_image
 
 Score = Callable[["Sample", str], float | None]
 
@@ -41,11 +41,11 @@ class Sample:
             return self.image
         return () if callable(self.image) else (Path(self.image),)
 
-    def open(self, max_pixels: int = MAX_PIXELS) -> Any:
+    def open(self) -> Any:
         """The image, RGB; a list if the sample has a tuple."""
         if isinstance(self.image, tuple):
-            return [open_image(path, max_pixels) for path in self.image]
-        return self.image() if callable(self.image) else open_image(self.image, max_pixels)
+            return [open_image(path) for path in self.image]
+        return self.image() if callable(self.image) else open_image(self.image)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,6 @@ def run(
     results: str | Path | None,
     model: str,
     judge: Score | None = None,
-    max_pixels: int = MAX_PIXELS,
     progress: Progress = silent,
 ) -> dict:
     """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
@@ -99,15 +98,15 @@ def run(
     done = Rows(results, digest(task.name, model, task.suffix, task.max_new_tokens))
     for i, sample in enumerate(task.samples):
         if sample.id not in done.rows:
-            done.add(_answer(task, sample, generate, judge or task.score, max_pixels))
+            done.add(_answer(task, sample, generate, judge or task.score))
         progress(i + 1, len(task.samples))
     return _summary(task, model, [done.rows[sample.id] for sample in task.samples])
 
 
-def _answer(task: Task, sample: Sample, generate: Callable, score: Score, max_pixels: int) -> dict:
+def _answer(task: Task, sample: Sample, generate: Callable, score: Score) -> dict:
     row: dict = {"id": sample.id, "question": sample.question}
     try:
-        image = sample.open(max_pixels)
+        image = sample.open()
     except (ValueError, FileNotFoundError) as error:
         return row | {"text": "", "score": 0.0, "problem": str(error)}
     text = generate(image, task.prompt(sample))
