@@ -281,7 +281,7 @@ def test_the_stock_loop_is_the_models_own_sampler(pipe):
 
 
 def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
-    fewer = bench_image.fewer_steps(pipe, [2])["plain, 2 steps"]
+    fewer = bench_image.other_targets(pipe, [], {"denoising_steps": [2]})["plain, 2 steps"]
     out = drawn(fewer, PROMPTS[:1], acceptance="coupled:window=1")
     assert out.traces[0].calls == {"head": 64 * 2} and len(pipe.family.steps) == 4
     for count in (1, 1001):
@@ -291,7 +291,7 @@ def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
 
 def test_the_bench_of_vectors(pipe):
     """Passes and calls of the head apart; the model's own loop and fewer steps beside the methods."""
-    others = bench_image.fewer_steps(pipe, [2])
+    others = bench_image.other_targets(pipe, [], {"denoising_steps": [2]})
     record = bench_image.bench(
         pipe, PROMPTS[:2], {"denoise": "none/coupled:window=4"}, {"temperature": 1.0}, warmup=1, others=others
     )

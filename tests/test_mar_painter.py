@@ -146,7 +146,7 @@ def test_as_many_passes_as_tokens_are_plain_decoding(pipe):
 
 
 def test_fewer_passes_in_the_bench(pipe):
-    others = bench_image.fewer_passes(pipe, [4]) | bench_image.fewer_steps(pipe, [2])
+    others = bench_image.other_targets(pipe, [], {"iterations": [4], "denoising_steps": [2]})
     record = bench_image.bench(pipe, PROMPTS[:1], {}, {"temperature": 1.0}, warmup=1, others=others)
     rows = {row["name"]: row for row in record["rows"]}
     assert record["stock"] is None and not record["failures"]

@@ -215,7 +215,7 @@ def test_presets_of_scales():
 
 
 def test_other_targets_are_rows_of_the_bench(pipe):
-    others = bench_others.composed(pipe, ["plain", "scalekv"], (), (0.5,))
+    others = bench_others.other_targets(pipe, ["plain", "scalekv"], {"share": [0.5]})
     assert list(others) == ["scalekv", "scalekv, 0.5"]
     others = {"half": others["scalekv, 0.5"], "two": pipe.parted({"refiner": fresh(1, depth=1), "handover": 2})}
     record = bench_image.bench(pipe, PROMPTS, {}, {"temperature": 1.0}, warmup=1, others=others)
@@ -248,13 +248,15 @@ def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
 
 
 def test_what_draws_no_scales_has_no_rows_of_them():
-    family = type("Family", (), {"draws": "codes", "name": "janus"})
-    other = type("Pipe", (), {"family": family})
-    for options, name in (((3,), ()), "handover"), (((), (0.1,)), "share"):
-        with pytest.raises(ValueError, match=rf"^--{name}: got .*, expected none: janus draws no scales") as error:
-            bench_others.composed(other, [], *options)
+    family = type("Family", (), {"draws": "codes", "name": "janus", "parallel": False})
+    other = type("Pipe", (), {"family": family, "model": None, "processor": None})
+    refusals = {"handover": "no scales", "share": "no scales", "denoising_steps": "codes", "iterations": "a token at"}
+    for name, draws in refusals.items():
+        shown = name.replace("_", "-")
+        with pytest.raises(ValueError, match=rf"^--{shown}: got 1, expected none: janus draws {draws}") as error:
+            bench_others.other_targets(other, [], {name: [1]})
         one_sentence(error)
-    assert bench_others.composed(other, ["plain", "mulo"], (), ()) == {}
+    assert bench_others.other_targets(other, ["plain", "mulo"], {}) == {}
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------

@@ -24,15 +24,7 @@ from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, groups_of, measured_on, row_seeds
 from visspec.cli.bench_image_table import tables
-from visspec.cli.bench_others import (
-    compiled_family,
-    compiled_record,
-    composed,
-    fewer_passes,
-    fewer_steps,
-    taught,
-    undrafted,
-)
+from visspec.cli.bench_others import compiled_family, compiled_record, other_targets, taught, undrafted
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
@@ -88,8 +80,7 @@ def run(arguments: Options) -> None:
     pipe.set_progress_bar_config(disable=True)
     draws = pipe.family.draws
     named = arguments.method or presets.IMAGES[draws]
-    others = fewer_steps(pipe, arguments.denoising_steps) | fewer_passes(pipe, arguments.iterations)
-    others |= composed(pipe, named, arguments.handover, arguments.share)
+    others = other_targets(pipe, named, vars(arguments))
     methods = dict(chosen(m, draws, pipe.model) for m in named if m not in others)
     if not arguments.method and arguments.sweep is None:
         methods = fitting(pipe, methods)

@@ -3,7 +3,8 @@ distribution, each a row of the table, drawn plainly; and the stock class compil
 taught.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from visspec.api import presets, zoo
@@ -23,48 +24,35 @@ def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
     return found or None
 
 
-def fewer_steps(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
-    """Pipelines of the same model whose head takes other numbers of steps, by the names of their rows: what faster
-    sampling is to be compared with. Raises ValueError for a model of codes.
-    """
-    if counts and pipe.family.draws != "vectors":
-        raise ValueError(f"--denoising-steps: got {counts[0]}, expected none: {pipe.family.name} draws codes")
-    parts = {f"plain, {count} steps": pipe.parts | {"denoising_steps": count} for count in counts}
-    return {name: ImagePipeline(pipe.model, pipe.processor, parts=some) for name, some in parts.items()}
-
-
-def fewer_passes(pipe: ImagePipeline, counts: Sequence[int]) -> dict[str, ImagePipeline]:
-    """Pipelines of the same model that draw several tokens in a pass, as published MAR, by the names of their rows.
-
-    Raises ValueError for a model that can't.
-    """
-    if counts and not pipe.family.parallel:
-        raise ValueError(f"--iterations: got {counts[0]}, expected none: {pipe.family.name} draws a token at a time")
-    found = {}
-    for count in counts:
-        order = zoo.load("visspec.models.mar.parallel:ParallelMAR")(count)
-        found[f"plain, {count} iterations"] = ImagePipeline(pipe.model, pipe.processor, parts=pipe.parts, order=order)
-    return found
-
-
-def composed(
-    pipe: ImagePipeline, named: Iterable[str], handovers: Sequence[int], shares: Sequence[float]
+def other_targets(
+    pipe: ImagePipeline, named: Iterable[str], given: Mapping[str, Sequence[float]]
 ) -> dict[str, ImagePipeline]:
-    """Pipelines of the same model that are other targets, by the names of their rows: those presets that have parts,
-    CoDe with other numbers of scales and ScaleKV with other shares of the cache. Raises ValueError for a model that
-    draws no scales, and for what its family refuses.
+    """Pipelines of the same model that are other targets, by the names of their rows: those of the presets `named` that
+    have parts, and one for each value of the options `given`: what faster sampling is to be compared with. Raises
+    ValueError for a model that an option is not for, and for what its family refuses.
     """
-    table = presets.IMAGES[pipe.family.draws]
-    if pipe.family.draws != "maps":
-        for option, values in (("handover", handovers), ("share", shares)):
-            if values:
-                raise ValueError(f"--{option}: got {values[0]}, expected none: {pipe.family.name} draws no scales")
-    wanted = {name: table[name].parts for name in named if name in table and table[name].parts}
-    if pipe.family.draws == "maps":
-        code = presets.MAPS["code"].parts
-        wanted |= {f"code, {n} scales": code | {"handover": n} for n in handovers}
-        wanted |= {f"scalekv, {share:g}": {"budget": share} for share in shares}
-    return {name: pipe.parted(parts) for name, parts in wanted.items()}
+    family, make = pipe.family, partial(ImagePipeline, pipe.model, pipe.processor)
+    scales, code = family.draws == "maps", presets.MAPS["code"].parts
+
+    def several_at_once(count: float) -> ImagePipeline:  # as published MAR
+        return make(parts=pipe.parts, order=zoo.load("visspec.models.mar.parallel:ParallelMAR")(count))
+
+    steps = "denoising_steps"
+    options = (  # its name, whether it fits, what a family that it doesn't fit draws, the name of a row, its pipeline
+        (steps, family.draws == "vectors", "codes", "plain, {} steps", lambda n: make(parts=pipe.parts | {steps: n})),
+        ("iterations", family.parallel, "a token at a time", "plain, {} iterations", several_at_once),
+        ("handover", scales, "no scales", "code, {} scales", lambda n: pipe.parted(code | {"handover": n})),
+        ("share", scales, "no scales", "scalekv, {:g}", lambda share: pipe.parted({"budget": share})),
+    )
+    table = presets.IMAGES[family.draws]
+    found = {name: pipe.parted(table[name].parts) for name in named if name in table and table[name].parts}
+    for option, fits, what, row, pipeline in options:
+        for value in given.get(option, ()):
+            if not fits:
+                shown = option.replace("_", "-")
+                raise ValueError(f"--{shown}: got {value}, expected none: {family.name} draws {what}")
+            found[row.format(value)] = pipeline(value)
+    return found
 
 
 def compiled_family(pipe: ImagePipeline) -> Family:

@@ -16,9 +16,8 @@ from visspec.api import distributed
 from visspec.api.captions import PROMPT
 from visspec.api.shards import Shards
 from visspec.api.sources import readers
-from visspec.cli import caption, caption_ray
+from visspec.cli import caption, caption_records
 from visspec.cli.arguments import CaptioningOptions, Positive
-from visspec.cli.caption_records import COLUMNS
 from visspec.cli.ray_shards import Totals, pool_of
 from visspec.eval.bench.paired import turns
 from visspec.io import included
@@ -67,8 +66,8 @@ def captioned(arguments: Options, workers: int, home: Path, name: str) -> tuple[
     named = {field: getattr(arguments, field) for field in ("model", "drafter", "acceptance", "slots", "threads")}
     given = caption.Options(image=[home], workers=workers, **named, **arguments.hardware)
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
-    make = partial(caption_ray.worker, given, arguments.prompt or PROMPT, options)
-    shards, totals = Shards(home / "out" / name, COLUMNS), Totals()
+    make = partial(caption_records.worker, given, arguments.prompt or PROMPT, options)
+    shards, totals = Shards(home / "out" / name, caption_records.COLUMNS), Totals()
     with shards.opened({}):
         for told in distributed.run(readers([home]), make, shards, pool=pool_of(given), size=arguments.shard):
             totals.add(told)

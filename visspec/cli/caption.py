@@ -42,7 +42,7 @@ def run(arguments: Options) -> int:
     """Finished captions are kept whatever ends it. Returns the exit code."""
     options = decode_options(arguments)
     if arguments.ray:
-        from visspec.cli.caption_ray import run_ray
+        from visspec.cli.caption_records import run_ray
 
         return run_ray(arguments, options)
     from visspec.api import sources

@@ -1,18 +1,23 @@
-"""`visspec caption SOURCES --out FILE`: records of many images, kept one by one, and the page of `--report`."""
+"""`visspec caption SOURCES --out`: records of many images, kept one by one in a file, with the page of `--report`; with
+--ray by several processes, in a folder of shards.
+"""
 
 import sys
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from visspec.api import sources
-from visspec.api.accelerate import accelerate
+from visspec.api import distributed, sources
+from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, Caption, Captions
+from visspec.api.shards import EXTRA, Shards
 from visspec.api.sources import Record
 from visspec.cli import caption
 from visspec.cli.arguments import earlier, exit_code, load
+from visspec.cli.ray_shards import refuse, write
 from visspec.eval.report.captions import CaptionSamples, write_page
 from visspec.io.files import Journal, replacing
 
@@ -24,12 +29,9 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     """Finished records are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
     out = checked(arguments)
     found = sources.records(arguments.image)
-    model, processor, drafter = load(arguments)
-    fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     request = arguments.prompt or PROMPT
+    fast, captions = loaded(arguments, request, options, arguments.workers)
     caption.warn_of_foreign(arguments)
-    reading = {name: getattr(arguments, name) for name in ("slots", "workers", "max_pixels")}
-    captions = Captions(fast, processor, request=request, **reading, **options)
     about = caption.described(arguments, fast, request, options)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
     with Journal(lines, about, retry=arguments.retry_failed) as journal:
@@ -45,6 +47,33 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
                 write_page(arguments.report, journal, run.pictures, about)
     print(run.summary(out))
     return exit_code(len(journal.done), len(journal.failed), run.twice)
+
+
+def run_ray(arguments: caption.Options, options: dict[str, Any]) -> int:
+    """Finished shards are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
+    out = refuse(arguments, "json", "report", "stats")
+    sources.need("ray", "--ray", EXTRA)
+    readers = sources.readers(arguments.image)
+    caption.warn_of_foreign(arguments)
+    request = arguments.prompt or PROMPT
+    make = partial(worker, arguments, request, options)
+    return write(readers, make, Shards(out, COLUMNS), caption.settings(arguments, request, options), arguments)
+
+
+def worker(arguments: caption.Options, request: str, options: dict[str, Any]) -> distributed.Making:
+    """In an actor: load the model. What is returned makes the captions of records."""
+    _, captions = loaded(arguments, request, options, 1)
+    return lambda records: map(row_of, captions(records))
+
+
+def loaded(
+    arguments: caption.Options, request: str, options: dict[str, Any], workers: int
+) -> tuple[Accelerated, Captions]:
+    """The model, and what makes the captions of records, whose images so many threads read ahead."""
+    model, processor, drafter = load(arguments)
+    fast = accelerate(model, drafter, acceptance=arguments.acceptance)
+    reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels")}
+    return fast, Captions(fast, processor, request=request, workers=workers, **reading, **options)
 
 
 def checked(arguments: caption.Options) -> Path:

@@ -22,9 +22,7 @@ COLUMNS |= {"guarantee": "string", "drift_per_token": "double", "displacement_pe
 
 def run_ray(arguments: Options) -> int:
     """Finished shards are kept whatever ends it; ids that are there are not drawn again. Returns the exit code."""
-    refuse(arguments, "json", "grid", "maps", "stats", "scorer", "image", "mask")
-    if arguments.best_of > 1:
-        raise ValueError(f"--best-of: got {arguments.best_of} beside --ray, expected one of the two")
+    refuse(arguments, "json", "grid", "maps", "stats", "image", "mask")
     sources.need("ray", "--ray", EXTRA)
     if not arguments.prompt and arguments.prompts is None:
         raise ValueError("prompt: got none, expected at least one")
