@@ -16,7 +16,8 @@ from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.options import option
 
-Row = dict[str, Any]  # metric, value, n, and what the metric says beside them
+Row = dict[str, Any]  # name, value, n, and what the metric says beside them
+Progress = Callable[[int, int], None]  # (done, total)
 
 FOLDER = "folder of PNG, JPEG or WEBP images"
 LEAST = {"fid": 4, "kid": 2, "cmmd": 1, "precision-recall": 4, "inception-score": 2}  # images a side
@@ -83,6 +84,11 @@ class JudgedOptions(FolderOptions):
 
     results: Path | None = option("rows of finished images (default: beside the folder)", None)
 
+    @property
+    def rows(self) -> Path:
+        """Where rows of finished images go."""
+        return self.results or self.generated.with_name(f"{self.generated.name}.{self.what}.jsonl")
+
 
 @dataclass(kw_only=True)
 class ClipScoreOptions(JudgedOptions):
@@ -143,7 +149,15 @@ def run(arguments: MetricOptions) -> int:
     for name in (arguments.what, getattr(arguments, "task", "")):
         for package in PACKAGES.get(name, ()):
             need(package, name, "eval")
-    row = METRICS[arguments.what][1](arguments)
+    least = max(LEAST.get(arguments.what, 1), getattr(arguments, "splits", 1))
+    for name in ("generated", "reference") if isinstance(arguments, FolderOptions) else ():
+        if hasattr(arguments, name):
+            check_images(name, getattr(arguments, name), least)
+    with bar() as progress:
+        found = METRICS[arguments.what][1](arguments, progress)
+    first = {"metric": found["name"], "value": found.get("value"), "n": found.get("n")}
+    first |= {"n_reference": found["n_reference"]} if "n_reference" in found else {}
+    row = first | {k: v for k, v in found.items() if k not in (*first, "name")}
     view = Table("", "", show_header=False)
     for name, value in row.items():
         if name not in ("problems", "extractor", "fingerprint"):
@@ -157,57 +171,48 @@ def run(arguments: MetricOptions) -> int:
     return 1 if row.get("problems") else 0
 
 
-# --- two folders ----------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------------------------
 
 
-def two_folders(arguments: FoldersOptions) -> Row:
+def two_folders(arguments: FoldersOptions, progress: Progress) -> Row:
     """fid, kid, cmmd, precision-recall."""
     from visspec.eval.metrics import cmmd, features, fid, kid, named, precision_recall, references
 
-    least, size = LEAST[arguments.what], arguments.batch_size
-    counts = [images_in(name, getattr(arguments, name), least) for name in ("generated", "reference")]
+    folders, size = (arguments.generated, arguments.reference), arguments.batch_size
     extractor = named.extractor(arguments.extractor, arguments.device)
-    folders = arguments.generated, arguments.reference
-    with bar(sum(counts)) as progress:
-        if isinstance(arguments, FidOptions):
-            reference = references.from_folder(folders[1], extractor, arguments.cache, size, progress)
-            found = asdict(fid.from_folder(folders[0], reference, extractor, size, progress=progress))
-            return _row(found | {"problems": [*reference.problems, *found["problems"]]})
-        tables = features.pair(*folders, extractor, size, progress)
+    if isinstance(arguments, FidOptions):
+        reference = references.from_folder(folders[1], extractor, arguments.cache, size, progress)
+        found = asdict(fid.from_folder(folders[0], reference, extractor, size, progress=progress))
+        return found | {"problems": [*reference.problems, *found["problems"]]}
+    tables = features.pair(*folders, extractor, size, progress)
     if isinstance(arguments, KidOptions):
-        return _row(kid.from_pair(tables, arguments.subsets, arguments.subset_size))
-    return _row((cmmd if arguments.what == "cmmd" else precision_recall).from_pair(tables))
+        return kid.from_pair(tables, arguments.subsets, arguments.subset_size)
+    return (cmmd if arguments.what == "cmmd" else precision_recall).from_pair(tables)
 
 
-def inception_score(arguments: InceptionScoreOptions) -> Row:
+def inception_score(arguments: InceptionScoreOptions, progress: Progress) -> Row:
     from visspec.eval.metrics import inception_score as score
     from visspec.eval.metrics import named
 
-    count = images_in("generated", arguments.generated, max(LEAST["inception-score"], arguments.splits))
-    with bar(count) as progress:
-        model = named.classifier(arguments.model, arguments.device)
-        found = score.from_folder(arguments.generated, model, arguments.splits, progress)
-    return _row(found)
+    model = named.classifier(arguments.model, arguments.device)
+    return score.from_folder(arguments.generated, model, arguments.splits, progress)
 
 
 # --- images and prompts ---------------------------------------------------------------------------------------------
 
 
-def clip_score(arguments: ClipScoreOptions) -> Row:
+def clip_score(arguments: ClipScoreOptions, progress: Progress) -> Row:
     from visspec.eval.metrics import clipscore, named
 
-    count = images_in("generated", arguments.generated)
     texts = {row["image"]: row["prompt"] for row in rows_with("prompt", arguments.prompts, "--prompts")}
-    scorer = named.clip(arguments.model, arguments.device)
-    with bar(count) as progress:
-        kept, dialect = results(arguments, "clipscore"), clipscore.PRESETS[arguments.dialect]
-        return _row(clipscore.from_folder(arguments.generated, texts, scorer, dialect, results=kept, progress=progress))
+    scorer, dialect = named.clip(arguments.model, arguments.device), clipscore.PRESETS[arguments.dialect]
+    folder, kept = arguments.generated, arguments.rows
+    return clipscore.from_folder(folder, texts, scorer, dialect, results=kept, progress=progress)
 
 
-def human_preference(arguments: HpsOptions) -> Row:
+def human_preference(arguments: HpsOptions, progress: Progress) -> Row:
     from visspec.eval.metrics import hps, named
 
-    images_in("generated", arguments.generated)
     if arguments.prompts.is_dir():
         prompts = {path.stem: json_of(path) for path in sorted(arguments.prompts.glob("*.json"))}
     else:
@@ -215,50 +220,48 @@ def human_preference(arguments: HpsOptions) -> Row:
     if not isinstance(prompts, dict) or not prompts or not all(_texts(texts) for texts in prompts.values()):
         raise ValueError(f"--prompts: got {arguments.prompts}, expected JSON of {{style: [prompts]}}")
     scorer = named.clip(arguments.model, arguments.device)
-    with bar(sum(map(len, prompts.values()))) as progress:
-        kept: dict[str, Any] = {"results": results(arguments, "hps"), "model": scorer.fingerprint, "progress": progress}
-        found = hps.evaluate(arguments.generated, prompts, scorer.cosines, arguments.version, **kept)
-    return _row(found | {"name": f"{found['name']}[{scorer.name}]", "model": scorer.name})
+    scored = arguments.generated, prompts, scorer.cosines, arguments.version
+    found = hps.evaluate(*scored, results=arguments.rows, model=scorer.fingerprint, progress=progress)
+    return found | {"name": f"{found['name']}[{scorer.name}]", "model": scorer.name}
 
 
-def gen_eval(arguments: GenEvalOptions) -> Row:
+def gen_eval(arguments: GenEvalOptions, progress: Progress) -> Row:
     from visspec.eval.metrics import geneval, named
 
-    images_in("generated", arguments.generated)
-    where: Any = arguments.generated
-    if arguments.prompts is not None:
-        rows = rows_with("prompt", arguments.prompts, "--prompts")
-        try:
-            rows = [r if "include" in r else included.parse(r["prompt"]) | {"image": r["image"]} for r in rows]
-        except ValueError as error:
-            why = f"--prompts: {error}, expected GenEval's metadata or a prompt of an included world"
-            raise ValueError(why) from None
-        where = geneval.read_flat(where, rows)
+    folder, prompts = arguments.generated, arguments.prompts
+    where = folder if prompts is None else geneval.read_flat(folder, metadata_of(prompts))
     spec, colours = arguments.detector, named.colours(arguments.colours)
     detector = included.detector() if spec is None else named.detector(spec, arguments.device)
-    with bar(0) as progress:
-        report = geneval.evaluate(where, results(arguments, "geneval"), detector, colours, progress=progress)
+    report = geneval.evaluate(where, arguments.rows, detector, colours, progress=progress)
     s = report.summary
     row = {"name": report.name, "value": s["overall"], "n": s["images"], "prompts": s["prompts"], "strict": s["strict"]}
     row["tasks"] = {name: task["score"] for name, task in s["tasks"].items()}
-    return _row(row | {"detector": detector.name, "problems": report.problems})
+    return row | {"detector": detector.name, "problems": report.problems}
 
 
-def dense_prompts(arguments: DpgOptions) -> Row:
+def metadata_of(prompts: Path) -> list[Row]:
+    """Rows of --prompts, those without GenEval's metadata read as prompts of an included world."""
+    rows = rows_with("prompt", prompts, "--prompts")
+    try:
+        return [r if "include" in r else included.parse(r["prompt"]) | {"image": r["image"]} for r in rows]
+    except ValueError as error:
+        why = f"--prompts: {error}, expected GenEval's metadata or a prompt of an included world"
+        raise ValueError(why) from None
+
+
+def dense_prompts(arguments: DpgOptions, progress: Progress) -> Row:
     from visspec.eval.metrics import dpg
 
-    images_in("generated", arguments.generated)
     items = dpg.read_items(arguments.questions)
     answer, name = answerer(arguments, max_new_tokens=8)
-    with bar(len(items)) as progress:
-        kept: dict[str, Any] = {"results": results(arguments, "dpg"), "progress": progress}
-        return _row(dpg.evaluate(items, arguments.generated, answer, name, arguments.resolution, **kept))
+    asked = items, arguments.generated, answer, name, arguments.resolution
+    return dpg.evaluate(*asked, results=arguments.rows, progress=progress)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def caption_scores(arguments: CaptionScoresOptions) -> Row:
+def caption_scores(arguments: CaptionScoresOptions, progress: Progress) -> Row:
     from visspec.eval.metrics import tasks
 
     captions = {row["image"]: row["caption"] for row in rows_with("caption", arguments.generated, "generated")}
@@ -272,10 +275,10 @@ def caption_scores(arguments: CaptionScoresOptions) -> Row:
     samples = [tasks.Sample(name, Path(name), "", tuple(references[name])) for name in shared]
     found = tasks.caption_scores(samples, [captions[name] for name in shared])
     counts = {"n": len(shared), "n_reference": sum(len(references[name]) for name in shared)}
-    return _row({"name": "CIDEr-D", "value": found["cider_d"]} | counts | found | {"problems": problems})
+    return {"name": "CIDEr-D", "value": found["cider_d"]} | counts | found | {"problems": problems}
 
 
-def answered(arguments: VqaOptions) -> Row:
+def answered(arguments: VqaOptions, progress: Progress) -> Row:
     from visspec.eval.metrics import readers, tasks
 
     if made := included.table().tasks.get(arguments.task):  # they need no files
@@ -289,12 +292,11 @@ def answered(arguments: VqaOptions) -> Row:
         if arguments.n is not None:
             task = tasks.subset(task, min(arguments.n, len(task.samples)))
     answer, name = answerer(arguments, task.max_new_tokens)
-    with bar(len(task.samples)) as progress:
-        found = tasks.run(task, answer, arguments.results or Path(f"{task.name}.jsonl"), name, progress=progress)
+    found = tasks.run(task, answer, arguments.results or Path(f"{task.name}.jsonl"), name, progress=progress)
     named = {k: v for k, v in found.items() if k not in ("task", "model", "n", "score", "problems")}
     value = found["score"] if found["score"] is not None else named.get("mme", named.get("cider_d"))
     row = {"name": f"{task.name}[{name}]", "value": value, "n": found["n"], "model": name}
-    return _row(row | named | {"problems": found["problems"]})
+    return row | named | {"problems": found["problems"]}
 
 
 def answerer(arguments: DpgOptions | VqaOptions, max_new_tokens: int) -> tuple[Callable[[Any, str], str], str]:
@@ -319,8 +321,8 @@ def answerer(arguments: DpgOptions | VqaOptions, max_new_tokens: int) -> tuple[C
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def images_in(argument: str, folder: Path, least: int = 1) -> int:
-    """How many images a folder holds. Raises ValueError that names the argument."""
+def check_images(argument: str, folder: Path, least: int) -> None:
+    """Raises ValueError that names the argument for a folder with fewer images."""
     from visspec.io.images import image_files
 
     try:
@@ -329,7 +331,6 @@ def images_in(argument: str, folder: Path, least: int = 1) -> int:
         raise ValueError(f"{argument}: got {folder}, expected a {FOLDER} ({error})") from None
     if count < least:
         raise ValueError(f"{argument}: got {folder} of {count} images, expected at least {least}")
-    return count
 
 
 def rows_with(field: str, path: Path, argument: str) -> list[Row]:
@@ -385,25 +386,12 @@ def _texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
-def results(arguments: JudgedOptions, metric: str) -> Path:
-    """Where rows of finished items go."""
-    return arguments.results or arguments.generated.with_name(f"{arguments.generated.name}.{metric}.jsonl")
-
-
-def _row(values: Row) -> Row:
-    """The metric's row: its full name, value and counts first."""
-    first = {"metric": values["name"], "value": values.get("value"), "n": values.get("n")}
-    if "n_reference" in values:
-        first["n_reference"] = values["n_reference"]
-    return first | {k: v for k, v in values.items() if k not in (*first, "name")}
-
-
 @contextmanager
-def bar(total: int) -> Iterator[Callable[[int, int], None]]:
+def bar() -> Iterator[Progress]:
     """A progress bar on a terminal: called with (done, total), which may start again for a second folder."""
     from tqdm import tqdm
 
-    with tqdm(total=total or None, unit="img", leave=False, disable=not sys.stderr.isatty()) as shown:
+    with tqdm(unit="img", leave=False, disable=not sys.stderr.isatty()) as shown:
 
         def step(done: int, total: int) -> None:
             shown.total, shown.n = total, done
@@ -412,7 +400,7 @@ def bar(total: int) -> Iterator[Callable[[int, int], None]]:
         yield step
 
 
-METRICS: dict[str, tuple[type[MetricOptions], Callable[[Any], Row]]] = {
+METRICS: dict[str, tuple[type[MetricOptions], Callable[[Any, Progress], Row]]] = {
     "fid": (FidOptions, two_folders),
     "kid": (KidOptions, two_folders),
     "cmmd": (FoldersOptions, two_folders),
