@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests import tiny_clip
 from visspec.cli.main import main
 from visspec.eval.metrics import geneval
 from visspec.toys.world import suite
@@ -49,24 +50,9 @@ def refused(capsys, *arguments: object) -> str:
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     """A tiny CLIP with its processor, as a folder."""
-    import torch
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
-
     folder = tmp_path_factory.mktemp("clip")
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    names = ["<|startoftext|>", "<|endoftext|>", "a</w>", "dog</w>", "a", "d", "o", "g</w>"]
-    words = {name: i for i, name in enumerate(names)}
-    config = CLIPConfig(
-        text_config=small | {"vocab_size": len(words), "max_position_embeddings": 16, "eos_token_id": 1},
-        vision_config=small | {"image_size": 32, "patch_size": 16}, projection_dim=8,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    CLIPModel(config).save_pretrained(folder)
-    (folder / "vocab.json").write_text(json.dumps(words))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    tokenizer = CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
-    size = {"height": 32, "width": 32}
-    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size), tokenizer).save_pretrained(folder)
+    for part in tiny_clip.clip(folder):
+        part.save_pretrained(folder)
     return folder
 
 

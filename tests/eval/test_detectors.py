@@ -1,6 +1,5 @@
 """Detectors and CLIP on tiny random configurations: shapes of answers, traps, fingerprints; no download."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests import tiny_clip
 from visspec.eval.metrics.detection import Detection, DetectionResult
 from visspec.eval.metrics.detectors import (
     COCO_CLASSES,
@@ -25,26 +25,11 @@ from visspec.eval.metrics.geneval import evaluate_image
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 80, 3), dtype=np.uint8))
 
 
-def clip_tokenizer(folder: Path):
-    """A character-level CLIP tokenizer; as in the real one, no special token has id 0, which OWLv2 reads as padding."""
-    from transformers import CLIPTokenizer
+def swin(*features: str):
+    from transformers import SwinConfig
 
-    characters = "abcdefghijklmnopqrstuvwxyz-"
-    words = ["!", "<|startoftext|>", "<|endoftext|>", *characters, *(c + "</w>" for c in characters)]
-    (folder / "vocab.json").write_text(json.dumps({w: i for i, w in enumerate(words)}))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    return CLIPTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=77)
-
-
-TEXT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 60}
-VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 16,
-}
+    small = {"embed_dim": 8, "depths": [1] * 4, "num_heads": [1] * 4, "window_size": 2}
+    return SwinConfig(image_size=64, out_features=list(features), **small)
 
 
 def inside(detection: Detection, image: Image.Image) -> bool:
@@ -95,25 +80,12 @@ def test_mask2former_keeps_low_scores_and_overlapping_masks_and_maps_by_index():
 
 
 def test_mask2former_runs_on_a_tiny_random_model():
-    from transformers import (
-        Mask2FormerConfig,
-        Mask2FormerForUniversalSegmentation,
-        Mask2FormerImageProcessor,
-        SwinConfig,
-    )
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
 
-    swin = SwinConfig(
-        image_size=64,
-        embed_dim=8,
-        depths=[1, 1, 1, 1],
-        num_heads=[1, 1, 1, 1],
-        window_size=2,
-        out_features=["stage1", "stage2", "stage3", "stage4"],
-    )
-    config = Mask2FormerConfig(
-        backbone_config=swin, hidden_dim=32, feature_size=32, mask_feature_size=32, num_queries=5, encoder_layers=1,
-        decoder_layers=2, num_attention_heads=2, dim_feedforward=16, encoder_feedforward_dim=16, num_labels=80,
-    )  # fmt: skip
+    sizes = dict.fromkeys(("hidden_dim", "feature_size", "mask_feature_size"), 32) | {"dim_feedforward": 16}
+    sizes |= {"encoder_layers": 1, "encoder_feedforward_dim": 16, "decoder_layers": 2, "num_attention_heads": 2}
+    stages = swin("stage1", "stage2", "stage3", "stage4")
+    config = Mask2FormerConfig(backbone_config=stages, num_queries=5, num_labels=80, **sizes)
     torch.manual_seed(0)
     model = Mask2FormerForUniversalSegmentation(config)
     detector = Mask2Former(model, Mask2FormerImageProcessor(size={"height": 64, "width": 64}), "tiny")
@@ -130,12 +102,10 @@ def test_owlv2_runs_on_a_tiny_random_model_and_undoes_the_padding(tmp_path: Path
     from transformers import Owlv2Config, Owlv2ForObjectDetection, Owlv2ImageProcessor, Owlv2Processor
 
     config = Owlv2Config(
-        text_config=TEXT | {"max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2},
-        vision_config=VISION,
-        projection_dim=16,
+        text_config=tiny_clip.TEXT | {"max_position_embeddings": 32}, vision_config=tiny_clip.VISION, projection_dim=16
     )
     torch.manual_seed(0)
-    processor = Owlv2Processor(Owlv2ImageProcessor(size={"height": 32, "width": 32}), clip_tokenizer(tmp_path))
+    processor = Owlv2Processor(Owlv2ImageProcessor(size={"height": 32, "width": 32}), tiny_clip.tokenizer(tmp_path))
     processor.tokenizer.model_max_length = 32
     detector = OwlV2(Owlv2ForObjectDetection(config), processor, "tiny")
     detector.scores = (0.0, 0.0)
@@ -152,32 +122,17 @@ def test_grounding_dino_runs_on_a_tiny_random_model_and_maps_phrases(tmp_path: P
         GroundingDinoForObjectDetection,
         GroundingDinoImageProcessor,
         GroundingDinoProcessor,
-        SwinConfig,
     )
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "hot", "dog", "traffic", "light"]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
-    swin = SwinConfig(
-        image_size=64,
-        embed_dim=8,
-        depths=[1, 1, 1, 1],
-        num_heads=[1, 1, 1, 1],
-        window_size=2,
-        out_features=["stage2", "stage3", "stage4"],
-    )
-    bert = {
-        "vocab_size": 11,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
-    config = GroundingDinoConfig(
-        backbone_config=swin, text_config={"model_type": "bert"} | bert, d_model=32, num_queries=6, encoder_layers=1,
-        decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        num_feature_levels=4, max_text_len=16,
-    )  # fmt: skip
+    bert = tiny_clip.SMALL | {"vocab_size": 11}
+    sizes = {"d_model": 32, "num_queries": 6, "num_feature_levels": 4, "encoder_layers": 1, "decoder_layers": 2}
+    sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")} | {"max_text_len": 16}
+    sizes |= {f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")}
+    stages, text = swin("stage2", "stage3", "stage4"), {"model_type": "bert"} | bert
+    config = GroundingDinoConfig(backbone_config=stages, text_config=text, **sizes)
     torch.manual_seed(0)
     processor = GroundingDinoProcessor(GroundingDinoImageProcessor(size={"height": 256, "width": 256}), tokenizer)
     detector = GroundingDino(GroundingDinoForObjectDetection(config), processor, "tiny")
@@ -238,16 +193,7 @@ def test_cut_out_is_grey_outside_the_mask_and_cut_to_the_box():
 
 
 def test_clip_colours_run_on_a_tiny_random_model(tmp_path: Path):
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
-
-    torch.manual_seed(0)
-    config = CLIPConfig(
-        text_config=TEXT | {"max_position_embeddings": 77, "eos_token_id": 2, "bos_token_id": 1},
-        vision_config=VISION,
-        projection_dim=16,
-    )
-    image_processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    model, processor = CLIPModel(config), CLIPProcessor(image_processor, clip_tokenizer(tmp_path))
+    model, processor = tiny_clip.clip(tmp_path)
     colours = ClipColours(model, processor, "tiny")
     detections = [Detection("dog", 0.9, (0, 0, 30, 30)), Detection("dog", 0.8, (30, 10, 80, 48))]
     answer = colours.classify(IMAGE, detections, "dog")

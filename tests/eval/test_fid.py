@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests import tiny_clip
 from visspec.eval.metrics import cmmd, fid, inception_score, kid, precision_recall, references
 from visspec.eval.metrics.features import (
     Inception,
@@ -369,23 +370,16 @@ def test_table_keeps_rows_in_natural_order(tmp_path: Path):
     assert torch.allclose(features[10], alone[0], atol=1e-5)
 
 
-def test_transformers_and_timm_extractors_run_on_tiny_random_models():
+def test_transformers_and_timm_extractors_run_on_tiny_random_models(tmp_path: Path):
     timm = pytest.importorskip("timm")
-    from transformers import BitImageProcessor, CLIPConfig, CLIPImageProcessor, CLIPModel, Dinov2Config, Dinov2Model
+    from transformers import BitImageProcessor, CLIPImageProcessor, Dinov2Config, Dinov2Model
 
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision = small | {"image_size": 28, "patch_size": 14}
-    clip = CLIPConfig(
-        text_config=small | {"vocab_size": 9, "bos_token_id": 1, "eos_token_id": 2},
-        vision_config=vision,
-        projection_dim=12,
-    )
-    sizes = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
-    torch.manual_seed(0)
+    sizes = {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}}
+    clip, _ = tiny_clip.clip(tmp_path)
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, embed_dim=24, num_classes=0)
     extractors = [
-        TransformersFeatures(CLIPModel(clip), CLIPImageProcessor(**sizes), "clip-tiny"),
-        TransformersFeatures(Dinov2Model(Dinov2Config(**vision)), BitImageProcessor(**sizes), "dino-tiny"),
+        TransformersFeatures(clip, CLIPImageProcessor(**sizes), "clip-tiny"),
+        TransformersFeatures(Dinov2Model(Dinov2Config(**tiny_clip.VISION)), BitImageProcessor(**sizes), "dino-tiny"),
         TimmFeatures(vit, "vit-tiny"),
     ]
     images = torch.randint(0, 256, (5, 3, 40, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -53,9 +53,9 @@ def caption_records():
     torch.manual_seed(0)
     model = tiny.model_of("llava")
     images = [Image.new("RGB", (200, 100), colour) for colour in ("red", "blue")]
-    greedy = bench.bench_caption(model, Processor(), images, drafter="ngram", max_new_tokens=6, warmup=1)
-    sampled = bench.bench_caption(
-        model, Processor(), images, drafter="ngram", acceptance="rejection", max_new_tokens=6, warmup=1, temperature=1.0
+    options = {"max_new_tokens": 6}, {"max_new_tokens": 6, "acceptance": "rejection", "temperature": 1.0}
+    greedy, sampled = (
+        bench.bench_caption(model, Processor(), images, bench.Options(**some), "ngram", warmup=1) for some in options
     )
     return json.loads(json.dumps(greedy)), json.loads(json.dumps(sampled))
 

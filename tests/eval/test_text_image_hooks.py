@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from tests import tiny_clip
 from visspec.eval.metrics import clipscore, dpg, hps
 
 
@@ -74,34 +76,15 @@ def test_pairing_by_position_needs_compat_and_equal_counts(tmp_path: Path):
 
 
 def test_clip_scorer_is_the_cosine_of_a_tiny_model(tmp_path: Path):
-    import torch
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
-
-    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = CLIPConfig(
-        text_config=small | {"vocab_size": 60, "max_position_embeddings": 8, "bos_token_id": 1, "eos_token_id": 2},
-        vision_config=small | {"image_size": 32, "patch_size": 16},
-        projection_dim=16,
-    )
-    torch.manual_seed(0)
-    model = CLIPModel(config)
-    pictures = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    asked = {}
-
-    def processor(images=None, text=None, **options):
-        if images is not None:
-            return pictures(images=images, return_tensors="pt")
-        asked.update(options)
-        ids = torch.tensor([[1, *(3 + ord(c) % 50 for c in t[:5].ljust(5)), 2] for t in text])
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
+    """Of texts cut to the model's length, which the second is longer than."""
+    model, processor = tiny_clip.clip(tmp_path)
     scorer = clipscore.ClipScorer(model, processor, "tiny")
-    images = [Image.new("RGB", (40, 50), c) for c in ("red", "blue")]
-    got = scorer.cosines(images, ["hello", "world"])
-    assert asked["truncation"] and asked["max_length"] == 8
+    images, texts = [Image.new("RGB", (40, 50), c) for c in ("red", "blue")], ["hello", "world " * 20]
+    got = scorer.cosines(images, texts)
     with torch.no_grad():
-        u = model.get_image_features(**pictures(images=images, return_tensors="pt")).pooler_output
-        v = model.get_text_features(**processor(text=["hello", "world"])).pooler_output
+        u = model.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output
+        cut = {"return_tensors": "pt", "truncation": True, "max_length": tiny_clip.LENGTH}
+        v = [model.get_text_features(**processor(text=text, **cut)).pooler_output[0] for text in texts]
     expected = [float(a @ b / a.norm() / b.norm()) for a, b in zip(u, v)]
     assert got == pytest.approx(expected, abs=1e-5) and abs(got[0] - got[1]) > 1e-4
     with pytest.raises(ValueError, match="different counts: 2 images and 1 texts"):
@@ -110,34 +93,17 @@ def test_clip_scorer_is_the_cosine_of_a_tiny_model(tmp_path: Path):
 
 # --- DPG-Bench ---
 
-COLUMNS = [
-    "item_id",
-    "text",
-    "keywords",
-    "proposition_id",
-    "dependency",
-    "category_broad",
-    "category_detailed",
-    "tuple",
-]
-
 
 def bench(path: Path) -> Path:
     """Item `a`: 1 <- 2 <- 3 and 4 alone; item `b`: 1 alone."""
-    rows = [
-        ("a", 1, "0", "entity"),
-        ("a", 2, "1", "attribute"),
-        ("a", 3, "2", "relation"),
-        ("a", 4, "0", "entity"),
-        ("b", 1, "0", "global"),
-    ]
+    rows = [("a", 1, 0, "entity"), ("a", 2, 1, "attribute"), ("a", 3, 2, "relation"), ("a", 4, 0, "entity")]
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow([*COLUMNS, "question_natural_language", "unknown_column"])
-        for item, number, parents, kind in rows:
-            writer.writerow(
-                [item, f"<i>{item}</i>", "", number, parents, kind, "x", f"{kind} - x (y)", f"{item}{number}?", "?"]
-            )
+        names = "item_id text keywords proposition_id dependency category_broad category_detailed tuple"
+        writer.writerow([*names.split(), "question_natural_language", "unknown_column"])
+        for item, number, parents, kind in [*rows, ("b", 1, 0, "global")]:
+            asked = f"{kind} - x (y)", f"{item}{number}?"
+            writer.writerow([item, f"<i>{item}</i>", "", number, parents, kind, "x", *asked, "?"])
     return path
 
 

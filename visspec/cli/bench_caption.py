@@ -17,7 +17,7 @@ from visspec import tree as trees
 from visspec.api import loading, requests
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.cli.arguments import CaptioningOptions, Positive, load, sampling
+from visspec.cli.arguments import CaptioningOptions, Positive, load
 from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, compilations, groups_of, measured_on
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
@@ -48,34 +48,31 @@ def run(arguments: Options) -> None:
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
     images = arguments.scenes(processor).images(arguments.images)
-    options: dict[str, Any] = {"request": arguments.prompt or PROMPT}
-    options |= {name: getattr(arguments, name) for name in (*SETTINGS, "compile")}
-    record = bench_caption(model, processor, images, drafter=drafter, assistant=assistant, **options)
+    record = bench_caption(model, processor, images, arguments, drafter, assistant)
     arguments.end(record, view(record))
 
 
 def bench_caption(
-    model, processor, images: Sequence, *, drafter="vispec", assistant=None, acceptance: str = "exact",
-    batch_size: int = 1, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0, request: str = PROMPT,
-    warmup: int = 3, compile: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    model, processor, images: Sequence, arguments: Options, drafter: str, assistant=None, warmup: int = 3
+) -> dict[str, Any]:
     """Run all arms on all images; returns the JSON object of docs/evaluate.md.
 
     assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
-    compile: ours runs compiled; a further arm is transformers' generate with a static cache and compiled steps.
+    With `compile` ours runs compiled; a further arm is transformers' generate with a static cache and compiled steps.
     """
-    groups = groups_of(images, batch_size)
+    groups, request = groups_of(images, arguments.batch_size), arguments.prompt or PROMPT
     prompts = [(i, prepare(processor, group, request, model)) for i, group in enumerate(groups)]
-    base = sampling(max_new_tokens, temperature)
+    base, seed = arguments.generation, arguments.seed
+    ours = accelerate(model, drafter, acceptance=arguments.acceptance, compile=arguments.compile)
     arms: dict[str, Any] = {
         "transformers_generate": StockCaptionArm(model, base, seed),
         "plain": CaptionArm(accelerate(model, None), base, seed),
-        "ours": CaptionArm(accelerate(model, drafter, acceptance=acceptance, compile=compile), base, seed),
+        "ours": CaptionArm(ours, base, seed),
     }
-    if compile:
+    if arguments.compile:
         steps = stepwise(model, model.get_decoder())
         arms["transformers_compiled"] = StockCaptionArm(steps, base | {"cache_implementation": "static"}, seed)
-    if batch_size == 1:
+    if arguments.batch_size == 1:
         warm = prompts[: max(warmup, 1)]
         # transformers' lookup drafts image placeholders and then fails on them; suppressed, it runs
         never = {"suppress_tokens": sorted(arms["plain"].fast.target.capabilities.never_drafted)}
@@ -85,13 +82,13 @@ def bench_caption(
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
             arms["transformers_assisted"] = speed.fastest([StockCaptionArm(model, o, seed) for o in assisted], warm)
     runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
-    record = summarise(runs, failures, arms, temperature)
-    if compile:
+    record = summarise(runs, failures, arms, arguments.temperature)
+    if arguments.compile:
         record["speedup_over_compiled"] = record["baselines"]["transformers_compiled"]["ours_is_faster_by"]
-        record |= compilations(arms["ours"].fast.setup)
-    record["equality"] = equality_tiers(arms["ours"].fast, prompts, runs, base, model.dtype)
+        record |= compilations(ours.setup)
+    record["equality"] = equality_tiers(ours, prompts, runs, base, model.dtype)
     record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
-    settings = dict(zip(SETTINGS, (acceptance, batch_size, max_new_tokens, temperature, seed)))
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
     return record | measured_on(model, seed=seed) | {"drafter": str(drafter), "n_prompts": len(images)} | settings
 
 
