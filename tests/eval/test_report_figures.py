@@ -9,14 +9,11 @@ import pytest
 import scipy.stats
 from PIL import Image
 
+from tests.eval.test_report import noise
 from visspec.eval.metrics.intervals import wilson
 from visspec.eval.report import figures, overview
 from visspec.eval.report import images as pictures
 from visspec.loop.stats import COLOURS
-
-
-def noise(seed: int, side: int = 32):
-    return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
 
 
 def decoded(uri: str) -> np.ndarray:

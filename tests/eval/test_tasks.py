@@ -3,14 +3,14 @@
 import json
 import math
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from visspec.eval.metrics import readers, tasks, text_scores
+from tests.children import forked
+from tests.eval.test_geneval import Counting, make_root
+from visspec.eval.metrics import geneval, readers, tasks, text_scores
 from visspec.eval.metrics.text_scores import bleu, cider_d, letter, normalised, rouge_l, vqa_accuracy, yes_no
 from visspec.toys import scenes as shapes
 from visspec.toys.world import captions
@@ -235,27 +235,31 @@ def test_run_resumes_after_a_torn_line_and_lists_broken_images(tmp_path: Path):
         tasks.run(tasks.Task("t", (), 8, tasks.exact), generate, results, "m")
 
 
-def test_a_killed_run_loses_no_finished_answer(tmp_path: Path):
-    """SIGKILL in the middle of a question; answers reported finished are kept and not asked again."""
+KILLED = {  # what asks or judges eight times, and how many of them are finished when it comes to the fourth
+    "tasks.run(scenes.shape_questions(8), step, RESULTS, 'm')": 3,
+    "geneval.evaluate(ROOT, RESULTS, progress=step)": 4,
+}
+
+
+@pytest.mark.parametrize("run", KILLED)
+def test_a_killed_run_loses_no_finished_row(tmp_path: Path, run: str):
+    """SIGKILL in the middle; what was reported finished is in the file, and is not asked or judged again."""
     code = (
-        "import sys\nfrom visspec.eval.metrics import tasks\nfrom visspec.toys import scenes as shapes\n"
-        "def generate(image, text):\n    print(1, flush=True)\n    sys.stdin.readline()\n    return 'x'\n"
-        "tasks.run(shapes.shape_questions(8), generate, sys.argv[1], 'm')\n"
+        "import os, signal\nfrom visspec.eval.metrics import geneval, tasks\nfrom visspec.toys import scenes\n"
+        "steps = []\ndef step(*given):\n    steps.append(given)\n    if len(steps) == 4:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n    return 'x'\n"
     )
-    results = tmp_path / "r.jsonl"
-    command = [sys.executable, "-P", "-c", code, str(results)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    for i in range(4):  # four questions asked, three of them answered
-        assert process.stdout.readline() == "1\n"
-        if i < 3:
-            process.stdin.write("\n")
-            process.stdin.flush()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL and results.read_bytes().count(b"\n") == 3
-    asked = []
-    out = tasks.run(shapes.shape_questions(8), lambda image, text: asked.append(text) or "x", results, "m")
-    assert len(asked) == 5 and out["n"] == 8
+    root, results = make_root(tmp_path / "a", 4, 2), tmp_path / "r.jsonl"
+    process = forked(code + run.replace("ROOT", repr(str(root))).replace("RESULTS", repr(str(results))), tmp_path / "o")
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL and results.read_bytes().count(b"\n") == KILLED[run]
+    Counting.calls, asked = 0, []
+    if "tasks" in run:
+        out = tasks.run(shapes.shape_questions(8), lambda image, text: asked.append(text) or "x", results, "m")
+        assert len(asked) == 5 and out["n"] == 8
+    else:
+        report = geneval.evaluate(root, results, Counting())
+        assert Counting.calls == 4 and report.summary["images"] == 8 and report.summary["overall"] == 1.0
 
 
 def test_ranks_results_in_one_file_count_once(tmp_path: Path):
