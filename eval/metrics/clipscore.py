@@ -112,21 +112,18 @@ def scores(cosines: np.ndarray, dialect: Dialect) -> np.ndarray:
 
 def from_folder(
     folder: str | Path,
-    captions: Mapping[str, str] | Sequence[str],
+    captions: Mapping[str, str],
     scorer: ClipScorer,
     dialect: Dialect = PRESETS["torchmetrics"],
     batch_size: int = 32,
-    compat: bool = False,
     results: str | Path | None = None,
     progress: Progress = silent,
 ) -> dict:
     """Mean score of a folder's images with captions keyed by file name; broken or unpaired files are problems.
 
-    `compat=True` takes a sequence and pairs it with the naturally sorted files by position, as some published scripts
-    do. A missing image would shift all later pairs, so different counts raise ValueError. Cosines are appended to the
-    JSONL file `results`; pairs already in it with unchanged bytes are not scored again.
+    Cosines are appended to the JSONL file `results`; pairs already in it with unchanged bytes are not scored again.
     """
-    named, problems = paired(image_files(folder), captions, compat)
+    named, problems = paired(image_files(folder), captions)
     if not named:
         raise ValueError(f"captions: no image of {folder} has a caption, expected one by each file's name")
     pairs = []
@@ -146,17 +143,8 @@ def from_folder(
     return found | asdict(dialect) | {"text_length": scorer.length, "problems": problems}
 
 
-def paired(
-    files: Sequence[Path], captions: Mapping[str, str] | Sequence[str], compat: bool
-) -> tuple[list[tuple[Path, str]], list[str]]:
-    """(file, caption) pairs, by name or with `compat` by position, and what has no partner."""
-    if not compat and not isinstance(captions, Mapping):
-        raise ValueError("captions must be a mapping from file name to caption; by position only with compat=True")
-    if compat and (isinstance(captions, Mapping) or len(captions) != len(files)):
-        found = "a mapping" if isinstance(captions, Mapping) else f"{len(captions)} captions"
-        raise ValueError(f"compat=True needs one caption for each of the {len(files)} images in order, not {found}")
-    if not isinstance(captions, Mapping):
-        return list(zip(files, captions)), []
+def paired(files: Sequence[Path], captions: Mapping[str, str]) -> tuple[list[tuple[Path, str]], list[str]]:
+    """(file, caption) pairs, by name, and what has no partner."""
     names = {path.name for path in files}
     problems = [f"{path.name} has no caption" for path in files if path.name not in captions]
     problems += [f"there is no image {name} for its caption" for name in captions if name not in names]

@@ -24,7 +24,6 @@ def evaluate(
     prompts: Mapping[str, Sequence[str]],
     scorer: Scorer,
     version: str,
-    compat: bool = False,
     batch_size: int = 16,
     results: str | Path | None = None,
     model: str = "",
@@ -32,27 +31,24 @@ def evaluate(
 ) -> dict:
     """100 x mean cosine by style with the spread over groups of 80 prompts, and the mean of the styles.
 
-    A missing or broken image is listed as a problem and its pair is skipped. `compat=True` reproduces the published
-    script: only `.jpg` names, and the first unreadable file raises. Cosines are appended to the JSONL file `results`
-    and read from it for the same `model` and unchanged images.
+    A missing or broken image is listed as a problem and its pair is skipped. Cosines are appended to the JSONL file
+    `results` and read from it for the same `model` and unchanged images.
     """
     if version not in VERSIONS:
         raise ValueError(f"version must be one of {VERSIONS}, not {version!r}: their scores are not comparable")
     if not prompts:
         raise ValueError("prompts must name at least one style")
-    styles, problems = {}, []
+    styles: dict[str, dict[str, float]] = {}
+    problems: list[str] = []
     done = Rows(results, digest("hps", version, model))
     for style, texts in prompts.items():
         pairs = []
         for i, text in enumerate(texts):
-            path = _file(Path(root) / style, i, compat)
+            path = _file(Path(root) / style, i)
             key = digest(style, i, text, path.read_bytes() if path.is_file() else b"")
             pairs.append(ScoredPair(path, text, {"id": key, "style": style, "index": i}))
         values, broken = resumed_cosines(pairs, scorer, done, batch_size, progress)
-        for i, error in broken.items():
-            if compat:
-                raise error
-            problems.append(f"{style}/{i:05d}: {error}")
+        problems += [f"{style}/{i:05d}: {error}" for i, error in broken.items()]
         if not values:
             raise ValueError(f"no image of {Path(root) / style} can be read")
         groups: dict[int, list[float]] = {}
@@ -65,6 +61,6 @@ def evaluate(
     return found | {"styles": styles, "problems": problems}
 
 
-def _file(folder: Path, index: int, compat: bool) -> Path:
-    names = [folder / f"{index:05d}{suffix}" for suffix in ((".jpg",) if compat else (".jpg", *SUFFIXES))]
+def _file(folder: Path, index: int) -> Path:
+    names = [folder / f"{index:05d}{suffix}" for suffix in (".jpg", *SUFFIXES)]
     return next((path for path in names if path.is_file()), names[0])

@@ -1,7 +1,7 @@
 """Vision-language tasks: samples with images and answers, a prompt, a scorer, and a resumable evaluation loop.
 
 A task is data and two functions. `generate(image, question) -> text` is the caller's model (for samples with several
-images it gets a list); for tasks without a rule the judge is also passed by the caller.
+images it gets a list).
 """
 
 from collections.abc import Callable, Sequence
@@ -50,7 +50,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """`score` gives 0..1 for one answer, or None if only `aggregate` or a judge can score it.
+    """`score` gives 0..1 for one answer, or None if only `aggregate` can score it.
 
     `aggregate` maps (samples, texts) to named numbers; without it the mean score is reported. `problems` lists the
     samples skipped by the reader.
@@ -85,7 +85,6 @@ def run(
     generate: Callable[[Any, str], str],
     results: str | Path | None,
     model: str,
-    judge: Score | None = None,
     progress: Progress = silent,
 ) -> dict:
     """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
@@ -98,19 +97,19 @@ def run(
     done = Rows(results, digest(task.name, model, task.suffix, task.max_new_tokens))
     for i, sample in enumerate(task.samples):
         if sample.id not in done.rows:
-            done.add(_answer(task, sample, generate, judge or task.score))
+            done.add(_answer(task, sample, generate))
         progress(i + 1, len(task.samples))
     return _summary(task, model, [done.rows[sample.id] for sample in task.samples])
 
 
-def _answer(task: Task, sample: Sample, generate: Callable, score: Score) -> dict:
+def _answer(task: Task, sample: Sample, generate: Callable) -> dict:
     row: dict = {"id": sample.id, "question": sample.question}
     try:
         image = sample.open()
     except (ValueError, FileNotFoundError) as error:
         return row | {"text": "", "score": 0.0, "problem": str(error)}
     text = generate(image, task.prompt(sample))
-    return row | {"text": text, "score": score(sample, text)}
+    return row | {"text": text, "score": task.score(sample, text)}
 
 
 def _summary(task: Task, model: str, rows: list[dict]) -> dict:

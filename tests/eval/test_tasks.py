@@ -278,13 +278,6 @@ def test_ranks_results_in_one_file_count_once(tmp_path: Path):
     )
 
 
-def test_judge_is_the_callers_function(tmp_path: Path):
-    task = tasks.Task("t", (tasks.Sample("1", picture(tmp_path / "a.png"), "q"),), 8, lambda s, t: None)
-    assert tasks.run(task, lambda i, q: "x", tmp_path / "a.jsonl", "m")["score"] is None
-    out = tasks.run(task, lambda i, q: "x", tmp_path / "b.jsonl", "m", judge=lambda sample, text: 0.25)
-    assert out["score"] == 0.25
-
-
 def test_shape_tasks_score_the_truth_one_and_a_lie_less(tmp_path: Path):
     truth, questions = shapes.shape_captions(6), shapes.shape_questions(6)
     for task in (truth, questions):
