@@ -92,10 +92,6 @@ def _require_parents(item: Item) -> None:
         raise ValueError(f"the parent question {lost[0]} is not asked")
 
 
-def _yes(answer: str, compat: bool) -> bool:
-    return (answer if compat else answer.strip().lower().rstrip(".")) == "yes"
-
-
 def evaluate(
     items: list[Item],
     folder: str | Path,
@@ -133,7 +129,8 @@ def evaluate(
             said = [[answer(picture, q.text) for q in item.questions] for picture in pictures]
             done.add({"id": item.id, "prompt": item.prompt, "answers": said})
         said = done.rows[item.id]["answers"]
-        raw = [{q.number: _yes(text, compat) for q, text in zip(item.questions, texts)} for texts in said]
+        said = said if compat else [[text.strip().lower().rstrip(".") for text in texts] for texts in said]
+        raw = [{q.number: text == "yes" for q, text in zip(item.questions, texts)} for texts in said]
         final = [propagated(item, answers) for answers in raw]
         scores.append(float(np.mean([np.mean(list(answers.values())) for answers in final])))
         for answers in [raw[-1]] if compat else final:

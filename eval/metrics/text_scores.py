@@ -54,12 +54,9 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
         # "A cat" begins with an article, not with an option letter.
         if found and not (i == 0 and re.match(r"A\s+[a-z]", text.strip())):
             return found[1]
-    named = [c for c, choice in zip(letters, choices) if normalised(choice) and _contains(text, choice)]
+    said = f" {normalised(text)} "
+    named = [c for c, choice in zip(letters, choices) if normalised(choice) and f" {normalised(choice)} " in said]
     return named[0] if len(named) == 1 else None
-
-
-def _contains(text: str, choice: str) -> bool:
-    return f" {normalised(choice)} " in f" {normalised(text)} "
 
 
 def yes_no(text: str) -> str | None:

@@ -1,6 +1,6 @@
 """The page of `visspec caption --report`: thumbnails beside captions, coloured by origin, and what failed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ from visspec.eval.report import rendering
 from visspec.eval.report.images import MAX_PIXELS, thumbnail
 from visspec.io.images import open_image, read_image
 
+Pieces = Sequence[tuple[str, str]]  # of a text, with the origin of each
 MOST = 200  # records with a thumbnail, and errors, on a page
 
 
@@ -15,15 +16,15 @@ class CaptionSamples:
     """Thumbnails and coloured texts of the first records of a run, which are not in its file."""
 
     def __init__(self) -> None:
-        self.images: dict[str, Any] = {}
-        self.pieces: dict[str, Any] = {}
+        self.images: dict[str, bytes] = {}
+        self.pieces: dict[str, Pieces] = {}
 
     def look(self, record: Any) -> None:
         """Keep the image of a record that has no path, while there is room."""
         if len(self.images) < MOST and isinstance(record.image, bytes):
             self.images[record.id] = record.image
 
-    def tell(self, id: str, pieces: Any) -> None:
+    def tell(self, id: str, pieces: Pieces) -> None:
         if len(self.pieces) < MOST:
             self.pieces[id] = pieces
 
@@ -44,7 +45,7 @@ def write_page(
 ) -> None:
     """Write the page of all records: counts of all of them, the first ones with pictures, the first errors."""
     count = tokens = rounds = failed = 0
-    rows: list[tuple[Mapping[str, Any], str | None, Any]] = []  # record, thumbnail, pieces of its text
+    rows: list[tuple[Mapping[str, Any], str | None, Pieces | None]] = []  # record, thumbnail, pieces of its text
     errors: list[str] = []
     for record in records:
         count += 1

@@ -31,9 +31,10 @@ class Curves:
                     self.charts.append((f"{heads}: {words}", figures.curves(lines, "tokens of the prompt", better)))
 
 
-def row_of(row: Any, where: str) -> dict[str, Any]:
+def row_of(row: object, where: str) -> dict[str, Any]:
     """A row for the page; a ratio that is no positive number is shown as not measured."""
-    nodes, prompt = (number(row.get(name)) if isinstance(row, dict) else None for name in ("nodes", "prompt"))
+    row = row if isinstance(row, dict) else {}
+    nodes, prompt = number(row.get("nodes")), number(row.get("prompt"))
     if nodes is None or prompt is None or min(nodes, prompt) < 1:
         raise ValueError(f"report: {where}: got no nodes or prompt, expected counts of at least 1")
     found: dict[str, Any] = {"nodes": int(nodes), "prompt": int(prompt), "heads": str(row.get("heads") or "")}

@@ -57,11 +57,11 @@ class RecordImage:
     if the drafted token was accepted, 0 if it was replaced, None if nothing was drafted.
     """
 
-    prompt: Any = ""
-    seed: Any = ""
+    prompt: object = ""
+    seed: object = ""
     path: str | None = None
     png: str | None = None
-    verdict: Any = None
+    verdict: object = None
     acceptance: list[list[float | None]] | None = None
 
     @classmethod

@@ -15,7 +15,15 @@ import torch
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, StaticCache
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    StaticCache,
+)
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
@@ -34,8 +42,9 @@ from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
 from visspec.models.attention import folding, ragged
 from visspec.models.attention.slot_layers import CACHE
-from visspec.types import Request
+from visspec.types import Request, State
 
+Answer = tuple[Tensor, State | None]  # ids with the prompt's before them, and the state of our loop
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"
 
 
@@ -50,19 +59,19 @@ class Size(NamedTuple):
     vocabulary: int
     qwen: bool = False
 
-    def config(self, room: int) -> Any:
+    def config(self, room: int) -> LlamaConfig | Qwen2Config:
         """The configuration, for `room` positions."""
-        kind: Any = Qwen2Config if self.qwen else LlamaConfig
+        kind: type[LlamaConfig | Qwen2Config] = Qwen2Config if self.qwen else LlamaConfig
         sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.inner}
         heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.keys}
         ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
         spread, room_of = 1.3 * self.hidden**-0.5, {"max_position_embeddings": room}
         return kind(num_hidden_layers=self.layers, initializer_range=spread, **sizes, **heads, **ends, **room_of)
 
-    def build(self) -> Any:
+    def build(self) -> type[PreTrainedModel]:
         return Qwen2ForCausalLM if self.qwen else LlamaForCausalLM
 
-    def model(self, device: str, dtype: torch.dtype, room: int) -> Any:
+    def model(self, device: str, dtype: torch.dtype, room: int) -> PreTrainedModel:
         """A decoder with weights drawn on the device."""
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(0)
@@ -156,11 +165,13 @@ def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
 class SizeCase:
     """One model at one batch size. A prompt is its number, which seeds its ids."""
 
-    def __init__(self, model: Any, batch: int, length: int, new: int, levels: int, compile=False, attention=None):
+    def __init__(
+        self, model: PreTrainedModel, batch: int, length: int, new: int, levels: int, compile=False, attention=None
+    ):
         self.model, self.batch, self.length, self.new, self.levels = model, batch, length, new, levels
         self.cuda, self.wait = model.device.type == "cuda", waiter(model.device)
         self.vocabulary = model.config.vocab_size
-        self.static: Any = None
+        self.static: StaticCache | None = None
         self.known: dict[int, Tensor] = {}
         self.plain = accelerate(model, None, compile=compile)
         self.drafter = Oracle(levels=levels)
@@ -181,17 +192,17 @@ class SizeCase:
             self.known[prompt] = self.stock(self.ids(prompt), self.new)[0][:, self.length :]
         return self.known[prompt]
 
-    def stock(self, ids: Tensor, new: int, **more: Any) -> tuple[Tensor, Any]:
+    def stock(self, ids: Tensor, new: int, **more: StaticCache) -> Answer:
         return self.model.generate(**self.options(ids, new), **more), None
 
-    def with_static_cache(self, ids: Tensor, new: int) -> tuple[Tensor, Any]:
+    def with_static_cache(self, ids: Tensor, new: int) -> Answer:
         """transformers compiles what runs on such a cache, on a GPU."""
         if self.static is None:
             self.static = StaticCache(config=self.model.config, max_cache_len=self.length + self.new)
         self.static.reset()
         return self.stock(ids, new, **{CACHE: self.static})
 
-    def ours(self, ids: Tensor, new: int, drafted: bool = False) -> tuple[Tensor, Any]:
+    def ours(self, ids: Tensor, new: int, drafted: bool = False) -> Answer:
         found = (self.fast if drafted else self.plain).run(**self.options(ids, new))
         return found.output, found.state
 
@@ -202,7 +213,7 @@ class SizeCase:
     def options(self, ids: Tensor, new: int) -> dict[str, Any]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
 
-    def timed(self, call: Callable[[Tensor, int], tuple[Tensor, Any]], prompt: int) -> speed.ArmRun:
+    def timed(self, call: Callable[[Tensor, int], Answer], prompt: int) -> speed.ArmRun:
         """A call for one token and one for all of them."""
         ids = self.ids(prompt)
         first, _ = seconds_of(partial(call, ids, 1), self.wait)

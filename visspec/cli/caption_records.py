@@ -107,7 +107,7 @@ class CaptionRun:
         self.count = self.failed = self.twice = self.rounds = self.committed = 0
         self.taken: set[str] = set()
         self.pictures = CaptionSamples()
-        self.bar: Any = None
+        self.bar: tqdm[Caption]
 
     def new(self, records: Iterable[Record]) -> Iterator[Record]:
         """Records that are not there yet. An id that comes twice is named, and captioned once."""

@@ -6,7 +6,7 @@ import os
 import platform
 from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from types import ModuleType
 
 NEEDED = "torch transformers diffusers timm torchvision pillow safetensors tqdm rich jinja2".split()
 SHARED = {  # bytes of shared memory of a program, the most of any form, as compiled for Hopper (tests/kernels)
@@ -88,7 +88,7 @@ def kernel_lines(cuda: bool) -> list[str]:
     ]
 
 
-def placed(cuda: Any) -> tuple[str, int | None]:
+def placed(cuda: ModuleType) -> tuple[str, int | None]:
     """(where Triton runs kernels, the bytes of shared memory that one program may have there)."""
     major, minor = cuda.get_device_capability()
     room = getattr(cuda.get_device_properties(0), "shared_memory_per_block_optin", None)

@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from visspec.cli.arguments import JsonOption, Positive
 from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.options import option
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    Answerer = Callable[[Image | list[Image], str], str]  # (image or images, question) -> text
 
 Row = dict[str, Any]  # name, value, n, and what the metric says beside them
 Progress = Callable[[int, int], None]  # (done, total)
@@ -299,7 +304,7 @@ def answered(arguments: VqaOptions, progress: Progress) -> Row:
     return row | named | {"problems": found["problems"]}
 
 
-def answerer(arguments: DpgOptions | VqaOptions, max_new_tokens: int) -> tuple[Callable[[Any, str], str], str]:
+def answerer(arguments: DpgOptions | VqaOptions, max_new_tokens: int) -> tuple["Answerer", str]:
     """(image, question) -> text by an accelerated model, greedily, and its name."""
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
@@ -308,7 +313,7 @@ def answerer(arguments: DpgOptions | VqaOptions, max_new_tokens: int) -> tuple[C
     model, processor = loading.load(arguments.model, device=arguments.device)
     fast = accelerate(model, getattr(arguments, "drafter", None) or "auto", tokenizer=processor.tokenizer)
 
-    def answer(image: Any, question: str) -> str:
+    def answer(image: "Image | list[Image]", question: str) -> str:
         if isinstance(image, list):
             raise ValueError(f"task: got a question on {len(image)} images, expected one image a question")
         inputs = prepare(processor, [image], question, model)

@@ -1,9 +1,11 @@
 """What the commands with `--ray` share: a folder of shards, a bar of what the processes make, and its sum."""
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -11,14 +13,19 @@ from visspec.api import distributed
 from visspec.api.shards import Shards
 from visspec.cli.arguments import earlier, exit_code
 
+if TYPE_CHECKING:
+    from visspec.cli import caption, generate
 
-def pool_of(arguments: Any) -> distributed.WorkerPool:
+    RayCommand = caption.Options | generate.Options
+
+
+def pool_of(arguments: RayCommand) -> distributed.WorkerPool:
     """The processes that `arguments` ask for; each has a GPU where models run on them."""
     gpus = 1.0 if arguments.device.startswith("cuda") else 0.0
     return distributed.WorkerPool(arguments.workers, arguments.threads, gpus)
 
 
-def refuse(arguments: Any, *names: str) -> Path:
+def refuse(arguments: RayCommand, *names: str) -> Path:
     """The folder of --out. Raises ValueError for arguments that mean nothing with --ray, and where --out is missing."""
     if arguments.out is None:
         raise ValueError("--out: got none, expected a folder for the shards of --ray")
@@ -52,7 +59,7 @@ class Totals:
 
 
 def write(
-    readers: Sequence, make: Callable[[], distributed.Making], shards: Shards, about: dict, arguments: Any
+    readers: Sequence, make: Callable[[], distributed.Making], shards: Shards, about: dict, arguments: RayCommand
 ) -> int:
     """Make and write all records that are not there, under a bar. Returns the exit code."""
     totals, twice = Totals(), 0
