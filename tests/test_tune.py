@@ -97,21 +97,7 @@ def images(tmp_path_factory):
 
 def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
     record, preset = tmp_path / "t.json", tmp_path / "p.json"
-    argv = [
-        "tune",
-        "--images",
-        str(images),
-        "--count",
-        "4",
-        "--lengths",
-        "2",
-        "6",
-        "--batches",
-        "1",
-        "2",
-        "--passes",
-        "1",
-    ]
+    argv = f"tune --images {images} --count 4 --lengths 2 6 --batches 1 2 --passes 1".split()
     argv += ["--drafters", "vispec", "--max-new-tokens", "24", "--json", str(record), "--out", str(preset)]
     assert main([*argv, "--sweep"]) == 0
     found = json.loads(record.read_text())
@@ -143,19 +129,7 @@ def test_each_picture_is_new_to_what_is_measured_on_it(images, tmp_path, capsys,
 
     monkeypatch.setattr(tuning, "observe", watched(tuning.observe, lambda fast: fast))
     monkeypatch.setattr(command.CaptionArm, "__call__", watched(command.CaptionArm.__call__, lambda arm: arm.fast))
-    argv = [
-        "tune",
-        "--images",
-        str(images),
-        "--count",
-        "4",
-        "--lengths",
-        "2",
-        "--batches",
-        "3",
-        "--max-new-tokens",
-        "9",
-    ]
+    argv = f"tune --images {images} --count 4 --lengths 2 --batches 3 --max-new-tokens 9".split()
     assert main([*argv, "--drafters", "suffix:shared=true", "--json", str(record), "--sweep"]) == 0
     assert len(seen) == len({(id(fast), picture) for fast, picture in seen}) == 2 * (2 * 6) + 2 * 6
     assert json.loads(record.read_text())["left_over"] == {"3": 2}
