@@ -131,7 +131,8 @@ def test_sizes_are_those_of_the_models():
 
 def test_what_the_host_has_issued_is_not_waited_for():
     waits, clock = [], iter(range(100))
-    assert bench_sizes.issued(lambda: next(clock), lambda: waits.append(next(clock)), repeats=3) < 1e-3
+    times = bench_sizes.issued(lambda _: next(clock), lambda: waits.append(next(clock)), repeats=3)
+    assert len(times) == 3 and max(times) < 1e-2
     assert waits == [0, 2, 4]  # in front of each call only
 
 

@@ -33,12 +33,12 @@ def alternated(calls: Mapping[Name, Callable[[], Any]], repeats: int, wait: Call
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
-def issued(call: Callable[[], Any], wait: Callable[[], None], repeats: int = 9) -> float:
-    """Median seconds until a call returns, whether the device has done it or not."""
+def issued(call: Callable[[int], Any], wait: Callable[[], None], repeats: int = 9) -> list[float]:
+    """Seconds until each of the calls, with their number, returns, whether the device has done it or not."""
     seconds = []
-    for _ in range(repeats):
+    for number in range(repeats):
         wait()
         began = time.perf_counter()
-        call()
+        call(number)
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return seconds

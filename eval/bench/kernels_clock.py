@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from visspec.eval.bench.clock import issued
 from visspec.replay import cuda_graph
 
 WARM = 2  # warm-up calls, in which kernels are compiled
@@ -77,12 +78,7 @@ class Device:
 
     def host(self, call, repeats):
         """Wall time in seconds until a plain call returns, with an idle device: checks, dispatch and launches."""
-        times = []
-        for index in range(repeats):
-            self.synchronize()
-            begun = time.perf_counter()
-            call(index)
-            times.append(time.perf_counter() - begun)
+        times = issued(call, self.synchronize, repeats)
         self.synchronize()
         return times
 

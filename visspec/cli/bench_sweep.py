@@ -48,8 +48,8 @@ def swept(
             methods[name], marks[name] = f"{drafter}/{text.format(value)}", (family, str(value))
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
     for name, method in methods.items():
-        setup, (family, setting) = pipe.setup(**zoo.method(method)), marks[name]
-        row = {"name": name, **zoo.method(method), "order": "raster", "family": family, "setting": setting}
+        setup, (rule, given) = pipe.setup(**zoo.method(method)), marks[name]
+        row: dict[str, Any] = {"name": name, **zoo.method(method), "order": "raster", "family": rule, "setting": given}
         row |= {"guarantee": setup.guarantee, "promises_tokens": setup.promises_tokens(sampling.greedy)}
         rows.append(row)
     record = measured_on(pipe.model, seed=seed) | {"bench": "image", "rows": rows, "n_prompts": 0, "batch_size": 16}
