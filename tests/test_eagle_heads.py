@@ -20,6 +20,7 @@ SPLIT = {"fusion": "split", "feature_layers": (1, 0, -1), "fc_bias": False, "kv_
 FORMS = {
     "eagle": SUM | {"images": "slots"},
     "eagle-gqa": SUM | {"images": "slots", "kv_heads": 2, "qkv_bias": True, "fc_bias": False},
+    "eagle-normed": SUM | {"images": "slots", "norm_input": True, "norm_output": True},
     "msd": SUM | {"images": "embeddings"},
     "vispec": SUM | {"images": "latents", "image_latents": 1},
     "vispec-3": SUM | {"images": "latents", "image_latents": 3, "qkv_bias": True},

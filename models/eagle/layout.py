@@ -372,8 +372,8 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("draft_vocab", config.draft_vocab > 0, (form != "eagle",)),
         ("head_rank", config.head_rank, (0,)),
         ("block", config.block, (1,)),
-        ("norm_input", config.norm_input, (False,)),
         ("norm_output", config.norm_output, (False,) if form == "eagle" else (True, False)),
+        ("norm_input", config.norm_input, (False,)),
     ):
         if found not in known:
             expected = ", ".join(map(str, known))
