@@ -244,9 +244,9 @@ LAYOUTS = {  # what is written, its options, what that says, and the form it is 
     ),
     "eagle3-angelslim-qwen3-vl": (
         lambda: eagle_3(architectures=["Eagle3LlamaForCausalLM"], modal_type="VLM", rope_scaling={
-            "type": "default", "rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1],
+            "type": "default", "rope_type": "default", "mrope_interleaved": True, "mrope_section": [3, 1, 0],
         }), {},
-        facts(**SPLIT | MROPE | DEEP, feature_layers=(1, 1, 1), mrope_section=(2, 1, 1), mrope_interleaved=True),
+        facts(**SPLIT | MROPE | DEEP, feature_layers=(1, 1, 1), mrope_section=(3, 1, 0), mrope_interleaved=True),
         "eagle3",
     ),
     "eagle3": (
@@ -1190,11 +1190,12 @@ def deepspec_eagle3(model, ids=(2, 3, 4, 5, 6), **more):
 
 
 EAGLE_3_1 = {"fc_norm": True, "norm_output": True}
+SLIDING = {"layer_types": ["sliding_attention"] * 8, "use_sliding_window": True}  # of the target alone
 
 
 @pytest.mark.parametrize(("layout", "more", "says"), [
     (automodel_eagle3, {}, {"levels": 7, "feature_layers": (2, 4, 5)}),
-    (automodel_eagle3, EAGLE_3_1, {"levels": 7, "feature_layers": (2, 4, 5), **EAGLE_3_1}),
+    (automodel_eagle3, EAGLE_3_1 | SLIDING, {"levels": 7, "feature_layers": (2, 4, 5), **EAGLE_3_1}),
     (deepspec_eagle3, {}, {"levels": 6, "feature_layers": (3, 4, 5, 6, 7), "draft_vocab": V, "qk_norm": True}),
 ])  # fmt: skip
 def test_an_eagle_3_head_for_a_text_target_of_some_depth(tmp_path, layout, more, says):
