@@ -38,8 +38,8 @@ class EagleConfig:
     per position row if the drafter's positions are M-RoPE's, else (). positions: "target"; "index", the number of the
     slot in the prompt, as ViSpec and MSD count; "grid", row and column of the predicted code (LANTERN). block: tokens
     of a pass, by FLASH's semi-autoregressive head. norm_input: of the layer with fusion "sum" (SpecVLM).
-    norm_output: predicted features are normed, and read again so.
-    qk_layer_norm: queries and keys have Chameleon's layer norm, with a scale and a shift for each head.
+    norm_output: predicted features are normed, and read again so. qk_layer_norm: queries and
+    keys have Chameleon's layer norm, with a scale and a shift for each head.
     """
 
     family: str

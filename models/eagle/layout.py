@@ -121,7 +121,7 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
         if not isinstance(asked, bool) or form == "eagle":
             raise ValueError(f"norm_output: got {shown(asked)}, expected true or false, of an EAGLE-3 head")
         return {**data, "norm_output": asked}
-    if form == "eagle3" and data.get("norm_output") and architecture(data) not in AUTOMODEL:
+    if form == "eagle3" and data.get("norm_output") and _architecture(data) not in AUTOMODEL:
         warnings.warn(
             f"drafter: norm_output of {folder} is true, read as EAGLE 3.1 means it; for a head that SpecForge trained"
             f" before September 2026 ask for {folder.name}:norm_output=false",
@@ -184,13 +184,13 @@ def config_of(
             images=seen,
             image_latents=latents,
             norm_input=f"{LAYER}input_layernorm.weight" in shapes,
-            norm_output=architecture(data) in AUTOMODEL,
+            norm_output=_architecture(data) in AUTOMODEL,
         )
     _check_flags(folder, object_of(data.get("eagle_config")))
     ids = _states(folder, form, data, text.num_hidden_layers, layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     common |= {name: bool(data.get(name, False)) for name in flags}
-    common |= SLOTS if common["mrope_section"] and architecture(data) in ONE_ROW else {}
+    common |= SLOTS if common["mrope_section"] and _architecture(data) in ONE_ROW else {}
     return EagleConfig(
         **common,
         fusion="split",
@@ -201,7 +201,7 @@ def config_of(
     )
 
 
-def architecture(data: dict) -> Any:
+def _architecture(data: dict) -> Any:
     """The first of the names that a configuration gives its class, or None."""
     return next(iter(list_of(data.get("architectures"))), None)
 
@@ -210,9 +210,9 @@ def _layer_of(data: dict) -> dict:
     """The entries of the decoder layer: where the configuration is the target's, with its own number of layers, which
     have no windows.
     """
-    if architecture(data) not in AUTOMODEL:
+    if _architecture(data) not in AUTOMODEL:
         return data
-    depth = 1 if architecture(data) == "LlamaEagle3DraftModel" else data.get("num_hidden_layers")
+    depth = 1 if _architecture(data) == "LlamaEagle3DraftModel" else data.get("num_hidden_layers")
     return {
         **data,
         "num_hidden_layers": data.get("draft_num_hidden_layers", depth),
