@@ -1,6 +1,7 @@
-"""Wall clocks of calls, alone: in turns, and until the host has issued them."""
+"""Wall clocks of calls, alone: in turns, and until the host has issued them; and the memory that a process took."""
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -42,3 +43,10 @@ def issued(call: Callable[[int], Any], wait: Callable[[], None], repeats: int = 
         call(number)
         seconds.append(time.perf_counter() - began)
     return seconds
+
+
+def peak_mb() -> float:
+    """Peak resident memory of this process so far. Linux counts in kilobytes, macOS in bytes."""
+    import resource  # not on all systems
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)

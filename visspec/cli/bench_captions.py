@@ -8,7 +8,6 @@ prompts; passes alternate in order, and ratios are medians over passes.
 
 import os
 import random
-import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import CaptioningOptions, Positive, load
 from visspec.cli.bench import BenchOptions, groups_of, measured_on, trimmed
+from visspec.eval.bench.clock import peak_mb
 from visspec.eval.bench.paired import turns
 from visspec.eval.bench.table import Cell, table
 from visspec.io import included
@@ -125,7 +125,7 @@ def timed(arms: dict[str, Callable[[], dict[int, list[int]]]], passes: int) -> d
             own.tokens = arms[name]()
             own.seconds.append(time.perf_counter() - start)
             own.cpu.append(time.process_time() - worked)
-            own.peak = own.peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            own.peak = own.peak or peak_mb()
     return found
 
 

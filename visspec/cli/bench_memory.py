@@ -1,8 +1,6 @@
 """`visspec bench memory`: peak memory of plain and accelerated captioning, each in a process of its own."""
 
 import multiprocessing
-import resource
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -59,6 +57,7 @@ def _measure(arm: str, arguments: Options) -> dict[str, float]:
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
     from visspec.cli.bench import groups_of
+    from visspec.eval.bench.clock import peak_mb
     from visspec.io import included
 
     model, processor, drafter = load(ModelOptions(drafter=arguments.drafter))
@@ -66,13 +65,8 @@ def _measure(arm: str, arguments: Options) -> dict[str, float]:
     if arm != "transformers_generate":
         generate = accelerate(model, None if arm == "plain" else drafter).generate
     scenes = included.scenes(None, processor).images(arguments.images)
-    before = _peak_mb()
+    before = peak_mb()
     for group in groups_of(scenes, arguments.batch_size):
         inputs = prepare(processor, group, PROMPT, model)
         generate(**inputs, max_new_tokens=MOST, do_sample=False)
-    return {"loaded_mb": before, "peak_mb": _peak_mb(), "working_mb": _peak_mb() - before}
-
-
-def _peak_mb() -> float:
-    """Peak resident memory of this process so far. Linux counts in kilobytes, macOS in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
+    return {"loaded_mb": before, "peak_mb": peak_mb(), "working_mb": peak_mb() - before}
