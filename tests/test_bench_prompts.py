@@ -37,18 +37,19 @@ def test_it_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 def test_a_drafter_that_fails_has_no_share(monkeypatch):
     monkeypatch.setattr(bench_prompts.NGram, "start", lambda *args: 1 / 0)
-    case = bench_prompts.PromptCase(bench_prompts.HeadLayout(4, 2, 8, 1, 32), "cpu")
+    model = bench_prompts.HeadLayout(4, 2, 8, 1, 32).model("cpu")
     with pytest.warns(RuntimeWarning), pytest.raises(RuntimeError, match="drafter: got a failure of NGram"):
-        bench_prompts.first_token(case.model, "4/2x8", [9], ["ngram"], 1)
+        bench_prompts.first_token(model, "4/2x8", [9], ["ngram"], 1)
 
 
 def test_its_oracle_commits_tau_tokens_a_pass():
-    case = bench_prompts.PromptCase(bench_prompts.HeadLayout(4, 2, 8, 1, 32), "cpu")
-    prompt = bench_prompts.PromptRun(case, 20, 21)
+    layout = bench_prompts.HeadLayout(4, 2, 8, 1, 32)
+    target = bench_prompts.PrimedTarget(layout.model("cpu"))
+    prompt = bench_prompts.PromptRun(layout, target, 20, 21)
     oracle = Oracle(erring_every(prompt.answer, 4, bench_prompts.VOCABULARY))
-    guarded = bench_prompts.SafeDrafter(oracle, case.target.capabilities, case.target.device, False)
+    guarded = bench_prompts.SafeDrafter(oracle, target.capabilities, target.device, False)
     length_policy = bench_prompts.FixedLength(7)
-    state = bench_prompts.decode(case.target, guarded, bench_prompts.Exact(), prompt.request(), length_policy)
+    state = bench_prompts.decode(target, guarded, bench_prompts.Exact(), prompt.request(), length_policy)
     assert [max(r.committed) for r in state.trace.rounds] == [4] * 5 and state.trace.faults == 0
     assert state.tokens == prompt.answer.tolist()
 

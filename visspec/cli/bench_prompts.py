@@ -64,6 +64,16 @@ class HeadLayout(NamedTuple):
         options |= {"hidden_size": self.hidden, "intermediate_size": 2 * self.hidden, "vocab_size": VOCABULARY}
         return LlamaConfig(num_hidden_layers=self.layers, **options)
 
+    def model(self, device: str) -> LlamaForCausalLM:
+        """A random decoder."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = LlamaForCausalLM._from_config(self.config(), attn_implementation="sdpa").eval()
+            torch.nn.init.normal_(model.lm_head.weight, std=4.0 * self.hidden**-0.5)
+            torch.nn.init.normal_(model.model.embed_tokens.weight)
+        model.generation_config.eos_token_id = None
+        return model.to(device)
+
 
 SHAPES = ((8, 8, 32, 4, 256), (8, 2, 32, 4, 256), (16, 4, 64, 8, 512), (28, 4, 128, 2, 896), (32, 8, 128, 2, 1024))
 LAYOUTS = {str(layout): layout for layout in (HeadLayout(*shape) for shape in SHAPES)}
@@ -120,13 +130,14 @@ def bench_prompts(arguments: Options) -> dict[str, Any]:
     """
     rows, first, new, repeats = [], [], arguments.max_new_tokens, arguments.repeats
     for name in arguments.heads:
-        case = PromptCase(LAYOUTS[name], arguments.device)
+        layout = LAYOUTS[name]
+        target = PrimedTarget(layout.model(arguments.device))
         for length in tqdm(arguments.prompts, desc=f"bench prompts {name}", leave=False):
             with torch.inference_mode():
-                rows += PromptRun(case, length, new).rows(arguments.nodes, arguments.tau, repeats)
-        first += first_token(case.model, name, arguments.prompts, arguments.drafters, max(3, repeats // 3))
+                rows += PromptRun(layout, target, length, new).rows(arguments.nodes, arguments.tau, repeats)
+        first += first_token(target.model, name, arguments.prompts, arguments.drafters, max(3, repeats // 3))
     record = {"bench": "prompts", "guarantee": "exact", "rows": rows, "drafters": first, "tau": arguments.tau}
-    return record | {"max_new_tokens": new, "provenance": provenance(case.model, repeats=repeats)}
+    return record | {"max_new_tokens": new, "provenance": provenance(target.model, repeats=repeats)}
 
 
 COLUMNS: dict[str, Cell] = {
@@ -138,21 +149,6 @@ FIRST_TOKEN: dict[str, Cell] = {
     "heads": "{heads}", "prompt": "{prompt}", "drafter": "{drafter}", "prefill, s": "{prefill_s:.2f}",
     "the drafter's, s": "{draft_prefill_s:.3f}", "its share": "{share:.1%}",
 }  # fmt: skip
-
-
-class PromptCase:
-    """A random decoder of one head layout, and our target on it."""
-
-    def __init__(self, layout: HeadLayout, device: str):
-        self.layout = layout
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = LlamaForCausalLM._from_config(layout.config(), attn_implementation="sdpa").eval()
-            torch.nn.init.normal_(model.lm_head.weight, std=4.0 * layout.hidden**-0.5)
-            torch.nn.init.normal_(model.model.embed_tokens.weight)
-        model.generation_config.eos_token_id = None
-        self.model = model.to(device)
-        self.target = PrimedTarget(self.model)
 
 
 class PrimedTarget(HFDecoder):
@@ -175,9 +171,9 @@ class PrimedTarget(HFDecoder):
 class PromptRun:
     """One layout behind one prompt, with transformers' answer to it."""
 
-    def __init__(self, case: PromptCase, length: int, max_new_tokens: int):
-        self.case, self.length, self.new = case, length, max_new_tokens
-        layout, device = case.layout, case.model.device
+    def __init__(self, layout: HeadLayout, target: PrimedTarget, length: int, max_new_tokens: int):
+        self.layout, self.target, self.length, self.new = layout, target, length, max_new_tokens
+        device = target.device
         generator = torch.Generator().manual_seed(length)
         shape = 1, layout.keys, length - 1, layout.size
         self.cached = [
@@ -198,13 +194,13 @@ class PromptRun:
     def generate(self, cache: DynamicCache) -> Tensor:
         """transformers' generate behind the cached prompt."""
         options = {"attention_mask": torch.ones_like(self.ids), "do_sample": False, "max_new_tokens": self.new}
-        return self.case.model.generate(self.ids, **options, **{CACHE: cache})
+        return self.target.model.generate(self.ids, **options, **{CACHE: cache})
 
     def rows(self, nodes: Sequence[int], tau: int, repeats: int) -> list[dict[str, Any]]:
-        wait = waiter(self.case.model.device)
+        wait = waiter(self.target.device)
         passes = alternated({0: self.stock_pass()} | {n: self.our_pass(n) for n in nodes}, repeats, wait)
         attention = alternated({n: self.attention(n) for n in (0, *nodes)}, repeats, wait)
-        about = {"prompt": self.length, "heads": str(self.case.layout), "layers": self.case.layout.layers}
+        about = {"prompt": self.length, "heads": str(self.layout), "layers": self.layout.layers}
         found = []
         for n in nodes:
             ratio, same = self.loop(n, tau, max(3, repeats // 3)) if n in LOOPED else (None, None)
@@ -220,22 +216,22 @@ class PromptRun:
         cache, token = self.stock_cache(), self.ids[:, -1:]
 
         def call() -> None:
-            self.case.model(token, use_cache=True, **{CACHE: cache})
+            self.target.model(token, use_cache=True, **{CACHE: cache})
             cache.crop(-1)
 
         return call
 
     def our_pass(self, nodes: int) -> Callable[[], Any]:
-        state, _ = self.case.target.prefill(self.request())
+        state, _ = self.target.prefill(self.request())
         draft = trees.empty_draft(state.pending)
         if nodes > 1:
             tree = trees.chain(nodes - 1, str(state.pending.device))
             draft = Draft(state.pending[:, None].repeat(1, nodes), tree)
-        return lambda: self.case.target.verify(state, draft)
+        return lambda: self.target.verify(state, draft)
 
     def attention(self, nodes: int) -> Callable[[], Any]:
         """One attention call with a draft's mask; 0 nodes: with one query and no mask, as in transformers' generate."""
-        layout, device = self.case.layout, self.case.model.device
+        layout, device = self.layout, self.target.device
         queries, mask = max(nodes, 1), None
         query = torch.randn(1, queries, layout.heads, layout.size, device=device).transpose(1, 2)
         key, value = (torch.cat([x, x[:, :, :1].expand(-1, -1, queries, -1)], dim=2) for x in self.cached[0])
@@ -244,19 +240,19 @@ class PromptRun:
             slots = SlotLayers(1).slots
             slots.lengths = [self.length - 1]
             tree = trees.empty_draft(self.ids[:, 0]).tree if nodes == 1 else trees.chain(nodes - 1, str(device))
-            mask = self.case.target.masks(slots, tree, key.shape[2])
+            mask = self.target.masks(slots, tree, key.shape[2])
         function = AttentionInterface()["sdpa"]
         return lambda: function(module, query, key, value, mask, scaling=layout.size**-0.5)
 
     def loop(self, nodes: int, tau: int, repeats: int) -> tuple[float, int]:
         """Time of transformers' generate over that of our loop, and whether the answers are equal."""
-        target, guarded, same = self.case.target, None, True
+        target, guarded, same = self.target, None, True
         if nodes > 1:
             oracle = Oracle(erring_every(self.answer, tau, VOCABULARY))
             guarded = SafeDrafter(oracle, target.capabilities, target.device, False)
         stock, ours = [], []
         for _ in range(repeats + 1):
-            seconds, _ = seconds_of(partial(self.generate, self.stock_cache()), waiter(self.case.model.device))
+            seconds, _ = seconds_of(partial(self.generate, self.stock_cache()), waiter(self.target.device))
             state = decode(target, guarded, Exact(), self.request(), FixedLength(max(nodes - 1, 1)))
             same = same and state.tokens == self.answer.tolist()
             stock.append(seconds / self.new)
