@@ -17,7 +17,7 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import pixels, weights_hash
-from visspec.eval.metrics.results import Progress, Rows, silent
+from visspec.eval.metrics.results import Rows, shown
 from visspec.io.images import image_files, open_image
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ScoredPair(NamedTuple):
 
 
 def resumed_cosines(
-    pairs: Sequence[ScoredPair], score: Scorer, done: Rows, batch_size: int, progress: Progress
+    pairs: Sequence[ScoredPair], score: Scorer, done: Rows, batch_size: int
 ) -> tuple[dict[int, float], dict[int, Exception]]:
     """Cosines by the place of their pair, and why the others have none: files that can't be read.
 
@@ -87,7 +87,7 @@ def resumed_cosines(
     """
     found: dict[int, float] = {}
     broken: dict[int, Exception] = {}
-    for start in range(0, len(pairs), batch_size):
+    for start in shown(range(0, len(pairs), batch_size), "batch"):
         images: dict[int, Image.Image] = {}
         for i, pair in enumerate(pairs[start : start + batch_size], start):
             if pair.row["id"] in done.rows:
@@ -101,7 +101,6 @@ def resumed_cosines(
             cosines = np.asarray(score(list(images.values()), [pairs[i].text for i in images]), float)
             for i, cosine in zip(images, cosines.tolist()):
                 found[i] = done.add(pairs[i].row | {"cosine": cosine})["cosine"]
-        progress(min(start + batch_size, len(pairs)), len(pairs))
     return dict(sorted(found.items())), broken
 
 
@@ -117,7 +116,6 @@ def from_folder(
     dialect: Dialect = PRESETS["torchmetrics"],
     batch_size: int = 32,
     results: str | Path | None = None,
-    progress: Progress = silent,
 ) -> dict:
     """Mean score of a folder's images with captions keyed by file name; broken or unpaired files are problems.
 
@@ -132,7 +130,7 @@ def from_folder(
         row = {"id": digest(path.name, text, file_digest(path)), "image": path.name, "text": text}
         pairs.append(ScoredPair(path, text, row))
     done = Rows(results, digest(scorer.fingerprint, dialect.prefix))
-    cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size, progress)
+    cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size)
     problems += map(str, broken.values())
     if not cosines:
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")

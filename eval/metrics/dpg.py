@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Progress, Rows, silent
+from visspec.eval.metrics.results import Rows, shown
 from visspec.io.images import open_image
 
 Answer = Callable[[Image.Image, str], str]
@@ -100,7 +100,6 @@ def evaluate(
     resolution: int | None = None,
     compat: bool = False,
     results: str | Path | None = None,
-    progress: Progress = silent,
 ) -> dict:
     """Mean score in per cent over items (each the mean over its crops and questions), and by category.
 
@@ -112,8 +111,7 @@ def evaluate(
     categories: dict[str, list[float]] = {}
     problems: list[str] = []
     done = Rows(results, digest("dpg", model, resolution))
-    for i, item in enumerate(items):
-        progress(i, len(items))
+    for item in shown(items, "prompt"):
         try:
             if compat:
                 _require_parents(item)
@@ -136,7 +134,6 @@ def evaluate(
         for answers in [raw[-1]] if compat else final:
             for q in item.questions:
                 categories.setdefault(q.category, []).append(float(answers[q.number]))
-    progress(len(items), len(items))
     if len(problems) == len(items):
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
     name = f"DPG-Bench[{model}]" + (" (compat)" if compat else "")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
-from visspec.eval.metrics.results import Progress, silent
+from visspec.eval.metrics.results import shown
 from visspec.io.images import image_files, iter_images
 
 if TYPE_CHECKING:
@@ -224,7 +224,6 @@ def gather(
     extractor: FeatureExtractor,
     sink: Callable[[torch.Tensor], object],
     batch_size: int = 32,
-    progress: Progress = silent,
 ) -> FeatureTable:
     """Features of a folder's images, in natural order, passed to `sink` in batches; unusable files are listed.
 
@@ -248,16 +247,13 @@ def gather(
             content.update(file_digest(path).encode())
         return len(batch)
 
-    files = image_files(folder)
-    for path, image in iter_images(files, broken):
-        progress(n + len(batch) + len(broken), len(files))
+    for path, image in iter_images(shown(image_files(folder)), broken):
         pixels = np.asarray(image)
         if batch and (len(batch) == batch_size or batch[0][1].shape != pixels.shape):
             n += flush()
             batch = []
         batch.append((path, pixels))
     n += flush() if batch else 0
-    progress(len(files), len(files))
     problems = tuple(reason for _, reason in broken)
     if not n:
         first = f"the first problem: {problems[0]}, expected readable images"
@@ -265,12 +261,10 @@ def gather(
     return FeatureTable(n, content.hexdigest()[:16], problems)
 
 
-def table(
-    folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, progress: Progress = silent
-) -> tuple[torch.Tensor, FeatureTable]:
+def table(folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> tuple[torch.Tensor, FeatureTable]:
     """All features of a folder (n, dim), for the metrics that need the rows, and the result of `gather`."""
     parts: list[torch.Tensor] = []
-    gathered = gather(folder, extractor, parts.append, batch_size, progress=progress)
+    gathered = gather(folder, extractor, parts.append, batch_size)
     return torch.cat(parts), gathered
 
 
@@ -290,15 +284,9 @@ class Pair:
         return {"name": name, **values, **counts, **described, "problems": list(self.problems)}
 
 
-def pair(
-    generated: str | Path,
-    reference: str | Path,
-    extractor: FeatureExtractor,
-    batch_size: int = 32,
-    progress: Progress = silent,
-) -> Pair:
+def pair(generated: str | Path, reference: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> Pair:
     """Features of two folders by one extractor; different counts are a problem, because most metrics depend on N."""
-    (x, first), (y, second) = (table(folder, extractor, batch_size, progress) for folder in (generated, reference))
+    (x, first), (y, second) = (table(folder, extractor, batch_size) for folder in (generated, reference))
     problems = [*first.problems, *second.problems]
     if len(x) != len(y):
         problems.append(f"different counts: {len(x)} images against {len(y)} of the reference")

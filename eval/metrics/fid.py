@@ -12,7 +12,6 @@ import torch
 
 from visspec.eval.metrics.features import FeatureExtractor, gather, metric_name
 from visspec.eval.metrics.references import Reference
-from visspec.eval.metrics.results import Progress, silent
 from visspec.eval.metrics.statistics import GaussianStats
 
 
@@ -88,13 +87,9 @@ def compare(stats: GaussianStats, reference: Reference, extractor: FeatureExtrac
 
 
 def from_folder(
-    folder: str | Path,
-    reference: Reference,
-    extractor: FeatureExtractor,
-    batch_size: int = 32,
-    progress: Progress = silent,
+    folder: str | Path, reference: Reference, extractor: FeatureExtractor, batch_size: int = 32
 ) -> FrechetResult:
     """Distance of a folder's images to a reference; broken files are listed in `problems` and excluded from N."""
     stats = GaussianStats(extractor.dim)
-    gathered = gather(folder, extractor, stats.update, batch_size, progress)
+    gathered = gather(folder, extractor, stats.update, batch_size)
     return compare(stats, reference, extractor, gathered.problems)

@@ -26,7 +26,7 @@ from visspec.eval.metrics.detection import (
     Detector,
     digest,
 )
-from visspec.eval.metrics.results import Progress, Rows, silent
+from visspec.eval.metrics.results import Rows, shown
 from visspec.io import included
 from visspec.io.images import inside, open_image
 
@@ -280,13 +280,12 @@ def evaluate(
     results: str | Path | None,
     detector: Detector | None = None,
     colours: ColourClassifier | None = None,
-    progress: Progress = silent,
 ) -> Report:
     """Score every image under `root`, or of the given prompts, and append each row to the JSONL file `results`.
 
     Images already in `results` with unchanged bytes are not scored again. A broken image counts as not correct and is
     listed as a problem, as is a folder without usable metadata or images. Detector and colours default to the
-    included ones. `progress` is called with (done, total).
+    included ones.
     """
     detector, colours = detector or included.detector(), colours or DetectedColours()
     prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
@@ -294,14 +293,13 @@ def evaluate(
     done = Rows(results, evaluator, "filename")
     jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
     rows = []
-    for i, (prompt, path) in enumerate(jobs):
+    for prompt, path in shown(jobs):
         filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
         row = done.rows.get(filename)
         if row is None or row.get("image") != image:
             found = evaluate_image(path, filename, prompt.metadata, detector, colours)
             row = done.add(found | {"image": image})
         rows.append(row)
-        progress(i + 1, len(jobs))
     problems = [prompt.problem for prompt in prompts if prompt.problem]
     problems += [f"{row['filename']}: {row['reason']}" for row in rows if row.get("broken")]
     problems += _uneven(prompts)

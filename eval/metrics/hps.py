@@ -12,7 +12,7 @@ import numpy as np
 
 from visspec.eval.metrics.clipscore import ScoredPair, Scorer, resumed_cosines
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Progress, Rows, silent
+from visspec.eval.metrics.results import Rows
 from visspec.io.images import SUFFIXES
 
 GROUP = 80  # prompts; the published standard deviation is over groups
@@ -27,7 +27,6 @@ def evaluate(
     batch_size: int = 16,
     results: str | Path | None = None,
     model: str = "",
-    progress: Progress = silent,
 ) -> dict:
     """100 x mean cosine by style with the spread over groups of 80 prompts, and the mean of the styles.
 
@@ -47,7 +46,7 @@ def evaluate(
             path = _file(Path(root) / style, i)
             key = digest(style, i, text, path.read_bytes() if path.is_file() else b"")
             pairs.append(ScoredPair(path, text, {"id": key, "style": style, "index": i}))
-        values, broken = resumed_cosines(pairs, scorer, done, batch_size, progress)
+        values, broken = resumed_cosines(pairs, scorer, done, batch_size)
         problems += [f"{style}/{i:05d}: {error}" for i, error in broken.items()]
         if not values:
             raise ValueError(f"no image of {Path(root) / style} can be read")

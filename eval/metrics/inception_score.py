@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from visspec.eval.metrics.features import FeatureExtractor, table
-from visspec.eval.metrics.results import Progress, silent
 
 SPLITS = 10
 SEED = 2020
@@ -28,11 +27,9 @@ def from_logits(
     return found["inception_score_mean"], found["inception_score_std"]
 
 
-def from_folder(
-    folder: str | Path, classifier: FeatureExtractor, splits: int = SPLITS, progress: Progress = silent
-) -> dict:
+def from_folder(folder: str | Path, classifier: FeatureExtractor, splits: int = SPLITS) -> dict:
     """The result row of an image folder; `classifier` is an extractor whose features are logits."""
-    logits, met = table(folder, classifier, progress=progress)
+    logits, met = table(folder, classifier)
     mean, std = from_logits(logits, splits)
     found = {"name": f"IS[{classifier.name}]", "value": mean, "std": std, "n": met.n, "extractor": classifier.name}
     return found | {"fingerprint": classifier.fingerprint, "problems": list(met.problems)}

@@ -12,7 +12,6 @@ import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import FeatureExtractor, gather
-from visspec.eval.metrics.results import Progress, silent
 from visspec.eval.metrics.statistics import GaussianStats, merged
 from visspec.io.files import replacing, write_json
 from visspec.io.images import image_files
@@ -68,16 +67,12 @@ class _Halves:
 
 
 def from_folder(
-    folder: str | Path,
-    extractor: FeatureExtractor,
-    cache: str | Path | None = None,
-    batch_size: int = 32,
-    progress: Progress = silent,
+    folder: str | Path, extractor: FeatureExtractor, cache: str | Path | None = None, batch_size: int = 32
 ) -> Reference:
     """Reference of a folder's images, read from the cache folder if it has one for these images and extractor."""
     if cache is None:
         halves = _Halves(extractor)
-        gathered = gather(folder, extractor, halves.add, batch_size, progress=progress)
+        gathered = gather(folder, extractor, halves.add, batch_size)
         return halves.reference(gathered.content, gathered.problems)
     files = image_files(folder)
     key = digest(FORMAT, extractor.fingerprint, [file_digest(path) for path in files])
@@ -86,7 +81,7 @@ def from_folder(
         reference = load(path)
         reference.require(extractor)
         return reference
-    reference = from_folder(folder, extractor, None, batch_size, progress)
+    reference = from_folder(folder, extractor, None, batch_size)
     save(reference, path)
     return reference
 

@@ -3,16 +3,21 @@ resumed.
 """
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TypeVar
+
+from tqdm import tqdm
 
 from visspec.io.files import append_json
 
-Progress = Callable[[int, int], object]  # (done, total)
+Item = TypeVar("Item")
 
 
-def silent(done: int, total: int) -> None:
-    """Shows no progress."""
+def shown(items: Iterable[Item], unit: str = "img") -> Iterable[Item]:
+    """The items, on a terminal with a bar that goes when they end."""
+    return tqdm(items, unit=unit, leave=False, disable=not sys.stderr.isatty())
 
 
 class Rows:

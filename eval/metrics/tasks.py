@@ -14,7 +14,7 @@ from PIL import Image
 
 from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Progress, Rows, silent
+from visspec.eval.metrics.results import Rows, shown
 from visspec.io.images import open_image
 
 Score = Callable[["Sample", str], float | None]
@@ -85,7 +85,6 @@ def run(
     generate: Callable[[Any, str], str],
     results: str | Path | None,
     model: str,
-    progress: Progress = silent,
 ) -> dict:
     """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
 
@@ -95,10 +94,9 @@ def run(
     if not task.samples:
         raise ValueError(f"the task {task.name} has no sample")
     done = Rows(results, digest(task.name, model, task.suffix, task.max_new_tokens))
-    for i, sample in enumerate(task.samples):
+    for sample in shown(task.samples, "question"):
         if sample.id not in done.rows:
             done.add(_answer(task, sample, generate))
-        progress(i + 1, len(task.samples))
     return _summary(task, model, [done.rows[sample.id] for sample in task.samples])
 
 

@@ -5,8 +5,7 @@ their rows to a file beside the images (`--results`) and continue from it.
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     Answerer = Callable[[Image | list[Image], str], str]  # (image or images, question) -> text
 
 Row = dict[str, Any]  # name, value, n, and what the metric says beside them
-Progress = Callable[[int, int], None]  # (done, total)
 
 FOLDER = "folder of PNG, JPEG or WEBP images"
 LEAST = {"fid": 4, "kid": 2, "cmmd": 1, "precision-recall": 4, "inception-score": 2}  # images a side
@@ -158,8 +156,7 @@ def run(arguments: MetricOptions) -> int:
     for name in ("generated", "reference") if isinstance(arguments, FolderOptions) else ():
         if hasattr(arguments, name):
             check_images(name, getattr(arguments, name), least)
-    with bar() as progress:
-        found = METRICS[arguments.what][1](arguments, progress)
+    found = METRICS[arguments.what][1](arguments)
     first = {"metric": found["name"], "value": found.get("value"), "n": found.get("n")}
     first |= {"n_reference": found["n_reference"]} if "n_reference" in found else {}
     row = first | {k: v for k, v in found.items() if k not in (*first, "name")}
@@ -179,43 +176,42 @@ def run(arguments: MetricOptions) -> int:
 # --- folders --------------------------------------------------------------------------------------------------------
 
 
-def two_folders(arguments: FoldersOptions, progress: Progress) -> Row:
+def two_folders(arguments: FoldersOptions) -> Row:
     """fid, kid, cmmd, precision-recall."""
     from visspec.eval.metrics import cmmd, features, fid, kid, named, precision_recall, references
 
     folders, size = (arguments.generated, arguments.reference), arguments.batch_size
     extractor = named.extractor(arguments.extractor, arguments.device)
     if isinstance(arguments, FidOptions):
-        reference = references.from_folder(folders[1], extractor, arguments.cache, size, progress)
-        found = asdict(fid.from_folder(folders[0], reference, extractor, size, progress=progress))
+        reference = references.from_folder(folders[1], extractor, arguments.cache, size)
+        found = asdict(fid.from_folder(folders[0], reference, extractor, size))
         return found | {"problems": [*reference.problems, *found["problems"]]}
-    tables = features.pair(*folders, extractor, size, progress)
+    tables = features.pair(*folders, extractor, size)
     if isinstance(arguments, KidOptions):
         return kid.from_pair(tables, arguments.subsets, arguments.subset_size)
     return (cmmd if arguments.what == "cmmd" else precision_recall).from_pair(tables)
 
 
-def inception_score(arguments: InceptionScoreOptions, progress: Progress) -> Row:
+def inception_score(arguments: InceptionScoreOptions) -> Row:
     from visspec.eval.metrics import inception_score as score
     from visspec.eval.metrics import named
 
     model = named.classifier(arguments.model, arguments.device)
-    return score.from_folder(arguments.generated, model, arguments.splits, progress)
+    return score.from_folder(arguments.generated, model, arguments.splits)
 
 
 # --- images and prompts ---------------------------------------------------------------------------------------------
 
 
-def clip_score(arguments: ClipScoreOptions, progress: Progress) -> Row:
+def clip_score(arguments: ClipScoreOptions) -> Row:
     from visspec.eval.metrics import clipscore, named
 
     texts = {row["image"]: row["prompt"] for row in rows_with("prompt", arguments.prompts, "--prompts")}
     scorer, dialect = named.clip(arguments.model, arguments.device), clipscore.PRESETS[arguments.dialect]
-    folder, kept = arguments.generated, arguments.rows
-    return clipscore.from_folder(folder, texts, scorer, dialect, results=kept, progress=progress)
+    return clipscore.from_folder(arguments.generated, texts, scorer, dialect, results=arguments.rows)
 
 
-def human_preference(arguments: HpsOptions, progress: Progress) -> Row:
+def human_preference(arguments: HpsOptions) -> Row:
     from visspec.eval.metrics import hps, named
 
     if arguments.prompts.is_dir():
@@ -226,18 +222,18 @@ def human_preference(arguments: HpsOptions, progress: Progress) -> Row:
         raise ValueError(f"--prompts: got {arguments.prompts}, expected JSON of {{style: [prompts]}}")
     scorer = named.clip(arguments.model, arguments.device)
     scored = arguments.generated, prompts, scorer.cosines, arguments.version
-    found = hps.evaluate(*scored, results=arguments.rows, model=scorer.fingerprint, progress=progress)
+    found = hps.evaluate(*scored, results=arguments.rows, model=scorer.fingerprint)
     return found | {"name": f"{found['name']}[{scorer.name}]", "model": scorer.name}
 
 
-def gen_eval(arguments: GenEvalOptions, progress: Progress) -> Row:
+def gen_eval(arguments: GenEvalOptions) -> Row:
     from visspec.eval.metrics import geneval, named
 
     folder, prompts = arguments.generated, arguments.prompts
     where = folder if prompts is None else geneval.read_flat(folder, metadata_of(prompts))
     spec, colours = arguments.detector, named.colours(arguments.colours)
     detector = included.detector() if spec is None else named.detector(spec, arguments.device)
-    report = geneval.evaluate(where, arguments.rows, detector, colours, progress=progress)
+    report = geneval.evaluate(where, arguments.rows, detector, colours)
     s = report.summary
     row = {"name": report.name, "value": s["overall"], "n": s["images"], "prompts": s["prompts"], "strict": s["strict"]}
     row["tasks"] = {name: task["score"] for name, task in s["tasks"].items()}
@@ -254,19 +250,18 @@ def metadata_of(prompts: Path) -> list[Row]:
         raise ValueError(why) from None
 
 
-def dense_prompts(arguments: DpgOptions, progress: Progress) -> Row:
+def dense_prompts(arguments: DpgOptions) -> Row:
     from visspec.eval.metrics import dpg
 
     items = dpg.read_items(arguments.questions)
     answer, name = answerer(arguments, max_new_tokens=8)
-    asked = items, arguments.generated, answer, name, arguments.resolution
-    return dpg.evaluate(*asked, results=arguments.rows, progress=progress)
+    return dpg.evaluate(items, arguments.generated, answer, name, arguments.resolution, results=arguments.rows)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
 
 
-def caption_scores(arguments: CaptionScoresOptions, progress: Progress) -> Row:
+def caption_scores(arguments: CaptionScoresOptions) -> Row:
     from visspec.eval.metrics import tasks
 
     captions = {row["image"]: row["caption"] for row in rows_with("caption", arguments.generated, "generated")}
@@ -283,7 +278,7 @@ def caption_scores(arguments: CaptionScoresOptions, progress: Progress) -> Row:
     return {"name": "CIDEr-D", "value": found["cider_d"]} | counts | found | {"problems": problems}
 
 
-def answered(arguments: VqaOptions, progress: Progress) -> Row:
+def answered(arguments: VqaOptions) -> Row:
     from visspec.eval.metrics import readers, tasks
 
     if made := included.table().tasks.get(arguments.task):  # they need no files
@@ -297,7 +292,7 @@ def answered(arguments: VqaOptions, progress: Progress) -> Row:
         if arguments.n is not None:
             task = tasks.subset(task, min(arguments.n, len(task.samples)))
     answer, name = answerer(arguments, task.max_new_tokens)
-    found = tasks.run(task, answer, arguments.results or Path(f"{task.name}.jsonl"), name, progress=progress)
+    found = tasks.run(task, answer, arguments.results or Path(f"{task.name}.jsonl"), name)
     named = {k: v for k, v in found.items() if k not in ("task", "model", "n", "score", "problems")}
     value = found["score"] if found["score"] is not None else named.get("mme", named.get("cider_d"))
     row = {"name": f"{task.name}[{name}]", "value": value, "n": found["n"], "model": name}
@@ -391,21 +386,7 @@ def _texts(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(text, str) for text in value)
 
 
-@contextmanager
-def bar() -> Iterator[Progress]:
-    """A progress bar on a terminal: called with (done, total), which may start again for a second folder."""
-    from tqdm import tqdm
-
-    with tqdm(unit="img", leave=False, disable=not sys.stderr.isatty()) as shown:
-
-        def step(done: int, total: int) -> None:
-            shown.total, shown.n = total, done
-            shown.refresh()
-
-        yield step
-
-
-METRICS: dict[str, tuple[type[MetricOptions], Callable[[Any, Progress], Row]]] = {
+METRICS: dict[str, tuple[type[MetricOptions], Callable[[Any], Row]]] = {
     "fid": (FidOptions, two_folders),
     "kid": (KidOptions, two_folders),
     "cmmd": (FoldersOptions, two_folders),

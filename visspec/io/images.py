@@ -9,7 +9,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -139,7 +139,7 @@ def inside(folder: str | Path, name: str) -> Path:
 
 
 def iter_images(
-    files: list[Path], broken: list[tuple[Path, str]], max_pixels: int = MAX_PIXELS
+    files: Iterable[Path], broken: list[tuple[Path, str]], max_pixels: int = MAX_PIXELS
 ) -> Iterator[tuple[Path, Image.Image]]:
     """Open files one at a time, in order; unreadable files are appended to `broken` with the reason."""
     for path in files:
