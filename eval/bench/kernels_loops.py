@@ -8,6 +8,7 @@ P paths, D levels, N draft nodes, V vocabulary, K neighbours.
 import torch
 
 from visspec import kernels
+from visspec import tree as trees
 
 LEVELS = (10, 16, 14, 10, 8)  # nodes per depth of a 59-node tree, root aside
 
@@ -147,15 +148,8 @@ def published_loop(tokens, paths, scores, q, neighbours, k, uniforms, draw, delt
 
 def paths_of(parent):
     """(P, D) the nodes from the root to each leaf of a tree, given as a list of parents, padded with -1."""
-    chains = []
-    for n in range(len(parent)):
-        if n not in parent:
-            chain = [n]
-            while chain[0] != 0:
-                chain.insert(0, parent[chain[0]])
-            chains.append(chain)
-    width = max(map(len, chains))
-    return torch.tensor([chain + [-1] * (width - len(chain)) for chain in sorted(chains)])
+    chains = trees.paths(trees.static(tuple(parent)))[0].tolist()
+    return torch.tensor(sorted(chain for n, chain in enumerate(chains) if n not in parent))
 
 
 def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, draws=64):

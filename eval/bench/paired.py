@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tqdm import tqdm
+
 from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.types import Round, Trace
 
@@ -55,10 +57,10 @@ def turns(names: Sequence[Name], count: int) -> Iterator[tuple[int, list[Name]]]
 
 
 def interleave(
-    arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: int = 3, progress: Callable = lambda x: x
+    arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: int = 3, title: str | None = None
 ) -> tuple[dict[str, list[ArmRun]], list[str]]:
     """Every arm on every prompt. Returns runs by arm, and the failures (a prompt that fails in one arm is
-    excluded from all, and listed).
+    excluded from all, and listed). title: of a bar; without one there is none.
     """
     names = list(arms)
     for prompt in list(prompts)[:warmup]:
@@ -67,7 +69,8 @@ def interleave(
                 arms[name](prompt)
     runs: dict[str, list[ArmRun]] = {name: [] for name in names}
     failures: list[str] = []
-    for (i, order), prompt in zip(turns(names, len(prompts)), progress(prompts)):
+    bar = tqdm(prompts, desc=title, leave=False, disable=title is None)
+    for (i, order), prompt in zip(turns(names, len(prompts)), bar):
         try:
             found = {name: arms[name](prompt) for name in order}
         except Exception as error:

@@ -11,7 +11,6 @@ from typing import Any
 
 from PIL import Image
 from rich.table import Table
-from tqdm import tqdm
 
 from visspec import tree as trees
 from visspec.api import loading, requests
@@ -81,7 +80,7 @@ def bench_caption(
         if assistant is not None:
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
             arms["transformers_assisted"] = speed.fastest([StockCaptionArm(model, o, seed) for o in assisted], warm)
-    runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench caption", leave=False))
+    runs, failures = speed.interleave(arms, prompts, warmup, "bench caption")
     record = summarise(runs, failures, arms, arguments.temperature)
     if arguments.compile:
         record["speedup_over_compiled"] = record["baselines"]["transformers_compiled"]["ours_is_faster_by"]

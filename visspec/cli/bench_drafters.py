@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from visspec.api import loading, presets, zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
@@ -73,11 +71,11 @@ def bench_drafters(named: dict[str, str], arguments: Options) -> dict[str, Any]:
     if not arguments.untimed:
         arms: dict[str, Any] = {"transformers": stock, "plain": CaptionArm(accelerate(model, None), base, seed)}
         arms |= {f"drafter {name}": CaptionArm(one, base, seed) for name, one in fast.items()}
-        times, failures = speed.interleave(arms, prompts, 3, lambda p: tqdm(p, desc="times", leave=False))
+        times, failures = speed.interleave(arms, prompts, 3, "times")
     else:
         times, failures = {}, []
     counting = {"transformers": stock} | {f"drafter {name}": arm for name, arm in whole.items()}
-    counted, failed = speed.interleave(counting, prompts, 0, lambda p: tqdm(p, desc="counts", leave=False))
+    counted, failed = speed.interleave(counting, prompts, 0, "counts")
     rows = []
     for name, spec in named.items():
         found, setup = counted[f"drafter {name}"], fast[name].setup

@@ -206,7 +206,7 @@ def bench(
     arms: dict[str, Any] = ({} if stock is None else {"stock": stock}) | ours
     if pipe.compile and stock is not None:
         arms["stock_compiled"] = StockImageArm(compiled_family(pipe), sampling, seed, "static")
-    runs, failures = speed.interleave(arms, prompts, warmup, lambda p: tqdm(p, desc="bench image", leave=False))
+    runs, failures = speed.interleave(arms, prompts, warmup, "bench image")
     if not runs["plain"]:
         raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
     rows = [row(name, arm, runs) for name, arm in ours.items()]
