@@ -228,11 +228,14 @@ def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Ma
 
 def pooled(grid: Sequence[Sequence[float]]) -> list[list[float]]:
     """The grid summed in blocks, so that no side is longer than LARGEST_GRID."""
-    cells = np.asarray(grid)
-    block = -(-max(cells.shape) // LARGEST_GRID)
+    return blocks(np.asarray(grid), LARGEST_GRID).sum(axis=(1, 3)).tolist()
+
+
+def blocks(cells: np.ndarray, most: int) -> np.ndarray:
+    """(rows, height, columns, width): square blocks of a grid, padded with 0, so that no side has more than `most`."""
+    block = -(-max(cells.shape) // most)
     padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
-    rows, columns = (n // block for n in padded.shape)
-    return padded.reshape(rows, block, columns, block).sum(axis=(1, 3)).tolist()
+    return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
 
 
 def rgb(share: float, grey: bool = False) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageColor
 
-from visspec.eval.report.figures import rgb
+from visspec.eval.report.figures import blocks, rgb
 from visspec.eval.report.records import RecordImage
 from visspec.io.images import open_image, read_image
 
@@ -77,10 +77,7 @@ def difference(image: Image.Image, baseline: Image.Image, side: int = SIDE) -> t
         return None
     apart = np.abs(np.asarray(image, np.int16) - np.asarray(baseline, np.int16)).max(axis=-1)
     lifted = np.where(apart > 0, 40 + apart * (215 / 255), 0).astype(np.uint8)
-    block = -(-max(lifted.shape) // side)
-    padded = np.pad(lifted, [(0, -n % block) for n in lifted.shape])
-    rows, columns = (n // block for n in padded.shape)
-    largest = padded.reshape(rows, block, columns, block).max(axis=(1, 3))  # a mean would hide a single pixel
+    largest = blocks(lifted, side).max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
 
 
