@@ -37,7 +37,7 @@ from visspec.models.block.dflash2 import SELECTOR, DFlash2Model, with_selector
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.sequential import PREFIXES, SPARK, WRITTEN, Domino, Spark, entries, renamed, sequential_of
 from visspec.models.decoder.target import vocabulary
-from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
+from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
     VERSION,
     check_verifier,
@@ -102,13 +102,16 @@ def read(
         return stored.get(own) or renamed(own, WRITTEN)
 
     with torch.device("meta"):
-        found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
-        check_shapes(network(config), found, folder, named)
-    if head is not None:
-        check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
-    _check_head(folder, own, shapes, config.hidden_size, few, vocab)
-    _check_copies(folder, form, shapes, config.hidden_size, vocab)
-    assistant: Any = network(config)
+        assistant: Any = network(config)
+    if shapes or not on_meta(model):
+        check_shapes(assistant, {wanted: tuple(shapes[name]) for name, wanted in names.items()}, folder, named)
+        if head is not None:
+            check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
+        _check_head(folder, own, shapes, config.hidden_size, few, vocab)
+        _check_copies(folder, form, shapes, config.hidden_size, vocab)
+    if on_meta(model):
+        return BlockModel(assistant, model, width, nodes, replace(block, sequential=head))
+    assistant = network(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = unprefixed(read_tensors(folder), folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
@@ -204,15 +207,24 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     return kinds
 
 
-def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list[int]:
-    """Layers whose outputs are read, counted from 0; if z-lab's form does not tell, as many as the drafter has, spread
-    from 1 to the last but two.
+def stated_layers(form: str, said: dict, depth: int, count: int) -> tuple[Any, str]:
+    """(ids of the target's layers, what they are): "outputs" of layers, in speculators' form "inputs"; if z-lab's form
+    does not tell, by "defaults" the outputs of as many as the drafter has, spread from 1 to the last but two.
     """
-    flat = form != "speculators"
-    name, given = "target_layer_ids" if flat else "aux_hidden_state_layer_ids", None
-    if flat and said.get(name) is None and depth > 3:
-        given = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
-    ids, low = check_wholes(name, given or said.get(name), 0, MOST_LAYERS), 0 if flat else 1
+    if form == "speculators":
+        return said.get("aux_hidden_state_layer_ids"), "inputs"
+    if said.get("target_layer_ids") is not None or depth <= 3:
+        return said.get("target_layer_ids"), "outputs"
+    spread = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
+    return spread, "defaults"
+
+
+def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list[int]:
+    """Layers whose outputs are read, counted from 0."""
+    stated, convention = stated_layers(form, said, depth, count)
+    low = 1 if convention == "inputs" else 0
+    name = "aux_hidden_state_layer_ids" if low else "target_layer_ids"
+    ids = check_wholes(name, stated, 0, MOST_LAYERS)
     if not ids or (wrong := [i for i in ids if not low <= i < depth]):
         found = f"layer {wrong[0]}" if ids else "none"
         raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{depth - 1}")
