@@ -70,7 +70,7 @@ def inspect(drafter: str | Path, target: str | None = None) -> Inspection:
         try:
             found.fits = _judge(found, root, data, shapes, model, options)
         except ValueError as error:
-            found.refused, found.fits = str(error), None if target is None else False
+            found.refused, found.fits = str(error), None if target is None and found.form != "mtp" else False
             if found.tensors:
                 found.tensors |= {key: getattr(error, key, []) for key in ("missing", "unexpected")}
     found.notes += [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
