@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.test_drafter_checkpoints import Largest
 from tests.test_lantern_drafters import published as lantern
@@ -109,7 +108,9 @@ def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, capsys):
         alone, found = inspect(folder), inspect(folder, ours)
         assert (alone.form, alone.fits, alone.refused, found.fits) == (form, None, None, True)
         assert alone.vocabulary["target"] == 96
-    assert "made for a target of family 'llava', got a model of 'llama'" in inspect(tmp_path / "eagle-head", wide).refused
+    assert (
+        "made for a target of family 'llava', got a model of 'llama'" in inspect(tmp_path / "eagle-head", wide).refused
+    )
     name = inspect("vispec", "captioner"), inspect("vispec", "captioner-emoji")
     assert [found.fits for found in name] == [True, False] and "vocabulary 164" in name[1].refused
     assert inspect("painter-eagle", "painter").fits and inspect("painter-eagle", "captioner").fits is False
@@ -130,8 +131,9 @@ def test_the_layer_in_a_targets_own_files(tmp_path, name):
     lost = next(key for key in tensors if key.endswith("post_attention_layernorm.weight"))
     saved_target(tmp_path / "less", make_model(), {key: value for key, value in tensors.items() if key != lost})
     found = inspect(tmp_path / "less")
-    assert (found.form, found.fits) == ("mtp", False) and f"lacks tensor '{lost}'" in found.refused
-    assert found.tensors["missing"] == [lost]
+    assert (found.form, found.fits) == ("mtp", False)
+    (missing,) = found.tensors["missing"]
+    assert missing.endswith("post_attention_layernorm.weight") and f"lacks tensor '{missing}'" in found.refused
 
 
 def test_an_image_drafter_of_others(tmp_path):
@@ -218,7 +220,10 @@ def test_options_are_those_of_the_drafter(tmp_path, targets):
     folder, ours = saved(tmp_path / "head", *eagle_2()), targets("llava")
     assert "does not tell what it sees of a picture" in inspect(folder, ours).refused
     assert inspect(f"{folder}:images=slots,width=3", ours).fits
-    assert "does not take {'images': 'slots', 'image': 'slots'}" in inspect(f"{folder}:images=slots,image=slots", ours).refused
+    assert (
+        "does not take {'images': 'slots', 'image': 'slots'}"
+        in inspect(f"{folder}:images=slots,image=slots", ours).refused
+    )
 
 
 def test_positions_are_told(tmp_path):

@@ -36,7 +36,7 @@ from visspec.io.checkpoint import (
 from visspec.models.block.dflash2 import SELECTOR, DFlash2Model, with_selector
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.sequential import PREFIXES, SPARK, WRITTEN, Domino, Spark, entries, renamed, sequential_of
-from visspec.models.decoder.target import vocabulary
+from visspec.models.decoder.target import depth, vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
     VERSION,
@@ -156,7 +156,6 @@ def config_of(
     sizes = {name: entry(folder, layer, name, int) for name in SIZES}
     for name, value in sizes.items():
         check_whole(name, value, 1, MOST_LAYERS if name == "num_hidden_layers" else LARGEST)
-    depth = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
     theta, scaling, _, _, partial = rope_of(folder, layer)
     if partial != 1:
         raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shown(partial)}, expected 1.0")
@@ -185,7 +184,7 @@ def config_of(
         layer_types=kinds,
         block_size=said["block_size"],
         mask_token_id=said["mask_token_id"],
-        target_layer_ids=_layers(folder, form, said, depth, sizes["num_hidden_layers"]),
+        target_layer_ids=_layers(folder, form, said, depth(model), sizes["num_hidden_layers"]),
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
@@ -207,27 +206,27 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     return kinds
 
 
-def stated_layers(form: str, said: dict, depth: int, count: int) -> tuple[Any, str]:
+def stated_layers(form: str, said: dict, layers: int, count: int) -> tuple[Any, str]:
     """(ids of the target's layers, what they are): "outputs" of layers, in speculators' form "inputs"; if z-lab's form
     does not tell, by "defaults" the outputs of as many as the drafter has, spread from 1 to the last but two.
     """
     if form == "speculators":
         return said.get("aux_hidden_state_layer_ids"), "inputs"
-    if said.get("target_layer_ids") is not None or depth <= 3:
+    if said.get("target_layer_ids") is not None or layers <= 3:
         return said.get("target_layer_ids"), "outputs"
-    spread = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
+    spread = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
     return spread, "defaults"
 
 
-def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list[int]:
+def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> list[int]:
     """Layers whose outputs are read, counted from 0."""
-    stated, convention = stated_layers(form, said, depth, count)
+    stated, convention = stated_layers(form, said, layers, count)
     low = 1 if convention == "inputs" else 0
     name = "aux_hidden_state_layer_ids" if low else "target_layer_ids"
     ids = check_wholes(name, stated, 0, MOST_LAYERS)
-    if not ids or (wrong := [i for i in ids if not low <= i < depth]):
+    if not ids or (wrong := [i for i in ids if not low <= i < layers]):
         found = f"layer {wrong[0]}" if ids else "none"
-        raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{depth - 1}")
+        raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{layers - 1}")
     return [i - low for i in ids]
 
 
@@ -383,8 +382,7 @@ def check_form(drafter: BlockModel, form: str) -> None:
     for name in ("anchor", "head", "embed", "scale", "multiplier", "softcap"):
         if name not in only.get(form, ("anchor", "head")) and getattr(block, name) != getattr(plain, name):
             raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
-    depth = drafter.model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-    if form in ("speculators", "dspark") and depth in drafter.traits.feature_layers:
+    if form in ("speculators", "dspark") and depth(drafter.model) in drafter.traits.feature_layers:
         raise ValueError(f"form: got a drafter that reads the state after the last layer for {form!r}, expected none")
     if "sliding_attention" in drafter.kinds:
         if block.from_anchor != (form in ("speculators", "dspark")):
@@ -436,7 +434,7 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
             **layer,
             **({} if block.causal else {"is_causal": False}),
             "block_size": drafter.block,
-            "num_target_layers": drafter.model.config.get_text_config().num_hidden_layers,  # type: ignore[union-attr, operator]
+            "num_target_layers": depth(drafter.model),
             "dflash_config": own,
         }
     return {

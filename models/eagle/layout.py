@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shown
-from visspec.models.decoder.target import content_ids, vocabulary
+from visspec.models.decoder.target import content_ids, depth, vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
     VERSION,
@@ -159,10 +159,9 @@ def config_of(
     layer = data if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
     common = layer_fields(folder, layer, shapes)
     check_verifier(folder, data, model)
-    text: Any = model.config.get_text_config()
     common |= {
         "family": model.config.model_type,
-        "target_layers": text.num_hidden_layers,
+        "target_layers": depth(model),
         "target_hidden": data.get("target_hidden_size") or common["hidden"],
         "image_ids": tuple(sorted(content_ids(model.config))),
         "levels": _levels(form, data),
@@ -181,7 +180,7 @@ def config_of(
             norm_input=f"{LAYER}input_layernorm.weight" in shapes,
         )
     _check_flags(folder, object_of(data.get("eagle_config")))
-    ids = _states(folder, form, data, text.num_hidden_layers, layers)
+    ids = _states(folder, form, data, depth(model), layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     common |= {name: bool(data.get(name, False)) for name in flags}
     return EagleConfig(
@@ -240,7 +239,7 @@ def _check_flags(folder: Path, flags: dict) -> None:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
 
 
-def stated_layers(form: str, data: dict, depth: int) -> tuple[Any, str]:
+def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
     """(ids of the target's layers as a head of EAGLE-3 names them, what they are): "outputs" or "inputs" of layers,
     "boundary" for inputs of which one is that of no layer; of a head that names none, hidden states by "defaults".
     """
@@ -248,10 +247,10 @@ def stated_layers(form: str, data: dict, depth: int) -> tuple[Any, str]:
     own = data.get("target_layer_ids")  # DeepSpec's, of outputs
     stated = own or next((part[IDS] for part in parts if part.get(IDS)), None)
     if not stated:
-        return (2, depth // 2, depth - 3), "defaults"
+        return (2, layers // 2, layers - 3), "defaults"
     if form == "eagle3" and (own or next(iter(list_of(stated)), None) in (0, 1)):
         return stated, "outputs"
-    return stated, "boundary" if depth in list_of(stated) else "inputs"
+    return stated, "boundary" if layers in list_of(stated) else "inputs"
 
 
 def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tuple[int, ...]:

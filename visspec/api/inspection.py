@@ -20,10 +20,11 @@ from visspec.api.sources import need
 from visspec.io import hub
 from visspec.io.checkpoint import LARGEST, PICKLED, check_folder, read_json, read_shapes
 from visspec.models import assistants, published
-from visspec.models.decoder import mtp_layer
+from visspec.models.decoder import mtp_layer, target
 from visspec.models.drafting import checkpoint
 from visspec.models.drafting.published_config import object_of, rope_of, unprefixed
 from visspec.models.eagle import lantern
+from visspec.models.layers import MOST_LAYERS
 
 Shapes = dict[str, tuple[int, ...]]
 DEPTH = 64  # of a target that stands in for one of which nothing is known
@@ -53,9 +54,9 @@ class Inspection:
     notes: list[str] = field(default_factory=list)
 
 
-def inspect(drafter: str | Path, target: str | None = None) -> Inspection:
+def inspect(drafter: str | Path, model: str | None = None) -> Inspection:
     """Judge a drafter's folder, hub id or included name, with options behind a colon as `accelerate` takes them.
-    target: the same of a target, or its config.json.
+    model: the same of a target, or its config.json.
 
     Raises ValueError where there is nothing to judge: no configuration, broken files, no such target.
     """
@@ -63,14 +64,14 @@ def inspect(drafter: str | Path, target: str | None = None) -> Inspection:
     root, shapes = opened(name)
     data = read_json(root, checkpoint.CONFIG)
     alone = "kind" not in data and str(data.get("model_type")) in KINDS
-    model = None if target is None or alone else loading.without_weights(target)
+    whole = None if model is None or alone else loading.without_weights(model)
     found = Inspection(tensors={"count": len(shapes), "missing": [], "unexpected": []} if shapes else None)
     with warnings.catch_warnings(record=True) as caught, loading.quiet():
         warnings.simplefilter("always")
         try:
-            found.fits = _judge(found, root, data, shapes, model, options)
+            found.fits = _judge(found, root, data, shapes, whole, options)
         except ValueError as error:
-            found.refused, found.fits = str(error), None if target is None and found.form != "mtp" else False
+            found.refused, found.fits = str(error), None if model is None and found.form != "mtp" else False
             if found.tensors:
                 found.tensors |= {key: getattr(error, key, []) for key in ("missing", "unexpected")}
     found.notes += [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
@@ -150,19 +151,19 @@ def _published(found: Inspection, root: Path, data: dict, shapes: Shapes, model:
         found.vocabulary["draft"] = data.get("draft_vocab_size") or found.vocabulary["target"]
     if found.positions and not heads:
         found.positions["counted"] = "slots"
-    depth = _whole(data.get("num_target_layers")) if model is None else model.config.get_text_config().num_hidden_layers
+    depth = _whole(data.get("num_target_layers")) if model is None else target.depth(model)
     found.layers, found.convention, found.hidden_states = published.layers_of(reader, form, data, depth)
     if reader == "transformers":
         return _model(found, root, data, shapes, model, options)
     if not shapes and any(path.suffix in PICKLED for path in root.iterdir()):
         check_folder(root)
-    said, target = data, model
+    said, whole = data, model
     if model is None:
         said = {key: value for key, value in data.items() if key not in OF_THE_TARGET}
-        target = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
+        whole = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
         options = {"images": "slots"} | options if found.form == "eagle" else options
     options = {key: value for key, value in options.items() if key not in zoo.SHAPE}
-    start = partial(published.read, root, said, shapes, target)
+    start = partial(published.read, root, said, shapes, whole)
     zoo.make("drafter", root.name, published.read, options, start)
     return True if model is not None else None
 
@@ -197,14 +198,14 @@ def _configured(found: Inspection, root: Path, layer: dict, counted: str, draft:
 
 def stand_in(layer: dict, sees: bool, hidden: Any, depth: int | None, states: Any) -> Any:
     """A target on `meta` that a drafter fits by what it says itself. sees: whether it takes pictures."""
-    last = max((i for i in states or () if _whole(i)), default=DEPTH)
+    last = max((i for i in states or () if _whole(i)), default=0) or DEPTH
     sizes = {"vocab_size": layer.get("vocab_size"), "hidden_size": hidden or layer.get("hidden_size")}
     sizes = {name: value for name, value in sizes.items() if _whole(value)}
     more = {"image_token_id": 0} if sees else {}
     config = transformers.LlamaConfig(num_hidden_layers=1, num_attention_heads=1, **sizes, **more)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM._from_config(config)
-    model.config.num_hidden_layers = depth or max(last + 2, DEPTH)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[0]] * min(depth or last + 2, MOST_LAYERS))
     return model
 
 
