@@ -302,7 +302,7 @@ def test_the_command(tmp_path, targets, capsys):
     assert code == 0 and found.keys() >= {"form", "layers", "convention", "fits", "refused"}
     assert (found["form"], found["layers"], found["convention"]) == ("eagle3", [0, 0, 0], "outputs")
     assert (found["fits"], found["refused"]) == (True, None)
-    for line in (f"{folder}: eagle3", "reads: outputs [0, 0, 0], hidden states [1, 1, 1]",
+    for line in (f"{folder}: eagle3", "layers: [0, 0, 0] (outputs), hidden states [1, 1, 1]",
                  "vocabulary: 96 ids, 36 of them drafted", f"verdict: fits {targets('llava')}"):  # fmt: skip
         assert line in said.splitlines()
     code, said, _ = run(capsys, folder, "--target", targets("wide"))

@@ -33,12 +33,12 @@ def lines(name: str, found: dict[str, Any], target: str | None) -> list[str]:
     """The page of an `Inspection`."""
     said = [f"{name}: {found['form'] or 'a form that is not known'}"]
     if found["layers"] is not None:
-        said.append(f"reads: {found['convention']} {found['layers']}, hidden states {found['hidden_states']}")
+        said.append(f"layers: {found['layers']} ({found['convention']}), hidden states {found['hidden_states']}")
     elif found["convention"]:
-        said.append(f"reads: {found['convention']}, which depend on the target's depth")
+        said.append(f"layers: {found['convention']}, which the depth of a --target tells")
     if positions := found["positions"]:
         rest = ", ".join(f"{key} {value}" for key, value in positions.items() if key != "counted" and value != [])
-        said.append(f"positions: those of {positions['counted']}, {rest}")
+        said.append(f"positions: by {positions['counted']}, {rest}")
     vocabulary, few = (found["vocabulary"].get(key) for key in ("target", "draft"))
     if vocabulary:
         said.append(f"vocabulary: {vocabulary} ids, {f'{few} of them drafted' if few else 'by the head of the target'}")
@@ -52,5 +52,6 @@ def lines(name: str, found: dict[str, Any], target: str | None) -> list[str]:
     said += [f"note: {note}" for note in found["notes"]]
     if found["refused"]:
         return [*said, f"refused: {found['refused']}"]
-    fits = {None: "is read" if target is None else "not judged", True: "fits"}
-    return [*said, f"verdict: {fits[found['fits']]}{f' {target}' if target else ''}"]
+    if found["fits"]:
+        return [*said, f"verdict: fits {target or 'the model in its folder'}"]
+    return [*said, "verdict: a form that is read" if target is None else f"verdict: not judged for {target}"]
