@@ -1,5 +1,5 @@
-"""Every configuration that SpecForge ships, made small: random weights by its published names are read, for a tiny target
-of its kind, and draft; the one that is refused is refused by name.
+"""Every configuration that SpecForge ships, made small: random weights by its published names are read, for a tiny
+target of its kind, and draft; the one that is refused is refused by name.
 
 `specforge_configs.json` has the entries that a reader looks at, as they stood in August 2026 (sgl-project/SpecForge).
 Sizes are scaled down (`scaled`), every key stays.
@@ -190,7 +190,7 @@ def test_a_configuration_is_read_and_drafts(tmp_path, name):
     assert fast.last_stats.faults == 0
     with pytest.raises(ValueError, match="lacks tensor"):
         zoo.drafter(saved(tmp_path / "less", data, {key: tensors[key] for key in list(tensors)[1:]}), model)
-    with pytest.raises(ValueError, match="has the unknown tensor 'more.weight'"):
+    with pytest.raises(ValueError, match="has the unknown tensor 'more"):
         zoo.drafter(saved(tmp_path / "more", data, tensors | {"more.weight": torch.ones(1)}), model)
 
 
@@ -203,9 +203,7 @@ def test_a_target_that_another_stands_in_for_is_refused_itself(name):
 
 def test_p_eagle_is_refused_by_name(tmp_path):
     folder = saved(tmp_path / "head", CONFIGS["qwen3-8b-peagle"], {"mask_hidden": torch.zeros(1, 1, 3)})
-    with pytest.raises(
-        ValueError, match="of 'PEagleDraftModel', P-EAGLE, .*, expected an EAGLE-3 head of one layer or"
-    ):
+    with pytest.raises(ValueError, match=r"of 'PEagleDraftModel', P-EAGLE, .*, expected an EAGLE-3 head of one layer"):
         zoo.drafter(folder, target("Qwen3ForCausalLM"))
 
 
