@@ -105,7 +105,9 @@ def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, capsys):
     ours, wide = targets("llava"), targets("wide")
     for make_one, form in ((own, "eagle-head"), (small, "small-model")):
         folder = make_one(tmp_path / form)
-        alone, found = inspect(folder), inspect(folder, ours)
+        with Largest() as largest:
+            alone, found = inspect(folder), inspect(folder, ours)
+        assert largest.found < 1000, "no weights were read"
         assert (alone.form, alone.fits, alone.refused, found.fits) == (form, None, None, True)
         assert alone.vocabulary["target"] == 96
     assert (

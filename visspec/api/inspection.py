@@ -161,7 +161,6 @@ def _published(found: Inspection, root: Path, data: dict, shapes: Shapes, model:
     if model is None:
         said = {key: value for key, value in data.items() if key not in OF_THE_TARGET}
         whole = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
-        options = {"images": "slots"} | options if found.form == "eagle" else options
     options = {key: value for key, value in options.items() if key not in zoo.SHAPE}
     start = partial(published.read, root, said, shapes, whole)
     zoo.make("drafter", root.name, published.read, options, start)
