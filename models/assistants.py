@@ -37,7 +37,8 @@ def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
 
 def loaded(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
     """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device."""
-    return assistant(read(folder, data, model.dtype, on_meta(model)).to(model.device).eval(), model, **options)
+    spec: Any = read(folder, data, model.dtype, on_meta(model))
+    return assistant(spec.to(model.device).eval(), model, **options)
 
 
 def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> PreTrainedModel:
@@ -53,8 +54,8 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
     try:
-        where = {"device_map": "meta"} if empty else {}
-        spec, info = kind.from_pretrained(
+        where: dict[str, Any] = {"device_map": "meta"} if empty else {}
+        both: Any = kind.from_pretrained(
             str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True, **where
         )
     except (RuntimeError, OSError, KeyError) as error:
@@ -62,9 +63,10 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
         raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
     finally:
         logging.set_verbosity(verbosity)
+    spec, info = both
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             missing, extra = (sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys"))
-            found = f"{what.replace('_', ' ')} ({sorted(map(str, info[what]))[0]})"
-            raise TensorsDiffer(f"drafter: {folder} has {found}, expected exactly its tensors", missing, extra)
+            says = f"{what.replace('_', ' ')} ({sorted(map(str, info[what]))[0]})"
+            raise TensorsDiffer(f"drafter: {folder} has {says}, expected exactly its tensors", missing, extra)
     return spec

@@ -198,10 +198,10 @@ def _configured(found: Inspection, root: Path, layer: dict, counted: str, draft:
 def stand_in(layer: dict, sees: bool, hidden: Any, depth: int | None, states: Any) -> Any:
     """A target on `meta` that a drafter fits by what it says itself. sees: whether it takes pictures."""
     last = max((i for i in states or () if _whole(i)), default=0) or DEPTH
-    sizes = {"vocab_size": layer.get("vocab_size"), "hidden_size": hidden or layer.get("hidden_size")}
+    sizes: dict[str, Any] = {"vocab_size": layer.get("vocab_size"), "hidden_size": hidden or layer.get("hidden_size")}
     sizes = {name: value for name, value in sizes.items() if _whole(value)}
-    more = {"image_token_id": 0} if sees else {}
-    config = transformers.LlamaConfig(num_hidden_layers=1, num_attention_heads=1, **sizes, **more)
+    sizes |= {"image_token_id": 0} if sees else {}
+    config = transformers.LlamaConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM._from_config(config)
     model.model.layers = torch.nn.ModuleList([model.model.layers[0]] * min(depth or last + 2, MOST_LAYERS))
