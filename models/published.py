@@ -90,6 +90,8 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
         return "dflash", projector if projector in ("dspark", "domino") else BLOCKS[first]
     if data.get("model_type") in ASSISTANTS:
         return "transformers", ""
+    if first in ("VispecDraftModel", "LlamaEagleDraftModel"):
+        return "eagle", "eagle"
     if first in EAGLE3 or (first in ("", *PLAIN) and any(name.startswith("midlayer.") for name in names)):
         return "eagle", "eagle3"
     bare = any(name.startswith(("fc.", "layers.")) for name in names)  # models of transformers have them in `model.`
@@ -114,7 +116,10 @@ def not_read(data: dict, names: Iterable[str]) -> tuple[str, tuple[str, str, str
 def kind_of(reader: str, form: str, data: dict, names: Iterable[str]) -> str:
     """What the form of a folder is called: the algorithm, whoever published it."""
     if reader == "eagle":
-        return "eagle3" if form != "eagle" else "vispec" if "imadpt.q" in names else "eagle"
+        latents = {"imadpt.q", "img_adaptor.query"} & set(names) or "VispecDraftModel" in list_of(
+            data.get("architectures")
+        )
+        return "eagle3" if form != "eagle" else "vispec" if latents else "eagle"
     if reader == "dflash":
         known = {
             "speculators": data.get("speculators_model_type"),

@@ -37,6 +37,7 @@ FOUND = {  # form, layers, convention, hidden states, vocabulary
     "eagle": ("eagle", [-1], "defaults", [-1], None),
     "msd-qwen2-vl": ("eagle", [-1], "defaults", [-1], None),
     "vispec": ("vispec", [-1], "defaults", [-1], None),
+    "vispec-automodel-qwen2.5-vl": ("vispec", [-1], "defaults", [-1], None),
     "eagle3": ("eagle3", [0, 0, 0], "outputs", [1, 1, 1], 36),
     "speculators": ("eagle3", [1, 0], "inputs", [1, 0], 36),
     "z-lab": ("dflash", [1, 0], "outputs", [2, 1], None),
@@ -228,6 +229,11 @@ def test_options_are_those_of_the_drafter(tmp_path, targets):
         "does not take {'images': 'slots', 'image': 'slots'}"
         in inspect(f"{folder}:images=slots,image=slots", ours).refused
     )
+
+
+def test_layers_that_are_asked_for_are_told(tmp_path, targets):
+    found = inspect(f"{saved(tmp_path / 'head', *eagle_3())}:layers=1-0-1", targets("llava"))
+    assert (found.layers, found.convention, found.hidden_states, found.fits) == ([1, 0, 1], "inputs", [1, 0, 1], True)
 
 
 def test_positions_are_told(tmp_path):

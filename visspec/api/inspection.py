@@ -143,14 +143,12 @@ def _published(found: Inspection, root: Path, data: dict, shapes: Shapes, model:
     layer = object_of(data.get("transformer_layer_config", data.get("text_config", data)))
     row = published.not_read(data, shapes)
     found.form = row and row[1][0]
-    _configured(found, root, layer, "target")
+    _configured(found, root, layer, "slots")
     reader, form = published.form_of(root, data, shapes)
     found.form = published.kind_of(reader, form, data, shapes)
     heads = reader == "eagle" and form != "eagle"
     if heads or form == "speculators":
         found.vocabulary["draft"] = data.get("draft_vocab_size") or found.vocabulary["target"]
-    if found.positions and not heads:
-        found.positions["counted"] = "slots"
     depth = _whole(data.get("num_target_layers")) if model is None else target.depth(model)
     found.layers, found.convention, found.hidden_states = published.layers_of(reader, form, data, depth)
     if reader == "transformers":
@@ -163,7 +161,14 @@ def _published(found: Inspection, root: Path, data: dict, shapes: Shapes, model:
         whole = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
     options = {key: value for key, value in options.items() if key not in zoo.SHAPE}
     start = partial(published.read, root, said, shapes, whole)
-    zoo.make("drafter", root.name, published.read, options, start)
+    judged = zoo.make("drafter", root.name, published.read, options, start)
+    if found.hidden_states is not None or "layers" in options:
+        found.hidden_states = list(judged.traits.feature_layers)
+    if "layers" in options:
+        found.layers, found.convention = found.hidden_states, "inputs"
+    if found.positions and reader == "eagle":
+        found.positions["counted"] = "slots" if judged.config.positions == "index" else "target"
+        found.positions["mrope_section"] = list(judged.config.mrope_section)
     return True if model is not None else None
 
 
