@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from visspec.cache import to_device
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState, DistanceGroup
@@ -25,7 +26,7 @@ from visspec.models.scales.reading import ConditionState, DistanceGroup
 @dataclass(frozen=True)
 class TokenPruning:
     """shares: of tokens that go through the blocks, of each of the last scales, none larger than the one before; 0: the
-    blocks are left out. audit: measure the drift, by a full pass beside each.
+    blocks are left out. audit: measure the drift by a full pass beside each; a scale's is that of its mean code.
     """
 
     shares: tuple[float, ...]
@@ -103,7 +104,7 @@ class PrunedState(ConditionState):
             self.full.keep(counts)
 
     def select(self, images: list[int]) -> None:
-        self.added = self.added[self._rows(images)]
+        self.added = self.added[to_device(self._rows(images), self.added.device)]
         super().select(images)
         if self.full is not None:
             self.full.select(images)

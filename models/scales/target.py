@@ -24,7 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visspec.distributions import Maps
+from visspec.accept.local import settled
+from visspec.distributions import Maps, maps
 from visspec.loop.decode import measure
 from visspec.loop.output import ScaleBuffer
 from visspec.models.image_codes.target import Family, ImageLayout
@@ -249,10 +250,15 @@ class ScaleTarget(Target):
         if isinstance(reading, PrunedState):
             state.trace.kept = reading.kept
             if reading.full is not None:
-                apart = found.distribution.p - self._scores(state, reading.said, nodes).distribution.p
-                measure(state, "drift", apart.abs().sum(dim=-1).mean(dim=(1, 2)) / 2)
+                self._audit(state, found, self._scores(state, reading.said, nodes))
         self._report(state)
         return found
+
+    def _audit(self, state: State, found: Scores, wanted: Scores) -> None:
+        """Drift of a scale: the total variation of its codes' distributions to those wanted, on average."""
+        greedy = state.request.sampling.greedy
+        p, q = (settled(maps(scores.distribution).p, greedy) for scores in (found, wanted))
+        measure(state, "drift", (p - q).abs().sum(dim=-1).mean(dim=(1, 2)) / 2)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.keep([len(path) for path in outcome.path])
