@@ -65,7 +65,7 @@ MAPS = {  # of next-scale models; drafter and refiner are a smaller one
     ),
     "fastvar": Preset(
         "none", "scales", "FastVAR (arXiv 2503.23367): of the last scales only some tokens go through the blocks",
-        parts={"pruning": (0.6, 0.5, 0.0, 0.0)},
+        parts={"pruning": (0.5, 0.0, 0.0)},
     ),
 }  # fmt: skip
 ANY_ORDER = {  # of models that draw in any order, beside those of `CODES` that they take
