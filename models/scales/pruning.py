@@ -2,7 +2,7 @@
 
 The tokens that run are those whose features differ most from the same spot's at the scale before, alike in all rows of
 an image; the others get what the blocks have added to the scale before, enlarged. (Published: the tokens farthest from
-the mean of their map, chosen in each layer, and the last full scale in place of the one before.) They are chosen before
+the mean of their map, chosen in each layer; others restored from the last full scale.) They are chosen before
 the blocks, so that networks know nothing of it: they are given fewer places, whose keys and values alone are kept.
 
 Shapes: B images, R = B or 2 B rows, Q tokens of a scale, M of them through the blocks, C width.
