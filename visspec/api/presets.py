@@ -64,6 +64,10 @@ MAPS = {  # of next-scale models; drafter and refiner are a smaller one
     "scalekv": Preset(
         "none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}
     ),
+    "fastvar": Preset(
+        "none", "scales", "FastVAR (arXiv 2503.23367): of the last scales only some tokens go through the blocks",
+        parts={"pruning": (0.5, 0.0, 0.0)},
+    ),
 }  # fmt: skip
 ANY_ORDER = {  # of models that draw in any order, beside those of `CODES` that they take
     "assd": Preset(
