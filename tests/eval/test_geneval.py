@@ -15,7 +15,8 @@ from PIL import Image
 from visspec.eval.metrics import geneval
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.toys.judges import ShapeWorldDetector
-from visspec.toys.world import lattice, suite
+from visspec.toys.world import suite
+from visspec.toys.world.render import to_image
 
 
 def thing(label: str, score: float = 0.95, box=(0, 0, 10, 10), colour: str | None = None) -> Detection:
@@ -115,7 +116,7 @@ def make_root(root: Path, count: int = 6, samples: int = 2, extra: dict | None =
     for i, row in enumerate(suite.suite()[:: 368 // count][:count]):
         folder = geneval.write_prompt(root, i, row | (extra or {}))
         for j in range(samples):
-            Image.fromarray(lattice.picture(lattice.sample_scene(row, rng))).save(folder / f"{j:04d}.png")
+            to_image(suite.free_scene(row, rng), 64).save(folder / f"{j:04d}.png")
     return root
 
 

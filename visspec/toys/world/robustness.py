@@ -17,7 +17,6 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import DetectedColours, Detector
 from visspec.eval.metrics.geneval import judge, kept
-from visspec.toys.world import lattice
 from visspec.toys.world.detector import blurred
 from visspec.toys.world.palette import GROUNDS
 from visspec.toys.world.render import render
@@ -26,7 +25,7 @@ from visspec.toys.world.worlds import WORLDS, World, world
 
 Damage = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 TIERS = {
-    "shapes": (("lattice", 64), ("free plain", 64), ("free", 64), ("free", 96), ("free", 128)),
+    "shapes": (("free plain", 64), ("free", 64), ("free", 96), ("free", 128)),
     "emoji": (("prompts", 96), ("prompts", 128), ("captions", 120)),
 }
 # Strengths of a world's columns.
@@ -66,18 +65,6 @@ def halved(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     side = image.shape[0]
     small = Image.fromarray(image).resize((side // 2, side // 2), Image.Resampling.BILINEAR)
     return np.asarray(small.resize((side, side), Image.Resampling.BILINEAR))
-
-
-def wrong_tokens(count: int) -> Damage:
-    """Replace `count` of the 64 lattice tokens by uniform ones; this changes the content of some images."""
-
-    def damage(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        tokens = lattice.encode(image)
-        where = rng.choice(lattice.TOKENS, size=count, replace=False)
-        tokens[where] = rng.integers(lattice.vocabulary_size(), size=count)
-        return lattice.decode(tokens)
-
-    return damage
 
 
 def kmeans(patches: np.ndarray, k: int, rng: np.random.Generator, rounds: int = 10) -> np.ndarray:
@@ -130,8 +117,6 @@ class Render(NamedTuple):
 def pictures(tier: str, side: int, rows: list[Metadata], seed: int) -> list[np.ndarray]:
     """One clean render of shapes per prompt; the tier "free plain" has no ground texture."""
     rng = np.random.default_rng(seed)
-    if tier == "lattice":
-        return [lattice.picture(lattice.sample_scene(row, rng)) for row in rows]
     grounds = ("plain",) if tier == "free plain" else GROUNDS
     return [render(SHAPES.free_scene(row, rng, grounds), side) for row in rows]
 
@@ -161,8 +146,6 @@ def damages(place: World, tier: str, side: int, seed: int) -> dict[str, Damage]:
     out["half size"] = halved
     if place.name == "shapes":
         out["VQ 512"] = vector_quantised(pictures(tier, side, SHAPES.suite(), seed))
-    if tier == "lattice":
-        out |= {f"{n} wrong": wrong_tokens(n) for n in (1, 2, 4, 8)}
     return out
 
 
