@@ -157,7 +157,7 @@ def test_pairs_are_of_known_tasks_on_plain_ground():
     for seed in range(6):
         metadata, scene = continuous_autoencoder.pair(seed)
         assert metadata["tag"] in continuous_autoencoder.TASKS and scene.ground == "plain"
-        for shape in scene.shapes:
+        for shape in scene.things:
             assert shape.radius in continuous_autoencoder.RADII
             assert all((at / continuous_autoencoder.STEP).is_integer() for at in (shape.x, shape.y))
 

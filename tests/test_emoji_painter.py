@@ -23,7 +23,7 @@ def test_every_pair_shows_the_animal_of_its_prompt():
     names = set(subjects()[::ALONE])
     rows = [emoji_painter.pair(number) for number in range(40)]
     assert {row["include"][0]["class"] for row, _ in rows} <= names and len(names) == 35
-    assert all([p.name for p in scene.pictures] == [row["include"][0]["class"]] for row, scene in rows)
+    assert all([p.name for p in scene.things] == [row["include"][0]["class"]] for row, scene in rows)
     assert 5 < sum("ground" in row for row, _ in rows) < 35
     assert all((scene.ground, scene.tint) == tuple(row["ground"]) for row, scene in rows if "ground" in row)
 

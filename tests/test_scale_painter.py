@@ -264,7 +264,7 @@ def test_pictures_are_of_their_classes():
     assert len(scale_codes.LABELS) == 88 == len(set(scale_codes.LABELS))
     for seed in range(20):
         number, scene = scale_codes.pair(seed)
-        (shape,), (item,) = scene.shapes, scale_codes.ROWS[number]["include"]
+        (shape,), (item,) = scene.things, scale_codes.ROWS[number]["include"]
         assert shape.kind == item["class"] and item.get("color", shape.colour) == shape.colour
         for place in (shape.x, shape.y):
             assert abs(place / scale_codes.STEP - round(place / scale_codes.STEP)) < 1e-9

@@ -16,8 +16,8 @@ from visspec.toys.world.scene import (
     GRID,
     HELD_OUT_SEED,
     RADIUS,
+    Scene,
     Shape,
-    ShapeScene,
     scene_from_seed,
 )
 from visspec.toys.world.worlds import world
@@ -34,9 +34,9 @@ seeds = st.integers(0, 2**31 - 1)
 def test_scenes_are_legal_and_repeatable(seed):
     scene = scene_from_seed(seed)
     assert scene == scene_from_seed(seed)
-    cells = [shape.cell for shape in scene.shapes]
+    cells = [shape.cell for shape in scene.things]
     assert cells == sorted(set(cells)) and 3 <= len(cells) <= 6
-    for shape in scene.shapes:
+    for shape in scene.things:
         left, top = (shape.cell % GRID) / GRID, (shape.cell // GRID) / GRID
         assert left < shape.x - shape.radius and shape.x + shape.radius < left + 1 / GRID
         assert top < shape.y - shape.radius and shape.y + shape.radius < top + 1 / GRID
@@ -63,7 +63,7 @@ def test_templates_differ_from_each_other():
 
 
 def test_a_circle_has_its_colour_inside_and_the_canvas_outside():
-    image = render(ShapeScene((Shape("circle", "green", 0.5, 0.5, 0.13),)), 96)
+    image = render(Scene((Shape("circle", "green", 0.5, 0.5, 0.13),)), 96)
     assert image.shape == (96, 96, 3) and image.dtype == np.uint8
     assert tuple(image[48, 48]) == COLOURS["green"] and tuple(image[5, 5]) == CANVAS
 
@@ -114,7 +114,7 @@ def test_printed_spelling_parses_as_well():
 
 
 def test_every_wrong_word_costs_a_fact():
-    scene = ShapeScene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
+    scene = Scene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
     good = "in the top left corner there is a large red star ."
     assert captions.score(good, scene) == (4, 4) and captions.missing(good, scene) == 6
     for old, new in (("large", "small"), ("red", "pink"), ("star", "ring")):
@@ -141,7 +141,7 @@ def test_captions_are_not_one_repeated_pattern():
 
 
 def test_questions_are_answered_from_the_scene():
-    scene = ShapeScene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
+    scene = Scene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
     answers = dict(captions.questions(scene))
     assert answers["how many shapes are there ?"] == "two ."
     assert answers["what colour is the star ?"] == "red ."

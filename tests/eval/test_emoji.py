@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.eval.metrics.geneval import judge, kept
@@ -43,7 +44,7 @@ def detector() -> EmojiDetector:
 
 def truth(scene: EmojiScene) -> dict[str, list[Detection]]:
     """The scene itself as GenEval's objects."""
-    boxes = [(p.name, (p.x - p.side / 2, p.y - p.side / 2, p.x + p.side / 2, p.y + p.side / 2)) for p in scene.pictures]
+    boxes = [(p.name, (p.x - p.side / 2, p.y - p.side / 2, p.x + p.side / 2, p.y + p.side / 2)) for p in scene.things]
     found = tuple(Detection(name, 1.0, tuple(v * 96 for v in box)) for name, box in boxes)
     return kept(DetectionResult(found), 0.0)
 
@@ -85,9 +86,9 @@ def test_an_altered_atlas_is_refused_in_a_sentence(tmp_path, change):
 def test_scenes_are_legal_and_repeatable(seed):
     scene = scene_from_seed(seed)
     assert scene == scene_from_seed(seed) and scene.ground in GROUNDS and scene.tint in TINTS
-    cells, held = [p.cell for p in scene.pictures], [p.name for p in scene.pictures]
+    cells, held = [p.cell for p in scene.things], [p.name for p in scene.things]
     assert cells == sorted(set(cells)) and len(set(held)) == len(held) and 1 <= len(cells) <= 5
-    for p in scene.pictures:
+    for p in scene.things:
         left, top = (p.cell % GRID) / GRID, (p.cell // GRID) / GRID
         assert left < p.x - p.side / 2 and p.x + p.side / 2 < left + 1 / GRID
         assert top < p.y - p.side / 2 and p.y + p.side / 2 < top + 1 / GRID
@@ -126,7 +127,7 @@ def test_a_picture_stands_where_the_scene_says_and_turns_clockwise():
         ),
         (EmojiScene((PlacedEmoji("owl", 0.5, 0.5, float("nan")),)), "scene: got a 'owl' of side nan"),
         (EmojiScene((), "grass"), "ground: got 'grass', expected one of"),
-        (EmojiScene((), "smooth", "mauve"), "tint: got 'mauve', expected one of"),
+        (EmojiScene((), tint="mauve"), "tint: got 'mauve', expected one of"),
     ],
 )
 def test_scenes_that_cannot_be_drawn_are_refused_in_a_sentence(scene, words):
@@ -153,7 +154,7 @@ def test_captions_state_every_fact_and_nothing_else(seed, phrasing):
 
 def test_every_wrong_word_costs_a_fact():
     scene = EmojiScene(
-        (PlacedEmoji("owl", 0.17, 0.17, 0.28), PlacedEmoji("frame with picture", 0.5, 0.5, 0.2)), "rough", "blue"
+        (PlacedEmoji("owl", 0.17, 0.17, 0.28), PlacedEmoji("frame with picture", 0.5, 0.5, 0.2)), "rough", tint="blue"
     )
     good = "in the top left corner there is a large owl ."
     assert captions.score(good, scene) == (3, 3) and captions.missing(good, scene) == 7
@@ -202,7 +203,7 @@ def test_scenes_show_what_the_prompt_asks_for():
 def test_the_interface_holds_in_both_worlds(name):
     each = world(name)
     scene = each.scenes(1)[0]
-    assert scene == each.captioned(2**30) and each.render(scene).shape == (each.side, each.side, 3)
+    assert scene == each.captioned(2**30) and each.to_image(scene).size == (each.side, each.side)
     text = each.captions.caption(scene)
     assert each.captions.score(text, scene)[0] == len(each.captions.facts(scene))
     assert each.captions.fact_words() <= set(each.captions.vocabulary()) | {"zero", "seven", "eight", "nine"}
@@ -210,10 +211,10 @@ def test_the_interface_holds_in_both_worlds(name):
     assert all(getattr(thing, kind) in words for thing in held for kind, words in each.facts.items())
     assert all(getattr(scene, kind) in words for kind, words in each.settings.items()) and len(held) in each.counts
     row = each.prompt(np.random.default_rng(0))
-    drawn = each.suite.free_scene(row, np.random.default_rng(1))
-    found = each.detector().detect(each.to_image(drawn))
+    drawn = each.render(row, np.random.default_rng(1), 96)
+    found = each.detector().detect(Image.fromarray(drawn))
     assert judge(None, kept(found, 0.0), row, DetectedColours())[0]
-    assert {row["tag"] for row in each.prompts()} <= set(each.drawn)
+    assert {row["tag"] for row in each.prompts()} <= set(each.tasks)
 
 
 def test_an_unknown_world_is_refused():
@@ -228,8 +229,8 @@ def test_pictures_are_found_where_they_stand(detector):
     for seed in (1, 3):
         scene = scene_from_seed(seed)
         seen = detector.analyse(render(scene))
-        assert sorted(s.name for s in seen) == sorted(p.name for p in scene.pictures)
-        for p in scene.pictures:
+        assert sorted(s.name for s in seen) == sorted(p.name for p in scene.things)
+        for p in scene.things:
             found = next(s for s in seen if s.name == p.name)
             assert max(abs(found.x - p.x * 120), abs(found.y - p.y * 120)) < 1.5
             assert abs(found.side / 120 - p.side) < 0.03 and abs(found.turn - p.turn) < 8
@@ -237,7 +238,7 @@ def test_pictures_are_found_where_they_stand(detector):
 
 def test_grounds_and_noise_hold_nothing(detector):
     rng = np.random.default_rng(0)
-    assert detector.analyse(render(EmojiScene((), "rough", "violet", 5), 96)) == ()
+    assert detector.analyse(render(EmojiScene((), "rough", 5, "violet"), 96)) == ()
     assert detector.analyse(rng.integers(0, 256, (96, 96, 3), dtype=np.uint8)) == ()
     with pytest.raises(ValueError, match=r"^image: got shape \(16, 16, 3\), expected"):
         detector.analyse(np.zeros((16, 16, 3)))

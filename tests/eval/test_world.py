@@ -10,20 +10,19 @@ import pytest
 
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.eval.metrics.geneval import judge, kept, strictly
-from visspec.toys.judges import ShapeWorldDetector
 from visspec.toys.world import detector, robustness, suite
 from visspec.toys.world.components import components
 from visspec.toys.world.detector import Analysis, ShapeDetector, _moments, noise_level
-from visspec.toys.world.palette import COLOURS, GROUNDS
+from visspec.toys.world.palette import GROUNDS
 from visspec.toys.world.render import render
-from visspec.toys.world.scene import Shape, ShapeScene, scene_from_seed
+from visspec.toys.world.scene import Scene, Shape, scene_from_seed
 
 ROWS = suite.suite()
 
 
-def agrees(seen: Analysis, scene: ShapeScene, side: int) -> bool:
+def agrees(seen: Analysis, scene: Scene, side: int) -> bool:
     """Whether detections and shapes match one to one: class, colour, centre and radius within a pixel."""
-    left = list(scene.shapes)
+    left = list(scene.things)
     for found in seen.shapes:
         match = next(
             (k for k in left if (k.kind, k.colour) == (found.label, found.colour) and near(k, found, side)), None
@@ -39,10 +38,10 @@ def near(shape, found, side: int) -> bool:
     return max(abs(v) for v in offsets) <= 1
 
 
-def truth(scene: ShapeScene, side: int, seen: tuple[Detection, ...] = ()) -> dict[str, list[Detection]]:
+def truth(scene: Scene, side: int, seen: tuple[Detection, ...] = ()) -> dict[str, list[Detection]]:
     """The scene itself as GenEval's objects, ranked as the detections in the same places are (else all equal)."""
     found = []
-    for s in scene.shapes:
+    for s in scene.things:
         x0, y0, x1, y1 = (v * s.radius for v in _moments(s.kind)[2])
         box = ((s.x + x0) * side, (s.y + y0) * side, (s.x + x1) * side, (s.y + y1) * side)
         rank = min(seen, key=lambda d: abs(d.box[0] - box[0]) + abs(d.box[1] - box[1])).score if seen else 1.0
@@ -124,12 +123,12 @@ def test_components_match_scipy():
 @pytest.mark.parametrize("side", [64, 96])
 def test_detector_is_exact_on_clean_renders_of_the_suite(side: int, step: int):
     """Every shape's class, colour, centre and radius, on every fourth prompt; nothing else; nothing unexplained."""
-    rng, detector = np.random.default_rng(5), ShapeWorldDetector()
+    rng, detector = np.random.default_rng(5), ShapeDetector()
     grounds = Counter()
     for row in ROWS[::step]:
         scene = suite.free_scene(row, rng)
         image = render(scene, side)
-        seen = detector.detector.analyse(image)
+        seen = detector.analyse(image)
         assert agrees(seen, scene, side), (row["prompt"], scene, seen.shapes)
         assert seen.unexplained == 0
         grounds[scene.ground] += 1
@@ -146,7 +145,7 @@ def test_detector_finds_the_small_shapes_of_caption_scenes():
 @pytest.mark.nightly
 def test_no_wrong_prompt_passes_on_a_thousand_clean_images():
     """Verdicts equal the truth's for the image's own prompt and for six others that may be nearly right."""
-    rng, detector, colours = np.random.default_rng(6), ShapeWorldDetector(), DetectedColours()
+    rng, detector, colours = np.random.default_rng(6), ShapeDetector(), DetectedColours()
     wrong, checked = 0, 0
     for i in range(1000):
         row = suite.sample_prompt(rng)
@@ -164,7 +163,7 @@ def test_no_wrong_prompt_passes_on_a_thousand_clean_images():
     assert wrong == 0 and checked > 3000
 
 
-def render_image(scene: ShapeScene, side: int):
+def render_image(scene: Scene, side: int):
     from PIL import Image
 
     return Image.fromarray(render(scene, side))
@@ -199,15 +198,15 @@ def test_detector_takes_at_most_25_ms_at_64_pixels():
 
 
 def test_images_it_cannot_explain_are_refused():
-    rng, detector = np.random.default_rng(8), ShapeWorldDetector()
+    rng, detector = np.random.default_rng(8), ShapeDetector()
     from PIL import Image
 
     noise = Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))
-    blob = render(ShapeScene(()), 64)
+    blob = render(Scene(()), 64)
     yy, xx = np.indices((64, 64))
     blob[(np.hypot(xx - 30, yy - 30) < 20) & (np.abs(xx - yy) > 3)] = (214, 32, 32)  # two half discs, far too large
     red = Image.new("RGB", (64, 64), (214, 32, 32))
-    foreign = render(ShapeScene(()), 64)
+    foreign = render(Scene(()), 64)
     foreign[20:40, 20:40] = (0, 214, 240)  # cyan: nearest to a colour on the other side of grey
     for image in (noise, Image.fromarray(blob), red, Image.fromarray(foreign)):
         assert "unexplained" in detector.detect(image).refused
@@ -216,14 +215,14 @@ def test_images_it_cannot_explain_are_refused():
 
 def test_touching_shapes_of_two_colours_are_separated():
     pair = (Shape("square", "red", 20 / 64, 0.5, 10 / 64), Shape("square", "blue", 38 / 64, 0.5, 10 / 64))
-    image = render(ShapeScene(pair), 64)
+    image = render(Scene(pair), 64)
     assert components(np.abs(image.astype(int) - 153).max(-1) > 20)[1] == 1  # they do touch
-    assert agrees(ShapeDetector().analyse(image), ShapeScene(pair), 64)
+    assert agrees(ShapeDetector().analyse(image), Scene(pair), 64)
 
 
 def test_noise_level_ignores_grey_texture_and_sees_colour_noise():
     rng = np.random.default_rng(9)
-    scene = ShapeScene((), "speckled", 1)
+    scene = Scene((), "speckled", 1)
     image = render(scene, 96).astype(np.float32)
     assert noise_level(image) < 0.5
     for sigma in (5.0, 20.0):
@@ -242,9 +241,7 @@ def test_blurred_templates_explain_lost_resolution(monkeypatch):
     """Stars at 64 pixels through JPEG, which halves the resolution of colour; without such templates they are lost."""
     rng, steps = np.random.default_rng(0), range(6)
     scenes = [
-        ShapeScene((Shape("star", "purple", (8 * i + 12) / 64, (8 * j + 12) / 64, 10 / 64),))
-        for i in steps
-        for j in steps
+        Scene((Shape("star", "purple", (8 * i + 12) / 64, (8 * j + 12) / 64, 10 / 64),)) for i in steps for j in steps
     ]
     damaged = [robustness.jpeg(75)(render(scene, 64), rng) for scene in scenes[::3]]
 

@@ -19,7 +19,6 @@ cards that `finish` writes say more.
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTraine
 
 from visspec.io.options import option
 from visspec.toys.recipes import cards
-from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor, save
+from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor
 from visspec.toys.recipes.captioner_score import score_answers, score_captions
 from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
 from visspec.toys.recipes.painter_data import pixels
@@ -166,7 +165,6 @@ def caption_loss(
     batch: CaptionBatch,
     features: torch.Tensor,
     first: int,
-    half: bool = True,
     naming: tuple[float, Naming] | None = None,
 ) -> torch.Tensor:
     """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches.
@@ -174,7 +172,7 @@ def caption_loss(
     naming: a weight, and the loss on projected patches that is added with it.
     """
     inner, length = model.model, features.shape[1]
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with torch.autocast("cpu", torch.bfloat16):
         embeds = model.get_input_embeddings()(batch.ids)
         seen = inner.multi_modal_projector(features).to(embeds.dtype)
         embeds = torch.cat([embeds[:, :first], seen, embeds[:, first + length :]], 1)
@@ -207,20 +205,18 @@ class CaptionStage(TrainingStage):
     def loss(self) -> torch.Tensor:
         """Loss of the next batch; batches come several at a time, so checkpoints are made after all of them."""
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
-        batch, half = self.waiting.pop(0), not self.options.float32
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        batch = self.waiting.pop(0)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             features = patch_features(
                 self.model.model.vision_tower, pixels(batch.scenes, self.world.side, self.world.draw)
             ).float()
-        return caption_loss(self.model, batch, features, self.encoder.first_image, half, self.naming)
+        return caption_loss(self.model, batch, features, self.encoder.first_image, self.naming)
 
     def figures(self) -> dict:
-        """Captions of held-out scenes; the early folder is refreshed."""
+        """Captions of held-out scenes."""
         torch.set_num_threads(self.workers)
         record = score_captions(self.model, self.processor, self.world)
         torch.set_num_threads(1)
-        if self.options.early and record["accuracy"] > 0.3:
-            save(self.model, self.processor, self.options.early, torch.float16)
         return record
 
 
@@ -277,13 +273,11 @@ class CaptionerOptions(Options):
     vision_steps: int = option("steps of the vision tower", 2400)
     vision_rows: int = option("scenes in a batch of it", 128)
     steps: int = option("text-model steps", 2500)
-    float32: bool = option("not bfloat16, which some processors are slow at", False)
     every: int = option("steps between reports and checkpoints, in fours", 500)
     scenes: int = option("held-out scenes the finished model is measured on", 512)
     workers: int = option("processes of a stage, one thread each", 2)
     rows: int = option("captions in a batch of one worker", 16)
     rate: float = option("peak learning rate of the text model", 1.5e-3)
-    early: Path | None = option("folder to refresh with a loadable model at each report", None)
 
 
 DESCRIBING = {"caption": trained(CaptionStage), "finish": finish}

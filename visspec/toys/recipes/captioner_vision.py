@@ -116,7 +116,7 @@ class VisionStage(TrainingStage, OneCycleStage):
         first, rows = self.step * self.options.vision_rows, self.options.vision_rows
         scenes = [self.world.lesson(first + i) for i in range(self.rank, rows, self.workers)]
         labels = patch_labels(scenes, self.world)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not self.options.float32):
+        with torch.autocast("cpu", torch.bfloat16):
             features = patch_features(self.tower, pixels(scenes, self.world.side, self.world.draw))
         flat = features.float()
         losses = [

@@ -25,7 +25,7 @@ from visspec.toys.recipes.painter_draw import progress
 from visspec.toys.recipes.painter_score import geneval, to_uint8
 from visspec.toys.recipes.painter_vq import inked, picture_loss
 from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
-from visspec.toys.world.scene import ShapeScene
+from visspec.toys.world.scene import Scene
 from visspec.toys.world.suite import Metadata, sample_prompt, suite
 
 SIDE, PATCH, SIZE = 64, 8, 8  # pixels a side of a picture and of a token, numbers of a token
@@ -51,7 +51,7 @@ DECODER = ("post_quant_conv", "decoder")
 painted = partial(painter_data.painted, grounds=("plain",), step=STEP, radii=RADII)
 
 
-def pair(seed: int) -> tuple[Metadata, ShapeScene]:
+def pair(seed: int) -> tuple[Metadata, Scene]:
     """Prompt and scene number `seed`: task uniform of TASKS, then prompt uniform in the task."""
     rng = np.random.default_rng(seed)
     metadata = sample_prompt(rng, tag=TASKS[int(rng.integers(len(TASKS)))])

@@ -25,7 +25,7 @@ from transformers import GenerationConfig, JanusProcessor, LlamaConfig
 from visspec.io.options import option
 from visspec.models.continuous.model import ContinuousImageConfig, ContinuousImageModel, Sampler, load
 from visspec.models.vectors.diffusion_head import cosine_levels
-from visspec.toys.recipes import cards, painter_build, painter_score
+from visspec.toys.recipes import cards, painter_build
 from visspec.toys.recipes.captioner_build import save, special_ids
 from visspec.toys.recipes.continuous_autoencoder import (
     CONFIG,
@@ -42,10 +42,9 @@ from visspec.toys.recipes.continuous_autoencoder import (
 )
 from visspec.toys.recipes.painter_build import PROMPT, build_tokenizer, prompt_ids, without_words
 from visspec.toys.recipes.painter_draw import DROPPED, NEAR_WEIGHT, beside
-from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.painter_score import score, to_uint8
 from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, coded, trained
 from visspec.toys.world.palette import CLASSES, COLOURS
-from visspec.toys.world.suite import Metadata
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {
@@ -103,12 +102,6 @@ def draw(
         with torch.inference_mode():
             out.append(to_uint8(model.pixels(sampler(ids, seen, generator)) * 2 - 1))
     return np.concatenate(out)
-
-
-def score(model: ContinuousImageModel, rows: list[Metadata], guidance: float, seed: int = 0) -> dict:
-    """GenEval of one picture a prompt, and the seconds it took."""
-    drawn = partial(draw, model, guidance=guidance, seed=seed)
-    return painter_score.score(drawn, rows, guidance=guidance, temperature=1.0)
 
 
 class TokenStage(TrainingStage):
@@ -191,7 +184,8 @@ class ContinuousStage(TokenStage):
     def figures(self) -> dict:
         """GenEval on a sixth of the prompts of its tasks."""
         painter = assembled(self.options.out, self.model)
-        return score(painter, rows_of_tasks(6 * self.options.every_prompt), 2.0)
+        rows = rows_of_tasks(6 * self.options.every_prompt)
+        return score(partial(draw, painter, seed=SEED), rows, guidance=2.0, temperature=1.0)
 
 
 class ContinuousDraftStage(TokenStage):
@@ -284,10 +278,12 @@ def finish(options: argparse.Namespace) -> None:
     folder = options.out / NAMES["painter"]
     save(assembled(options.out, made), build_processor(), folder, torch.float16)
     model, rows = load(folder), rows_of_tasks(options.every_prompt)
-    sweep = [score(model, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
+    half = partial(score, partial(draw, model, seed=SEED + 1), rows[::2])
+    sweep = [half(guidance=guidance, temperature=1.0) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
     generation_config(guidance).save_pretrained(folder)
-    drawn, decoded = score(model, rows, guidance, SEED), measure(model.autoencoder, options.every_prompt)
+    drawn = score(partial(draw, model, seed=SEED), rows, guidance=guidance, temperature=1.0)
+    decoded = measure(model.autoencoder, options.every_prompt)
     shown = {f"drawn, guidance {guidance}": drawn, "decoded tokens": decoded}
     deviation = decoded["posterior_deviation"]
     rows_a_step = options.rows * options.workers

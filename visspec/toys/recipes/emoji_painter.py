@@ -10,8 +10,10 @@ Data: prompts of `visspec.toys.world.emoji.suite` of one animal, half of them wi
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
 
-from visspec.toys.recipes import cards, painter_data, painter_draw
+from visspec.toys.recipes import cards, painter_data
 from visspec.toys.recipes.painter import sheet
 from visspec.toys.recipes.painter_build import (
     TEXT,
@@ -31,7 +33,7 @@ from visspec.toys.recipes.painter_build import (
 )
 from visspec.toys.recipes.painter_data import held_out
 from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, drawn
-from visspec.toys.recipes.painter_score import verdicts
+from visspec.toys.recipes.painter_score import score, verdicts
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, latents, load_vq, nearest, redrawn
 from visspec.toys.recipes.recipe import CodedOptions, Coder, Recipe, coded, evaluating, in_batches, read_coded, trained
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
@@ -56,7 +58,7 @@ def painted(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
     picture = PlacedEmoji(metadata["include"][0]["class"], x, y, side, turn)
     ground, tint, seed = sample_ground(rng)
     ground, tint = metadata.get("ground", (ground, tint))
-    return EmojiScene((picture,), ground, tint, seed)
+    return EmojiScene((picture,), ground, seed, tint)
 
 
 def pair(seed: int) -> tuple[Metadata, EmojiScene]:
@@ -70,7 +72,7 @@ def pair(seed: int) -> tuple[Metadata, EmojiScene]:
 
 def pixels(scenes: list[EmojiScene]) -> torch.Tensor:
     """Rendered pictures in -1..1, float32 (B, 3, SIDE, SIDE)."""
-    return painter_data.pixels(scenes, SIDE, world(OF).render)
+    return painter_data.pixels(scenes, SIDE, world(OF).draw)
 
 
 @torch.no_grad()
@@ -148,16 +150,11 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
     return {"codes": count} | {name: round(v, 4) for name, v in zip(names, (sums / count).tolist())}
 
 
-def score(
-    model: JanusForConditionalGeneration,
-    processor: JanusProcessor,
-    rows: list[Metadata],
-    guidance: float,
-    seed: int = SEED,
-) -> dict:
-    """The detector's verdicts on one picture a prompt."""
-    record = painter_draw.score(model, processor, rows, guidance, seed, detector=world(OF).detector())
-    return {name: value for name, value in record.items() if name != "temperature"}
+def drawing(
+    model: JanusForConditionalGeneration, processor: JanusProcessor, seed: int = SEED
+) -> Callable[..., dict[str, Any]]:
+    """`score` of the pictures that a painter draws, by the world's detector: of prompts and a guidance."""
+    return partial(score, partial(draw, model, processor, seed=seed), detector=world(OF).detector())
 
 
 class EmojiDrawStage(DrawStage):
@@ -184,11 +181,9 @@ class EmojiDrawStage(DrawStage):
         return loss + weight * told
 
     def figures(self) -> dict:
-        """The distribution on held-out scenes, and verdicts on a few pictures, on the first worker."""
-        if self.rank:
-            return {}
+        """The distribution on held-out scenes, and verdicts on a few pictures."""
         rows = world(OF).prompts()[::8]
-        return law(self.model, rows) | {"drawn": score(self.model, self.processor, rows, 2.0)}
+        return law(self.model, rows) | {"drawn": drawing(self.model, self.processor)(rows, guidance=2.0)}
 
 
 def finish(options: argparse.Namespace) -> None:
@@ -199,13 +194,14 @@ def finish(options: argparse.Namespace) -> None:
     model.load_state_dict(saved["draw"]["model"])
     model = cards.stored(model, build_processor(of=OF), folder, attention="eager")
     processor = JanusProcessor.from_pretrained(folder)
-    sweep = [score(model, processor, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
+    half = drawing(model, processor, SEED + 1)
+    sweep = [half(rows[::2], guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
     generation_config(False, guidance, of=OF).save_pretrained(folder)
     measured = {
         "sweep": sweep,
         "law": law(model, rows),
-        "pictures": score(model, processor, rows, guidance),
+        "pictures": drawing(model, processor)(rows, guidance=guidance),
         "decoded": reconstruction(model.model.vqmodel, rows),
     }
     prompts = [row["prompt"] for row in rows[:: max(1, len(rows) // 16)]][:16]

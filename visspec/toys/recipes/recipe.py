@@ -79,7 +79,6 @@ class CodedOptions(PairOptions):
     vq_steps: int = option("steps of the VQ model", 2000)
     vq_rows: int = option("whole pictures in a VQ batch of one worker", 8)
     vq_rate: float = option("peak learning rate of the VQ model", 2e-3)
-    early: Path | None = option("folder to refresh with a loadable model at each report", None)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from visspec.toys.recipes.any_order_painter import included_vq
 from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.painter_score import geneval, to_uint8
 from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
-from visspec.toys.world.scene import ShapeScene
+from visspec.toys.world.scene import Scene
 from visspec.toys.world.suite import Metadata, every, suite
 
 SIDES = (1, 2, 3, 4, 6, 8, 10, 12)  # of the maps
@@ -46,7 +46,7 @@ RATE = 1e-2
 painted = partial(painter_data.painted, grounds=("plain",), step=STEP, radii=RADII)
 
 
-def pair(seed: int) -> tuple[int, ShapeScene]:
+def pair(seed: int) -> tuple[int, Scene]:
     """Class and scene number `seed`: the task uniform, then the prompt."""
     rng = np.random.default_rng(seed)
     tag = TASKS[int(rng.integers(len(TASKS)))]

@@ -8,6 +8,7 @@ last ones weighted by `LATE`, because the same weights draft whole pictures for 
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,10 @@ from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.models.scales.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.models.var.network import VAR
-from visspec.toys.recipes import painter_score
-from visspec.toys.recipes.painter_score import piped, shown, to_uint8
+from visspec.toys.recipes.painter_score import piped, score, shown, to_uint8
 from visspec.toys.recipes.recipe import TrainingStage
 from visspec.toys.recipes.scale_codes import LABELS, ROWS, SCALES, load_vq, rows_of_labels
 from visspec.toys.world.palette import CLASSES, COLOURS
-from visspec.toys.world.suite import Metadata
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {"width": 160, "depth": 6, "heads": 5, "shared": True},
@@ -168,7 +167,8 @@ class CodesStage(TrainingStage):
 
     def figures(self) -> dict:
         """GenEval on a fourth of the prompts."""
-        return score(self.taught.settled(), rows_of_labels(4 * self.options.every_prompt), 2.0)
+        rows = rows_of_labels(4 * self.options.every_prompt)
+        return score(partial(pictures, self.taught.settled(), seed=0), rows, guidance=2.0)
 
 
 class ScaleStage(CodesStage):
@@ -237,10 +237,6 @@ def draw(pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: 
     return piped(pipe, prompts, guidance, seed, 44, **options)
 
 
-def score(model: VARImageModel, rows: list[Metadata], guidance: float, seed: int = 0) -> dict[str, Any]:
-    """GenEval of one picture a prompt, and the seconds it took."""
-
-    def drawn(prompts: list[str]) -> np.ndarray:
-        return to_uint8(shown(draw(pipeline(model), prompts, guidance, seed)))
-
-    return painter_score.score(drawn, rows, guidance=guidance)
+def pictures(model: VARImageModel, prompts: list[str], guidance: float, seed: int) -> np.ndarray:
+    """Pictures uint8 (B, S, S, 3) of plain decoding."""
+    return to_uint8(shown(draw(pipeline(model), prompts, guidance, seed)))

@@ -12,6 +12,7 @@ hour.
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from visspec.models.var.target import ScalePrompt
 from visspec.toys.recipes import cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.painter_score import geneval, shown, to_uint8
+from visspec.toys.recipes.painter_score import geneval, score, shown, to_uint8
 from visspec.toys.recipes.recipe import PairOptions, Recipe, coded, trained
 from visspec.toys.recipes.scale_codes import (
     SIDE,
@@ -52,8 +53,8 @@ from visspec.toys.recipes.scale_draw import (
     SmallStage,
     build,
     draw,
+    pictures,
     pipeline,
-    score,
     taken,
 )
 from visspec.toys.world.scene import HELD_OUT_SEED
@@ -77,15 +78,13 @@ class ScaleOptions(PairOptions):
     vq_rows: int = option("pictures in a batch of the quantiser's training", 32)
     small_steps: int = option("steps of the small one on codes", 500)
     refine_steps: int = option("and on the large one's distributions", 250)
-    copies: int = option("pictures of each prompt that are measured", 1)
 
 
 class PainterScores:
-    """GenEval and Frechet distance of pictures of prompts, `copies` of each."""
+    """GenEval and Frechet distance of pictures of prompts."""
 
-    def __init__(self, rows: Sequence[Metadata], copies: int = 1):
-        self.rows, self.copies = [row for row in rows for _ in range(copies)], copies
-        self.extractor = RandomConv()
+    def __init__(self, rows: Sequence[Metadata]):
+        self.rows, self.extractor = rows, RandomConv()
         rng = np.random.default_rng(HELD_OUT_SEED)
         scenes = [painted(row, rng) for row in rows for _ in range(REFERENCES)]
         features = [self.extractor(part) for part in self._uint8(pixels(scenes, SIDE)).split(32)]
@@ -192,9 +191,10 @@ def finish(options: argparse.Namespace) -> None:
         save(taught.settled(), None, options.out / NAMES[name], torch.float16)
         models[name] = load(options.out / NAMES[name])
     rows = rows_of_labels(2 * options.every_prompt)
-    sweep = [score(models["painter"], rows, guidance, SEED + 1) for guidance in GUIDANCES]
+    drawing = partial(pictures, models["painter"], seed=SEED + 1)
+    sweep = [score(drawing, rows, guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
-    judge = PainterScores(rows_of_labels(options.every_prompt), options.copies)
+    judge = PainterScores(rows_of_labels(options.every_prompt))
     measured = figures(models["painter"], models["small"], guidance, judge)
     measured |= {"sweep": sweep, "decoded": measure(codec)}
     own = {"painter": painter_figures(measured), "small": {}}

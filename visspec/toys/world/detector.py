@@ -12,13 +12,14 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from math import ceil, floor
 
 import numpy as np
 from PIL import Image
 
+from visspec.eval.metrics.detection import UNKNOWN, Detection, DetectionResult, digest
 from visspec.toys.world.colour import CANVAS_RGB, NAMES, PALETTE_RGB, lab, nearest, to_palette
 from visspec.toys.world.components import components, grow, shrink
 from visspec.toys.world.palette import CLASSES
@@ -172,7 +173,28 @@ def noise_level(rgb: np.ndarray) -> float:
     return float(np.median(np.abs(high)) / 0.6745 / np.sqrt(8))  # four pixels of two channels each
 
 
-class ShapeDetector:
+class WorldDetector:
+    """What the detectors of both worlds are in GenEval's terms: they find all that there is and score it themselves."""
+
+    name: str
+    closed_set = True
+    original = False
+    max_overlap = 1.0
+
+    def threshold(self, tag: str) -> float:
+        """The same for all tasks; the least score has already been applied."""
+        return 0.0
+
+
+def pixels_of(image: np.ndarray | Image.Image) -> np.ndarray:
+    """float32 (height, width, 3) of an RGB image: PIL, or uint8 or float 0..255 of that shape, else ValueError."""
+    rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
+    if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
+        raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32")
+    return rgb
+
+
+class ShapeDetector(WorldDetector):
     """Finds the shapes of one square image; radii are fractions of its side, as in the renderer.
 
     `score` is the least intersection over union, `max_unexplained` the share of unexplained pixels above which
@@ -188,12 +210,23 @@ class ShapeDetector:
             raise ValueError(f"radii must satisfy 0 < min_radius <= max_radius < 0.5, not {min_radius}, {max_radius}")
         self.min_radius, self.max_radius = min_radius, max_radius
         self.score, self.max_unexplained = score, max_unexplained
+        self.fingerprint = digest("shapes-1", min_radius, max_radius, score, max_unexplained)
+
+    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
+        """All shapes of the image, of whatever classes; refused if too many pixels are unexplained."""
+        seen = self.analyse(image)
+        detections = tuple(
+            Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
+            for s, mask in zip(seen.shapes, seen.coverage)
+        )
+        if seen.unexplained <= self.max_unexplained:
+            return DetectionResult(detections)
+        reason = f"{seen.unexplained:.1%} of the pixels are unexplained, more than {self.max_unexplained:.1%}"
+        return DetectionResult(detections, reason)
 
     def analyse(self, image: np.ndarray | Image.Image) -> Analysis:
-        """Shapes, noise and unexplained share of an RGB image: PIL, or uint8 or float 0..255 (height, width, 3)."""
-        rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
-        if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
-            raise ValueError(f"image must be (height, width, 3) with sides of at least 32 pixels, not {rgb.shape}")
+        """Shapes, noise and unexplained share of an image, as `pixels_of` reads it."""
+        rgb = pixels_of(image)
         noise = noise_level(rgb)
         sigma = next(s for limit, s in BLUR if noise < limit)
         rgb = blurred(rgb, sigma)
@@ -300,16 +333,7 @@ class ShapeDetector:
             core = core if core.sum() >= 6 else solid
             if core.any():
                 index, distance = nearest(np.median(pixels[core], axis=0))
-                shape = Shapelike(
-                    shape.label,
-                    NAMES[int(index)],
-                    shape.score,
-                    shape.box,
-                    shape.x,
-                    shape.y,
-                    shape.radius,
-                    float(distance),
-                )
+                shape = replace(shape, colour=NAMES[int(index)], off_palette=float(distance))
             out.append((shape, template))
         out.sort(key=lambda pair: -pair[0].score)
         return [shape for shape, _ in out], [template for _, template in out]

@@ -18,9 +18,7 @@ from PIL import Image
 from visspec.eval.metrics.detection import DetectedColours, Detector
 from visspec.eval.metrics.geneval import judge, kept
 from visspec.toys.world.detector import blurred
-from visspec.toys.world.palette import GROUNDS
-from visspec.toys.world.render import render
-from visspec.toys.world.suite import SHAPES, Metadata, wanted
+from visspec.toys.world.suite import Metadata, wanted
 from visspec.toys.world.worlds import WORLDS, World, world
 
 Damage = Callable[[np.ndarray, np.random.Generator], np.ndarray]
@@ -114,28 +112,16 @@ class Render(NamedTuple):
     row: Metadata | None
 
 
-def pictures(tier: str, side: int, rows: list[Metadata], seed: int) -> list[np.ndarray]:
-    """One clean render of shapes per prompt; the tier "free plain" has no ground texture."""
-    rng = np.random.default_rng(seed)
-    grounds = ("plain",) if tier == "free plain" else GROUNDS
-    return [render(SHAPES.free_scene(row, rng, grounds), side) for row in rows]
-
-
 def renders(place: World, tier: str, side: int, count: int, seed: int) -> list[Render]:
-    """So many clean pictures of a tier."""
+    """So many clean pictures of a tier; "free plain" has no ground texture."""
     if tier == "captions":
-        scenes = place.scenes(count)
-        return [
-            Render(place.render(s, side), [getattr(t, place.captions.named) for t in s.things], None) for s in scenes
-        ]
-    rows = place.suite.suite()
+        named = place.captions.named
+        return [Render(place.draw(s, side), [getattr(t, named) for t in s.things], None) for s in place.scenes(count)]
+    rows, rng = place.suite.suite(), np.random.default_rng(seed)
     rows = rows[:: max(1, len(rows) // count)][:count]
-    if place.name == "shapes":
-        drawn = pictures(tier, side, rows, seed)
-    else:
-        rng = np.random.default_rng(seed)
-        drawn = [place.render(place.suite.free_scene(row, rng), side) for row in rows]
-    return [Render(pixels, [kind for kind, _ in wanted(row)], row) for pixels, row in zip(drawn, rows)]
+    grounds = {"grounds": ("plain",)} if tier == "free plain" else {}
+    scenes = [place.suite.free_scene(row, rng, **grounds) for row in rows]
+    return [Render(place.draw(s, side), [kind for kind, _ in wanted(row)], row) for s, row in zip(scenes, rows)]
 
 
 def damages(place: World, tier: str, side: int, seed: int) -> dict[str, Damage]:
@@ -145,7 +131,8 @@ def damages(place: World, tier: str, side: int, seed: int) -> dict[str, Damage]:
     out |= {f"JPEG {q}": jpeg(q) for q in JPEG[place.name]}
     out["half size"] = halved
     if place.name == "shapes":
-        out["VQ 512"] = vector_quantised(pictures(tier, side, SHAPES.suite(), seed))
+        every = renders(place, tier, side, len(place.suite.suite()), seed)
+        out["VQ 512"] = vector_quantised([picture.pixels for picture in every])
     return out
 
 
@@ -193,7 +180,7 @@ def wrong_passes(
     for i in range(count):
         row = rows[int(rng.integers(len(rows)))] if count != len(rows) else rows[i]
         names = [kind for kind, _ in wanted(row)]
-        image = Image.fromarray(place.render(place.suite.free_scene(row, rng), side))
+        image = Image.fromarray(place.draw(place.suite.free_scene(row, rng), side))
         objects = kept(detector.detect(image, names), 0.0)
         right += judge(None, objects, row, colours)[0]
         others = [other for other in rows if not {kind for kind, _ in wanted(other)} <= set(names)]
