@@ -15,6 +15,7 @@ from visspec.eval.metrics.geneval import judge, kept
 from visspec.toys.recipes.captioner import Naming
 from visspec.toys.recipes.captioner_build import build_tokenizer
 from visspec.toys.recipes.captioner_vision import patch_labels
+from visspec.toys.world.captions import words
 from visspec.toys.world.emoji import atlas
 from visspec.toys.world.emoji.detector import EmojiDetector
 from visspec.toys.world.emoji.render import ground, render, stamp
@@ -139,19 +140,6 @@ def test_scenes_that_cannot_be_drawn_are_refused_in_a_sentence(scene, words):
 # --- captions ---
 
 
-@given(seeds, seeds)
-@settings(max_examples=200, deadline=None)
-def test_captions_state_every_fact_and_nothing_else(seed, phrasing):
-    scene = scene_from_seed(seed)
-    for text in (captions.caption(scene), captions.caption(scene, np.random.default_rng(phrasing))):
-        assert dict(captions.parse(text)) == captions.facts(scene)
-        assert captions.score(text, scene) == (len(captions.facts(scene)),) * 2
-        assert captions.missing(text, scene) == 0 and 25 <= len(text.split()) <= 125
-        assert set(text.split()) <= set(captions.vocabulary())
-    known = set(captions.vocabulary())
-    assert all(set(f"{question} {answer}".split()) <= known for question, answer in captions.questions(scene))
-
-
 def test_every_wrong_word_costs_a_fact():
     scene = EmojiScene(
         (PlacedEmoji("owl", 0.17, 0.17, 0.28), PlacedEmoji("frame with picture", 0.5, 0.5, 0.2)), "rough", tint="blue"
@@ -176,16 +164,6 @@ def test_suite_is_fixed_and_read_back():
     assert all(suite.parse(row["prompt"]) == row for row in rows)
     assert all(set(row["prompt"].split()) <= set(suite.vocabulary()) for row in rows)
     assert len(subjects()) == 104
-
-
-@pytest.mark.parametrize(
-    "prompt",
-    ["a photo of a unicorn", "a photo of an owl on a blue ground", "a photo of an owl and an owl",
-     "a photo of a owl", "a photo of two owls", "<b>a photo of an owl</b>", ""],
-)  # fmt: skip
-def test_other_sentences_are_refused(prompt):
-    with pytest.raises(ValueError, match=r"^prompt: got .*, expected a sentence of the emoji world's grammar"):
-        suite.parse(prompt)
 
 
 def test_scenes_show_what_the_prompt_asks_for():
@@ -215,6 +193,45 @@ def test_the_interface_holds_in_both_worlds(name):
     found = each.detector().detect(Image.fromarray(drawn))
     assert judge(None, kept(found, 0.0), row, DetectedColours())[0]
     assert {row["tag"] for row in each.prompts()} <= set(each.tasks)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("shapes", 55, 122), ("emoji", 25, 125)])
+@given(seeds, seeds)
+@settings(max_examples=200, deadline=None)
+def test_captions_state_every_fact_and_nothing_else(name, least, most, seed, phrasing):
+    each = world(name)
+    scene, language, known = each.captioned(seed), each.captions, set(each.captions.vocabulary())
+    for text in (language.caption(scene), language.caption(scene, np.random.default_rng(phrasing))):
+        assert dict(language.parse(text)) == language.facts(scene)
+        assert language.score(text, scene) == (len(language.facts(scene)),) * 2
+        assert language.missing(text, scene) == 0 and least <= len(words(text)) <= most
+        assert set(text.split()) <= known
+    assert all(set(f"{question} {answer}".split()) <= known for question, answer in language.questions(scene))
+
+
+REFUSED = {
+    "shapes": [
+        "a photo of a red circle and a square",  # colour of one only
+        "a photo of a circle and a circle",
+        "a photo of a orange circle",
+        "a photo of two circle",
+        "a photo of a red circle above a bar",
+    ],
+    "emoji": [
+        "a photo of an owl on a blue ground",
+        "a photo of an owl and an owl",
+        "a photo of a owl",
+        "a photo of two owls",
+    ],
+}
+FOREIGN = ["a photo of a unicorn", "<b>a photo of a circle</b>", "<b>a photo of an owl</b>", ""]
+
+
+@pytest.mark.parametrize(("name", "prompt"), [(n, text) for n, texts in REFUSED.items() for text in (*texts, *FOREIGN)])
+def test_other_sentences_are_refused(name, prompt):
+    own = world(name).suite
+    with pytest.raises(ValueError, match=rf"^prompt: got .*, expected a sentence of the {own.world} world's grammar"):
+        own.parse(prompt)
 
 
 def test_an_unknown_world_is_refused():

@@ -102,7 +102,7 @@ class VisionStage(TrainingStage, OneCycleStage):
     """Training of the tower on batches of fresh scenes; its checkpoint is the result, too."""
 
     name, seed, decay = "vision.pt", 0, 0.02
-    steps_option, constant_rate = "vision_steps", 1e-3
+    steps_option, rate_option, rate_share = "vision_steps", None, 1e-3
     rises = 0.08
 
     def build(self, options: argparse.Namespace) -> dict:

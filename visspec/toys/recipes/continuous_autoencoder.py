@@ -109,7 +109,7 @@ class AutoencoderStage(TrainingStage):
     """Training of encoder and decoder on scenes of the prompts' kind and crowded ones."""
 
     name, seed, decay = "autoencoder.pt", 0, 0.01
-    steps_option, constant_rate = "autoencoder_steps", 2e-3
+    steps_option, rate_option, rate_share = "autoencoder_steps", None, 2e-3
 
     def build(self, options: argparse.Namespace) -> dict:
         self.model = AutoencoderKL(**CONFIG).train()

@@ -35,7 +35,17 @@ from visspec.toys.recipes.painter_data import held_out
 from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, drawn
 from visspec.toys.recipes.painter_score import score, verdicts
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, latents, load_vq, nearest, redrawn
-from visspec.toys.recipes.recipe import CodedOptions, Coder, Recipe, coded, evaluating, in_batches, read_coded, trained
+from visspec.toys.recipes.recipe import (
+    CodedOptions,
+    Coder,
+    Recipe,
+    coded,
+    evaluating,
+    in_batches,
+    read_coded,
+    shards,
+    trained,
+)
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.suite import Metadata
@@ -109,10 +119,9 @@ class EmojiVQStage(PainterVQStage):
         return reconstruction(self.vq, world(OF).prompts()[::8])
 
 
-def shards(options: argparse.Namespace) -> dict[Path, range]:
+def files(options: argparse.Namespace) -> dict[Path, range]:
     """Files of the coded pairs, and the pairs in each."""
-    starts = range(0, options.pairs, SHARD)
-    return {options.out / f"tokens-{s}.pt": range(s, min(s + SHARD, options.pairs)) for s in starts}
+    return shards(options.out, "tokens", range(options.pairs), SHARD)
 
 
 def coders(options: argparse.Namespace) -> dict[Path, Coder]:
@@ -125,7 +134,7 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
         animal = torch.tensor([subjects().index(row["include"][0]["class"]) for row in rows])
         return {"ids": ids.short(), "codes": codes_of(vq, list(scenes)).flatten(1).short(), "animal": animal.short()}
 
-    return {file: partial(in_batches, coded, numbers, 16) for file, numbers in shards(options).items()}
+    return {file: partial(in_batches, coded, numbers, 16) for file, numbers in files(options).items()}
 
 
 @torch.no_grad()
@@ -163,7 +172,7 @@ class EmojiDrawStage(DrawStage):
     def build(self, options: argparse.Namespace) -> dict:
         self.begin(options, of=OF)
         self.telling = nn.Linear(self.model.config.text_config.hidden_size, len(subjects()))
-        self.data = read_coded(shards(options))
+        self.data = read_coded(files(options))
         return {"model": self.model, "telling": self.telling}
 
     def loss(self) -> torch.Tensor:

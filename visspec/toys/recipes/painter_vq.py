@@ -28,7 +28,7 @@ from transformers import JanusVQVAE
 from visspec.toys.recipes.painter_build import PATCH, build_tokenizer, prompt_ids, vq_config
 from visspec.toys.recipes.painter_data import FIRST_SEED, SIDE, bound_pair, crowded, held_out, painted, pair, pixels
 from visspec.toys.recipes.painter_score import geneval, to_uint8
-from visspec.toys.recipes.recipe import Coder, TrainingStage, evaluating, in_batches, read_coded
+from visspec.toys.recipes.recipe import Coder, TrainingStage, evaluating, in_batches, read_coded, shards
 from visspec.toys.world.scene import Scene, Shape
 from visspec.toys.world.suite import Metadata, suite
 
@@ -222,7 +222,7 @@ class PainterVQStage(TrainingStage):
 
     name, decay = "vq.pt", 0.01
     seed: int | None = 0
-    steps_option = "vq_steps"
+    steps_option, rate_option = "vq_steps", "vq_rate"
 
     def __init__(self, options: argparse.Namespace, rank: int):
         super().__init__(options, rank)
@@ -232,9 +232,6 @@ class PainterVQStage(TrainingStage):
         self.vq = JanusVQVAE(vq_config(False)).train()
         self.book = Codebook(self.vq, options.workers)
         return {"vq": self.vq, "book": self.book}
-
-    def peak_rate(self, options: argparse.Namespace) -> float:
-        return options.vq_rate
 
     def batch(self) -> torch.Tensor:
         """This worker's pictures of this step: a pure function of step, rank and workers."""
@@ -281,15 +278,12 @@ def load_vq(folder: Path, low: bool) -> JanusVQVAE:
 class ComposedStage(PainterVQStage):
     """Training of all of the VQ model on composed scenes, from the first stage's."""
 
-    name, seed, steps_option = "composed.pt", None, "composed_steps"
+    name, seed, steps_option, rate_share = "composed.pt", None, "composed_steps", 0.5
 
     def build(self, options: argparse.Namespace) -> dict:
         self.vq = load_vq(options.out, False).train()
         self.book = Codebook(self.vq, options.workers)
         return {"vq": self.vq, "book": self.book}
-
-    def peak_rate(self, options: argparse.Namespace) -> float:
-        return options.vq_rate / 2
 
     def scenes(self) -> tuple[list[Scene], bool]:
         """This worker's scenes, every fourth time to be drawn at the low resolution."""
@@ -339,14 +333,10 @@ def encode(vq: JanusVQVAE, kind: str, numbers: range, low: bool, batch: int = 64
     return in_batches(coded, numbers, batch)
 
 
-def shards(folder: Path, kind: str, low: bool, first: int, count: int) -> dict[Path, range]:
+def files(folder: Path, kind: str, low: bool, first: int, count: int) -> dict[Path, range]:
     """Files that hold a kind's part of the pairs number first..first+count, and the pairs of the kind in each."""
     numbers = range(int(first * SHARES[kind]), int((first + count) * SHARES[kind]))
-    each = int(SHARD * SHARES[kind])
-    return {
-        folder / f"{kind}-{SIDE[low]}-{start}.pt": range(start, min(start + each, numbers.stop))
-        for start in numbers[::each]
-    }
+    return shards(folder, f"{kind}-{SIDE[low]}", numbers, int(SHARD * SHARES[kind]))
 
 
 def coders(options: argparse.Namespace) -> dict[Path, Coder]:
@@ -355,7 +345,7 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
     return {
         file: partial(encode, vq, kind, numbers, low)
         for kind in KINDS
-        for file, numbers in shards(options.out, kind, low, options.first, options.pairs).items()
+        for file, numbers in files(options.out, kind, low, options.first, options.pairs).items()
     }
 
 
@@ -364,5 +354,5 @@ def read_tokens(folder: Path, kind: str, low: bool, first: int, count: int) -> d
 
     `number` (N,), int64, tells which pair of its kind each is.
     """
-    files = shards(folder, kind, low, first, count)
-    return read_coded(files) | {"number": torch.tensor([number for numbers in files.values() for number in numbers])}
+    found = files(folder, kind, low, first, count)
+    return read_coded(found) | {"number": torch.tensor([number for numbers in found.values() for number in numbers])}

@@ -132,7 +132,7 @@ class QuantiserStage(TrainingStage):
     """Training of codebook and convolutions of the quantiser on features, all else stays."""
 
     name, seed, decay = "quantiser.pt", SEED, 0.0
-    steps_option, constant_rate = "vq_steps", RATE
+    steps_option, rate_option, rate_share = "vq_steps", None, RATE
 
     def build(self, options: argparse.Namespace) -> dict:
         self.model, self.data = borrowed(), torch.load(options.out / "features.pt", weights_only=True)

@@ -196,7 +196,7 @@ class RefineStage(CodesStage):
     """
 
     name, seed, size = "refined.pt", 10, "small"
-    steps_option = "refine_steps"
+    steps_option, rate_share = "refine_steps", 0.5
 
     def build(self, options: argparse.Namespace) -> dict:
         parts = super().build(options)
@@ -204,9 +204,6 @@ class RefineStage(CodesStage):
         self.large = SharedClassEmbedding(build("painter", load_vq(options.out)))
         taken(self.large, options.out / "painter.pt")
         return parts
-
-    def peak_rate(self, options: argparse.Namespace) -> float:
-        return options.rate / 2
 
     def loss(self) -> Tensor:
         classes, _, read = self.batch()
