@@ -20,13 +20,13 @@ from diffusers import AutoencoderKL
 
 from visspec.toys.recipes import painter_data
 from visspec.toys.recipes.painter_build import build_tokenizer, prompt_ids
-from visspec.toys.recipes.painter_data import crowded, held_out, pixels
+from visspec.toys.recipes.painter_data import crowded, held_out, pixels, rows_of
 from visspec.toys.recipes.painter_draw import progress
 from visspec.toys.recipes.painter_score import geneval, to_uint8
 from visspec.toys.recipes.painter_vq import inked, picture_loss
 from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
 from visspec.toys.world.scene import Scene
-from visspec.toys.world.suite import Metadata, sample_prompt, suite
+from visspec.toys.world.suite import Metadata, sample_prompt
 
 SIDE, PATCH, SIZE = 64, 8, 8  # pixels a side of a picture and of a token, numbers of a token
 GRID = SIDE // PATCH
@@ -93,11 +93,6 @@ def coders(options: argparse.Namespace, autoencoder: AutoencoderKL | None = None
 def tokens_of(latents: torch.Tensor) -> torch.Tensor:
     """Latents (B, SIZE, rows, columns) as tokens (B, rows * columns, SIZE), in raster order."""
     return latents.flatten(2).transpose(1, 2)
-
-
-def rows_of_tasks(every: int = 1) -> list[Metadata]:
-    """The suite's prompts [::every] of the tasks that the painter knows."""
-    return [row for row in suite() if row["tag"] in TASKS][::every]
 
 
 def moments(model: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
@@ -202,7 +197,7 @@ class AutoencoderDecoderStage(AutoencoderStage):
 @torch.no_grad()
 def measure(model: AutoencoderKL, every: int = 1) -> dict:
     """Pixel error, GenEval and posterior deviation over scenes of held-out seeds, decoded from sampled latents."""
-    rows = rows_of_tasks(every)
+    rows = rows_of(TASKS, every)
     true = pixels(held_out(rows, painted), SIDE)
     posterior = model.encode(true).latent_dist
     latents = posterior.sample(torch.Generator().manual_seed(0))

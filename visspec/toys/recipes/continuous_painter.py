@@ -38,9 +38,9 @@ from visspec.toys.recipes.continuous_autoencoder import (
     coders,
     load_autoencoder,
     measure,
-    rows_of_tasks,
 )
 from visspec.toys.recipes.painter_build import PROMPT, build_tokenizer, prompt_ids, without_words
+from visspec.toys.recipes.painter_data import rows_of
 from visspec.toys.recipes.painter_draw import DROPPED, NEAR_WEIGHT, beside
 from visspec.toys.recipes.painter_score import score, to_uint8
 from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, coded, trained
@@ -184,7 +184,7 @@ class ContinuousStage(TokenStage):
     def figures(self) -> dict:
         """GenEval on a sixth of the prompts of its tasks."""
         painter = assembled(self.options.out, self.model)
-        rows = rows_of_tasks(6 * self.options.every_prompt)
+        rows = rows_of(TASKS, 6 * self.options.every_prompt)
         return score(partial(draw, painter, seed=SEED), rows, guidance=2.0, temperature=1.0)
 
 
@@ -277,7 +277,7 @@ def finish(options: argparse.Namespace) -> None:
     drafter.load_state_dict(saved["drafter"]["model"])
     folder = options.out / NAMES["painter"]
     save(assembled(options.out, made), build_processor(), folder, torch.float16)
-    model, rows = load(folder), rows_of_tasks(options.every_prompt)
+    model, rows = load(folder), rows_of(TASKS, options.every_prompt)
     half = partial(score, partial(draw, model, seed=SEED + 1), rows[::2])
     sweep = [half(guidance=guidance, temperature=1.0) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)

@@ -29,19 +29,17 @@ from visspec.models.vectors.diffusion_head import schedule
 from visspec.sampling import Normals
 from visspec.toys.recipes import cards, continuous_autoencoder
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIZE, measure, rows_of_tasks
+from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIZE, measure
 from visspec.toys.recipes.continuous_painter import DEFAULTS, NEARNESS, TokenStage, VectorOptions
+from visspec.toys.recipes.painter_data import LABELS, rows_of_labels
 from visspec.toys.recipes.painter_score import score, to_uint8
 from visspec.toys.recipes.recipe import Coder, Recipe, coded, trained
-from visspec.toys.world.suite import Metadata, every
 from visspec.types import Sampling
 
 NAMES = {"painter": "painter-mar", "drafter": "painter-mar-drafter"}
 GUIDANCES = (1.0, 2.0, 4.0)
 ITERATIONS = (16, 8)  # of published parallel decoding, measured beside one token at a time
 SEED = 0
-TASKS = ("single_object", "colors")  # of one object: a class is a prompt of theirs
-LABELS = [row["prompt"] for tag in TASKS for row in every(tag)]
 SIZES: dict[str, dict[str, int]] = {
     "painter": {"width": 128, "depth": 3, "heads": 4, "head_width": 128, "head_depth": 4, "buffer": 8},
     "drafter": {"width": 128, "depth": 1, "heads": 4, "head_width": 128, "head_depth": 4, "buffer": 8},
@@ -90,11 +88,6 @@ def draw(
         with torch.inference_mode():
             out.append(to_uint8(family.pixels(tokens, layout) * 2 - 1))
     return np.concatenate(out)
-
-
-def rows_of_labels(share: int = 1) -> list[Metadata]:
-    """The suite's prompts [::share] that are classes."""
-    return [row for row in rows_of_tasks() if row["tag"] in TASKS][::share]
 
 
 class MaskedStage(TokenStage):

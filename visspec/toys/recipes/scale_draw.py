@@ -22,16 +22,17 @@ from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.models.scales.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.models.var.network import VAR
+from visspec.toys.recipes.painter_data import CLASS_ROWS, LABELS, rows_of_labels
+from visspec.toys.recipes.painter_draw import DROPPED
 from visspec.toys.recipes.painter_score import piped, score, shown, to_uint8
 from visspec.toys.recipes.recipe import TrainingStage
-from visspec.toys.recipes.scale_codes import LABELS, ROWS, SCALES, load_vq, rows_of_labels
+from visspec.toys.recipes.scale_codes import SCALES, load_vq
 from visspec.toys.world.palette import CLASSES, COLOURS
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {"width": 160, "depth": 6, "heads": 5, "shared": True},
     "small": {"width": 96, "depth": 2, "heads": 3, "shared": True},
 }
-DROPPED = 0.1  # share of the rows without their class
 FIRST, FIRST_SHARE = 6, 0.5  # maps of a short batch, and the share of the large model's batches that are short
 LATE = 3.0  # weight of the maps behind FIRST in the distillation
 DEVIATION = 0.02  # of initial weights
@@ -65,8 +66,8 @@ def begin(net: VAR) -> None:
 def facts() -> Tensor:
     """(classes + 1, facts) float: what a class is made of, a kind and a colour or none; the last is no class."""
     names = [*CLASSES, *COLOURS]
-    table = torch.zeros(len(ROWS) + 1, len(names) + 1)
-    for number, row in enumerate(ROWS):
+    table = torch.zeros(len(CLASS_ROWS) + 1, len(names) + 1)
+    for number, row in enumerate(CLASS_ROWS):
         (item,) = row["include"]
         table[number, names.index(item["class"])] = 1.0
         if "color" in item:

@@ -33,7 +33,7 @@ from visspec.models.var.model import VARImageModel, load
 from visspec.models.var.target import ScalePrompt
 from visspec.toys.recipes import cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_data import pixels
+from visspec.toys.recipes.painter_data import pixels, rows_of_labels
 from visspec.toys.recipes.painter_score import geneval, score, shown, to_uint8
 from visspec.toys.recipes.recipe import PairOptions, Recipe, coded, trained
 from visspec.toys.world.scene import HELD_OUT_SEED
@@ -169,11 +169,11 @@ def finish(options: argparse.Namespace) -> None:
         scale_draw.taken(taught, options.out / FILES[part])
         save(taught.settled(), None, options.out / NAMES[name], torch.float16)
         models[name] = load(options.out / NAMES[name])
-    rows = scale_codes.rows_of_labels(2 * options.every_prompt)
+    rows = rows_of_labels(2 * options.every_prompt)
     drawing = partial(scale_draw.pictures, models["painter"], seed=SEED + 1)
     sweep = [score(drawing, rows, guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
-    judge = PainterScores(scale_codes.rows_of_labels(options.every_prompt))
+    judge = PainterScores(rows_of_labels(options.every_prompt))
     measured = figures(models["painter"], models["small"], guidance, judge)
     measured |= {"sweep": sweep, "decoded": scale_codes.measure(codec)}
     own = {"painter": painter_figures(measured), "small": {}}
