@@ -82,17 +82,12 @@ def coders(options: argparse.Namespace, autoencoder: AutoencoderKL | None = None
         ink = F.avg_pool2d(inked(pictures), PATCH)[:, 0] > 0
         return {
             "ids": prompt_ids(tokenizer, [row["prompt"] for row, _ in pairs]).short(),
-            "means": tokens_of(codec.encode(pictures).latent_dist.mean).half(),
+            "means": codec.encode(pictures).latent_dist.mean.flatten(2).mT.half(),  # in raster order
             "ink": ink.flatten(1),
             "begun": torch.from_numpy(np.stack([progress(*each, part.numpy()) for each, part in zip(pairs, ink)])),
         }
 
     return {options.out / "tokens.pt": partial(in_batches, coded, range(options.pairs), 64)}
-
-
-def tokens_of(latents: torch.Tensor) -> torch.Tensor:
-    """Latents (B, SIZE, rows, columns) as tokens (B, rows * columns, SIZE), in raster order."""
-    return latents.flatten(2).transpose(1, 2)
 
 
 def moments(model: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:

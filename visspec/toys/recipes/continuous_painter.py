@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import nn
-from transformers import GenerationConfig, JanusProcessor, LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from visspec.io.options import option
 from visspec.models.continuous.model import ContinuousImageConfig, ContinuousImageModel, Sampler, load
@@ -259,11 +259,6 @@ class ContinuousOptions(VectorOptions):
     decoder_steps: int = option("steps of its decoder alone", 450)
 
 
-def build_processor() -> JanusProcessor:
-    """As `painter_build.build_processor`, for this painter's pictures."""
-    return painter_build.build_processor(side=SIDE)
-
-
 def generation_config(guidance: float) -> GenerationConfig:
     """Sampling with classifier-free guidance."""
     return painter_build.image_generation(PROMPT + GRID**2, do_sample=True, temperature=1.0, guidance_scale=guidance)
@@ -276,7 +271,7 @@ def finish(options: argparse.Namespace) -> None:
     made.load_state_dict(saved["draw"]["model"])
     drafter.load_state_dict(saved["drafter"]["model"])
     folder = options.out / NAMES["painter"]
-    save(assembled(options.out, made), build_processor(), folder, torch.float16)
+    save(assembled(options.out, made), painter_build.build_processor(side=SIDE), folder, torch.float16)
     model, rows = load(folder), rows_of(TASKS, options.every_prompt)
     half = partial(score, partial(draw, model, seed=SEED + 1), rows[::2])
     sweep = [half(guidance=guidance, temperature=1.0) for guidance in GUIDANCES]

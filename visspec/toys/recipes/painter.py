@@ -32,6 +32,7 @@ from PIL import Image
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.api.grid import grid as pictures_in_grid
+from visspec.io.checkpoint import read_json
 from visspec.io.files import write_json
 from visspec.io.options import option
 from visspec.toys.recipes import cards
@@ -164,7 +165,7 @@ def remeasure(options: argparse.Namespace) -> None:
     low = options.lowres
     folder = options.out / NAMES[low]
     model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    own, record = model.generation_config, cards.read_origin(folder)
+    own, record = model.generation_config, read_json(folder, cards.PROVENANCE)
     rows, processor = suite()[:: options.every_prompt], JanusProcessor.from_pretrained(folder)
     measured = record["measured"]
     drawing = partial(draw, model, processor, seed=SEED)
