@@ -149,7 +149,7 @@ shipped = pytest.mark.skipif(not (ZOO / "captioner" / "model.safetensors").exist
 )
 def test_shipped_captioner_loads_offline_and_states_facts(name, of, least, shortest):
     transformers = pytest.importorskip("transformers")
-    from visspec.toys.recipes.captioner_score import score_captions
+    from visspec.toys.recipes.captioner import score_captions
 
     processor = transformers.AutoProcessor.from_pretrained(ZOO / name, local_files_only=True)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(ZOO / name, local_files_only=True).float().eval()

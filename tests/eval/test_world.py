@@ -11,8 +11,7 @@ import pytest
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.eval.metrics.geneval import judge, kept, strictly
 from visspec.toys.world import detector, robustness, suite
-from visspec.toys.world.components import components
-from visspec.toys.world.detector import Analysis, ShapeDetector, _moments, noise_level
+from visspec.toys.world.detector import Analysis, ShapeDetector, _moments, components, noise_level
 from visspec.toys.world.palette import GROUNDS
 from visspec.toys.world.render import render
 from visspec.toys.world.scene import Scene, Shape, scene_from_seed

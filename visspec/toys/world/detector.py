@@ -17,11 +17,12 @@ from functools import cache, lru_cache
 from math import ceil, floor
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from PIL import Image
 
 from visspec.eval.metrics.detection import UNKNOWN, Detection, DetectionResult, digest
 from visspec.toys.world.colour import CANVAS_RGB, NAMES, PALETTE_RGB, lab, nearest, to_palette
-from visspec.toys.world.components import components, grow, shrink
 from visspec.toys.world.palette import CLASSES
 from visspec.toys.world.render import coverage, inside
 
@@ -54,7 +55,6 @@ class Analysis:
 
     shapes: tuple[Shapelike, ...]
     unexplained: float
-    noise: float
     coverage: np.ndarray = field(repr=False, compare=False)  # (n, height, width) float32, template of each shape
 
 
@@ -83,6 +83,30 @@ def blurred(image: np.ndarray, sigma: float) -> np.ndarray:
         n = image.shape[axis]
         image = sum(w * np.take(wide, range(i, i + n), axis=axis) for i, w in enumerate(weights))
     return image
+
+
+def _largest(values: np.ndarray) -> np.ndarray:
+    """The largest of each number and its eight neighbours, float32 (height, width)."""
+    return F.max_pool2d(torch.from_numpy(values.astype(np.float32))[None], 3, 1, 1)[0].numpy()
+
+
+def components(mask: np.ndarray) -> tuple[np.ndarray, int]:
+    """Labels int32 (height, width) of 8-connected components, 0 outside and 1..n inside by their first pixels, and n."""
+    mark = np.where(mask, np.arange(mask.size, 0, -1, np.float32).reshape(mask.shape), 0)  # the first has the largest
+    while not np.array_equal(spread := np.where(mask, _largest(mark), 0), mark):
+        mark = spread
+    firsts = np.unique(-mark[mask])
+    return np.where(mask, np.searchsorted(firsts, -mark) + 1, 0).astype(np.int32), len(firsts)
+
+
+def grow(mask: np.ndarray) -> np.ndarray:
+    """A mask dilated by one pixel in eight directions."""
+    return _largest(mask) > 0
+
+
+def shrink(mask: np.ndarray) -> np.ndarray:
+    """A mask eroded by one pixel in eight directions; outside the image counts as outside the mask."""
+    return ~_largest(np.pad(~mask, 1, constant_values=True))[1:-1, 1:-1].astype(bool)
 
 
 @lru_cache(maxsize=8192)
@@ -225,7 +249,7 @@ class ShapeDetector(WorldDetector):
         return DetectionResult(detections, reason)
 
     def analyse(self, image: np.ndarray | Image.Image) -> Analysis:
-        """Shapes, noise and unexplained share of an image, as `pixels_of` reads it."""
+        """Shapes and unexplained share of an image, as `pixels_of` reads it."""
         rgb = pixels_of(image)
         noise = noise_level(rgb)
         sigma = next(s for limit, s in BLUR if noise < limit)
@@ -244,7 +268,7 @@ class ShapeDetector(WorldDetector):
         shapes, templates = self._coloured(shapes, templates, pixels)
         stack = np.stack(templates) if templates else np.zeros((0, *front.shape), np.float32)
         return Analysis(
-            tuple(shapes), self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), noise, stack
+            tuple(shapes), self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), stack
         )
 
     @staticmethod
