@@ -126,11 +126,12 @@ def weights(maps: int, late: float = 1.0) -> Tensor:
 
 
 class CodesStage(TrainingStage):
-    """What the stages share: codes of classes in batches."""
+    """Training on codes of classes."""
 
     size: str  # of SIZES
     seed: int
     decay = 0.02
+    short = 0.0  # share of the batches that have the first maps alone
 
     def build(self, options: argparse.Namespace) -> dict:
         self.data = torch.load(options.out / "codes.pt", weights_only=True)
@@ -154,10 +155,10 @@ class CodesStage(TrainingStage):
             if part.shape[1]:
                 self.notes[name] = round(part.mean().item(), 3)
 
-    def entropy(self, share: float) -> Tensor:
-        """Cross-entropy of the next batch; `share` of the batches have the first maps alone."""
+    def loss(self) -> Tensor:
+        """Cross-entropy of the next batch."""
         classes, codes, read = self.batch()
-        short = np.random.default_rng((self.seed, self.step)).random() < share
+        short = np.random.default_rng((self.seed, self.step)).random() < self.short
         maps = FIRST if short else len(SCALES)
         codes = codes[:, : SCALES.begins[maps]]
         with torch.autocast("cpu", torch.bfloat16):
@@ -175,10 +176,7 @@ class CodesStage(TrainingStage):
 class ScaleStage(CodesStage):
     """Training of the painter."""
 
-    name, seed, size = "painter.pt", 8, "painter"
-
-    def loss(self) -> Tensor:
-        return self.entropy(FIRST_SHARE)
+    name, seed, size, short = "painter.pt", 8, "painter", FIRST_SHARE
 
 
 class SmallStage(CodesStage):
@@ -186,9 +184,6 @@ class SmallStage(CodesStage):
 
     name, seed, size = "small.pt", 9, "small"
     steps_option = "small_steps"
-
-    def loss(self) -> Tensor:
-        return self.entropy(0.0)
 
 
 class RefineStage(CodesStage):

@@ -91,7 +91,7 @@ def _largest(values: np.ndarray) -> np.ndarray:
 
 
 def components(mask: np.ndarray) -> tuple[np.ndarray, int]:
-    """Labels int32 (height, width) of 8-connected components, 0 outside and 1..n inside by their first pixels, and n."""
+    """Labels int32 (height, width) of 8-connected components, 0 outside, 1..n inside by their first pixels, and n."""
     mark = np.where(mask, np.arange(mask.size, 0, -1, np.float32).reshape(mask.shape), 0)  # the first has the largest
     while not np.array_equal(spread := np.where(mask, _largest(mark), 0), mark):
         mark = spread
