@@ -65,45 +65,6 @@ def halved(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(small.resize((side, side), Image.Resampling.BILINEAR))
 
 
-def kmeans(patches: np.ndarray, k: int, rng: np.random.Generator, rounds: int = 10) -> np.ndarray:
-    """Centres float32 (k, d) of Lloyd's algorithm on patches (n, d), started at random distinct patches."""
-    patches = np.unique(patches.astype(np.float32), axis=0)
-    centres = patches[rng.choice(len(patches), size=min(k, len(patches)), replace=False)]
-    for _ in range(rounds):
-        owner = assign(patches, centres)
-        sums = np.zeros_like(centres)
-        np.add.at(sums, owner, patches)
-        counts = np.bincount(owner, minlength=len(centres))[:, None]
-        centres = np.where(counts > 0, sums / np.maximum(counts, 1), centres)
-    return centres
-
-
-def assign(patches: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Index of the nearest centre of every patch."""
-    half = (centres**2).sum(1) / 2
-    return np.concatenate(
-        [(half - part @ centres.T).argmin(1) for part in np.array_split(patches, 1 + len(patches) // 4096)]
-    )
-
-
-def _patches(image: np.ndarray, size: int) -> np.ndarray:
-    n = image.shape[0] // size
-    return image.reshape(n, size, n, size, 3).swapaxes(1, 2).reshape(n * n, size * size * 3).astype(np.float32)
-
-
-def vector_quantised(training: list[np.ndarray], k: int = 512, size: int = 4, seed: int = 0) -> Damage:
-    """Replace every `size` x `size` patch by the nearest of k k-means centres learned on other images."""
-    rng = np.random.default_rng(seed)
-    centres = kmeans(np.concatenate([_patches(image, size) for image in training]), k, rng)
-
-    def damage(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        side, n = image.shape[0], image.shape[0] // size
-        coded = centres[assign(_patches(image, size), centres)]
-        return _clipped(coded.reshape(n, n, size, size, 3).swapaxes(1, 2).reshape(side, side, 3))
-
-    return damage
-
-
 class Render(NamedTuple):
     """A clean picture: its pixels, the names it shows, and its prompt if it has one."""
 
@@ -124,16 +85,11 @@ def renders(place: World, tier: str, side: int, count: int, seed: int) -> list[R
     return [Render(place.draw(s, side), [kind for kind, _ in wanted(row)], row) for s, row in zip(scenes, rows)]
 
 
-def damages(place: World, tier: str, side: int, seed: int) -> dict[str, Damage]:
-    """The columns of the table."""
+def damages(name: str) -> dict[str, Damage]:
+    """The columns of the table of a world."""
     out: dict[str, Damage] = {"clean": lambda image, rng: image}
-    out |= {f"noise {s}": noise(s) for s in NOISE[place.name]} | {f"blur {s}": blur(s) for s in BLUR[place.name]}
-    out |= {f"JPEG {q}": jpeg(q) for q in JPEG[place.name]}
-    out["half size"] = halved
-    if place.name == "shapes":
-        every = renders(place, tier, side, len(place.suite.suite()), seed)
-        out["VQ 512"] = vector_quantised([picture.pixels for picture in every])
-    return out
+    out |= {f"noise {s}": noise(s) for s in NOISE[name]} | {f"blur {s}": blur(s) for s in BLUR[name]}
+    return out | {f"JPEG {q}": jpeg(q) for q in JPEG[name]} | {"half size": halved}
 
 
 def table(count: int = 368, detector: Detector | None = None, seed: int = 0, place: World | None = None) -> list[dict]:
@@ -146,7 +102,7 @@ def table(count: int = 368, detector: Detector | None = None, seed: int = 0, pla
     for tier, side in TIERS[place.name]:
         clean = renders(place, tier, side, count, seed)
         line: dict = {"tier": tier, "side": side, "n": len(clean), "right": {}, "found": {}}
-        for name, damage in damages(place, tier, side, seed + 1).items():
+        for name, damage in damages(place.name).items():
             rng, start = np.random.default_rng(seed + 2), time.process_time()
             right = held = shown = 0
             for image, names, row in clean:
@@ -190,11 +146,11 @@ def wrong_passes(
 
 def markdown(lines: list[dict]) -> str:
     """The table as Markdown: verdicts, and things found in brackets."""
-    names = list(dict.fromkeys(name for line in lines for name in line["right"]))
+    names = list(lines[0]["right"])
     head = ["tier", "px", "n", *names, "pure noise refused", "ms"]
     body = [
         [line["tier"], str(line["side"]), str(line["n"])]
-        + [f"{line['right'][name]:.3f} ({line['found'][name]:.3f})" if name in line["right"] else "–" for name in names]
+        + [f"{line['right'][name]:.3f} ({line['found'][name]:.3f})" for name in names]
         + [f"{line['pure_noise']['refused']:.2f}", f"{line['ms']:.1f}"]
         for line in lines
     ]
