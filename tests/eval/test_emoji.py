@@ -22,14 +22,13 @@ from visspec.toys.world.emoji.render import ground, render, stamp
 from visspec.toys.world.emoji.scene import (
     GROUNDS,
     SIZES,
-    TINTS,
     EmojiScene,
     PlacedEmoji,
     scene_from_seed,
 )
 from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.robustness import wrong_passes
-from visspec.toys.world.scene import GRID
+from visspec.toys.world.scene import GRID, RADIUS
 from visspec.toys.world.worlds import WORLDS, world
 
 EMOJI = world("emoji")
@@ -80,20 +79,6 @@ def test_an_altered_atlas_is_refused_in_a_sentence(tmp_path, change):
 
 
 # --- scenes and pixels ---
-
-
-@given(seeds)
-@settings(max_examples=100, deadline=None)
-def test_scenes_are_legal_and_repeatable(seed):
-    scene = scene_from_seed(seed)
-    assert scene == scene_from_seed(seed) and scene.ground in GROUNDS and scene.tint in TINTS
-    cells, held = [p.cell for p in scene.things], [p.name for p in scene.things]
-    assert cells == sorted(set(cells)) and len(set(held)) == len(held) and 1 <= len(cells) <= 5
-    for p in scene.things:
-        left, top = (p.cell % GRID) / GRID, (p.cell // GRID) / GRID
-        assert left < p.x - p.side / 2 and p.x + p.side / 2 < left + 1 / GRID
-        assert top < p.y - p.side / 2 and p.y + p.side / 2 < top + 1 / GRID
-        assert abs(p.side - SIZES[p.size]) <= 0.0101 and scene.at(p.cell) is p
 
 
 @pytest.mark.parametrize("kind", GROUNDS)
@@ -193,6 +178,29 @@ def test_the_interface_holds_in_both_worlds(name):
     found = each.detector().detect(Image.fromarray(drawn))
     assert judge(None, kept(found, 0.0), row, DetectedColours())[0]
     assert {row["tag"] for row in each.prompts()} <= set(each.tasks)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@given(seeds)
+@settings(max_examples=150, deadline=None)
+def test_scenes_are_legal_and_repeatable(name, seed):
+    each = world(name)
+    scene = each.captioned(seed)
+    assert scene == each.captioned(seed)
+    assert all(getattr(scene, kind) in words for kind, words in each.settings.items())
+    cells, held = [thing.cell for thing in scene.things], [getattr(t, each.captions.named) for t in scene.things]
+    assert cells == sorted(set(cells)) and len(cells) in each.counts
+    assert name == "shapes" or len(set(held)) == len(held)
+    for thing in scene.things:
+        size, nominal, most = (thing.radius, RADIUS, 0.0051) if name == "shapes" else (thing.side, SIZES, 0.0101)
+        left, top, reach = (
+            (thing.cell % GRID) / GRID,
+            (thing.cell // GRID) / GRID,
+            size if name == "shapes" else size / 2,
+        )
+        assert left < thing.x - reach and thing.x + reach < left + 1 / GRID
+        assert top < thing.y - reach and thing.y + reach < top + 1 / GRID
+        assert abs(size - nominal[thing.size]) <= most and scene.at(thing.cell) is thing
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("shapes", 55, 122), ("emoji", 25, 125)])
