@@ -1,4 +1,4 @@
-"""The free tier of the shape world: scenes, pixels, captions that parse back into facts; the shipped captioners."""
+"""The free tier of the shape world: pixels, captions that parse back into facts; the shipped captioners."""
 
 import time
 from dataclasses import replace
@@ -6,21 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from visspec.toys.world import captions
 from visspec.toys.world.palette import CANVAS, CLASSES, COLOURS, GROUNDS
 from visspec.toys.world.render import coverage, ground, inside, render
-from visspec.toys.world.scene import (
-    HELD_OUT_SEED,
-    Scene,
-    Shape,
-    scene_from_seed,
-)
+from visspec.toys.world.scene import HELD_OUT_SEED, Scene, Shape, scene_from_seed
 from visspec.toys.world.worlds import world
 
 ZOO = Path(__file__).resolve().parent.parent / "models" / "zoo"
-seeds = st.integers(0, 2**31 - 1)
 
 
 # --- pixels ---
