@@ -86,13 +86,13 @@ def blurred(image: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
-    """The largest of each number and its eight neighbours, float32 (height, width)."""
-    return F.max_pool2d(torch.from_numpy(values.astype(np.float32))[None], 3, 1, 1)[0].numpy()
+    """The largest of each number and its eight neighbours, float64 (height, width)."""
+    return F.max_pool2d(torch.from_numpy(values.astype(float))[None], 3, 1, 1)[0].numpy()
 
 
 def components(mask: np.ndarray) -> tuple[np.ndarray, int]:
     """Labels int32 (height, width) of 8-connected components, 0 outside, 1..n inside by their first pixels, and n."""
-    mark = np.where(mask, np.arange(mask.size, 0, -1, np.float32).reshape(mask.shape), 0)  # the first has the largest
+    mark = np.where(mask, np.arange(mask.size, 0, -1.0).reshape(mask.shape), 0)  # the first has the largest
     while not np.array_equal(spread := np.where(mask, _largest(mark), 0), mark):
         mark = spread
     firsts = np.unique(-mark[mask])
