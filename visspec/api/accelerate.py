@@ -384,7 +384,7 @@ class Speculative:
         return output
 
 
-def default_drafter(model: nn.Module, several: bool = False) -> tuple[DrafterSpec, str]:
+def default_drafter(model: Any, several: bool = False) -> tuple[DrafterSpec, str]:
     """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
     layer in its own files that predicts further tokens, or an included one that is made for it; else "ngram", or with
     `several` a list of those that need no training. Nothing is fetched.
