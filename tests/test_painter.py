@@ -235,12 +235,12 @@ def test_recipe_runs_on_a_few_steps(tmp_path, monkeypatch):
     large, low = (replace(recipe, threads=1) for recipe in (painter.PAINTER, painter.LOWRES))
     for stage in ("vq", "composed", "decoder"):
         large.run([*few, "--stage", stage])
-    low.run([*few, "--sheet", str(tmp_path / "sheet" / "painter.png")])
+    low.run(few)
     folder = tmp_path / "painter-lowres"
     record = json.loads((folder / "provenance.json").read_text())
     assert record["draw"]["steps"] == 2
     assert record["vq"]["steps"] == 3 and record["vq"]["later"] == {"composed.pt": 1, "decoder.pt": 1}
-    assert (tmp_path / "sheet" / "painter.png").stat().st_size > 0
+    assert (tmp_path / "painter-lowres.png").stat().st_size > 0
     assert "GenEval" in (folder / "README.md").read_text()
     JanusForConditionalGeneration.from_pretrained(folder)
     large.run([*few, "--stage", "vq", "--resume"])  # nothing left to do
