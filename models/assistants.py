@@ -5,16 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from visspec.io.checkpoint import shown
+from visspec.io.checkpoint import TensorsDiffer, shown
 from visspec.models.block import drafter as dflash
 from visspec.models.block.diffusion import DiffusionModel, denoises
 from visspec.models.decoder.shared_cache import SharedCache, shares_cache
 from visspec.models.decoder.small_model import SmallModel
+from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import list_of
 from visspec.types import Drafter
 
@@ -34,7 +36,13 @@ def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
 
 
 def loaded(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
-    """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device.
+    """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device."""
+    spec: Any = read(folder, data, model.dtype, on_meta(model))
+    return assistant(spec.to(model.device).eval(), model, **options)
+
+
+def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> PreTrainedModel:
+    """The model of a folder; empty: on `meta`, from the headers of its weights.
 
     Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
     """
@@ -46,17 +54,19 @@ def loaded(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> 
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
     try:
-        read: Any = kind.from_pretrained(
-            str(folder), dtype=model.dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        where: dict[str, Any] = {"device_map": "meta"} if empty else {}
+        both: Any = kind.from_pretrained(
+            str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True, **where
         )
     except (RuntimeError, OSError, KeyError) as error:
         said = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
     finally:
         logging.set_verbosity(verbosity)
-    spec, info = read
+    spec, info = both
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
-            name = sorted(map(str, info[what]))[0]
-            raise ValueError(f"drafter: {folder} has {what.replace('_', ' ')} ({name}), expected exactly its tensors")
-    return assistant(spec.to(model.device).eval(), model, **options)
+            missing, extra = (sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys"))
+            says = f"{what.replace('_', ' ')} ({sorted(map(str, info[what]))[0]})"
+            raise TensorsDiffer(f"drafter: {folder} has {says}, expected exactly its tensors", missing, extra)
+    return spec

@@ -564,7 +564,7 @@ def test_speculators_names_its_target_and_its_algorithm(tmp_path):
     data["speculators_config"]["algorithm"] = "dflash"
     assert "algorithm of" in refused(tmp_path, data, tensors)
     data["speculators_config"]["algorithm"] = data["speculators_model_type"] = "peagle"
-    assert "is 'peagle', expected one of eagle3, dflash, dflash2" in refused(tmp_path, data, tensors)
+    assert "is a checkpoint of 'peagle', P-EAGLE, several layers" in refused(tmp_path, data, tensors)
     data["speculators_model_type"] = ["eagle3"]
     assert "is ['eagle3'], expected one of" in refused(tmp_path, data, tensors)
 

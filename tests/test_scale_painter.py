@@ -207,7 +207,7 @@ def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
 
 
 def test_presets_of_scales():
-    names = {"plain", "scales", "repaired", "code", "scalekv"}
+    names = {"plain", "scales", "repaired", "code", "scalekv", "fastvar"}
     assert set(presets.MAPS) == names
     assert zoo.preset("code", "maps").parts["refiner"] == "var"
     with pytest.raises(ValueError, match="preset: got 'gumbel', expected one of plain, scales"):
@@ -503,7 +503,7 @@ def test_the_shipped_pair_draws_in_every_way(included):
 
 @shipped
 def test_presets_of_scales_on_the_command_line(tmp_path, capsys):
-    for preset in ("code", "scalekv", "repaired"):
+    for preset in ("code", "scalekv", "fastvar", "repaired"):
         command = ["generate", "a photo of a red ring", "--model", "painter-var", "--preset", preset, "--seed", "1"]
         assert main([*command, "--out", str(tmp_path / preset)]) == 0
         assert len(list((tmp_path / preset).glob("*.png"))) == 1

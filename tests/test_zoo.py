@@ -56,8 +56,9 @@ ANY_ORDER = {name for name, entry in zoo.ORDERS.items() if entry.of}  # orders o
 CODE_RULES = [
     name for name, entry in zoo.ACCEPTANCE.items() if zoo.load(entry.reference).traits.distribution is Categorical
 ]
-RULES = {  # options that a codebook of 24 codes has room for
+RULES = {  # options that a codebook of 24 codes, and short chains, have room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
+    "fly": "fly:theta=0.1,window=1",
 }  # fmt: skip
 SMALL = {"k=100": "k=5", "k=20": "k=5", "k=10": "k=5", "k=8": "k=3"}  # a preset's neighbours, as far as codes reach
 

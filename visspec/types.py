@@ -307,6 +307,7 @@ class Trace:
     doubted: bool = False  # whether drafting has rested and no draft was accepted since
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
+    kept: list[Tensor] = field(default_factory=list)  # by scale, of a pruned target: (B, M) tokens through its blocks
 
     @contextmanager
     def stage(self, name: str):

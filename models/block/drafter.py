@@ -23,7 +23,7 @@ from visspec.io import hub
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
 from visspec.models.block.sequential import Below, Sequential
-from visspec.models.decoder.target import describe
+from visspec.models.decoder.target import depth, describe
 from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting import published_config
 from visspec.models.drafting.checkpoint import PROVENANCE
@@ -79,10 +79,8 @@ class BlockModel(StructuredDrafter):
         if config.hidden_size != text.hidden_size:
             raise ValueError(f"drafter: hidden size of {config.hidden_size}, expected the target's {text.hidden_size}")
         for layer in config.target_layer_ids:
-            if not 0 <= layer < text.num_hidden_layers:
-                raise ValueError(
-                    f"drafter: target_layer_ids name layer {layer}, expected one of 0..{text.num_hidden_layers - 1}"
-                )
+            if not 0 <= layer < depth(model):
+                raise ValueError(f"drafter: target_layer_ids name layer {layer}, expected one of 0..{depth(model) - 1}")
         if not 0 <= config.mask_token_id < text.vocab_size:
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes

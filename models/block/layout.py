@@ -36,8 +36,8 @@ from visspec.io.checkpoint import (
 from visspec.models.block.dflash2 import SELECTOR, DFlash2Model, with_selector
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.sequential import PREFIXES, SPARK, WRITTEN, Domino, Spark, entries, renamed, sequential_of
-from visspec.models.decoder.target import vocabulary
-from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
+from visspec.models.decoder.target import depth, vocabulary
+from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
     VERSION,
     check_verifier,
@@ -102,13 +102,16 @@ def read(
         return stored.get(own) or renamed(own, WRITTEN)
 
     with torch.device("meta"):
-        found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
-        check_shapes(network(config), found, folder, named)
-    if head is not None:
-        check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
-    _check_head(folder, own, shapes, config.hidden_size, few, vocab)
-    _check_copies(folder, form, shapes, config.hidden_size, vocab)
-    assistant: Any = network(config)
+        assistant: Any = network(config)
+    if shapes or not on_meta(model):
+        check_shapes(assistant, {wanted: tuple(shapes[name]) for name, wanted in names.items()}, folder, named)
+        if head is not None:
+            check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
+        _check_head(folder, own, shapes, config.hidden_size, few, vocab)
+        _check_copies(folder, form, shapes, config.hidden_size, vocab)
+    if on_meta(model):
+        return BlockModel(assistant, model, width, nodes, replace(block, sequential=head))
+    assistant = network(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = unprefixed(read_tensors(folder), folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
@@ -153,7 +156,6 @@ def config_of(
     sizes = {name: entry(folder, layer, name, int) for name in SIZES}
     for name, value in sizes.items():
         check_whole(name, value, 1, MOST_LAYERS if name == "num_hidden_layers" else LARGEST)
-    depth = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr]
     theta, scaling, _, _, partial = rope_of(folder, layer)
     if partial != 1:
         raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shown(partial)}, expected 1.0")
@@ -182,7 +184,7 @@ def config_of(
         layer_types=kinds,
         block_size=said["block_size"],
         mask_token_id=said["mask_token_id"],
-        target_layer_ids=_layers(folder, form, said, depth, sizes["num_hidden_layers"]),
+        target_layer_ids=_layers(folder, form, said, depth(model), sizes["num_hidden_layers"]),
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
@@ -204,18 +206,27 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     return kinds
 
 
-def _layers(folder: Path, form: str, said: dict, depth: int, count: int) -> list[int]:
-    """Layers whose outputs are read, counted from 0; if z-lab's form does not tell, as many as the drafter has, spread
-    from 1 to the last but two.
+def stated_layers(form: str, said: dict, layers: int, count: int) -> tuple[Any, str]:
+    """(ids of the target's layers, what they are): "outputs" of layers, in speculators' form "inputs"; if z-lab's form
+    does not tell, by "defaults" the outputs of as many as the drafter has, spread from 1 to the last but two.
     """
-    flat = form != "speculators"
-    name, given = "target_layer_ids" if flat else "aux_hidden_state_layer_ids", None
-    if flat and said.get(name) is None and depth > 3:
-        given = [depth // 2] if count == 1 else [round(1 + i * (depth - 4) / (count - 1)) for i in range(count)]
-    ids, low = check_wholes(name, given or said.get(name), 0, MOST_LAYERS), 0 if flat else 1
-    if not ids or (wrong := [i for i in ids if not low <= i < depth]):
+    if form == "speculators":
+        return said.get("aux_hidden_state_layer_ids"), "inputs"
+    if said.get("target_layer_ids") is not None or layers <= 3:
+        return said.get("target_layer_ids"), "outputs"
+    spread = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
+    return spread, "defaults"
+
+
+def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> list[int]:
+    """Layers whose outputs are read, counted from 0."""
+    stated, convention = stated_layers(form, said, layers, count)
+    low = 1 if convention == "inputs" else 0
+    name = "aux_hidden_state_layer_ids" if low else "target_layer_ids"
+    ids = check_wholes(name, stated, 0, MOST_LAYERS)
+    if not ids or (wrong := [i for i in ids if not low <= i < layers]):
         found = f"layer {wrong[0]}" if ids else "none"
-        raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{depth - 1}")
+        raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{layers - 1}")
     return [i - low for i in ids]
 
 
@@ -371,8 +382,7 @@ def check_form(drafter: BlockModel, form: str) -> None:
     for name in ("anchor", "head", "embed", "scale", "multiplier", "softcap"):
         if name not in only.get(form, ("anchor", "head")) and getattr(block, name) != getattr(plain, name):
             raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
-    depth = drafter.model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr, operator]
-    if form in ("speculators", "dspark") and depth in drafter.traits.feature_layers:
+    if form in ("speculators", "dspark") and depth(drafter.model) in drafter.traits.feature_layers:
         raise ValueError(f"form: got a drafter that reads the state after the last layer for {form!r}, expected none")
     if "sliding_attention" in drafter.kinds:
         if block.from_anchor != (form in ("speculators", "dspark")):
@@ -424,7 +434,7 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
             **layer,
             **({} if block.causal else {"is_causal": False}),
             "block_size": drafter.block,
-            "num_target_layers": drafter.model.config.get_text_config().num_hidden_layers,  # type: ignore[union-attr, operator]
+            "num_target_layers": depth(drafter.model),
             "dflash_config": own,
         }
     return {

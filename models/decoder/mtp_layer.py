@@ -116,29 +116,38 @@ def in_files(model: Any) -> bool:
     Nothing is fetched.
     """
     try:
-        if getattr(model.config.get_text_config(), "num_mtp_layers", None):  # read by transformers
-            return bool(_found(model)[1])
-        return bool(_checked(model))
+        check(model)
+        return True
     except (ValueError, OSError, AttributeError):
         return False
 
 
-def _found(model: Any) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]]:
+def check(model: Any, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+    """Raises ValueError unless the folder of a model, which may be on `meta`, holds such a layer. shapes: of the
+    folder's tensors, if they are known.
+    """
+    if getattr(model.config.get_text_config(), "num_mtp_layers", None):  # read by transformers
+        _found(model, shapes)
+    else:
+        _checked(model, shapes)
+
+
+def _found(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]]:
     """The folder, the names of the layer's tensors in it with ours, and all shapes. Raises ValueError for none."""
     folder = folder_of(model)
     if folder is None:
         raise ValueError(f"drafter: {type(model).__name__} was read from no folder that is here, expected one")
-    shapes = read_shapes(folder)
+    shapes = read_shapes(folder) if shapes is None else shapes
     own = named(shapes, model.config.get_text_config().num_hidden_layers)
     if not own:
         raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's")
     return folder, own, shapes
 
 
-def _checked(model: Any) -> tuple[Path, dict[str, str], MtpLayer]:
+def _checked(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], MtpLayer]:
     """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
     describe(model)
-    folder, own, shapes = _found(model)
+    folder, own, shapes = _found(model, shapes)
     try:
         layer = MtpLayer(model)
     except (AttributeError, TypeError, LookupError) as error:

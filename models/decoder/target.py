@@ -349,16 +349,16 @@ def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
         )
     if "position_ids" not in inspect.signature(decoder.forward).parameters or getattr(text, "alibi", False):
         raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
-    depth = text.num_hidden_layers
+    deep = depth(model)
     for index in features:
-        if not -depth - 1 <= index <= depth:
-            raise ValueError(f"features: got layer {index}, expected one of {-depth - 1}..{depth} ({name})")
+        if not -deep - 1 <= index <= deep:
+            raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{deep} ({name})")
     return Capabilities(
         vocab=vocabulary(model),
         never_drafted=content_ids(config),
         feature_layers=tuple(features),
         trees=not states,
-        layers=0 if states else depth,
+        layers=0 if states else text.num_hidden_layers,
     )
 
 
@@ -390,8 +390,14 @@ def text_sizes(model: Any) -> dict[str, Any]:
         "family": model.config.model_type,
         "hidden": text.hidden_size,
         "vocab": vocabulary(model),
-        "target_layers": text.num_hidden_layers,
+        "target_layers": depth(model),
     }
+
+
+def depth(model: Any) -> int:
+    """Number of layers with a hidden state behind each; LongCat's configuration counts halves of its layers."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
 
 
 def vocabulary(model: Any) -> int:

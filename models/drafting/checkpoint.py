@@ -72,9 +72,11 @@ class NetworkDrafter:
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> Self:
-        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
+        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor. For a target
+        on `meta` no weights are read.
+        """
         target = cls.subject(target)
-        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target))
+        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target), on_meta(target))
         return cls(head, target, **options)  # type: ignore[call-arg]
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
@@ -105,9 +107,15 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
         raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
 
 
-def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
-    """The network of a checkpoint, of this kind, in a folder or by hub id. Weights are read only after `check`, and
-    after headers were compared with the configuration.
+def on_meta(target: Any) -> bool:
+    """Whether a target (a model or a family) is without weights: a drafter is judged for it, and not read."""
+    weights = getattr(target, "decoder", target).parameters()
+    return all(weight.is_meta for weight in weights)
+
+
+def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None], empty: bool = False) -> Any:
+    """The network of a checkpoint, of this kind, in a folder or by hub id; empty: on `meta`. Weights are read only
+    after `check`, and after headers were compared with the configuration.
     """
     folder = hub.located(folder)
     config = read_config(folder, kind)
@@ -115,6 +123,8 @@ def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> A
     with torch.device("meta"):
         head = kind(config)
     check_shapes(head, read_shapes(Path(folder)), folder)
+    if empty:
+        return head
     derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not stored
     head = kind(config) if derived else head.to_empty(device="cpu")
     load_strictly(head, read_tensors(Path(folder)), folder)

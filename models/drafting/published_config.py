@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import Value, check_wholes, shown, unwrapped
+from visspec.models.decoder.target import depth
 from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS
 
 VERSION = "0.9.0"  # of speculators, whose layout is written
@@ -49,11 +50,11 @@ def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
     """Raises ValueError if a checkpoint names a target of another class or with another number of layers."""
     named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
     text: Any = model.config.get_text_config()
-    kind, depth = data.get("target_model_type"), data.get("num_target_layers")
+    kind, layers = data.get("target_model_type"), data.get("num_target_layers")
     for name, wanted, *found in (
         ("class", named, type(model).__name__),
         ("model_type", [kind] if kind else [], model.config.model_type, text.model_type),
-        ("number of layers", [depth] if depth else [], text.num_hidden_layers),
+        ("number of layers", [layers] if layers else [], depth(model)),
     ):
         if wanted and not any(one in wanted for one in found):
             got = found[0]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors, shown
-from visspec.models.drafting.checkpoint import CONFIG
+from visspec.models.drafting.checkpoint import CONFIG, on_meta
 from visspec.models.drafting.published_config import unprefixed
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns
@@ -74,6 +74,8 @@ class LanternDrafter(ImageFeatureDrafter):
         with torch.device("meta"):
             head = EagleHead(config)
         check_shapes(head, shapes, root)
+        if on_meta(family):
+            return cls(head, family, **options)  # type: ignore[arg-type]
         head = head.to_empty(device="cpu").to(next(family.decoder.parameters()).dtype)
         load_strictly(head, unprefixed(read_tensors(root), root), root)
         if config.positions == "grid":

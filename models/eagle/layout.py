@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shown
-from visspec.models.decoder.target import content_ids, vocabulary
-from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
+from visspec.models.decoder.target import content_ids, depth, vocabulary
+from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
     VERSION,
     check_verifier,
@@ -101,7 +101,10 @@ def read(
 
     with torch.device("meta"):
         head = EagleHead(config)
-    check_shapes(head, {own: tuple(shapes[own]) for own in names}, folder, named)
+    if shapes or not on_meta(model):
+        check_shapes(head, {own: tuple(shapes[own]) for own in names}, folder, named)
+    if on_meta(model):
+        return EagleDrafter(head, model, **options)
     head = head.to_empty(device="cpu").to(model.dtype)
     tensors = unprefixed(read_tensors(folder), folder)
     if missing and EMBEDDING in tensors:
@@ -165,10 +168,9 @@ def config_of(
     layer = _layer_of(data) if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
     common = layer_fields(folder, layer, shapes)
     check_verifier(folder, data, model)
-    text: Any = model.config.get_text_config()
     common |= {
         "family": model.config.model_type,
-        "target_layers": text.num_hidden_layers,
+        "target_layers": depth(model),
         "target_hidden": data.get("target_hidden_size") or common["hidden"],
         "image_ids": tuple(sorted(content_ids(model.config))),
         "levels": _levels(form, data),
@@ -187,7 +189,7 @@ def config_of(
             norm_output=_architecture(data) in AUTOMODEL,
         )
     _check_flags(folder, object_of(data.get("eagle_config")))
-    ids = _states(folder, form, data, text.num_hidden_layers, layers)
+    ids = _states(folder, form, data, depth(model), layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     common |= {name: bool(data.get(name, False)) for name in flags}
     common |= SLOTS if common["mrope_section"] and _architecture(data) in ONE_ROW else {}
@@ -268,23 +270,32 @@ def _check_flags(folder: Path, flags: dict) -> None:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
 
 
-def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tuple[int, ...]:
-    """The hidden states that an EAGLE-3 head reads: those asked for; those of the ids that are stated at the top, or in
-    `dflash_config` or `eagle_config`; those before layers 2, n / 2 and n - 3 if there are none, or [] (ModelOpt).
+def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
+    """(ids of the target's layers as a head of EAGLE-3 names them, what they are): "outputs" or "inputs" of layers,
+    "boundary" for inputs of which one is that of no layer; of a head that names none, hidden states by "defaults".
     """
     parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
     own = data.get("target_layer_ids")  # DeepSpec's, of outputs
     stated = own or next((part[IDS] for part in parts if part.get(IDS)), None)
-    ids = check_wholes(IDS, stated, 0, depth) if stated else (2, depth // 2, depth - 3)
-    read, outputs = (
-        "the default",
-        bool(stated and form == "eagle3" and (own or ids[0] < 2)),
-    )
+    if not stated:
+        return (2, layers // 2, layers - 3), "defaults"
+    if form == "eagle3" and (own or next(iter(list_of(stated)), None) in (0, 1)):
+        return stated, "outputs"
+    return stated, "boundary" if layers in list_of(stated) else "inputs"
+
+
+def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tuple[int, ...]:
+    """The hidden states that an EAGLE-3 head reads: those asked for; those of the ids that are stated at the top, or in
+    `dflash_config` or `eagle_config`; those before layers 2, n / 2 and n - 3 if there are none, or [] (ModelOpt).
+    """
+    stated, convention = stated_layers(form, data, depth)
+    ids, read = stated, "the default"
+    if convention != "defaults":
+        ids = check_wholes(IDS, stated, 0, depth)
+        read = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} that it names"
     if asked is not None:
-        ids, outputs, read = _asked(asked, depth), False, "as asked for"
-    elif stated:
-        read = f"{'outputs' if outputs else 'inputs'} of the layers {list(ids)} that it names"
-    given = [i + outputs for i in ids]
+        ids, convention, read = _asked(asked, depth), "asked", "as asked for"
+    given = [i + (convention == "outputs") for i in ids]
     if wrong := [i for i in given if not 0 <= i < depth]:
         found = (
             f"no {IDS} for a target of {depth} layers" if read == "the default" else f"a state after layer {wrong[0]}"
@@ -292,7 +303,7 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
         raise ValueError(f"drafter: {folder} names {found}, expected states before one of its layers 0..{depth - 1}")
     said = f"{folder.name} reads hidden states {given}: {read}"
     logger.info("%s", said)
-    if stated and not own and asked is None and form == "eagle3" and ids[0] != 1:
+    if convention in ("outputs", "inputs") and form == "eagle3" and not data.get("target_layer_ids") and ids[0] != 1:
         warnings.warn(
             f"drafter: {said}, where others may count otherwise; {folder.name}:layers={'-'.join(map(str, given))} says"
             " which hidden states are read",

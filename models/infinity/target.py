@@ -125,8 +125,9 @@ class InfinityImages(ScaleImages):
         refiner: NextScale | None = None,
         handover: int | None = None,
         budget: CacheBudget | None = None,
+        pruning: Any = None,
     ):
-        super().__init__(model, processor, codec, per_scale, ramp, refiner, handover, budget)
+        super().__init__(model, processor, codec, per_scale, ramp, refiner, handover, budget, pruning)
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None

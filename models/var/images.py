@@ -39,13 +39,14 @@ class LabelledVARImages(VARImages):
         refiner: Any = None,
         handover: int | None = None,
         budget: Any = None,
+        pruning: Any = None,
     ):
         if isinstance(budget, (bool, str)):
             raise ValueError(f"budget: got {budget!r}, expected a `Budget` or the share of the cache, a number")
         if isinstance(budget, (int, float)):
             budget = calibrated(model, float(budget))
         super().__init__(
-            model.var, processor, model.autoencoder, per_scale, ramp, small(refiner, model), handover, budget
+            model.var, processor, model.autoencoder, per_scale, ramp, small(refiner, model), handover, budget, pruning
         )
         found = getattr(settings or model.generation_config, "guidance_scale", None)
         self.default_guidance = 1.0 if found is None else float(found)

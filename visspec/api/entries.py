@@ -32,6 +32,10 @@ ACCEPTANCE = {
         "visspec.accept.block:Block", "exact, chains of sampled drafts judged as one: no fewer tokens than rejection"
     ),
     "typical": Entry("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
+    "fly": Entry(
+        "visspec.accept.fly:Fly",
+        "keeps a mismatch where the target is undecided and agrees with what follows; drift is measured",
+    ),
     "lantern": Entry("visspec.accept.lantern:Lantern", "image codes borrow up to delta from k codebook neighbours"),
     "lantern_plus": Entry("visspec.accept.lantern:LanternPlus", "the same, up to lam times a code's own probability"),
     "grouped": Entry("visspec.accept.grouped:Grouped", "image codes judged by their group: ranks of p, or clusters"),

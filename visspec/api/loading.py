@@ -68,8 +68,36 @@ def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "a
     return _load(where, kind, device, dtype, trust_remote_code, worded)
 
 
+def without_weights(spec: str | None = None) -> Any:
+    """The model of a folder, a hub id, a config.json or an included one by name, on `meta`: only its configuration is
+    read, and fetched. Raises ValueError for one that transformers does not know.
+    """
+    import transformers
+
+    where = str(spec or included.text_model())
+    shipped = zoo.located(where)
+    where = str(shipped) if shipped.is_relative_to(included.FOLDER) else where
+    local = Path(where).exists() or where.startswith((".", "/"))
+    if not local and "/" not in where:
+        raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model")
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
+    try:
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(where, **options)
+            kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
+            named = getattr(transformers, (config.architectures or [""])[0], None)
+            auto = next((kind for kind in kinds if type(config) in kind._model_mapping), kinds[-1])
+            with torch.device("meta"):
+                model = named._from_config(config) if named else auto.from_config(config)
+            if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
+                model.generation_config = transformers.GenerationConfig.from_pretrained(where)
+    except Exception as error:  # of whichever library checks the part that is wrong
+        raise ValueError(f"target: {where} describes no model of transformers ({_first_line(error)})") from None
+    return model
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers reports errors only."""
     from transformers.utils import logging as transformers_logging
 
@@ -90,7 +118,7 @@ def _load_own(folder: Path, reference: str, device: str, dtype: str | torch.dtyp
     model = zoo.load(reference)(folder, precision)
     processor = None
     if not model.class_conditional:
-        with _quiet():  # it would say that it does not know the type of the model
+        with quiet():  # it would say that it does not know the type of the model
             processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
     logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
     return model.to(device).eval(), processor
@@ -115,7 +143,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     on_cpu = device == "cpu" or (bool(spread) and not torch.cuda.is_available())
     precision = torch.float32 if on_cpu and dtype == "auto" else dtype
     try:
-        with _quiet():  # what it would report of the tensors is said below, in one sentence
+        with quiet():  # what it would report of the tensors is said below, in one sentence
             model, info = kind.from_pretrained(
                 where, dtype=precision, use_safetensors=True, output_loading_info=True, **options, **spread
             )

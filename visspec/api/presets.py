@@ -31,6 +31,7 @@ CODES = {  # docs/presets.md compares them
     "gsd": Preset("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
     "sjd-sv": Preset("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
     "drafter": Preset("image-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"),
+    "block": Preset("image-eagle:levels=8", "block", "block verification (ICLR 2025) of the trained drafter's chains"),
     "distilled": Preset("distilled", "exact", "Distilled Decoding (arXiv 2412.17153) as a drafter; token-identical"),
     "naive": Preset("image-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
     "lantern": Preset("image-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),
@@ -62,6 +63,10 @@ MAPS = {  # of next-scale models; drafter and refiner are a smaller one
     ),
     "scalekv": Preset(
         "none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}
+    ),
+    "fastvar": Preset(
+        "none", "scales", "FastVAR (arXiv 2503.23367): of the last scales only some tokens go through the blocks",
+        parts={"pruning": (0.5, 0.0, 0.0)},
     ),
 }  # fmt: skip
 ANY_ORDER = {  # of models that draw in any order, beside those of `CODES` that they take

@@ -181,12 +181,12 @@ def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     if str(spec).partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir():
-        return _from_folder(Path(spec), model, {}), Path(spec).name
+        return from_folder(Path(spec), model, {}), Path(spec).name
     name, options = parse(str(spec))
     if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
-        return _from_folder(Path(name), model, options), Path(name).name
+        return from_folder(Path(name), model, options), Path(name).name
     if name not in ORDERS and hub.names(name):
-        return _from_folder(hub.fetched(name), model, options), name.rpartition("/")[2]
+        return from_folder(hub.fetched(name), model, options), name.rpartition("/")[2]
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in KINDS.values():
@@ -201,7 +201,7 @@ def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
         if apart := included.difference(target, model):
             where, value, found = apart
             raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
-        return _from_folder(folder, model, options), name
+        return from_folder(folder, model, options), name
     if name in DRAFTERS:
         return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
@@ -216,7 +216,7 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def _from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
+def from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
     """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
     config = read_json(folder, "config.json")
     if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:

@@ -46,6 +46,7 @@ COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options` and `r
     "eval captions": "BLEU, ROUGE-L and CIDEr-D of captions against references",
     "eval vqa": "a vision-language task answered by a model",
     "report": "one HTML page from the JSON of benches",
+    "inspect": "what a drafter's checkpoint is, and whether it fits a target, before it is loaded",
     "list": "names of drafters, rules, checkpoints",
     "doctor": "versions, device, what will run and what will not",
 }

@@ -17,8 +17,9 @@ def names(text: str) -> bool:
     return ID.fullmatch(text) is not None and not Path(text).exists()
 
 
-def fetched(name: str) -> Path:
-    """The folder of a repository in the local cache, which is filled if the hub can be asked.
+def fetched(name: str, wanted: list[str] = WANTED) -> Path:
+    """The folder of a repository in the local cache, which is filled with files of these patterns if the hub can be
+    asked.
 
     Raises ValueError if there is no such repository, if it wants a login, or if it is not cached and there is no
     connection.
@@ -33,7 +34,7 @@ def fetched(name: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=WANTED))
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except GatedRepoError:
         why = "asks for a login with access to it (hf auth login)"
     except RepositoryNotFoundError:
@@ -43,6 +44,26 @@ def fetched(name: str) -> Path:
     except (HFValidationError, HfHubHTTPError, OSError) as error:
         why = f"could not be fetched ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
     raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
+
+
+def headers(name: str) -> tuple[Path, dict[str, tuple[int, ...]]]:
+    """The folder of a repository with its JSON files, and the shapes of its tensors ({}: none as safetensors); of one
+    that is cached, without asking the hub. No weights are fetched. Raises ValueError as `fetched`.
+    """
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    from visspec.io.checkpoint import read_shapes
+
+    there = cached(name)
+    if there is not None and any(there.glob("*.safetensors")):
+        return there, read_shapes(there)
+    folder = fetched(name, ["*.json"])
+    try:
+        files = get_safetensors_metadata(name).files_metadata.values()
+    except NotASafetensorsRepoError:
+        return folder, {}
+    return folder, {key: tuple(tensor.shape) for file in files for key, tensor in file.tensors.items()}
 
 
 def cached(name: str, revision: str | None = None) -> Path | None:

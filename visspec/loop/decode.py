@@ -149,8 +149,7 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
     meters = ("drift", verdict.drift), ("displacement", verdict.displacement), ("capped", verdict.capped)
     for name, measured in meters:
         if measured is not None:
-            meter = state.meters.setdefault(name, measured.new_zeros(len(origin)))
-            meter.index_add_(0, to_device(state.rows, measured.device), measured)
+            measure(state, name, measured)
     lengths = [len(path) for path in outcome.path]
     state.trace.rounds.append(Round(tree.levels, lengths, had_rejection))
     state.trace.context += max(lengths)
@@ -158,6 +157,12 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
     if state.noise is not None:
         state.noise.advance(lengths)
     return outcome
+
+
+def measure(state: State, name: str, amount_B: Tensor) -> None:
+    """Add to a meter of the live rows."""
+    meter = state.meters.setdefault(name, amount_B.new_zeros(len(state.trace.origin)))
+    meter.index_add_(0, to_device(state.rows, amount_B.device), amount_B)
 
 
 def children(parents: list[int], node: int) -> list[int]:
