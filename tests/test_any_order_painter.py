@@ -412,9 +412,9 @@ def test_recipe_writes_a_folder(tmp_path, monkeypatch):
         ["--out", str(tmp_path), "--pairs", "6", "--rows", "2", "--steps", "2", "--workers", "1", "--every", "9",
          "--every-prompt", "184"]
     )  # fmt: skip
-    for file, numbers in any_order_painter.shards(tmp_path, 6).items():
+    for file, numbers in any_order_painter.files(tmp_path, 6).items():
         torch.save(any_order_painter.coded_pairs(any_order_painter.included_vq(), numbers), file)
-    data = read_coded(any_order_painter.shards(tmp_path, 6))
+    data = read_coded(any_order_painter.files(tmp_path, 6))
     assert data["codes"].shape == data["whole"].shape == (6, 144) and not torch.equal(data["codes"], data["whole"])
     stage = any_order_painter.AnyOrderStage(options, 0)
     stage.run()

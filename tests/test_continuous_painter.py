@@ -13,7 +13,7 @@ from visspec.models.continuous.model import ContinuousImageModel, Sampler, guide
 from visspec.models.vectors.diffusion_head import cosine_levels, schedule
 from visspec.toys.recipes import continuous_autoencoder, continuous_painter
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_build import build_tokenizer, prompt_ids, without_words
+from visspec.toys.recipes.painter_build import build_processor, build_tokenizer, prompt_ids, without_words
 from visspec.toys.recipes.recipe import write_coded
 
 TINY = {
@@ -37,7 +37,7 @@ def painter():
 def written(painter, tmp_path_factory):
     folder = tmp_path_factory.mktemp("continuous")
     painter.generation_config = continuous_painter.generation_config(1.5)
-    save(painter, continuous_painter.build_processor(), folder, torch.float32)
+    save(painter, build_processor(side=64), folder, torch.float32)
     return folder
 
 
@@ -157,7 +157,7 @@ def test_pairs_are_of_known_tasks_on_plain_ground():
     for seed in range(6):
         metadata, scene = continuous_autoencoder.pair(seed)
         assert metadata["tag"] in continuous_autoencoder.TASKS and scene.ground == "plain"
-        for shape in scene.shapes:
+        for shape in scene.things:
             assert shape.radius in continuous_autoencoder.RADII
             assert all((at / continuous_autoencoder.STEP).is_integer() for at in (shape.x, shape.y))
 

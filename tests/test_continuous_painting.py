@@ -18,7 +18,7 @@ from visspec.models.continuous.model import ContinuousImageModel, Sampler
 from visspec.models.vectors.target import ContinuousAR
 from visspec.sampling import Normals
 from visspec.toys.recipes import continuous_painter
-from visspec.toys.recipes.painter_build import without_words
+from visspec.toys.recipes.painter_build import build_processor, without_words
 from visspec.types import Request, Sampling
 
 PROMPTS = ["a photo of a red ring", "a photo of a star and a bar", "a photo of a blue square"]
@@ -38,7 +38,7 @@ def fresh(name, autoencoder=None, **sizes):
 
 @pytest.fixture(scope="module")
 def pipe():
-    made = ImagePipeline(fresh("painter", SMALL), continuous_painter.build_processor())
+    made = ImagePipeline(fresh("painter", SMALL), build_processor(side=64))
     made.set_progress_bar_config(disable=True)
     return made
 

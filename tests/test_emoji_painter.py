@@ -23,7 +23,7 @@ def test_every_pair_shows_the_animal_of_its_prompt():
     names = set(subjects()[::ALONE])
     rows = [emoji_painter.pair(number) for number in range(40)]
     assert {row["include"][0]["class"] for row, _ in rows} <= names and len(names) == 35
-    assert all([p.name for p in scene.pictures] == [row["include"][0]["class"]] for row, scene in rows)
+    assert all([p.name for p in scene.things] == [row["include"][0]["class"]] for row, scene in rows)
     assert 5 < sum("ground" in row for row, _ in rows) < 35
     assert all((scene.ground, scene.tint) == tuple(row["ground"]) for row, scene in rows if "ground" in row)
 
@@ -34,10 +34,10 @@ def test_the_stages_learn_resume_and_know_animals(tmp_path, monkeypatch):
     common = ["--out", str(tmp_path), "--workers", "1", "--every", "2", "--every-prompt", "160"]
     emoji_painter.PAINTER.run([*common, "--stage", "vq", "--vq-steps", "2", "--vq-rows", "1"])
     emoji_painter.PAINTER.run([*common, "--stage", "tokens", "--pairs", "4"])
-    data = torch.load(tmp_path / "tokens-0.pt", weights_only=True)
+    data = torch.load(tmp_path / "tokens-0-4.pt", weights_only=True)
     rows = [emoji_painter.pair(emoji_painter.FIRST_SEED["tokens"] + i)[0] for i in range(4)]
     assert [subjects()[i] for i in data["animal"].tolist()] == [row["include"][0]["class"] for row in rows]
-    options = SimpleNamespace(out=tmp_path, pairs=4, steps=50, rate=1e-3, rows=4, workers=1, early=None)
+    options = SimpleNamespace(out=tmp_path, pairs=4, steps=50, rate=1e-3, rows=4, workers=1)
     stage = emoji_painter.EmojiDrawStage(options, 0)
     first = stage.update()
     for _ in range(5):

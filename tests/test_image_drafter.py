@@ -289,19 +289,26 @@ REFUSED = {
     "vocabulary": ({"vocab": 99}, "vocabulary 99, got a model of 24"),
     "layers": ({"target_layers": 7}, "number of layers 7"),
     "family": ({"family": "emu3"}, "family 'emu3', got a model of 'janus'"),
-    "kind": ({"kind": "feature_drafter"}, "kind 'image_drafter'"),
-    "unknown": ({"colour": 1}, "'colour', expected the fields of ImageHeadConfig"),
+    "kind": ({"kind": "feature_drafter"}, "kind '{kind}'"),
+    "unknown": ({"colour": 1}, "'colour', expected the fields of {config}"),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_another_target_or_file_is_refused_in_a_sentence(saved, what):
+def refuses(used, folder, what):
+    """A drafter's class refuses its folder where the configuration is changed."""
     changes, message = REFUSED[what]
-    config = saved / "config.json"
+    used.save_pretrained(folder, {"seed": 1}, torch.float16)
+    config = folder / "config.json"
+    named = {"kind": json.loads(config.read_text())["kind"], "config": type(used.config).__name__}
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    with pytest.raises(ValueError, match=message) as caught:
-        ImageFeatureDrafter.from_pretrained(saved, family())
+    with pytest.raises(ValueError, match=message.format(**named)) as caught:
+        type(used).from_pretrained(folder, family())
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_another_target_or_file_is_refused_in_a_sentence(tmp_path, what):
+    refuses(drafter(), tmp_path / "drafter", what)
 
 
 def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):

@@ -22,6 +22,7 @@ from visspec.models.mar.parallel import ParallelMAR
 from visspec.models.vectors.diffusion_head import cosine_levels, schedule
 from visspec.toys.recipes import mar_painter
 from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.painter_data import LABELS
 from visspec.toys.recipes.recipe import write_coded
 
 TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
@@ -53,11 +54,11 @@ def written(pipe, tmp_path_factory):
 
 
 def test_prompts_are_names_of_classes(pipe):
-    red = mar_painter.LABELS.index(PROMPTS[0])
+    red = LABELS.index(PROMPTS[0])
     out = pipe([PROMPTS[0], str(red)], seed=[3, 3])
     torch.testing.assert_close(out.tokens[0], out.tokens[1], atol=1e-4, rtol=1e-4)
     assert out.images[0].size == (64, 64)
-    assert pipe.family.default_guidance == 2.0 and len(mar_painter.LABELS) == 88
+    assert pipe.family.default_guidance == 2.0 and len(LABELS) == 88
     for text in ("a photo of a dog", "88", ""):
         with pytest.raises(ValueError, match=r"^prompt: got .*expected") as error:
             pipe(text)

@@ -29,7 +29,7 @@ from visspec.toys.recipes import (
 )
 from visspec.toys.recipes.painter_vq import Codebook, composed, latents, nearest
 from visspec.toys.world.palette import CLASSES, COLOURS
-from visspec.toys.world.scene import HELD_OUT_SEED, Shape, ShapeScene
+from visspec.toys.world.scene import HELD_OUT_SEED, Scene, Shape
 from visspec.toys.world.suite import parse, suite, vocabulary
 from visspec.toys.world.worlds import world
 
@@ -87,7 +87,7 @@ def test_a_patch_has_one_code_wherever_it_stands(low):
     step = painter_build.PATCH / painter_data.SIDE[low]
     at = [Shape("ring", "red", 0.3, 0.35, 0.14), Shape("ring", "red", 0.3 + step, 0.35, 0.14)]
     other = Shape("bar", "blue", 0.7, 0.75, 0.13)
-    scenes = [ShapeScene(()), ShapeScene((at[0],)), ShapeScene((at[0], other)), ShapeScene((at[1],))]
+    scenes = [Scene(()), Scene((at[0],)), Scene((at[0], other)), Scene((at[1],))]
     codes, ink = composed(vq, scenes, low)
     assert codes.shape == ink.shape == (4, side, side)
     assert len(codes[0].unique()) == 1 and not ink[0].any()
@@ -102,17 +102,17 @@ def test_settled_scenes_stand_on_the_grid_and_keep_apart():
     for seed in range(40):
         scene = painter_data.pair(seed)[1]
         assert scene.ground in painter_data.GROUNDS_DRAWN and 0 <= scene.texture_seed < painter_data.TEXTURES
-        assert all(shape.radius in painter_data.RADII for shape in scene.shapes)
-        places = [at / painter_data.STEP for shape in scene.shapes for at in (shape.x, shape.y)]
+        assert all(shape.radius in painter_data.RADII for shape in scene.things)
+        places = [at / painter_data.STEP for shape in scene.things for at in (shape.x, shape.y)]
         assert places == pytest.approx([round(place) for place in places])
-    close = ShapeScene((Shape("ring", "red", 0.3, 0.3, 0.13), Shape("bar", "red", 0.5, 0.3, 0.13)))
+    close = Scene((Shape("ring", "red", 0.3, 0.3, 0.13), Shape("bar", "red", 0.5, 0.3, 0.13)))
     assert painter_data.settled(close) is None
-    assert painter_data.settled(ShapeScene((Shape("ring", "red", 0.1, 0.5, 0.13),))) is None  # over the edge
+    assert painter_data.settled(Scene((Shape("ring", "red", 0.1, 0.5, 0.13),))) is None  # over the edge
 
 
 def test_progress_says_what_has_been_begun():
     metadata = parse("a photo of a red bar and a blue ring")
-    scene = ShapeScene((Shape("ring", "blue", 6 / 12, 3 / 12, 13 / 96), Shape("bar", "red", 4 / 12, 9 / 12, 13 / 96)))
+    scene = Scene((Shape("ring", "blue", 6 / 12, 3 / 12, 13 / 96), Shape("bar", "red", 4 / 12, 9 / 12, 13 / 96)))
     shown = np.zeros((12, 12), bool)
     shown[2:5, 5:7], shown[8:10, 2:6] = True, True
     begun = painter_draw.progress(metadata, scene, shown)
@@ -235,12 +235,12 @@ def test_recipe_runs_on_a_few_steps(tmp_path, monkeypatch):
     large, low = (replace(recipe, threads=1) for recipe in (painter.PAINTER, painter.LOWRES))
     for stage in ("vq", "composed", "decoder"):
         large.run([*few, "--stage", stage])
-    low.run([*few, "--sheet", str(tmp_path / "sheet" / "painter.png")])
+    low.run(few)
     folder = tmp_path / "painter-lowres"
     record = json.loads((folder / "provenance.json").read_text())
     assert record["draw"]["steps"] == 2
     assert record["vq"]["steps"] == 3 and record["vq"]["later"] == {"composed.pt": 1, "decoder.pt": 1}
-    assert (tmp_path / "sheet" / "painter.png").stat().st_size > 0
+    assert (tmp_path / "painter-lowres.png").stat().st_size > 0
     assert "GenEval" in (folder / "README.md").read_text()
     JanusForConditionalGeneration.from_pretrained(folder)
     large.run([*few, "--stage", "vq", "--resume"])  # nothing left to do

@@ -22,7 +22,7 @@ from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import LabelledVARImages, calibrated
 from visspec.models.var.layout import save_vae
 from visspec.models.var.model import VARImageConfig, VARImageModel, load
-from visspec.toys.recipes import scale_codes, scale_draw, scale_painter
+from visspec.toys.recipes import painter_data, scale_codes, scale_draw, scale_painter
 from visspec.toys.recipes.any_order_painter import included_vq
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_data import pixels
@@ -33,7 +33,7 @@ from visspec.types import Scores
 
 SIDES = (1, 2, 3, 4)
 LABELS = ["a photo of a red ring", "a photo of a star", "a photo of a blue cross", "a photo of a bar"]
-PROMPTS, ROWS_OF_LABELS = LABELS[:2], scale_codes.rows_of_labels
+PROMPTS, ROWS_OF_LABELS = LABELS[:2], painter_data.rows_of_labels
 SHIPPED = zoo.CHECKPOINTS / "painter-var" / "config.json"
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped painter is not in this checkout")
 
@@ -243,7 +243,7 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
     assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
-    family = LabelledVARImages(fresh(labels=scale_codes.LABELS))
+    family = LabelledVARImages(fresh(labels=painter_data.LABELS))
     assert bench_others.taught(family, suite()) == ["single_object", "colors"]
 
 
@@ -263,10 +263,10 @@ def test_what_draws_no_scales_has_no_rows_of_them():
 
 
 def test_pictures_are_of_their_classes():
-    assert len(scale_codes.LABELS) == 88 == len(set(scale_codes.LABELS))
+    assert len(painter_data.LABELS) == 88 == len(set(painter_data.LABELS))
     for seed in range(20):
         number, scene = scale_codes.pair(seed)
-        (shape,), (item,) = scene.shapes, scale_codes.ROWS[number]["include"]
+        (shape,), (item,) = scene.things, painter_data.CLASS_ROWS[number]["include"]
         assert shape.kind == item["class"] and item.get("color", shape.colour) == shape.colour
         for place in (shape.x, shape.y):
             assert abs(place / scale_codes.STEP - round(place / scale_codes.STEP)) < 1e-9
@@ -276,7 +276,7 @@ def test_pictures_are_of_their_classes():
 def test_classes_are_sums_of_facts():
     table = scale_draw.facts()
     assert table.shape == (89, 19) and set(table.sum(1).tolist()) == {1.0, 2.0}
-    red_ring, ring = (table[scale_codes.LABELS.index(f"a photo of a {name}")] for name in ("red ring", "ring"))
+    red_ring, ring = (table[painter_data.LABELS.index(f"a photo of a {name}")] for name in ("red ring", "ring"))
     assert (red_ring - ring).sum() == 1 and (red_ring - ring).min() == 0 and not (table[:88] @ table[88]).any()
 
 
@@ -328,7 +328,7 @@ def test_a_whole_picture_is_taught_as_it_is_drawn(codec, maps):
 
 def test_distances_by_scale(codec):
     model, other = (tiny(codec, seed=seed).settled().eval() for seed in (0, 0))
-    out = scale_draw.draw(scale_draw.pipeline(model), scale_codes.LABELS[:2], 1.0, 0)
+    out = scale_draw.draw(scale_draw.pipeline(model), painter_data.LABELS[:2], 1.0, 0)
     same = scale_painter.apart(model, other, out)
     assert same["kl"] == same["tv"] == [0.0] * 8 and min(same["entropy"]) > 0
     with torch.no_grad():
@@ -404,7 +404,7 @@ def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec
 def test_the_painters_autoencoder_is_borrowed_whole():
     """What VAR's class encodes and decodes is what the stock VQ model does, but for lengths and the border."""
     vq, model = included_vq(), scale_codes.borrowed(32)
-    true = scale_codes.held_out(scale_codes.rows_of_labels(44))
+    true = scale_codes.held_out(painter_data.rows_of_labels(44))
     with torch.no_grad():
         wanted = vq.quant_conv(vq.encoder(true))
         features = model.quant_conv(model.encoder(true))
@@ -475,7 +475,7 @@ def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
         record = json.loads((folder / "provenance.json").read_text())
         assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size
         assert record["recipe"] == "visspec.toys painter-var" and "painter-var" in (folder / "README.md").read_text()
-    assert included.family.labels == tuple(row["prompt"] for row in suite() if row["tag"] in scale_codes.TASKS)
+    assert included.family.labels == tuple(row["prompt"] for row in suite() if row["tag"] in painter_data.CLASS_TASKS)
 
 
 @shipped

@@ -156,8 +156,8 @@ def test_the_best_of_several_pictures():
     with pytest.raises(ValueError, match="expected a sentence of the shape world's grammar"):
         best_of.scorer("detector", ["a dog"])
     assert judges.by_detector([right, wrong], "a photo of a red ring") == [-1.0, -1.0]
-    scene = next(s for s in held_out_scenes(40) if len(s.shapes) >= 2)
-    kinds = [shape.kind for shape in scene.shapes]
+    scene = next(s for s in held_out_scenes(40) if len(s.things) >= 2)
+    kinds = [shape.kind for shape in scene.things]
     one = next(k for k in kinds if kinds.count(k) == 1)
     assert judges.by_detector([wrong, to_image(scene)], f"a photo of a {one}") == [-1.0, 1.0]
 

@@ -1,4 +1,4 @@
-"""The free tier of the shape world: scenes, pixels, captions that parse back into facts; the shipped captioners."""
+"""The free tier of the shape world: pixels, captions that parse back into facts; the shipped captioners."""
 
 import time
 from dataclasses import replace
@@ -6,42 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from visspec.toys.world import captions
 from visspec.toys.world.palette import CANVAS, CLASSES, COLOURS, GROUNDS
 from visspec.toys.world.render import coverage, ground, inside, render
-from visspec.toys.world.scene import (
-    GRID,
-    HELD_OUT_SEED,
-    RADIUS,
-    Shape,
-    ShapeScene,
-    scene_from_seed,
-)
+from visspec.toys.world.scene import HELD_OUT_SEED, Scene, Shape, scene_from_seed
 from visspec.toys.world.worlds import world
 
 ZOO = Path(__file__).resolve().parent.parent / "models" / "zoo"
-seeds = st.integers(0, 2**31 - 1)
-
-
-# --- scenes ---
-
-
-@given(seeds)
-@settings(max_examples=200, deadline=None)
-def test_scenes_are_legal_and_repeatable(seed):
-    scene = scene_from_seed(seed)
-    assert scene == scene_from_seed(seed)
-    cells = [shape.cell for shape in scene.shapes]
-    assert cells == sorted(set(cells)) and 3 <= len(cells) <= 6
-    for shape in scene.shapes:
-        left, top = (shape.cell % GRID) / GRID, (shape.cell // GRID) / GRID
-        assert left < shape.x - shape.radius and shape.x + shape.radius < left + 1 / GRID
-        assert top < shape.y - shape.radius and shape.y + shape.radius < top + 1 / GRID
-        assert abs(shape.radius - RADIUS[shape.size]) <= 0.0051
-        assert scene.at(shape.cell) is shape
 
 
 # --- pixels ---
@@ -63,7 +35,7 @@ def test_templates_differ_from_each_other():
 
 
 def test_a_circle_has_its_colour_inside_and_the_canvas_outside():
-    image = render(ShapeScene((Shape("circle", "green", 0.5, 0.5, 0.13),)), 96)
+    image = render(Scene((Shape("circle", "green", 0.5, 0.5, 0.13),)), 96)
     assert image.shape == (96, 96, 3) and image.dtype == np.uint8
     assert tuple(image[48, 48]) == COLOURS["green"] and tuple(image[5, 5]) == CANVAS
 
@@ -95,18 +67,6 @@ def test_rendering_is_fast():
 # --- captions ---
 
 
-@given(seeds, seeds)
-@settings(max_examples=300, deadline=None)
-def test_captions_state_every_fact_and_nothing_else(seed, phrasing):
-    scene = scene_from_seed(seed)
-    for text in (captions.caption(scene), captions.caption(scene, np.random.default_rng(phrasing))):
-        assert dict(captions.parse(text)) == captions.facts(scene)
-        assert captions.score(text, scene) == (len(captions.facts(scene)),) * 2
-        assert captions.missing(text, scene) == 0
-        assert 55 <= len(captions.words(text)) <= 122
-        assert set(text.split()) <= set(captions.vocabulary())
-
-
 def test_printed_spelling_parses_as_well():
     scene = scene_from_seed(5)
     printed = captions.caption(scene).replace(" .", ".").replace(" ,", ",").capitalize()
@@ -114,7 +74,7 @@ def test_printed_spelling_parses_as_well():
 
 
 def test_every_wrong_word_costs_a_fact():
-    scene = ShapeScene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
+    scene = Scene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
     good = "in the top left corner there is a large red star ."
     assert captions.score(good, scene) == (4, 4) and captions.missing(good, scene) == 6
     for old, new in (("large", "small"), ("red", "pink"), ("star", "ring")):
@@ -141,14 +101,12 @@ def test_captions_are_not_one_repeated_pattern():
 
 
 def test_questions_are_answered_from_the_scene():
-    scene = ShapeScene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
+    scene = Scene((Shape("star", "red", 0.17, 0.17, 0.13), Shape("bar", "blue", 0.5, 0.5, 0.075)), "cloudy")
     answers = dict(captions.questions(scene))
     assert answers["how many shapes are there ?"] == "two ."
     assert answers["what colour is the star ?"] == "red ."
     assert answers["what is in the very centre ?"] == "a small blue bar ."
     assert answers["what is at the top edge ?"] == "nothing ."
-    known = set(captions.vocabulary())
-    assert all(set(f"{question} {answer}".split()) <= known for question, answer in answers.items())
 
 
 # --- the shipped captioners ---
@@ -163,7 +121,7 @@ shipped = pytest.mark.skipif(not (ZOO / "captioner" / "model.safetensors").exist
 )
 def test_shipped_captioner_loads_offline_and_states_facts(name, of, least, shortest):
     transformers = pytest.importorskip("transformers")
-    from visspec.toys.recipes.captioner_score import score_captions
+    from visspec.toys.recipes.captioner import score_captions
 
     processor = transformers.AutoProcessor.from_pretrained(ZOO / name, local_files_only=True)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(ZOO / name, local_files_only=True).float().eval()
@@ -211,21 +169,9 @@ def test_both_training_stages_resume_to_the_same_weights(tmp_path, monkeypatch):
     shapes = world("shapes")
     monkeypatch.setattr(captioner, "score_captions", lambda *_: {"accuracy": 0.0})
     monkeypatch.setattr(captioner_vision, "accuracy", lambda *_: {})
-    given = [
-        "--vision-steps",
-        "4",
-        "--vision-rows",
-        "4",
-        "--steps",
-        "8",
-        "--rows",
-        "2",
-        "--rate",
-        "1e-3",
-        "--every",
-        "2",
-    ]
-    options = captioner.SMALL.parse(["--out", str(tmp_path), "--workers", "1", *given])
+    few = {"workers": 1, "vision-steps": 4, "vision-rows": 4, "steps": 8, "rows": 2, "rate": 1e-3, "every": 2}
+    given = [word for name, value in few.items() for word in (f"--{name}", str(value))]
+    options = captioner.SMALL.parse(["--out", str(tmp_path), *given])
     captioner_vision.VisionStage(options, 0).run()
     whole = torch.load(tmp_path / "vision.pt", weights_only=True)
     failing = captioner_vision.VisionStage(options, 0)

@@ -8,26 +8,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.eval.metrics.geneval import judge, kept
 from visspec.toys.recipes.captioner import Naming
 from visspec.toys.recipes.captioner_build import build_tokenizer
 from visspec.toys.recipes.captioner_vision import patch_labels
+from visspec.toys.world.captions import words
 from visspec.toys.world.emoji import atlas
 from visspec.toys.world.emoji.detector import EmojiDetector
 from visspec.toys.world.emoji.render import ground, render, stamp
 from visspec.toys.world.emoji.scene import (
     GROUNDS,
     SIZES,
-    TINTS,
     EmojiScene,
     PlacedEmoji,
     scene_from_seed,
 )
 from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.robustness import wrong_passes
-from visspec.toys.world.scene import GRID
+from visspec.toys.world.scene import GRID, RADIUS
 from visspec.toys.world.worlds import WORLDS, world
 
 EMOJI = world("emoji")
@@ -43,7 +44,7 @@ def detector() -> EmojiDetector:
 
 def truth(scene: EmojiScene) -> dict[str, list[Detection]]:
     """The scene itself as GenEval's objects."""
-    boxes = [(p.name, (p.x - p.side / 2, p.y - p.side / 2, p.x + p.side / 2, p.y + p.side / 2)) for p in scene.pictures]
+    boxes = [(p.name, (p.x - p.side / 2, p.y - p.side / 2, p.x + p.side / 2, p.y + p.side / 2)) for p in scene.things]
     found = tuple(Detection(name, 1.0, tuple(v * 96 for v in box)) for name, box in boxes)
     return kept(DetectionResult(found), 0.0)
 
@@ -80,20 +81,6 @@ def test_an_altered_atlas_is_refused_in_a_sentence(tmp_path, change):
 # --- scenes and pixels ---
 
 
-@given(seeds)
-@settings(max_examples=100, deadline=None)
-def test_scenes_are_legal_and_repeatable(seed):
-    scene = scene_from_seed(seed)
-    assert scene == scene_from_seed(seed) and scene.ground in GROUNDS and scene.tint in TINTS
-    cells, held = [p.cell for p in scene.pictures], [p.name for p in scene.pictures]
-    assert cells == sorted(set(cells)) and len(set(held)) == len(held) and 1 <= len(cells) <= 5
-    for p in scene.pictures:
-        left, top = (p.cell % GRID) / GRID, (p.cell // GRID) / GRID
-        assert left < p.x - p.side / 2 and p.x + p.side / 2 < left + 1 / GRID
-        assert top < p.y - p.side / 2 and p.y + p.side / 2 < top + 1 / GRID
-        assert abs(p.side - SIZES[p.size]) <= 0.0101 and scene.at(p.cell) is p
-
-
 @pytest.mark.parametrize("kind", GROUNDS)
 def test_grounds_have_their_tint_and_their_texture(kind):
     first, again = (ground(kind, "green", 96, np.random.default_rng(3)) for _ in range(2))
@@ -126,7 +113,7 @@ def test_a_picture_stands_where_the_scene_says_and_turns_clockwise():
         ),
         (EmojiScene((PlacedEmoji("owl", 0.5, 0.5, float("nan")),)), "scene: got a 'owl' of side nan"),
         (EmojiScene((), "grass"), "ground: got 'grass', expected one of"),
-        (EmojiScene((), "smooth", "mauve"), "tint: got 'mauve', expected one of"),
+        (EmojiScene((), tint="mauve"), "tint: got 'mauve', expected one of"),
     ],
 )
 def test_scenes_that_cannot_be_drawn_are_refused_in_a_sentence(scene, words):
@@ -138,22 +125,9 @@ def test_scenes_that_cannot_be_drawn_are_refused_in_a_sentence(scene, words):
 # --- captions ---
 
 
-@given(seeds, seeds)
-@settings(max_examples=200, deadline=None)
-def test_captions_state_every_fact_and_nothing_else(seed, phrasing):
-    scene = scene_from_seed(seed)
-    for text in (captions.caption(scene), captions.caption(scene, np.random.default_rng(phrasing))):
-        assert dict(captions.parse(text)) == captions.facts(scene)
-        assert captions.score(text, scene) == (len(captions.facts(scene)),) * 2
-        assert captions.missing(text, scene) == 0 and 25 <= len(text.split()) <= 125
-        assert set(text.split()) <= set(captions.vocabulary())
-    known = set(captions.vocabulary())
-    assert all(set(f"{question} {answer}".split()) <= known for question, answer in captions.questions(scene))
-
-
 def test_every_wrong_word_costs_a_fact():
     scene = EmojiScene(
-        (PlacedEmoji("owl", 0.17, 0.17, 0.28), PlacedEmoji("frame with picture", 0.5, 0.5, 0.2)), "rough", "blue"
+        (PlacedEmoji("owl", 0.17, 0.17, 0.28), PlacedEmoji("frame with picture", 0.5, 0.5, 0.2)), "rough", tint="blue"
     )
     good = "in the top left corner there is a large owl ."
     assert captions.score(good, scene) == (3, 3) and captions.missing(good, scene) == 7
@@ -177,16 +151,6 @@ def test_suite_is_fixed_and_read_back():
     assert len(subjects()) == 104
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    ["a photo of a unicorn", "a photo of an owl on a blue ground", "a photo of an owl and an owl",
-     "a photo of a owl", "a photo of two owls", "<b>a photo of an owl</b>", ""],
-)  # fmt: skip
-def test_other_sentences_are_refused(prompt):
-    with pytest.raises(ValueError, match=r"^prompt: got .*, expected a sentence of the emoji world's grammar"):
-        suite.parse(prompt)
-
-
 def test_scenes_show_what_the_prompt_asks_for():
     rng = np.random.default_rng(1)
     for row in suite.suite():
@@ -202,7 +166,7 @@ def test_scenes_show_what_the_prompt_asks_for():
 def test_the_interface_holds_in_both_worlds(name):
     each = world(name)
     scene = each.scenes(1)[0]
-    assert scene == each.captioned(2**30) and each.render(scene).shape == (each.side, each.side, 3)
+    assert scene == each.captioned(2**30) and each.to_image(scene).size == (each.side, each.side)
     text = each.captions.caption(scene)
     assert each.captions.score(text, scene)[0] == len(each.captions.facts(scene))
     assert each.captions.fact_words() <= set(each.captions.vocabulary()) | {"zero", "seven", "eight", "nine"}
@@ -210,10 +174,72 @@ def test_the_interface_holds_in_both_worlds(name):
     assert all(getattr(thing, kind) in words for thing in held for kind, words in each.facts.items())
     assert all(getattr(scene, kind) in words for kind, words in each.settings.items()) and len(held) in each.counts
     row = each.prompt(np.random.default_rng(0))
-    drawn = each.suite.free_scene(row, np.random.default_rng(1))
-    found = each.detector().detect(each.to_image(drawn))
+    drawn = each.render(row, np.random.default_rng(1), 96)
+    found = each.detector().detect(Image.fromarray(drawn))
     assert judge(None, kept(found, 0.0), row, DetectedColours())[0]
-    assert {row["tag"] for row in each.prompts()} <= set(each.drawn)
+    assert {row["tag"] for row in each.prompts()} <= set(each.tasks)
+
+
+@pytest.mark.parametrize("name", WORLDS)
+@given(seeds)
+@settings(max_examples=150, deadline=None)
+def test_scenes_are_legal_and_repeatable(name, seed):
+    each = world(name)
+    scene = each.captioned(seed)
+    assert scene == each.captioned(seed)
+    assert all(getattr(scene, kind) in words for kind, words in each.settings.items())
+    cells, held = [thing.cell for thing in scene.things], [getattr(t, each.captions.named) for t in scene.things]
+    assert cells == sorted(set(cells)) and len(cells) in each.counts
+    assert name == "shapes" or len(set(held)) == len(held)
+    for thing in scene.things:
+        size, nominal, most = (thing.radius, RADIUS, 0.0051) if name == "shapes" else (thing.side, SIZES, 0.0101)
+        left, top, reach = (
+            (thing.cell % GRID) / GRID,
+            (thing.cell // GRID) / GRID,
+            size if name == "shapes" else size / 2,
+        )
+        assert left < thing.x - reach and thing.x + reach < left + 1 / GRID
+        assert top < thing.y - reach and thing.y + reach < top + 1 / GRID
+        assert abs(size - nominal[thing.size]) <= most and scene.at(thing.cell) is thing
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("shapes", 55, 122), ("emoji", 25, 125)])
+@given(seeds, seeds)
+@settings(max_examples=200, deadline=None)
+def test_captions_state_every_fact_and_nothing_else(name, least, most, seed, phrasing):
+    each = world(name)
+    scene, language, known = each.captioned(seed), each.captions, set(each.captions.vocabulary())
+    for text in (language.caption(scene), language.caption(scene, np.random.default_rng(phrasing))):
+        assert dict(language.parse(text)) == language.facts(scene)
+        assert language.score(text, scene) == (len(language.facts(scene)),) * 2
+        assert language.missing(text, scene) == 0 and least <= len(words(text)) <= most
+        assert set(text.split()) <= known
+    assert all(set(f"{question} {answer}".split()) <= known for question, answer in language.questions(scene))
+
+
+REFUSED = {
+    "shapes": [
+        "a photo of a red circle and a square",  # colour of one only
+        "a photo of a circle and a circle",
+        "a photo of a orange circle",
+        "a photo of two circle",
+        "a photo of a red circle above a bar",
+    ],
+    "emoji": [
+        "a photo of an owl on a blue ground",
+        "a photo of an owl and an owl",
+        "a photo of a owl",
+        "a photo of two owls",
+    ],
+}
+FOREIGN = ["a photo of a unicorn", "<b>a photo of a circle</b>", "<b>a photo of an owl</b>", ""]
+
+
+@pytest.mark.parametrize(("name", "prompt"), [(n, text) for n, texts in REFUSED.items() for text in (*texts, *FOREIGN)])
+def test_other_sentences_are_refused(name, prompt):
+    own = world(name).suite
+    with pytest.raises(ValueError, match=rf"^prompt: got .*, expected a sentence of the {own.world} world's grammar"):
+        own.parse(prompt)
 
 
 def test_an_unknown_world_is_refused():
@@ -228,8 +254,8 @@ def test_pictures_are_found_where_they_stand(detector):
     for seed in (1, 3):
         scene = scene_from_seed(seed)
         seen = detector.analyse(render(scene))
-        assert sorted(s.name for s in seen) == sorted(p.name for p in scene.pictures)
-        for p in scene.pictures:
+        assert sorted(s.name for s in seen) == sorted(p.name for p in scene.things)
+        for p in scene.things:
             found = next(s for s in seen if s.name == p.name)
             assert max(abs(found.x - p.x * 120), abs(found.y - p.y * 120)) < 1.5
             assert abs(found.side / 120 - p.side) < 0.03 and abs(found.turn - p.turn) < 8
@@ -237,7 +263,7 @@ def test_pictures_are_found_where_they_stand(detector):
 
 def test_grounds_and_noise_hold_nothing(detector):
     rng = np.random.default_rng(0)
-    assert detector.analyse(render(EmojiScene((), "rough", "violet", 5), 96)) == ()
+    assert detector.analyse(render(EmojiScene((), "rough", 5, "violet"), 96)) == ()
     assert detector.analyse(rng.integers(0, 256, (96, 96, 3), dtype=np.uint8)) == ()
     with pytest.raises(ValueError, match=r"^image: got shape \(16, 16, 3\), expected"):
         detector.analyse(np.zeros((16, 16, 3)))

@@ -327,17 +327,18 @@ def test_only_verified_inception_is_called_fid(tmp_path: Path):
 
 
 def test_random_conv_distance_grows_with_damage(tmp_path: Path):
-    from visspec.toys.world import lattice, robustness
-    from visspec.toys.world.suite import sample_prompt
+    from visspec.toys.world.render import render
+    from visspec.toys.world.robustness import noise
+    from visspec.toys.world.suite import free_scene, sample_prompt
 
     rng = np.random.default_rng(0)
-    clean = [lattice.picture(lattice.sample_scene(sample_prompt(rng), rng)) for _ in range(400)]
+    clean = [render(free_scene(sample_prompt(rng), rng), 64) for _ in range(400)]
     extractor = RandomConv()
     stack = lambda images: extractor(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2))  # noqa: E731
     base = stack(clean[:200])
     values = [fid.from_features(stack(clean[200:]), base)]
-    for count in (2, 4, 8, 16):
-        values.append(fid.from_features(stack([robustness.wrong_tokens(count)(i, rng) for i in clean[200:]]), base))
+    for sigma in (4, 8, 16, 32):
+        values.append(fid.from_features(stack([noise(sigma)(i, rng) for i in clean[200:]]), base))
     assert values == sorted(values) and values[-1] > 2 * values[0]
 
 

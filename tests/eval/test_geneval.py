@@ -9,8 +9,9 @@ from PIL import Image
 
 from visspec.eval.metrics import geneval
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
-from visspec.toys.judges import ShapeWorldDetector
-from visspec.toys.world import lattice, suite
+from visspec.toys.world import suite
+from visspec.toys.world.detector import ShapeDetector
+from visspec.toys.world.render import to_image
 
 
 def thing(label: str, score: float = 0.95, box=(0, 0, 10, 10), colour: str | None = None) -> Detection:
@@ -110,7 +111,7 @@ def make_root(root: Path, count: int = 6, samples: int = 2, extra: dict | None =
     for i, row in enumerate(suite.suite()[:: 368 // count][:count]):
         folder = geneval.write_prompt(root, i, row | (extra or {}))
         for j in range(samples):
-            Image.fromarray(lattice.picture(lattice.sample_scene(row, rng))).save(folder / f"{j:04d}.png")
+            to_image(suite.free_scene(row, rng), 64).save(folder / f"{j:04d}.png")
     return root
 
 
@@ -136,7 +137,7 @@ def test_overall_is_the_unweighted_mean_of_tasks():
 
 
 def test_original_configuration_alone_is_called_geneval(tmp_path: Path, monkeypatch):
-    class Original(ShapeWorldDetector):
+    class Original(ShapeDetector):
         original = True
 
     class OriginalColours(DetectedColours):
@@ -151,7 +152,7 @@ def test_original_configuration_alone_is_called_geneval(tmp_path: Path, monkeypa
     assert geneval._name(*full) == "GenEval[shapes]"  # not the original's prompts
     monkeypatch.setattr(geneval, "ORIGINAL_PROMPTS", sha256(lines.encode()).hexdigest())
     assert geneval._name(*full) == "GenEval"
-    assert geneval._name(prompts, ShapeWorldDetector(), OriginalColours()) == "GenEval[shapes]"
+    assert geneval._name(prompts, ShapeDetector(), OriginalColours()) == "GenEval[shapes]"
     assert geneval._name(prompts, Original(), DetectedColours()) == "GenEval[shapes]"
     (root / "00001" / "samples" / "0003.png").unlink()
     assert geneval._name(geneval.read_prompts(root), *full[1:]) == "GenEval[shapes]"
@@ -178,7 +179,7 @@ def test_broken_image_and_uneven_folders_are_listed_and_never_help(tmp_path: Pat
     text = "\n".join(report.problems)
     assert "00001/samples/0001.png" in text and "00002/samples holds 2 images, most folders 3" in text
     assert "00003/metadata.jsonl: not valid JSON" in text and "00004/metadata.jsonl: there is no such file" in text
-    assert "00002/samples/0000.png: image must be" in text and report.summary["problems"] == 5
+    assert "00002/samples/0000.png: image: got shape" in text and report.summary["problems"] == 5
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def test_empty_folders_are_refused(tmp_path: Path):
 # --- resuming ---
 
 
-class Counting(ShapeWorldDetector):
+class Counting(ShapeDetector):
     calls = 0
 
     def detect(self, image, classes=()):
@@ -234,12 +235,10 @@ def test_a_run_continues_after_a_torn_line_and_scores_changed_images_again(tmp_p
 
 
 def test_results_of_another_evaluator_or_other_files_are_refused(tmp_path: Path):
-    from visspec.toys.world.detector import ShapeDetector
-
     root, results = make_root(tmp_path / "a", 2), tmp_path / "r.jsonl"
     geneval.evaluate(root, results)
     with pytest.raises(ValueError, match="written by the evaluator"):
-        geneval.evaluate(root, results, ShapeWorldDetector(ShapeDetector(score=0.8)))
+        geneval.evaluate(root, results, ShapeDetector(score=0.8))
     results.write_text("hello\n")
     with pytest.raises(ValueError, match="line 1 of"):
         geneval.evaluate(root, results)

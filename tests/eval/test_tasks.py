@@ -289,7 +289,7 @@ def test_shape_tasks_score_the_truth_one_and_a_lie_less(tmp_path: Path):
     sample = truth.samples[0]
     swap = {"large": "small", "small": "large"}
     lie = " ".join(swap.get(word, word) for word in sample.answers[0].split())
-    n, facts = len(sample.extra["scene"].shapes), len(captions.facts(sample.extra["scene"]))
+    n, facts = len(sample.extra["scene"].things), len(captions.facts(sample.extra["scene"]))
     assert truth.score(sample, lie) == pytest.approx((facts - n) / facts)  # every size is wrong, nothing else
     assert truth.score(sample, "") == 0
     assert questions.score(questions.samples[0], "something else") == 0

@@ -1,5 +1,5 @@
-"""Judges of pictures of shapes: the detector with GenEval's interface, the score of `generate --best-of`, and whether
-pictures are of the kind that the included captioner was made for.
+"""Judges of pictures of shapes: the score of `generate --best-of`, and whether pictures are of the kind that the
+included captioner was made for.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PIL import Image
-
 from visspec.eval.metrics import geneval
-from visspec.eval.metrics.detection import UNKNOWN, DetectedColours, Detection, DetectionResult, digest
+from visspec.eval.metrics.detection import DetectedColours
 from visspec.io.images import open_image
 from visspec.toys.world import suite
-from visspec.toys.world.detector import OFF_PALETTE, ShapeDetector
+from visspec.toys.world.detector import ShapeDetector
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from visspec.api.best_of import Score
 
 SIDE = 96  # pixels of a rendered scene
@@ -24,38 +24,6 @@ WARNING = (
     "the embedded captioner knows rendered scenes of coloured shapes only, so what it says of {} is made up; --model"
     " names another"
 )
-
-
-class ShapeWorldDetector:
-    """The exact detector of rendered shapes with GenEval's interface; detects all eight classes and their colours."""
-
-    name = "shapes"
-    closed_set = True
-    original = False
-    max_overlap = 1.0
-
-    def __init__(self, detector: ShapeDetector | None = None):
-        self.detector = detector or ShapeDetector()
-        d = self.detector
-        self.fingerprint = digest("shapes-1", d.min_radius, d.max_radius, d.score, d.max_unexplained)
-
-    def threshold(self, tag: str) -> float:
-        """The same for all tasks; `ShapeDetector.score` has already been applied."""
-        return 0.0
-
-    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
-        """All shapes of the image; refused if too many pixels are unexplained."""
-        seen = self.detector.analyse(image)
-        detections = tuple(
-            Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
-            for s, mask in zip(seen.shapes, seen.coverage)
-        )
-        refused = ""
-        if seen.unexplained > self.detector.max_unexplained:
-            refused = (
-                f"{seen.unexplained:.1%} of the pixels are unexplained, more than {self.detector.max_unexplained:.1%}"
-            )
-        return DetectionResult(detections, refused)
 
 
 def scorer(prompts: Sequence[str]) -> Score:
@@ -69,7 +37,7 @@ def by_detector(images: Sequence[Image.Image], prompt: str) -> list[float]:
     """1 for a picture that is what its prompt says and 2 if nothing else is on it; for others, minus the number of
     things that are not as they should be.
     """
-    detector, colours, metadata = ShapeWorldDetector(), DetectedColours(), suite.parse(prompt)
+    detector, colours, metadata = ShapeDetector(), DetectedColours(), suite.parse(prompt)
     found = []
     for image in images:
         correct, strict, reasons, _ = geneval.judged(image, metadata, detector, colours)

@@ -36,7 +36,7 @@ INCLUDED = Included(
     image_model="painter",
     worlds=("shapes", "emoji"),
     scenes="visspec.toys.scenes:scenes_of",
-    detectors={"shapes": "visspec.toys.judges:ShapeWorldDetector"},
+    detectors={"shapes": "visspec.toys.world.detector:ShapeDetector"},
     tasks={
         "shape-questions": "visspec.toys.scenes:shape_questions",
         "shape-captions": "visspec.toys.scenes:shape_captions",

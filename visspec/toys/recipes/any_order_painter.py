@@ -38,6 +38,7 @@ from visspec.toys.recipes.recipe import (
     coded,
     in_batches,
     read_coded,
+    shards,
     trained,
 )
 from visspec.toys.world.suite import Metadata, suite
@@ -72,16 +73,15 @@ def coded_pairs(vq: JanusVQVAE, numbers: range) -> dict[str, torch.Tensor]:
     return {"ids": found["ids"], "codes": found["codes"]} | in_batches(whole, numbers, BATCH)
 
 
-def shards(folder: Path, count: int) -> dict[Path, range]:
+def files(folder: Path, count: int) -> dict[Path, range]:
     """Files of the first so many pairs, and the pairs in each."""
-    parts = (range(count)[start : start + SHARD] for start in range(0, count, SHARD))
-    return {folder / f"any-order-{part.start}-{part.stop}.pt": part for part in parts}
+    return shards(folder, "any-order", range(count), SHARD)
 
 
 def coders(options: argparse.Namespace) -> dict[Path, Coder]:
     """What makes each file of coded pairs."""
     vq = included_vq()
-    return {file: partial(coded_pairs, vq, part) for file, part in shards(options.out, options.pairs).items()}
+    return {file: partial(coded_pairs, vq, part) for file, part in files(options.out, options.pairs).items()}
 
 
 def build(vq: JanusVQVAE, network: dict | None = None) -> RandARImageModel:
@@ -131,7 +131,7 @@ class AnyOrderStage(TrainingStage):
     def build(self, options: argparse.Namespace) -> dict:
         self.model = build(included_vq()).train()
         self.model.vqmodel.eval()
-        self.processor, self.data = build_processor(), read_coded(shards(options.out, options.pairs))
+        self.processor, self.data = build_processor(), read_coded(files(options.out, options.pairs))
         return {"model": self.model}
 
     def rows(self) -> tuple[torch.Tensor, ...]:

@@ -18,29 +18,30 @@ cards that `finish` writes say more.
 """
 
 import argparse
+import time
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoProcessor, LlavaForConditionalGeneration, PreTrainedTokenizerFast
+from transformers import AutoProcessor, LlavaForConditionalGeneration, LlavaProcessor, PreTrainedTokenizerFast
 
 from visspec.io.options import option
 from visspec.toys.recipes import cards
-from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor, save
-from visspec.toys.recipes.captioner_score import score_answers, score_captions
+from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor
 from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
 from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, trained
+from visspec.toys.world.captions import REQUESTS
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.worlds import WORLDS, World, world
 
-IMAGE_TOKENS = SIDE * SIDE
 FIRST_SEED = 1 << 28  # scenes the vision stage has not seen, still below the held-out ones
 QUESTION_SHARE = 1 / 8
 GROUP = 4  # batches drawn and sorted together
 FACT_WEIGHT = 3.0  # words that must be read from the image weigh more than the sentences around them
+MAX_NEW_TOKENS = 160
 MEASURED_FROM = 1000  # the first held-out scenes were watched during training; these were not
 NAMES = {
     "shapes": {False: "captioner", True: "captioner-small"},
@@ -95,6 +96,86 @@ class Naming:
         return torch.stack(losses).mean()
 
 
+def prompt(processor: LlavaProcessor, request: str = REQUESTS[0]) -> str:
+    """The chat prompt of one image and one request, up to and including "assistant :"."""
+    content = [{"type": "image"}, {"type": "text", "text": request}]
+    messages = [{"role": "user", "content": content}]
+    # transformers declares contents as texts alone, and takes lists of parts
+    return processor.apply_chat_template(messages, add_generation_prompt=True)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def _generate(model, processor, images: list, requests: list[str], sample: bool) -> tuple[torch.Tensor, list]:
+    """New tokens (B, L), padded, and the entropies in nats of their distributions, one list a row."""
+    texts = [prompt(processor, request) for request in requests]
+    inputs = processor(text=texts, images=images, return_tensors="pt", padding=True)
+    law = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0} if sample else {"do_sample": False}
+    wide = {"max_new_tokens": MAX_NEW_TOKENS, "return_dict_in_generate": True, "output_logits": sample}
+    out = model.generate(**inputs, **law, **wide)
+    new = out.sequences[:, inputs["input_ids"].shape[1] :]
+    if not sample:
+        return new, [[] for _ in images]
+    log_p = torch.stack(out.logits, 1).float().log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    alive = new != model.generation_config.pad_token_id
+    return new, [entropy[row][alive[row]].tolist() for row in range(len(images))]
+
+
+def score_captions(
+    model: LlavaForConditionalGeneration,
+    processor: LlavaProcessor,
+    world: World,
+    n: int = 64,
+    first: int = 0,
+    sample: bool = False,
+    batch: int = 64,
+) -> dict:
+    """Caption held-out scenes first..first+n, greedily or at temperature 1, and count their facts.
+
+    Returns facts right, stated and missing, accuracy = right / stated, captions without any error or omission,
+    lengths in tokens (end mark included), seconds, one caption, and for sampling the mean entropy in nats a token.
+    """
+    begun, right, stated, absent, perfect = time.time(), 0, 0, 0, 0
+    lengths: list[int] = []
+    nats: list[float] = []
+    text = ""
+    for start in range(first, first + n, batch):
+        scenes = world.scenes(min(batch, first + n - start), start)
+        requests = [REQUESTS[i % len(REQUESTS)] for i in range(len(scenes))]
+        new, entropies = _generate(model, processor, [world.to_image(s) for s in scenes], requests, sample)
+        for row, scene, entropy in zip(new, scenes, entropies):
+            text = processor.tokenizer.decode(row, skip_special_tokens=True)
+            good, said = world.captions.score(text, scene)
+            lost = world.captions.missing(text, scene)
+            right, stated, absent = right + good, stated + said, absent + lost
+            perfect += good == said and not lost
+            lengths.append(int((row != model.generation_config.pad_token_id).sum()))
+            nats += entropy
+    record: dict[str, Any] = {"scenes": n, "right": right, "stated": stated, "missing": absent}
+    record |= {"accuracy": round(right / max(1, stated), 4), "perfect_captions": perfect}
+    record |= {"tokens_mean": round(sum(lengths) / n, 1), "tokens_range": [min(lengths), max(lengths)]}
+    if sample:
+        record["nats_per_token"] = round(sum(nats) / len(nats), 4)
+    return record | {"seconds": round(time.time() - begun, 1), "sample": text}
+
+
+def score_answers(
+    model: LlavaForConditionalGeneration, processor: LlavaProcessor, world: World, n: int = 256, first: int = 0
+) -> dict:
+    """One random question about each of `n` held-out scenes; an answer counts when every word is right."""
+    rng = np.random.default_rng(first)
+    right = 0
+    for start in range(first, first + n, 64):
+        scenes = world.scenes(min(64, first + n - start), start)
+        asked = [(turns := world.captions.questions(scene))[int(rng.integers(len(turns)))] for scene in scenes]
+        images = [world.to_image(scene) for scene in scenes]
+        new, _ = _generate(model, processor, images, [question for question, _ in asked], False)
+        for row, (_, answer) in zip(new, asked):
+            said = processor.tokenizer.convert_ids_to_tokens(row, skip_special_tokens=True)
+            right += " ".join(said) == answer
+    return {"questions": n, "right": right, "accuracy": round(right / n, 4)}
+
+
 @dataclass(frozen=True)
 class CaptionBatch:
     """Scenes, and rows of text about them. Every row starts with the same prefix, `<s> user : <image>*36`, so that
@@ -125,7 +206,7 @@ class Encoder:
         self.table = tokenizer.get_vocab()
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.first_image = 3  # after "<s> user :"
-        self.prefix = self._ids("<s> user :") + [self.table["<image>"]] * IMAGE_TOKENS
+        self.prefix = self._ids("<s> user :") + [self.table["<image>"]] * SIDE**2
 
     def _ids(self, text: str) -> list[int]:
         return [self.table[word] for word in text.split()]
@@ -166,7 +247,6 @@ def caption_loss(
     batch: CaptionBatch,
     features: torch.Tensor,
     first: int,
-    half: bool = True,
     naming: tuple[float, Naming] | None = None,
 ) -> torch.Tensor:
     """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches.
@@ -174,7 +254,7 @@ def caption_loss(
     naming: a weight, and the loss on projected patches that is added with it.
     """
     inner, length = model.model, features.shape[1]
-    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+    with torch.autocast("cpu", torch.bfloat16):
         embeds = model.get_input_embeddings()(batch.ids)
         seen = inner.multi_modal_projector(features).to(embeds.dtype)
         embeds = torch.cat([embeds[:, :first], seen, embeds[:, first + length :]], 1)
@@ -207,20 +287,18 @@ class CaptionStage(TrainingStage):
     def loss(self) -> torch.Tensor:
         """Loss of the next batch; batches come several at a time, so checkpoints are made after all of them."""
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
-        batch, half = self.waiting.pop(0), not self.options.float32
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        batch = self.waiting.pop(0)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             features = patch_features(
                 self.model.model.vision_tower, pixels(batch.scenes, self.world.side, self.world.draw)
             ).float()
-        return caption_loss(self.model, batch, features, self.encoder.first_image, half, self.naming)
+        return caption_loss(self.model, batch, features, self.encoder.first_image, self.naming)
 
     def figures(self) -> dict:
-        """Captions of held-out scenes; the early folder is refreshed."""
+        """Captions of held-out scenes."""
         torch.set_num_threads(self.workers)
         record = score_captions(self.model, self.processor, self.world)
         torch.set_num_threads(1)
-        if self.options.early and record["accuracy"] > 0.3:
-            save(self.model, self.processor, self.options.early, torch.float16)
         return record
 
 
@@ -277,13 +355,11 @@ class CaptionerOptions(Options):
     vision_steps: int = option("steps of the vision tower", 2400)
     vision_rows: int = option("scenes in a batch of it", 128)
     steps: int = option("text-model steps", 2500)
-    float32: bool = option("not bfloat16, which some processors are slow at", False)
     every: int = option("steps between reports and checkpoints, in fours", 500)
     scenes: int = option("held-out scenes the finished model is measured on", 512)
     workers: int = option("processes of a stage, one thread each", 2)
     rows: int = option("captions in a batch of one worker", 16)
     rate: float = option("peak learning rate of the text model", 1.5e-3)
-    early: Path | None = option("folder to refresh with a loadable model at each report", None)
 
 
 DESCRIBING = {"caption": trained(CaptionStage), "finish": finish}

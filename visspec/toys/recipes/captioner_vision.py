@@ -102,7 +102,7 @@ class VisionStage(TrainingStage, OneCycleStage):
     """Training of the tower on batches of fresh scenes; its checkpoint is the result, too."""
 
     name, seed, decay = "vision.pt", 0, 0.02
-    steps_option, constant_rate = "vision_steps", 1e-3
+    steps_option, rate_option, rate_share = "vision_steps", None, 1e-3
     rises = 0.08
 
     def build(self, options: argparse.Namespace) -> dict:
@@ -116,7 +116,7 @@ class VisionStage(TrainingStage, OneCycleStage):
         first, rows = self.step * self.options.vision_rows, self.options.vision_rows
         scenes = [self.world.lesson(first + i) for i in range(self.rank, rows, self.workers)]
         labels = patch_labels(scenes, self.world)
-        with torch.autocast("cpu", torch.bfloat16, enabled=not self.options.float32):
+        with torch.autocast("cpu", torch.bfloat16):
             features = patch_features(self.tower, pixels(scenes, self.world.side, self.world.draw))
         flat = features.float()
         losses = [

@@ -114,11 +114,6 @@ def origin(model: Any, recipe: str, folder: Path, measured: dict, **more: Any) -
     return record
 
 
-def read_origin(folder: Path) -> dict[str, Any]:
-    """What `origin` wrote."""
-    return json.loads((folder / PROVENANCE).read_text(encoding="utf-8"))
-
-
 def publish(folder: Path, card: str) -> None:
     """Write the card; the weights, which safetensors writes private, can be read by all: packages copy the mode."""
     (folder / README).write_text(card, encoding="utf-8")

@@ -20,13 +20,13 @@ from diffusers import AutoencoderKL
 
 from visspec.toys.recipes import painter_data
 from visspec.toys.recipes.painter_build import build_tokenizer, prompt_ids
-from visspec.toys.recipes.painter_data import crowded, held_out, pixels
+from visspec.toys.recipes.painter_data import crowded, held_out, pixels, rows_of
 from visspec.toys.recipes.painter_draw import progress
 from visspec.toys.recipes.painter_score import geneval, to_uint8
 from visspec.toys.recipes.painter_vq import inked, picture_loss
 from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
-from visspec.toys.world.scene import ShapeScene
-from visspec.toys.world.suite import Metadata, sample_prompt, suite
+from visspec.toys.world.scene import Scene
+from visspec.toys.world.suite import Metadata, sample_prompt
 
 SIDE, PATCH, SIZE = 64, 8, 8  # pixels a side of a picture and of a token, numbers of a token
 GRID = SIDE // PATCH
@@ -51,7 +51,7 @@ DECODER = ("post_quant_conv", "decoder")
 painted = partial(painter_data.painted, grounds=("plain",), step=STEP, radii=RADII)
 
 
-def pair(seed: int) -> tuple[Metadata, ShapeScene]:
+def pair(seed: int) -> tuple[Metadata, Scene]:
     """Prompt and scene number `seed`: task uniform of TASKS, then prompt uniform in the task."""
     rng = np.random.default_rng(seed)
     metadata = sample_prompt(rng, tag=TASKS[int(rng.integers(len(TASKS)))])
@@ -82,22 +82,12 @@ def coders(options: argparse.Namespace, autoencoder: AutoencoderKL | None = None
         ink = F.avg_pool2d(inked(pictures), PATCH)[:, 0] > 0
         return {
             "ids": prompt_ids(tokenizer, [row["prompt"] for row, _ in pairs]).short(),
-            "means": tokens_of(codec.encode(pictures).latent_dist.mean).half(),
+            "means": codec.encode(pictures).latent_dist.mean.flatten(2).mT.half(),  # in raster order
             "ink": ink.flatten(1),
             "begun": torch.from_numpy(np.stack([progress(*each, part.numpy()) for each, part in zip(pairs, ink)])),
         }
 
     return {options.out / "tokens.pt": partial(in_batches, coded, range(options.pairs), 64)}
-
-
-def tokens_of(latents: torch.Tensor) -> torch.Tensor:
-    """Latents (B, SIZE, rows, columns) as tokens (B, rows * columns, SIZE), in raster order."""
-    return latents.flatten(2).transpose(1, 2)
-
-
-def rows_of_tasks(every: int = 1) -> list[Metadata]:
-    """The suite's prompts [::every] of the tasks that the painter knows."""
-    return [row for row in suite() if row["tag"] in TASKS][::every]
 
 
 def moments(model: AutoencoderKL, pictures: torch.Tensor) -> torch.Tensor:
@@ -109,7 +99,7 @@ class AutoencoderStage(TrainingStage):
     """Training of encoder and decoder on scenes of the prompts' kind and crowded ones."""
 
     name, seed, decay = "autoencoder.pt", 0, 0.01
-    steps_option, constant_rate = "autoencoder_steps", 2e-3
+    steps_option, rate_option, rate_share = "autoencoder_steps", None, 2e-3
 
     def build(self, options: argparse.Namespace) -> dict:
         self.model = AutoencoderKL(**CONFIG).train()
@@ -202,7 +192,7 @@ class AutoencoderDecoderStage(AutoencoderStage):
 @torch.no_grad()
 def measure(model: AutoencoderKL, every: int = 1) -> dict:
     """Pixel error, GenEval and posterior deviation over scenes of held-out seeds, decoded from sampled latents."""
-    rows = rows_of_tasks(every)
+    rows = rows_of(TASKS, every)
     true = pixels(held_out(rows, painted), SIDE)
     posterior = model.encode(true).latent_dist
     latents = posterior.sample(torch.Generator().manual_seed(0))

@@ -20,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from diffusers import AutoencoderKL
 from torch import nn
-from transformers import GenerationConfig, JanusProcessor, LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from visspec.io.options import option
 from visspec.models.continuous.model import ContinuousImageConfig, ContinuousImageModel, Sampler, load
 from visspec.models.vectors.diffusion_head import cosine_levels
-from visspec.toys.recipes import cards, painter_build, painter_score
+from visspec.toys.recipes import cards, painter_build
 from visspec.toys.recipes.captioner_build import save, special_ids
 from visspec.toys.recipes.continuous_autoencoder import (
     CONFIG,
@@ -38,14 +38,13 @@ from visspec.toys.recipes.continuous_autoencoder import (
     coders,
     load_autoencoder,
     measure,
-    rows_of_tasks,
 )
 from visspec.toys.recipes.painter_build import PROMPT, build_tokenizer, prompt_ids, without_words
+from visspec.toys.recipes.painter_data import rows_of
 from visspec.toys.recipes.painter_draw import DROPPED, NEAR_WEIGHT, beside
-from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.painter_score import score, to_uint8
 from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, coded, trained
 from visspec.toys.world.palette import CLASSES, COLOURS
-from visspec.toys.world.suite import Metadata
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {
@@ -103,12 +102,6 @@ def draw(
         with torch.inference_mode():
             out.append(to_uint8(model.pixels(sampler(ids, seen, generator)) * 2 - 1))
     return np.concatenate(out)
-
-
-def score(model: ContinuousImageModel, rows: list[Metadata], guidance: float, seed: int = 0) -> dict:
-    """GenEval of one picture a prompt, and the seconds it took."""
-    drawn = partial(draw, model, guidance=guidance, seed=seed)
-    return painter_score.score(drawn, rows, guidance=guidance, temperature=1.0)
 
 
 class TokenStage(TrainingStage):
@@ -191,7 +184,8 @@ class ContinuousStage(TokenStage):
     def figures(self) -> dict:
         """GenEval on a sixth of the prompts of its tasks."""
         painter = assembled(self.options.out, self.model)
-        return score(painter, rows_of_tasks(6 * self.options.every_prompt), 2.0)
+        rows = rows_of(TASKS, 6 * self.options.every_prompt)
+        return score(partial(draw, painter, seed=SEED), rows, guidance=2.0, temperature=1.0)
 
 
 class ContinuousDraftStage(TokenStage):
@@ -265,11 +259,6 @@ class ContinuousOptions(VectorOptions):
     decoder_steps: int = option("steps of its decoder alone", 450)
 
 
-def build_processor() -> JanusProcessor:
-    """As `painter_build.build_processor`, for this painter's pictures."""
-    return painter_build.build_processor(side=SIDE)
-
-
 def generation_config(guidance: float) -> GenerationConfig:
     """Sampling with classifier-free guidance."""
     return painter_build.image_generation(PROMPT + GRID**2, do_sample=True, temperature=1.0, guidance_scale=guidance)
@@ -282,12 +271,14 @@ def finish(options: argparse.Namespace) -> None:
     made.load_state_dict(saved["draw"]["model"])
     drafter.load_state_dict(saved["drafter"]["model"])
     folder = options.out / NAMES["painter"]
-    save(assembled(options.out, made), build_processor(), folder, torch.float16)
-    model, rows = load(folder), rows_of_tasks(options.every_prompt)
-    sweep = [score(model, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
+    save(assembled(options.out, made), painter_build.build_processor(side=SIDE), folder, torch.float16)
+    model, rows = load(folder), rows_of(TASKS, options.every_prompt)
+    half = partial(score, partial(draw, model, seed=SEED + 1), rows[::2])
+    sweep = [half(guidance=guidance, temperature=1.0) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
     generation_config(guidance).save_pretrained(folder)
-    drawn, decoded = score(model, rows, guidance, SEED), measure(model.autoencoder, options.every_prompt)
+    drawn = score(partial(draw, model, seed=SEED), rows, guidance=guidance, temperature=1.0)
+    decoded = measure(model.autoencoder, options.every_prompt)
     shown = {f"drawn, guidance {guidance}": drawn, "decoded tokens": decoded}
     deviation = decoded["posterior_deviation"]
     rows_a_step = options.rows * options.workers

@@ -10,8 +10,10 @@ Data: prompts of `visspec.toys.world.emoji.suite` of one animal, half of them wi
 """
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
 
-from visspec.toys.recipes import cards, painter_data, painter_draw
+from visspec.toys.recipes import cards, painter_data
 from visspec.toys.recipes.painter import sheet
 from visspec.toys.recipes.painter_build import (
     TEXT,
@@ -31,9 +33,19 @@ from visspec.toys.recipes.painter_build import (
 )
 from visspec.toys.recipes.painter_data import held_out
 from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, drawn
-from visspec.toys.recipes.painter_score import verdicts
+from visspec.toys.recipes.painter_score import score, verdicts
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, latents, load_vq, nearest, redrawn
-from visspec.toys.recipes.recipe import CodedOptions, Coder, Recipe, coded, evaluating, in_batches, read_coded, trained
+from visspec.toys.recipes.recipe import (
+    CodedOptions,
+    Coder,
+    Recipe,
+    coded,
+    evaluating,
+    in_batches,
+    read_coded,
+    shards,
+    trained,
+)
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.suite import Metadata
@@ -56,7 +68,7 @@ def painted(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
     picture = PlacedEmoji(metadata["include"][0]["class"], x, y, side, turn)
     ground, tint, seed = sample_ground(rng)
     ground, tint = metadata.get("ground", (ground, tint))
-    return EmojiScene((picture,), ground, tint, seed)
+    return EmojiScene((picture,), ground, seed, tint)
 
 
 def pair(seed: int) -> tuple[Metadata, EmojiScene]:
@@ -70,7 +82,7 @@ def pair(seed: int) -> tuple[Metadata, EmojiScene]:
 
 def pixels(scenes: list[EmojiScene]) -> torch.Tensor:
     """Rendered pictures in -1..1, float32 (B, 3, SIDE, SIDE)."""
-    return painter_data.pixels(scenes, SIDE, world(OF).render)
+    return painter_data.pixels(scenes, SIDE, world(OF).draw)
 
 
 @torch.no_grad()
@@ -107,10 +119,9 @@ class EmojiVQStage(PainterVQStage):
         return reconstruction(self.vq, world(OF).prompts()[::8])
 
 
-def shards(options: argparse.Namespace) -> dict[Path, range]:
+def files(options: argparse.Namespace) -> dict[Path, range]:
     """Files of the coded pairs, and the pairs in each."""
-    starts = range(0, options.pairs, SHARD)
-    return {options.out / f"tokens-{s}.pt": range(s, min(s + SHARD, options.pairs)) for s in starts}
+    return shards(options.out, "tokens", range(options.pairs), SHARD)
 
 
 def coders(options: argparse.Namespace) -> dict[Path, Coder]:
@@ -123,7 +134,7 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
         animal = torch.tensor([subjects().index(row["include"][0]["class"]) for row in rows])
         return {"ids": ids.short(), "codes": codes_of(vq, list(scenes)).flatten(1).short(), "animal": animal.short()}
 
-    return {file: partial(in_batches, coded, numbers, 16) for file, numbers in shards(options).items()}
+    return {file: partial(in_batches, coded, numbers, 16) for file, numbers in files(options).items()}
 
 
 @torch.no_grad()
@@ -148,16 +159,11 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
     return {"codes": count} | {name: round(v, 4) for name, v in zip(names, (sums / count).tolist())}
 
 
-def score(
-    model: JanusForConditionalGeneration,
-    processor: JanusProcessor,
-    rows: list[Metadata],
-    guidance: float,
-    seed: int = SEED,
-) -> dict:
-    """The detector's verdicts on one picture a prompt."""
-    record = painter_draw.score(model, processor, rows, guidance, seed, detector=world(OF).detector())
-    return {name: value for name, value in record.items() if name != "temperature"}
+def drawing(
+    model: JanusForConditionalGeneration, processor: JanusProcessor, seed: int = SEED
+) -> Callable[..., dict[str, Any]]:
+    """`score` of the pictures that a painter draws, by the world's detector: of prompts and a guidance."""
+    return partial(score, partial(draw, model, processor, seed=seed), detector=world(OF).detector())
 
 
 class EmojiDrawStage(DrawStage):
@@ -166,7 +172,7 @@ class EmojiDrawStage(DrawStage):
     def build(self, options: argparse.Namespace) -> dict:
         self.begin(options, of=OF)
         self.telling = nn.Linear(self.model.config.text_config.hidden_size, len(subjects()))
-        self.data = read_coded(shards(options))
+        self.data = read_coded(files(options))
         return {"model": self.model, "telling": self.telling}
 
     def loss(self) -> torch.Tensor:
@@ -184,11 +190,9 @@ class EmojiDrawStage(DrawStage):
         return loss + weight * told
 
     def figures(self) -> dict:
-        """The distribution on held-out scenes, and verdicts on a few pictures, on the first worker."""
-        if self.rank:
-            return {}
+        """The distribution on held-out scenes, and verdicts on a few pictures."""
         rows = world(OF).prompts()[::8]
-        return law(self.model, rows) | {"drawn": score(self.model, self.processor, rows, 2.0)}
+        return law(self.model, rows) | {"drawn": drawing(self.model, self.processor)(rows, guidance=2.0)}
 
 
 def finish(options: argparse.Namespace) -> None:
@@ -199,13 +203,14 @@ def finish(options: argparse.Namespace) -> None:
     model.load_state_dict(saved["draw"]["model"])
     model = cards.stored(model, build_processor(of=OF), folder, attention="eager")
     processor = JanusProcessor.from_pretrained(folder)
-    sweep = [score(model, processor, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
+    half = drawing(model, processor, SEED + 1)
+    sweep = [half(rows[::2], guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
     generation_config(False, guidance, of=OF).save_pretrained(folder)
     measured = {
         "sweep": sweep,
         "law": law(model, rows),
-        "pictures": score(model, processor, rows, guidance),
+        "pictures": drawing(model, processor)(rows, guidance=guidance),
         "decoded": reconstruction(model.model.vqmodel, rows),
     }
     prompts = [row["prompt"] for row in rows[:: max(1, len(rows) // 16)]][:16]

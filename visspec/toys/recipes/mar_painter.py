@@ -27,21 +27,19 @@ from visspec.models.mar.network import UNCONDITIONAL, MARConfig
 from visspec.models.mar.target import MARTarget, parallel
 from visspec.models.vectors.diffusion_head import schedule
 from visspec.sampling import Normals
-from visspec.toys.recipes import cards, continuous_autoencoder, painter_score
+from visspec.toys.recipes import cards, continuous_autoencoder
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIZE, measure, rows_of_tasks
+from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIZE, measure
 from visspec.toys.recipes.continuous_painter import DEFAULTS, NEARNESS, TokenStage, VectorOptions
-from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.painter_data import LABELS, rows_of_labels
+from visspec.toys.recipes.painter_score import score, to_uint8
 from visspec.toys.recipes.recipe import Coder, Recipe, coded, trained
-from visspec.toys.world.suite import Metadata, every
 from visspec.types import Sampling
 
 NAMES = {"painter": "painter-mar", "drafter": "painter-mar-drafter"}
 GUIDANCES = (1.0, 2.0, 4.0)
 ITERATIONS = (16, 8)  # of published parallel decoding, measured beside one token at a time
 SEED = 0
-TASKS = ("single_object", "colors")  # of one object: a class is a prompt of theirs
-LABELS = [row["prompt"] for tag in TASKS for row in every(tag)]
 SIZES: dict[str, dict[str, int]] = {
     "painter": {"width": 128, "depth": 3, "heads": 4, "head_width": 128, "head_depth": 4, "buffer": 8},
     "drafter": {"width": 128, "depth": 1, "heads": 4, "head_width": 128, "head_depth": 4, "buffer": 8},
@@ -90,19 +88,6 @@ def draw(
         with torch.inference_mode():
             out.append(to_uint8(family.pixels(tokens, layout) * 2 - 1))
     return np.concatenate(out)
-
-
-def rows_of_labels(share: int = 1) -> list[Metadata]:
-    """The suite's prompts [::share] that are classes."""
-    return [row for row in rows_of_tasks() if row["tag"] in TASKS][::share]
-
-
-def score(
-    painter: MARImageModel, rows: list[Metadata], guidance: float, seed: int = 0, iterations: int = GRID**2
-) -> dict:
-    """GenEval of one picture a prompt, and the seconds it took."""
-    drawn = partial(draw, painter, guidance=guidance, seed=seed, iterations=iterations)
-    return painter_score.score(drawn, rows, guidance=guidance, iterations=iterations)
 
 
 class MaskedStage(TokenStage):
@@ -172,7 +157,8 @@ class MARStage(MaskedStage):
 
     def figures(self) -> dict:
         """GenEval on a fourth of the prompts."""
-        return score(assembled(self.model, self.autoencoder), rows_of_labels(4 * self.options.every_prompt), 2.0)
+        painter, rows = assembled(self.model, self.autoencoder), rows_of_labels(4 * self.options.every_prompt)
+        return score(partial(draw, painter, seed=SEED), rows, guidance=2.0, iterations=GRID**2)
 
 
 class MARDraftStage(MaskedStage):
@@ -232,10 +218,12 @@ def finish(options: argparse.Namespace) -> None:
     folder = options.out / NAMES["painter"]
     save(assembled(made, included_autoencoder()), None, folder, torch.float16)
     model, rows = load(folder), rows_of_labels(options.every_prompt)
-    sweep = [score(model, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
-    guidance, tokens = cards.best_guidance(sweep), model.config.network["tokens"]
+    half, tokens = partial(score, partial(draw, model, seed=SEED + 1), rows[::2]), model.config.network["tokens"]
+    sweep = [half(guidance=guidance, iterations=tokens) for guidance in GUIDANCES]
+    guidance = cards.best_guidance(sweep)
     GenerationConfig(do_sample=True, temperature=1.0, guidance_scale=guidance).save_pretrained(folder)
-    one, *fewer = (score(model, rows, guidance, SEED, n) for n in (tokens, *ITERATIONS))
+    drawing = partial(draw, model, seed=SEED)
+    one, *fewer = (score(drawing, rows, guidance=guidance, iterations=n) for n in (tokens, *ITERATIONS))
     decoded = measure(model.autoencoder, options.every_prompt)
     shown = {f"drawn, guidance {guidance}": one}
     shown |= {f"the same in {r['iterations']} iterations, several tokens at a time": r for r in fewer}

@@ -23,6 +23,7 @@ text-model step; they have not been run.
 import argparse
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +32,14 @@ from PIL import Image
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
 from visspec.api.grid import grid as pictures_in_grid
+from visspec.io.checkpoint import read_json
 from visspec.io.files import write_json
 from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid
 from visspec.toys.recipes.painter_data import SIDE
-from visspec.toys.recipes.painter_draw import GUIDANCES, TEMPERATURES, PainterStage, draw, score
+from visspec.toys.recipes.painter_draw import GUIDANCES, TEMPERATURES, PainterStage, draw
+from visspec.toys.recipes.painter_score import score
 from visspec.toys.recipes.painter_vq import (
     SHARES,
     VQ_FILES,
@@ -71,17 +74,13 @@ class PainterOptions(CodedOptions):
     start: Path | None = option("checkpoint of the draw stage to take the first weights from", None)
     earlier: tuple[int, int] = option("steps and seconds that --start's checkpoint had behind it, for the card", (0, 0))
     earlier_vq: tuple[int, int] = option("the same of the VQ checkpoints", (0, 0))
-    plain_until: float = option("share of the draw steps on plain grounds alone", 0.0)
     fade: tuple[float, float] = option("shares of its steps between which the heads' weight falls to 0", (0.6, 0.85))
-    sweep: bool = option("reports of the draw stage try four guidances, not one", False)
-    sheet: Path | None = option("picture file for a sheet of samples, beside that in the folder", None)
 
 
 def sheet(pictures: np.ndarray, prompts: list[str], file: Path, columns: int = 4) -> None:
     """Write pictures uint8 (B, S, S, 3), enlarged to 96 pixels if smaller, in a grid with their prompts underneath."""
     cells = [Image.fromarray(picture).resize((144, 144), Image.Resampling.BICUBIC) for picture in pictures]
     page = pictures_in_grid(cells, [prompt.removeprefix("a photo of ") for prompt in prompts], columns)
-    file.parent.mkdir(parents=True, exist_ok=True)
     page.quantize(192).save(file, optimize=True)
 
 
@@ -126,18 +125,18 @@ def finish(options: argparse.Namespace) -> None:
     model = cards.stored(model, build_processor(low), folder)
     processor = JanusProcessor.from_pretrained(folder)
     rows = suite()[:: options.every_prompt]
-    sweep = [score(model, processor, rows[::2], guidance, SEED + 1) for guidance in GUIDANCES]
+    measure_half = partial(score, partial(draw, model, processor, seed=SEED + 1), rows[::2])
+    sweep = [measure_half(guidance=guidance, temperature=1.0) for guidance in GUIDANCES]
     print(json.dumps(sweep), flush=True)
     best = max(sweep, key=lambda record: record["images"])
     guidance = best["guidance"]
-    cooler = [score(model, processor, rows[::2], guidance, SEED + 1, t) for t in TEMPERATURES[1:]]
+    cooler = [measure_half(guidance=guidance, temperature=t) for t in TEMPERATURES[1:]]
     temperature = max([best, *cooler], key=lambda record: record["images"])["temperature"]
     print(json.dumps(cooler), flush=True)
     generation_config(low, guidance, temperature).save_pretrained(folder)
     shown = [rows[int(i)]["prompt"] for i in np.linspace(0, len(rows) - 1, 16)]
     drawn = draw(model, processor, shown, guidance, SEED + 2, temperature)
-    for file in filter(None, (options.out / f"{folder.name}.png", options.sheet)):
-        sheet(drawn, shown, file)
+    sheet(drawn, shown, options.out / f"{folder.name}.png")
     vq = {name: cards.read_stage(file)[1] for name in VQ_FILES if (file := options.out / name).exists()}
     about = {
         "seeds": {"vq": 0, "draw": 1, "measured": SEED},
@@ -166,10 +165,11 @@ def remeasure(options: argparse.Namespace) -> None:
     low = options.lowres
     folder = options.out / NAMES[low]
     model = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
-    own, record = model.generation_config, cards.read_origin(folder)
+    own, record = model.generation_config, read_json(folder, cards.PROVENANCE)
     rows, processor = suite()[:: options.every_prompt], JanusProcessor.from_pretrained(folder)
     measured = record["measured"]
-    measured["pictures"] = score(model, processor, rows, own.guidance_scale, SEED, own.temperature)
+    drawing = partial(draw, model, processor, seed=SEED)
+    measured["pictures"] = score(drawing, rows, guidance=own.guidance_scale, temperature=own.temperature)
     measured["decoded"] = measure(model.model.vqmodel, low, options.every_prompt)
     write_json(folder / cards.PROVENANCE, record)
     cards.publish(folder, card(low, options.every_prompt, options.note, model, record))

@@ -9,8 +9,8 @@ import torch
 
 from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
 from visspec.toys.world.render import render
-from visspec.toys.world.scene import HELD_OUT_SEED, Shape, ShapeScene
-from visspec.toys.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, free_scene, sample_prompt
+from visspec.toys.world.scene import HELD_OUT_SEED, Scene, Shape
+from visspec.toys.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, every, free_scene, sample_prompt, suite
 
 SIDE = {False: 96, True: 48}  # pixels of the full and of the low-resolution painter
 # Half of the pictures are plain. The speckles of the fourth ground are smaller than a patch: no code can hold them.
@@ -21,6 +21,10 @@ TEXTURES = 4  # of each kind: what is new in every picture is the scene
 STEP = 4 / 96
 RADII = (11 / 96, 13 / 96, 15 / 96)
 GAP = 2 / 96  # what settled shapes keep between their boxes
+# Prompts that are classes of painters without words: of one object, with and without a colour.
+CLASS_TASKS = ("single_object", "colors")
+CLASS_ROWS = [row for tag in CLASS_TASKS for row in every(tag)]
+LABELS = [row["prompt"] for row in CLASS_ROWS]
 # all below HELD_OUT_SEED
 FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29, "bound": 3 << 28}
 
@@ -28,17 +32,17 @@ FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 2
 Drawn = TypeVar("Drawn")
 
 
-def settled(scene: ShapeScene, step: float = STEP, radii: tuple[float, ...] = RADII) -> ShapeScene | None:
+def settled(scene: Scene, step: float = STEP, radii: tuple[float, ...] = RADII) -> Scene | None:
     """The scene with shapes on the nearest places of a grid and one of TEXTURES; None where two come too close."""
     shapes: list[Shape] = []
-    for shape in scene.shapes:
+    for shape in scene.things:
         radius = min(radii, key=lambda r: abs(r - shape.radius))
         x, y = (round(at / step) * step for at in (shape.x, shape.y))
         inside = radius <= min(x, y) and max(x, y) <= 1 - radius
         if not inside or any(max(abs(x - s.x), abs(y - s.y)) < radius + s.radius + GAP for s in shapes):
             return None
         shapes.append(Shape(shape.kind, shape.colour, x, y, radius))
-    return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed % TEXTURES)
+    return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed % TEXTURES)
 
 
 def painted(
@@ -47,14 +51,14 @@ def painted(
     grounds: tuple[str, ...] = GROUNDS_DRAWN,
     step: float = STEP,
     radii: tuple[float, ...] = RADII,
-) -> ShapeScene:
+) -> Scene:
     """A settled scene that shows what a prompt asks for."""
     while True:
         if (scene := settled(free_scene(metadata, rng, grounds), step, radii)) is not None:
             return scene
 
 
-def pair(seed: int, tag: str | None = None) -> tuple[Metadata, ShapeScene]:
+def pair(seed: int, tag: str | None = None) -> tuple[Metadata, Scene]:
     """Prompt and scene number `seed`: task uniform unless given, then prompt uniform in the task; every prompt may be
     drawn.
     """
@@ -66,7 +70,7 @@ def pair(seed: int, tag: str | None = None) -> tuple[Metadata, ShapeScene]:
 bound_pair = partial(pair, tag="color_attr")  # of the task that binds two colours to two classes
 
 
-def crowded(seed: int, tries: int = 24) -> ShapeScene:
+def crowded(seed: int, tries: int = 24) -> Scene:
     """A scene of up to about ten shapes that do not touch: what the VQ model has to learn, with little ground."""
     rng = np.random.default_rng(seed)
     shapes: list[Shape] = []
@@ -76,7 +80,7 @@ def crowded(seed: int, tries: int = 24) -> ShapeScene:
         kind, colour = CLASSES[int(rng.integers(len(CLASSES)))], list(COLOURS)[int(rng.integers(len(COLOURS)))]
         if all(max(abs(x - s.x), abs(y - s.y)) > radius + s.radius for s in shapes):
             shapes.append(Shape(kind, colour, x, y, radius))
-    return ShapeScene(tuple(shapes), GROUNDS[int(rng.integers(len(GROUNDS)))], int(rng.integers(1 << 31)))
+    return Scene(tuple(shapes), GROUNDS[int(rng.integers(len(GROUNDS)))], int(rng.integers(1 << 31)))
 
 
 def pixels(scenes: Sequence[Any], side: int, draw: Callable[[Any, int], np.ndarray] = render) -> torch.Tensor:
@@ -88,3 +92,11 @@ def pixels(scenes: Sequence[Any], side: int, draw: Callable[[Any, int], np.ndarr
 def held_out(rows: list[Metadata], painted: Callable[[Metadata, np.random.Generator], Drawn]) -> list[Drawn]:
     """One scene a prompt, drawn with seeds no training pair has."""
     return [painted(row, np.random.default_rng(HELD_OUT_SEED + i)) for i, row in enumerate(rows)]
+
+
+def rows_of(tasks: Sequence[str], share: int = 1) -> list[Metadata]:
+    """The suite's prompts [::share] of these tasks."""
+    return [row for row in suite() if row["tag"] in tasks][::share]
+
+
+rows_of_labels = partial(rows_of, CLASS_TASKS)

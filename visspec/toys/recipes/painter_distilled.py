@@ -24,7 +24,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
 
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
@@ -129,8 +128,9 @@ def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
 def begun(family: Janus, layers: tuple[int, ...]) -> DistilledHead:
     """A network of these layers of a painter, with its head; kinds and places say nothing yet."""
     decoder, last = family.decoder, family.model.model.generation_head
+    theta = float((decoder.config.rope_parameters or {}).get("rope_theta", 10000.0))
     config = DistilledDrafter.config_for(
-        family, layers=len(layers), temperature=temperature_of(family), rope_theta=rope_theta(decoder.config)
+        family, layers=len(layers), temperature=temperature_of(family), rope_theta=theta
     )
     head = DistilledHead(config)
     for place, number in enumerate(layers):
@@ -150,11 +150,6 @@ def begun(family: Janus, layers: tuple[int, ...]) -> DistilledHead:
     for part in head.codes.parameters():
         part.div_(config.temperature)
     return head
-
-
-def rope_theta(config: PreTrainedConfig) -> float:
-    """The base of a Llama's rotations."""
-    return float((getattr(config, "rope_parameters", None) or {}).get("rope_theta", 10000.0))
 
 
 def adjacent(weight: Tensor, heads: int) -> Tensor:

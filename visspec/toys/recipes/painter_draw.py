@@ -12,9 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
-from visspec.eval.metrics.detection import Detector
-from visspec.toys.recipes import painter_score
-from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_build import (
     build_model,
     build_processor,
@@ -24,11 +21,11 @@ from visspec.toys.recipes.painter_build import (
     without_words,
 )
 from visspec.toys.recipes.painter_data import FIRST_SEED
-from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.painter_score import score, to_uint8
 from visspec.toys.recipes.painter_vq import KINDS, load_vq, read_tokens
-from visspec.toys.recipes.recipe import TrainingStage, evaluating
+from visspec.toys.recipes.recipe import TrainingStage
 from visspec.toys.world.palette import CLASSES, COLOURS
-from visspec.toys.world.scene import ShapeScene
+from visspec.toys.world.scene import Scene
 from visspec.toys.world.suite import NUMBERS, RELATIONS, Metadata, every, make, suite, wanted
 
 HUES = tuple(COLOURS)
@@ -124,25 +121,25 @@ class ProbeHeads(nn.Module):
         return total
 
 
-def progress(metadata: Metadata, scene: ShapeScene, shown: np.ndarray) -> np.ndarray:
+def progress(metadata: Metadata, scene: Scene, shown: np.ndarray) -> np.ndarray:
     """Before each code, (side^2, 7) int8: whether the prompt's first and second object are begun, how many shapes are,
     class and colour (from 1) of the shape that begins next, 0 for none, and those of the shape begun last.
 
     A shape begins with its first code that is `shown`, bool (side, side).
     """
     side, starts = len(shown), []
-    for s in scene.shapes:
+    for s in scene.things:
         top, bottom, left, right = (int((at + r) * side) for at in (s.y, s.x) for r in (-s.radius, s.radius))
         box = np.zeros_like(shown)
         box[top : bottom + 1, left : right + 1] = shown[top : bottom + 1, left : right + 1]
         starts.append(int(box.argmax()))
-    first = {shape.kind: start for shape, start in zip(scene.shapes, starts)}
+    first = {shape.kind: start for shape, start in zip(scene.things, starts)}
     place, kinds = np.arange(shown.size), [kind for kind, _ in wanted(metadata)]
     begun = [place > first[kinds[k]] if k < len(kinds) else np.zeros_like(place) for k in (0, 1)]
     count = sum((place > start).astype(np.int8) for start in starts)
     following, newest = np.zeros((len(place), 2)), np.zeros((len(place), 2))
     order = sorted(
-        (start, 1 + CLASSES.index(s.kind), 1 + HUES.index(s.colour)) for start, s in zip(starts, scene.shapes)
+        (start, 1 + CLASSES.index(s.kind), 1 + HUES.index(s.colour)) for start, s in zip(starts, scene.things)
     )
     for start, *what in reversed(order):
         following[place <= start] = what
@@ -225,20 +222,6 @@ def draw(
     return np.concatenate(out)
 
 
-def score(
-    model: JanusForConditionalGeneration,
-    processor: JanusProcessor,
-    rows: list[Metadata],
-    guidance: float,
-    seed: int = 0,
-    temperature: float = 1.0,
-    detector: Detector | None = None,
-) -> dict:
-    """GenEval of one picture a prompt, and the seconds it took."""
-    drawn = partial(draw, model, processor, guidance=guidance, seed=seed, temperature=temperature)
-    return painter_score.score(drawn, rows, detector, guidance=guidance, temperature=temperature)
-
-
 class DrawStage(TrainingStage):
     """Training of everything but the VQ model and the unused understanding tower."""
 
@@ -262,14 +245,6 @@ class DrawStage(TrainingStage):
         words = torch.where(dropped[:, None], without_words(self.tokenizer, ids), ids)
         return drawn(self.model, words, (ids != self.tokenizer.pad_token_id).long(), codes)
 
-    def report(self) -> dict:
-        """The first worker refreshes the early folder, too."""
-        with evaluating(self.model):
-            found = self.figures()
-        if self.rank == 0 and self.options.early:
-            save(self.model, self.processor, self.options.early, torch.float16)
-        return found
-
 
 class PainterStage(DrawStage):
     """That of shapes, with throw-away heads."""
@@ -289,7 +264,6 @@ class PainterStage(DrawStage):
         pairs = [KINDS[kind](FIRST_SEED[kind] + i) for kind, read in kinds.items() for i in read["number"].tolist()]
         self.textured = torch.tensor([scene.ground != "plain" for _, scene in pairs])
         self.every = np.repeat(np.arange(len(pairs)), [SHOWN.get(metadata["tag"], 1) for metadata, _ in pairs])
-        self.plain = self.every[~self.textured.numpy()[self.every]]
         self.ground = (self.data["codes"][~self.data["ink"] & ~self.textured[:, None]].long()[:1]).flatten()
         shown = (self.data["ink"] & (self.data["codes"] != self.ground)).view(len(pairs), grid(low), grid(low)).numpy()
         self.begun = torch.from_numpy(np.stack([progress(*each, part) for each, part in zip(pairs, shown)]))
@@ -321,10 +295,7 @@ class PainterStage(DrawStage):
 
     def rows(self) -> tuple[torch.Tensor, ...]:
         """This worker's ids (B, prompt), codes, ink and progress (B, image tokens), rows textured, without prompt."""
-        known = self.every
-        if self.step < self.options.plain_until * self.steps:
-            known = self.plain  # without the noise of grounds the codes' loss is about shapes
-        order = known[self.chosen(len(known))]
+        order = self.every[self.chosen(len(self.every))]
         ids, codes = self.data["ids"][order].long(), self.data["codes"][order].long()
         dropped = self.dropped(len(order))
         return ids, codes, self.data["ink"][order], self.begun[order].long(), self.textured[order], dropped
@@ -361,7 +332,6 @@ class PainterStage(DrawStage):
         return total + fade * (WRONG_WEIGHT * bound + READING_WEIGHT * (read + also))
 
     def figures(self) -> dict:
-        """GenEval on a quarter of the suite; workers share the guidances."""
-        mine = GUIDANCES[self.rank :: self.workers] if self.options.sweep else GUIDANCES[1:][self.rank : self.rank + 1]
+        """GenEval on a quarter of the suite."""
         rows = suite()[:: 4 * self.options.every_prompt]
-        return {"scores": [score(self.model, self.processor, rows, guidance) for guidance in mine]}
+        return score(partial(draw, self.model, self.processor, seed=0), rows, guidance=GUIDANCES[1], temperature=1.0)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from PIL import Image
 from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.eval.metrics.detection import DetectedColours, Detector
 from visspec.eval.metrics.geneval import judge, kept, summarise
-from visspec.toys.judges import ShapeWorldDetector
+from visspec.toys.world.detector import ShapeDetector
 from visspec.toys.world.suite import Metadata
 
 JUDGED_AT = 96  # smaller pictures are enlarged to this side before the detector sees them
@@ -24,7 +25,7 @@ def to_uint8(pictures: torch.Tensor) -> np.ndarray:
 
 def verdicts(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector | None = None) -> list[bool]:
     """Whether each picture, uint8 (B, S, S, 3), shows what its prompt asks for; the shapes' detector unless given."""
-    detector, colours = detector or ShapeWorldDetector(), DetectedColours()
+    detector, colours = detector or ShapeDetector(), DetectedColours()
     out = []
     for picture, row in zip(pictures, rows):
         image = Image.fromarray(picture)
@@ -48,11 +49,11 @@ def geneval(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector |
 
 
 def score(
-    draw: Callable[[list[str]], np.ndarray], rows: Sequence[Metadata], detector: Detector | None = None, **settings
-) -> dict:
-    """The settings, GenEval of one picture a prompt, and the seconds it took. draw: prompts to pictures."""
+    draw: Callable[..., np.ndarray], rows: Sequence[Metadata], detector: Detector | None = None, **settings: Any
+) -> dict[str, Any]:
+    """The settings, GenEval of one picture a prompt, and the seconds it took; draw(prompts, **settings)."""
     begun = time.time()
-    found = geneval(draw([row["prompt"] for row in rows]), rows, detector)
+    found = geneval(draw([row["prompt"] for row in rows], **settings), rows, detector)
     return settings | found | {"seconds": round(time.time() - begun, 1)}
 
 

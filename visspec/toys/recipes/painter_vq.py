@@ -28,8 +28,8 @@ from transformers import JanusVQVAE
 from visspec.toys.recipes.painter_build import PATCH, build_tokenizer, prompt_ids, vq_config
 from visspec.toys.recipes.painter_data import FIRST_SEED, SIDE, bound_pair, crowded, held_out, painted, pair, pixels
 from visspec.toys.recipes.painter_score import geneval, to_uint8
-from visspec.toys.recipes.recipe import Coder, TrainingStage, evaluating, in_batches, read_coded
-from visspec.toys.world.scene import Shape, ShapeScene
+from visspec.toys.recipes.recipe import Coder, TrainingStage, evaluating, in_batches, read_coded, shards
+from visspec.toys.world.scene import Scene, Shape
 from visspec.toys.world.suite import Metadata, suite
 
 WINDOW = 48  # pixels a side of the picture in which a shape is coded
@@ -42,7 +42,7 @@ COMMITMENT = 0.02  # weight of the squared distance between encoder outputs and 
 VQ_FILES = ("vq.pt", "composed.pt", "decoder.pt")  # checkpoints of the VQ model, in the order they are made
 LOW_EVERY = 4  # every fourth batch is drawn at the low resolution
 # Kinds of pairs: every task's, and the one task's that takes longest to learn.
-KINDS: dict[str, Callable[[int], tuple[Metadata, ShapeScene]]] = {"tokens": pair, "bound": bound_pair}
+KINDS: dict[str, Callable[[int], tuple[Metadata, Scene]]] = {"tokens": pair, "bound": bound_pair}
 SHARES = {"tokens": 1.0, "bound": 0.5}  # pairs of a kind for each that --pairs asks for
 SHARD = 8000  # pairs in a file at most: coding more of them in one go fills the memory with freed blocks
 
@@ -73,15 +73,15 @@ def inked(true: torch.Tensor) -> torch.Tensor:
     return ((true - 0.2).abs().amax(1, keepdim=True) > 0.26).float()
 
 
-def windowed(shape: Shape, side: int) -> tuple[int, int, ShapeScene]:
+def windowed(shape: Shape, side: int) -> tuple[int, int, Scene]:
     """First row and column (in patches) of a window of WINDOW pixels around a shape, and the scene in that window."""
     most = (side - WINDOW) // PATCH
     row, column = (min(most, max(0, round((at * side - WINDOW / 2) / PATCH))) for at in (shape.y, shape.x))
     x, y = ((at * side - first * PATCH) / WINDOW for at, first in ((shape.x, column), (shape.y, row)))
-    return row, column, ShapeScene((Shape(shape.kind, shape.colour, x, y, shape.radius * side / WINDOW),))
+    return row, column, Scene((Shape(shape.kind, shape.colour, x, y, shape.radius * side / WINDOW),))
 
 
-def compose(vq: JanusVQVAE, scenes: list[ShapeScene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def compose(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Unit latents float32 (B, grid, grid, embed_dim), and bool (B, grid, grid) where they show part of a shape.
 
     A patch of plain ground is the same everywhere. A patch with parts of two shapes is the larger part's.
@@ -89,8 +89,8 @@ def compose(vq: JanusVQVAE, scenes: list[ShapeScene], low: bool) -> tuple[torch.
     side = SIDE[low]
     grid, window = side // PATCH, WINDOW // PATCH
     textured = [i for i, scene in enumerate(scenes) if scene.ground != "plain"]
-    grounds = [ShapeScene(())] + [ShapeScene((), scenes[i].ground, scenes[i].texture_seed) for i in textured]
-    cut = [(i, *windowed(shape, side)) for i, scene in enumerate(scenes) for shape in scene.shapes]
+    grounds = [Scene(())] + [Scene((), scenes[i].ground, scenes[i].texture_seed) for i in textured]
+    cut = [(i, *windowed(shape, side)) for i, scene in enumerate(scenes) for shape in scene.things]
     alone = pixels([scene for *_, scene in cut], WINDOW)
     of_ground, of_shape = latents(vq, pixels(grounds, side)), latents(vq, alone)
     plain = F.normalize(of_ground[0].mean((0, 1)), dim=-1)
@@ -107,7 +107,7 @@ def compose(vq: JanusVQVAE, scenes: list[ShapeScene], low: bool) -> tuple[torch.
 
 
 @torch.no_grad()
-def composed(vq: JanusVQVAE, scenes: list[ShapeScene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def composed(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int64 (B, grid, grid) of scenes, and where they show part of a shape."""
     with torch.autocast("cpu", torch.bfloat16):
         unit, ink = compose(vq, scenes, low)
@@ -222,7 +222,7 @@ class PainterVQStage(TrainingStage):
 
     name, decay = "vq.pt", 0.01
     seed: int | None = 0
-    steps_option = "vq_steps"
+    steps_option, rate_option = "vq_steps", "vq_rate"
 
     def __init__(self, options: argparse.Namespace, rank: int):
         super().__init__(options, rank)
@@ -232,9 +232,6 @@ class PainterVQStage(TrainingStage):
         self.vq = JanusVQVAE(vq_config(False)).train()
         self.book = Codebook(self.vq, options.workers)
         return {"vq": self.vq, "book": self.book}
-
-    def peak_rate(self, options: argparse.Namespace) -> float:
-        return options.vq_rate
 
     def batch(self) -> torch.Tensor:
         """This worker's pictures of this step: a pure function of step, rank and workers."""
@@ -281,17 +278,14 @@ def load_vq(folder: Path, low: bool) -> JanusVQVAE:
 class ComposedStage(PainterVQStage):
     """Training of all of the VQ model on composed scenes, from the first stage's."""
 
-    name, seed, steps_option = "composed.pt", None, "composed_steps"
+    name, seed, steps_option, rate_share = "composed.pt", None, "composed_steps", 0.5
 
     def build(self, options: argparse.Namespace) -> dict:
         self.vq = load_vq(options.out, False).train()
         self.book = Codebook(self.vq, options.workers)
         return {"vq": self.vq, "book": self.book}
 
-    def peak_rate(self, options: argparse.Namespace) -> float:
-        return options.vq_rate / 2
-
-    def scenes(self) -> tuple[list[ShapeScene], bool]:
+    def scenes(self) -> tuple[list[Scene], bool]:
         """This worker's scenes, every fourth time to be drawn at the low resolution."""
         rows, low = self.options.vq_rows, self.step % LOW_EVERY == LOW_EVERY - 1
         first = FIRST_SEED[self.file.stem] + (self.step * self.workers + self.rank) * rows
@@ -339,14 +333,10 @@ def encode(vq: JanusVQVAE, kind: str, numbers: range, low: bool, batch: int = 64
     return in_batches(coded, numbers, batch)
 
 
-def shards(folder: Path, kind: str, low: bool, first: int, count: int) -> dict[Path, range]:
+def files(folder: Path, kind: str, low: bool, first: int, count: int) -> dict[Path, range]:
     """Files that hold a kind's part of the pairs number first..first+count, and the pairs of the kind in each."""
     numbers = range(int(first * SHARES[kind]), int((first + count) * SHARES[kind]))
-    each = int(SHARD * SHARES[kind])
-    return {
-        folder / f"{kind}-{SIDE[low]}-{start}.pt": range(start, min(start + each, numbers.stop))
-        for start in numbers[::each]
-    }
+    return shards(folder, f"{kind}-{SIDE[low]}", numbers, int(SHARD * SHARES[kind]))
 
 
 def coders(options: argparse.Namespace) -> dict[Path, Coder]:
@@ -355,7 +345,7 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
     return {
         file: partial(encode, vq, kind, numbers, low)
         for kind in KINDS
-        for file, numbers in shards(options.out, kind, low, options.first, options.pairs).items()
+        for file, numbers in files(options.out, kind, low, options.first, options.pairs).items()
     }
 
 
@@ -364,5 +354,5 @@ def read_tokens(folder: Path, kind: str, low: bool, first: int, count: int) -> d
 
     `number` (N,), int64, tells which pair of its kind each is.
     """
-    files = shards(folder, kind, low, first, count)
-    return read_coded(files) | {"number": torch.tensor([number for numbers in files.values() for number in numbers])}
+    found = files(folder, kind, low, first, count)
+    return read_coded(found) | {"number": torch.tensor([number for numbers in found.values() for number in numbers])}

@@ -79,7 +79,6 @@ class CodedOptions(PairOptions):
     vq_steps: int = option("steps of the VQ model", 2000)
     vq_rows: int = option("whole pictures in a VQ batch of one worker", 8)
     vq_rate: float = option("peak learning rate of the VQ model", 2e-3)
-    early: Path | None = option("folder to refresh with a loadable model at each report", None)
 
 
 @dataclass
@@ -157,7 +156,8 @@ class TrainingStage(Stage):
     seed: int | None = None  # of the initial weights
     decay = 0.05
     steps_option = "steps"
-    constant_rate: float | None = None  # the largest learning rate, where no option says it
+    rate_option: str | None = "rate"  # of the largest learning rate; without one that is `rate_share` itself
+    rate_share = 1.0
 
     def __init__(self, options: argparse.Namespace, rank: int):
         if self.seed is not None:
@@ -165,16 +165,13 @@ class TrainingStage(Stage):
         parts = self.build(options)
         modules = [part for part in parts.values() if isinstance(part, nn.Module)]
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
-        steps, peak = getattr(options, self.steps_option), self.peak_rate(options)
+        steps = getattr(options, self.steps_option)
+        peak = self.rate_share * (getattr(options, self.rate_option) if self.rate_option else 1.0)
         super().__init__(options, rank, self.name, steps, peak, trained, self.decay, parts)
 
     def build(self, options: argparse.Namespace) -> dict[str, Any]:
         """What a checkpoint holds, by name; parameters of its modules that require a gradient are trained."""
         raise NotImplementedError
-
-    def peak_rate(self, options: argparse.Namespace) -> float:
-        """The largest learning rate."""
-        return options.rate if self.constant_rate is None else self.constant_rate
 
     def chosen(self, known: int, *seed: int) -> np.ndarray:
         """Numbers below `known` of this worker's rows: an epoch has each of them once, in an order of its own."""
@@ -250,6 +247,12 @@ def _write(rank: int, coders: Coders, options: argparse.Namespace, keep: bool) -
 def in_batches(make: Callable[[range], dict[str, Tensor]], numbers: range, batch: int) -> dict[str, Tensor]:
     """What `make` makes of the numbers, so many at a time."""
     return joined(make(numbers[first : first + batch]) for first in range(0, len(numbers), batch))
+
+
+def shards(folder: Path, name: str, numbers: range, most: int) -> dict[Path, range]:
+    """Files of pairs of these numbers, so many in each at the most, and the numbers in each."""
+    parts = [numbers[first : first + most] for first in range(0, len(numbers), most)]
+    return {folder / f"{name}-{part.start}-{part.stop}.pt": part for part in parts}
 
 
 def read_coded(files: Iterable[Path]) -> dict[str, Tensor]:

@@ -22,18 +22,15 @@ from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, Sca
 from visspec.models.var.layout import load_var_vae, save_vae
 from visspec.toys.recipes import painter_data
 from visspec.toys.recipes.any_order_painter import included_vq
-from visspec.toys.recipes.painter_data import pixels
+from visspec.toys.recipes.painter_data import CLASS_ROWS, CLASS_TASKS, pixels, rows_of_labels
 from visspec.toys.recipes.painter_score import geneval, to_uint8
 from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
-from visspec.toys.world.scene import ShapeScene
-from visspec.toys.world.suite import Metadata, every, suite
+from visspec.toys.world.scene import Scene
+from visspec.toys.world.suite import Metadata
 
 SIDES = (1, 2, 3, 4, 6, 8, 10, 12)  # of the maps
 SCALES = ScaleSizes.square(*SIDES)
 SIDE = 96  # pixels of a picture
-TASKS = ("single_object", "colors")
-ROWS = [row for tag in TASKS for row in every(tag)]  # a class each
-LABELS = [row["prompt"] for row in ROWS]
 # Shapes stand on corners of the finest map's cells, for the reason of `painter_data.STEP`, and have one of two radii.
 STEP, RADII = 8 / SIDE, (12 / SIDE, 16 / SIDE)
 FIRST_SEED = {"codes": 5 << 27}  # below HELD_OUT_SEED
@@ -46,18 +43,13 @@ RATE = 1e-2
 painted = partial(painter_data.painted, grounds=("plain",), step=STEP, radii=RADII)
 
 
-def pair(seed: int) -> tuple[int, ShapeScene]:
+def pair(seed: int) -> tuple[int, Scene]:
     """Class and scene number `seed`: the task uniform, then the prompt."""
     rng = np.random.default_rng(seed)
-    tag = TASKS[int(rng.integers(len(TASKS)))]
-    some = [number for number, row in enumerate(ROWS) if row["tag"] == tag]
+    tag = CLASS_TASKS[int(rng.integers(len(CLASS_TASKS)))]
+    some = [number for number, row in enumerate(CLASS_ROWS) if row["tag"] == tag]
     number = some[int(rng.integers(len(some)))]
-    return number, painted(ROWS[number], rng)
-
-
-def rows_of_labels(share: int = 1) -> list[Metadata]:
-    """The suite's prompts [::share] that are classes."""
-    return [row for row in suite() if row["tag"] in TASKS][::share]
+    return number, painted(CLASS_ROWS[number], rng)
 
 
 def held_out(rows: list[Metadata]) -> torch.Tensor:
@@ -132,7 +124,7 @@ class QuantiserStage(TrainingStage):
     """Training of codebook and convolutions of the quantiser on features, all else stays."""
 
     name, seed, decay = "quantiser.pt", SEED, 0.0
-    steps_option, constant_rate = "vq_steps", RATE
+    steps_option, rate_option, rate_share = "vq_steps", None, RATE
 
     def build(self, options: argparse.Namespace) -> dict:
         self.model, self.data = borrowed(), torch.load(options.out / "features.pt", weights_only=True)

@@ -8,6 +8,7 @@ last ones weighted by `LATE`, because the same weights draft whole pictures for 
 
 import argparse
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +22,17 @@ from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.models.scales.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.models.var.network import VAR
-from visspec.toys.recipes import painter_score
-from visspec.toys.recipes.painter_score import piped, shown, to_uint8
+from visspec.toys.recipes.painter_data import CLASS_ROWS, LABELS, rows_of_labels
+from visspec.toys.recipes.painter_draw import DROPPED
+from visspec.toys.recipes.painter_score import piped, score, shown, to_uint8
 from visspec.toys.recipes.recipe import TrainingStage
-from visspec.toys.recipes.scale_codes import LABELS, ROWS, SCALES, load_vq, rows_of_labels
+from visspec.toys.recipes.scale_codes import SCALES, load_vq
 from visspec.toys.world.palette import CLASSES, COLOURS
-from visspec.toys.world.suite import Metadata
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {"width": 160, "depth": 6, "heads": 5, "shared": True},
     "small": {"width": 96, "depth": 2, "heads": 3, "shared": True},
 }
-DROPPED = 0.1  # share of the rows without their class
 FIRST, FIRST_SHARE = 6, 0.5  # maps of a short batch, and the share of the large model's batches that are short
 LATE = 3.0  # weight of the maps behind FIRST in the distillation
 DEVIATION = 0.02  # of initial weights
@@ -66,8 +66,8 @@ def begin(net: VAR) -> None:
 def facts() -> Tensor:
     """(classes + 1, facts) float: what a class is made of, a kind and a colour or none; the last is no class."""
     names = [*CLASSES, *COLOURS]
-    table = torch.zeros(len(ROWS) + 1, len(names) + 1)
-    for number, row in enumerate(ROWS):
+    table = torch.zeros(len(CLASS_ROWS) + 1, len(names) + 1)
+    for number, row in enumerate(CLASS_ROWS):
         (item,) = row["include"]
         table[number, names.index(item["class"])] = 1.0
         if "color" in item:
@@ -126,11 +126,12 @@ def weights(maps: int, late: float = 1.0) -> Tensor:
 
 
 class CodesStage(TrainingStage):
-    """What the stages share: codes of classes in batches."""
+    """Training on codes of classes."""
 
     size: str  # of SIZES
     seed: int
     decay = 0.02
+    short = 0.0  # share of the batches that have the first maps alone
 
     def build(self, options: argparse.Namespace) -> dict:
         self.data = torch.load(options.out / "codes.pt", weights_only=True)
@@ -154,10 +155,10 @@ class CodesStage(TrainingStage):
             if part.shape[1]:
                 self.notes[name] = round(part.mean().item(), 3)
 
-    def entropy(self, share: float) -> Tensor:
-        """Cross-entropy of the next batch; `share` of the batches have the first maps alone."""
+    def loss(self) -> Tensor:
+        """Cross-entropy of the next batch."""
         classes, codes, read = self.batch()
-        short = np.random.default_rng((self.seed, self.step)).random() < share
+        short = np.random.default_rng((self.seed, self.step)).random() < self.short
         maps = FIRST if short else len(SCALES)
         codes = codes[:, : SCALES.begins[maps]]
         with torch.autocast("cpu", torch.bfloat16):
@@ -168,16 +169,14 @@ class CodesStage(TrainingStage):
 
     def figures(self) -> dict:
         """GenEval on a fourth of the prompts."""
-        return score(self.taught.settled(), rows_of_labels(4 * self.options.every_prompt), 2.0)
+        rows = rows_of_labels(4 * self.options.every_prompt)
+        return score(partial(pictures, self.taught.settled(), seed=0), rows, guidance=2.0)
 
 
 class ScaleStage(CodesStage):
     """Training of the painter."""
 
-    name, seed, size = "painter.pt", 8, "painter"
-
-    def loss(self) -> Tensor:
-        return self.entropy(FIRST_SHARE)
+    name, seed, size, short = "painter.pt", 8, "painter", FIRST_SHARE
 
 
 class SmallStage(CodesStage):
@@ -186,9 +185,6 @@ class SmallStage(CodesStage):
     name, seed, size = "small.pt", 9, "small"
     steps_option = "small_steps"
 
-    def loss(self) -> Tensor:
-        return self.entropy(0.0)
-
 
 class RefineStage(CodesStage):
     """The small painter's distributions are to be the large one's, given the same maps: KL(large, small), no codes of
@@ -196,7 +192,7 @@ class RefineStage(CodesStage):
     """
 
     name, seed, size = "refined.pt", 10, "small"
-    steps_option = "refine_steps"
+    steps_option, rate_share = "refine_steps", 0.5
 
     def build(self, options: argparse.Namespace) -> dict:
         parts = super().build(options)
@@ -204,9 +200,6 @@ class RefineStage(CodesStage):
         self.large = SharedClassEmbedding(build("painter", load_vq(options.out)))
         taken(self.large, options.out / "painter.pt")
         return parts
-
-    def peak_rate(self, options: argparse.Namespace) -> float:
-        return options.rate / 2
 
     def loss(self) -> Tensor:
         classes, _, read = self.batch()
@@ -237,10 +230,6 @@ def draw(pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: 
     return piped(pipe, prompts, guidance, seed, 44, **options)
 
 
-def score(model: VARImageModel, rows: list[Metadata], guidance: float, seed: int = 0) -> dict[str, Any]:
-    """GenEval of one picture a prompt, and the seconds it took."""
-
-    def drawn(prompts: list[str]) -> np.ndarray:
-        return to_uint8(shown(draw(pipeline(model), prompts, guidance, seed)))
-
-    return painter_score.score(drawn, rows, guidance=guidance)
+def pictures(model: VARImageModel, prompts: list[str], guidance: float, seed: int) -> np.ndarray:
+    """Pictures uint8 (B, S, S, 3) of plain decoding."""
+    return to_uint8(shown(draw(pipeline(model), prompts, guidance, seed)))

@@ -12,6 +12,7 @@ hour.
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,30 +33,9 @@ from visspec.models.var.model import VARImageModel, load
 from visspec.models.var.target import ScalePrompt
 from visspec.toys.recipes import cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.painter_score import geneval, shown, to_uint8
+from visspec.toys.recipes.painter_data import pixels, rows_of_labels
+from visspec.toys.recipes.painter_score import geneval, score, shown, to_uint8
 from visspec.toys.recipes.recipe import PairOptions, Recipe, coded, trained
-from visspec.toys.recipes.scale_codes import (
-    SIDE,
-    QuantiserStage,
-    code_coders,
-    feature_coders,
-    load_vq,
-    measure,
-    painted,
-    rows_of_labels,
-)
-from visspec.toys.recipes.scale_draw import (
-    RefineStage,
-    ScaleStage,
-    SharedClassEmbedding,
-    SmallStage,
-    build,
-    draw,
-    pipeline,
-    score,
-    taken,
-)
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.suite import Metadata
 
@@ -77,18 +57,16 @@ class ScaleOptions(PairOptions):
     vq_rows: int = option("pictures in a batch of the quantiser's training", 32)
     small_steps: int = option("steps of the small one on codes", 500)
     refine_steps: int = option("and on the large one's distributions", 250)
-    copies: int = option("pictures of each prompt that are measured", 1)
 
 
 class PainterScores:
-    """GenEval and Frechet distance of pictures of prompts, `copies` of each."""
+    """GenEval and Frechet distance of pictures of prompts."""
 
-    def __init__(self, rows: Sequence[Metadata], copies: int = 1):
-        self.rows, self.copies = [row for row in rows for _ in range(copies)], copies
-        self.extractor = RandomConv()
+    def __init__(self, rows: Sequence[Metadata]):
+        self.rows, self.extractor = rows, RandomConv()
         rng = np.random.default_rng(HELD_OUT_SEED)
-        scenes = [painted(row, rng) for row in rows for _ in range(REFERENCES)]
-        features = [self.extractor(part) for part in self._uint8(pixels(scenes, SIDE)).split(32)]
+        scenes = [scale_codes.painted(row, rng) for row in rows for _ in range(REFERENCES)]
+        features = [self.extractor(part) for part in self._uint8(pixels(scenes, scale_codes.SIDE)).split(32)]
         self.reference = references.from_features(torch.cat(features), self.extractor)
 
     def __call__(self, out: ImageOutput) -> dict[str, Any]:
@@ -123,8 +101,8 @@ def row(
     if small is not None:
         drafter = SmallVAR(small.var)
         drafter.traits = replace(drafter.traits, adaptive_depth=False)  # by the clock
-    pipe = pipeline(model, drafted or None, **parts)
-    out = draw(pipe, [one["prompt"] for one in judge.rows], guidance, SEED, drafter=drafter, acceptance=rule)
+    pipe = scale_draw.pipeline(model, drafted or None, **parts)
+    out = scale_draw.draw(pipe, [one["prompt"] for one in judge.rows], guidance, SEED, drafter=drafter, acceptance=rule)
     passes = [int(numbers.max()) + 1 for numbers in out.passes]
     first = out.traces[0].memory
     found = judge(out) | {"passes": round(sum(passes) / len(passes), 3), "guarantee": out.stats[0].guarantee}
@@ -183,20 +161,21 @@ def likeness(out: ImageOutput, other: ImageOutput) -> dict[str, float]:
 
 def finish(options: argparse.Namespace) -> None:
     """Write both folders from the last checkpoints, read them back, measure and describe them."""
-    codec = load_vq(options.out)
+    codec = scale_codes.load_vq(options.out)
     _, stages = cards.read_stages(options.out, FILES)
     models = {}
     for part, name in (("draw", "painter"), ("refine", "small")):
-        taught = SharedClassEmbedding(build(name, codec))
-        taken(taught, options.out / FILES[part])
+        taught = scale_draw.SharedClassEmbedding(scale_draw.build(name, codec))
+        scale_draw.taken(taught, options.out / FILES[part])
         save(taught.settled(), None, options.out / NAMES[name], torch.float16)
         models[name] = load(options.out / NAMES[name])
     rows = rows_of_labels(2 * options.every_prompt)
-    sweep = [score(models["painter"], rows, guidance, SEED + 1) for guidance in GUIDANCES]
+    drawing = partial(scale_draw.pictures, models["painter"], seed=SEED + 1)
+    sweep = [score(drawing, rows, guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
-    judge = PainterScores(rows_of_labels(options.every_prompt), options.copies)
+    judge = PainterScores(rows_of_labels(options.every_prompt))
     measured = figures(models["painter"], models["small"], guidance, judge)
-    measured |= {"sweep": sweep, "decoded": measure(codec)}
+    measured |= {"sweep": sweep, "decoded": scale_codes.measure(codec)}
     own = {"painter": painter_figures(measured), "small": {}}
     seconds = {name: stage["seconds"] for name, stage in stages.items()}
     seeds = {"vq": 7, "draw": 8, "small": 9, "refine": 10, "measured": SEED}
@@ -263,12 +242,12 @@ PAINTER = Recipe(
     "Train the next-scale painters.",
     ScaleOptions,
     {
-        "features": coded(feature_coders),
-        "vq": trained(QuantiserStage),
-        "codes": coded(code_coders, keep=False),
-        "draw": trained(ScaleStage),
-        "small": trained(SmallStage),
-        "refine": trained(RefineStage),
+        "features": coded(scale_codes.feature_coders),
+        "vq": trained(scale_codes.QuantiserStage),
+        "codes": coded(scale_codes.code_coders, keep=False),
+        "draw": trained(scale_draw.ScaleStage),
+        "small": trained(scale_draw.SmallStage),
+        "refine": trained(scale_draw.RefineStage),
         "finish": finish,
     },
     {"pairs": 6000, "steps": 1000, "rows": 16, "rate": 2e-3, "every": 400},

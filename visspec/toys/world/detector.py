@@ -12,15 +12,17 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from math import ceil, floor
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from PIL import Image
 
+from visspec.eval.metrics.detection import UNKNOWN, Detection, DetectionResult, digest
 from visspec.toys.world.colour import CANVAS_RGB, NAMES, PALETTE_RGB, lab, nearest, to_palette
-from visspec.toys.world.components import components, grow, shrink
 from visspec.toys.world.palette import CLASSES
 from visspec.toys.world.render import coverage, inside
 
@@ -53,7 +55,6 @@ class Analysis:
 
     shapes: tuple[Shapelike, ...]
     unexplained: float
-    noise: float
     coverage: np.ndarray = field(repr=False, compare=False)  # (n, height, width) float32, template of each shape
 
 
@@ -82,6 +83,30 @@ def blurred(image: np.ndarray, sigma: float) -> np.ndarray:
         n = image.shape[axis]
         image = sum(w * np.take(wide, range(i, i + n), axis=axis) for i, w in enumerate(weights))
     return image
+
+
+def _largest(values: np.ndarray) -> np.ndarray:
+    """The largest of each number and its eight neighbours, float64 (height, width)."""
+    return F.max_pool2d(torch.from_numpy(values.astype(float))[None], 3, 1, 1)[0].numpy()
+
+
+def components(mask: np.ndarray) -> tuple[np.ndarray, int]:
+    """Labels int32 (height, width) of 8-connected components, 0 outside, 1..n inside by their first pixels, and n."""
+    mark = np.where(mask, np.arange(mask.size, 0, -1.0).reshape(mask.shape), 0)  # the first has the largest
+    while not np.array_equal(spread := np.where(mask, _largest(mark), 0), mark):
+        mark = spread
+    firsts = np.unique(-mark[mask])
+    return np.where(mask, np.searchsorted(firsts, -mark) + 1, 0).astype(np.int32), len(firsts)
+
+
+def grow(mask: np.ndarray) -> np.ndarray:
+    """A mask dilated by one pixel in eight directions."""
+    return _largest(mask) > 0
+
+
+def shrink(mask: np.ndarray) -> np.ndarray:
+    """A mask eroded by one pixel in eight directions; outside the image counts as outside the mask."""
+    return ~_largest(np.pad(~mask, 1, constant_values=True))[1:-1, 1:-1].astype(bool)
 
 
 @lru_cache(maxsize=8192)
@@ -172,7 +197,28 @@ def noise_level(rgb: np.ndarray) -> float:
     return float(np.median(np.abs(high)) / 0.6745 / np.sqrt(8))  # four pixels of two channels each
 
 
-class ShapeDetector:
+class WorldDetector:
+    """What the detectors of both worlds are in GenEval's terms: they find all that there is and score it themselves."""
+
+    name: str
+    closed_set = True
+    original = False
+    max_overlap = 1.0
+
+    def threshold(self, tag: str) -> float:
+        """The same for all tasks; the least score has already been applied."""
+        return 0.0
+
+
+def pixels_of(image: np.ndarray | Image.Image) -> np.ndarray:
+    """float32 (height, width, 3) of an RGB image: PIL, or uint8 or float 0..255 of that shape, else ValueError."""
+    rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
+    if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
+        raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32")
+    return rgb
+
+
+class ShapeDetector(WorldDetector):
     """Finds the shapes of one square image; radii are fractions of its side, as in the renderer.
 
     `score` is the least intersection over union, `max_unexplained` the share of unexplained pixels above which
@@ -188,12 +234,23 @@ class ShapeDetector:
             raise ValueError(f"radii must satisfy 0 < min_radius <= max_radius < 0.5, not {min_radius}, {max_radius}")
         self.min_radius, self.max_radius = min_radius, max_radius
         self.score, self.max_unexplained = score, max_unexplained
+        self.fingerprint = digest("shapes-1", min_radius, max_radius, score, max_unexplained)
+
+    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
+        """All shapes of the image, of whatever classes; refused if too many pixels are unexplained."""
+        seen = self.analyse(image)
+        detections = tuple(
+            Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
+            for s, mask in zip(seen.shapes, seen.coverage)
+        )
+        if seen.unexplained <= self.max_unexplained:
+            return DetectionResult(detections)
+        reason = f"{seen.unexplained:.1%} of the pixels are unexplained, more than {self.max_unexplained:.1%}"
+        return DetectionResult(detections, reason)
 
     def analyse(self, image: np.ndarray | Image.Image) -> Analysis:
-        """Shapes, noise and unexplained share of an RGB image: PIL, or uint8 or float 0..255 (height, width, 3)."""
-        rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
-        if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
-            raise ValueError(f"image must be (height, width, 3) with sides of at least 32 pixels, not {rgb.shape}")
+        """Shapes and unexplained share of an image, as `pixels_of` reads it."""
+        rgb = pixels_of(image)
         noise = noise_level(rgb)
         sigma = next(s for limit, s in BLUR if noise < limit)
         rgb = blurred(rgb, sigma)
@@ -211,7 +268,7 @@ class ShapeDetector:
         shapes, templates = self._coloured(shapes, templates, pixels)
         stack = np.stack(templates) if templates else np.zeros((0, *front.shape), np.float32)
         return Analysis(
-            tuple(shapes), self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), noise, stack
+            tuple(shapes), self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), stack
         )
 
     @staticmethod
@@ -300,16 +357,7 @@ class ShapeDetector:
             core = core if core.sum() >= 6 else solid
             if core.any():
                 index, distance = nearest(np.median(pixels[core], axis=0))
-                shape = Shapelike(
-                    shape.label,
-                    NAMES[int(index)],
-                    shape.score,
-                    shape.box,
-                    shape.x,
-                    shape.y,
-                    shape.radius,
-                    float(distance),
-                )
+                shape = replace(shape, colour=NAMES[int(index)], off_palette=float(distance))
             out.append((shape, template))
         out.sort(key=lambda pair: -pair[0].score)
         return [shape for shape, _ in out], [template for _, template in out]

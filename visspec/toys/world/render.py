@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from visspec.toys.world.palette import CANVAS, COLOURS, GROUNDS
-from visspec.toys.world.scene import ShapeScene
+from visspec.toys.world.scene import Scene
 
 SUPERSAMPLE = 4
 ARM = 0.36  # half width of a bar and of a cross's arms
@@ -69,10 +69,10 @@ def ground(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
     return canvas + np.clip(pattern, -30, 30)[..., None]
 
 
-def render(scene: ShapeScene, size: int = 96) -> np.ndarray:
+def render(scene: Scene, size: int = 96) -> np.ndarray:
     """Pixels of a scene, uint8 (size, size, 3), sRGB; later shapes lie over earlier ones."""
     image = ground(scene.ground, size, np.random.default_rng(scene.texture_seed))
-    for shape in scene.shapes:
+    for shape in scene.things:
         x, y, radius = shape.x * size, shape.y * size, shape.radius * size
         left, top = max(0, int(x - radius)), max(0, int(y - radius))
         right, bottom = min(size, int(x + radius) + 2), min(size, int(y + radius) + 2)
@@ -84,6 +84,6 @@ def render(scene: ShapeScene, size: int = 96) -> np.ndarray:
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
 
 
-def to_image(scene: ShapeScene, size: int = 96) -> Image.Image:
+def to_image(scene: Scene, size: int = 96) -> Image.Image:
     """The same pixels as a PIL image."""
     return Image.fromarray(render(scene, size))

@@ -17,16 +17,13 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import DetectedColours, Detector
 from visspec.eval.metrics.geneval import judge, kept
-from visspec.toys.world import lattice
 from visspec.toys.world.detector import blurred
-from visspec.toys.world.palette import GROUNDS
-from visspec.toys.world.render import render
-from visspec.toys.world.suite import SHAPES, Metadata, wanted
+from visspec.toys.world.suite import Metadata, wanted
 from visspec.toys.world.worlds import WORLDS, World, world
 
 Damage = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 TIERS = {
-    "shapes": (("lattice", 64), ("free plain", 64), ("free", 64), ("free", 96), ("free", 128)),
+    "shapes": (("free plain", 64), ("free", 64), ("free", 96), ("free", 128)),
     "emoji": (("prompts", 96), ("prompts", 128), ("captions", 120)),
 }
 # Strengths of a world's columns.
@@ -68,57 +65,6 @@ def halved(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return np.asarray(small.resize((side, side), Image.Resampling.BILINEAR))
 
 
-def wrong_tokens(count: int) -> Damage:
-    """Replace `count` of the 64 lattice tokens by uniform ones; this changes the content of some images."""
-
-    def damage(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        tokens = lattice.encode(image)
-        where = rng.choice(lattice.TOKENS, size=count, replace=False)
-        tokens[where] = rng.integers(lattice.vocabulary_size(), size=count)
-        return lattice.decode(tokens)
-
-    return damage
-
-
-def kmeans(patches: np.ndarray, k: int, rng: np.random.Generator, rounds: int = 10) -> np.ndarray:
-    """Centres float32 (k, d) of Lloyd's algorithm on patches (n, d), started at random distinct patches."""
-    patches = np.unique(patches.astype(np.float32), axis=0)
-    centres = patches[rng.choice(len(patches), size=min(k, len(patches)), replace=False)]
-    for _ in range(rounds):
-        owner = assign(patches, centres)
-        sums = np.zeros_like(centres)
-        np.add.at(sums, owner, patches)
-        counts = np.bincount(owner, minlength=len(centres))[:, None]
-        centres = np.where(counts > 0, sums / np.maximum(counts, 1), centres)
-    return centres
-
-
-def assign(patches: np.ndarray, centres: np.ndarray) -> np.ndarray:
-    """Index of the nearest centre of every patch."""
-    half = (centres**2).sum(1) / 2
-    return np.concatenate(
-        [(half - part @ centres.T).argmin(1) for part in np.array_split(patches, 1 + len(patches) // 4096)]
-    )
-
-
-def _patches(image: np.ndarray, size: int) -> np.ndarray:
-    n = image.shape[0] // size
-    return image.reshape(n, size, n, size, 3).swapaxes(1, 2).reshape(n * n, size * size * 3).astype(np.float32)
-
-
-def vector_quantised(training: list[np.ndarray], k: int = 512, size: int = 4, seed: int = 0) -> Damage:
-    """Replace every `size` x `size` patch by the nearest of k k-means centres learned on other images."""
-    rng = np.random.default_rng(seed)
-    centres = kmeans(np.concatenate([_patches(image, size) for image in training]), k, rng)
-
-    def damage(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        side, n = image.shape[0], image.shape[0] // size
-        coded = centres[assign(_patches(image, size), centres)]
-        return _clipped(coded.reshape(n, n, size, size, 3).swapaxes(1, 2).reshape(side, side, 3))
-
-    return damage
-
-
 class Render(NamedTuple):
     """A clean picture: its pixels, the names it shows, and its prompt if it has one."""
 
@@ -127,43 +73,23 @@ class Render(NamedTuple):
     row: Metadata | None
 
 
-def pictures(tier: str, side: int, rows: list[Metadata], seed: int) -> list[np.ndarray]:
-    """One clean render of shapes per prompt; the tier "free plain" has no ground texture."""
-    rng = np.random.default_rng(seed)
-    if tier == "lattice":
-        return [lattice.picture(lattice.sample_scene(row, rng)) for row in rows]
-    grounds = ("plain",) if tier == "free plain" else GROUNDS
-    return [render(SHAPES.free_scene(row, rng, grounds), side) for row in rows]
-
-
 def renders(place: World, tier: str, side: int, count: int, seed: int) -> list[Render]:
-    """So many clean pictures of a tier."""
+    """So many clean pictures of a tier; "free plain" has no ground texture."""
     if tier == "captions":
-        scenes = place.scenes(count)
-        return [
-            Render(place.render(s, side), [getattr(t, place.captions.named) for t in s.things], None) for s in scenes
-        ]
-    rows = place.suite.suite()
+        named = place.captions.named
+        return [Render(place.draw(s, side), [getattr(t, named) for t in s.things], None) for s in place.scenes(count)]
+    rows, rng = place.suite.suite(), np.random.default_rng(seed)
     rows = rows[:: max(1, len(rows) // count)][:count]
-    if place.name == "shapes":
-        drawn = pictures(tier, side, rows, seed)
-    else:
-        rng = np.random.default_rng(seed)
-        drawn = [place.render(place.suite.free_scene(row, rng), side) for row in rows]
-    return [Render(pixels, [kind for kind, _ in wanted(row)], row) for pixels, row in zip(drawn, rows)]
+    grounds = {"grounds": ("plain",)} if tier == "free plain" else {}
+    scenes = [place.suite.free_scene(row, rng, **grounds) for row in rows]
+    return [Render(place.draw(s, side), [kind for kind, _ in wanted(row)], row) for s, row in zip(scenes, rows)]
 
 
-def damages(place: World, tier: str, side: int, seed: int) -> dict[str, Damage]:
-    """The columns of the table."""
+def damages(name: str) -> dict[str, Damage]:
+    """The columns of the table of a world."""
     out: dict[str, Damage] = {"clean": lambda image, rng: image}
-    out |= {f"noise {s}": noise(s) for s in NOISE[place.name]} | {f"blur {s}": blur(s) for s in BLUR[place.name]}
-    out |= {f"JPEG {q}": jpeg(q) for q in JPEG[place.name]}
-    out["half size"] = halved
-    if place.name == "shapes":
-        out["VQ 512"] = vector_quantised(pictures(tier, side, SHAPES.suite(), seed))
-    if tier == "lattice":
-        out |= {f"{n} wrong": wrong_tokens(n) for n in (1, 2, 4, 8)}
-    return out
+    out |= {f"noise {s}": noise(s) for s in NOISE[name]} | {f"blur {s}": blur(s) for s in BLUR[name]}
+    return out | {f"JPEG {q}": jpeg(q) for q in JPEG[name]} | {"half size": halved}
 
 
 def table(count: int = 368, detector: Detector | None = None, seed: int = 0, place: World | None = None) -> list[dict]:
@@ -176,7 +102,7 @@ def table(count: int = 368, detector: Detector | None = None, seed: int = 0, pla
     for tier, side in TIERS[place.name]:
         clean = renders(place, tier, side, count, seed)
         line: dict = {"tier": tier, "side": side, "n": len(clean), "right": {}, "found": {}}
-        for name, damage in damages(place, tier, side, seed + 1).items():
+        for name, damage in damages(place.name).items():
             rng, start = np.random.default_rng(seed + 2), time.process_time()
             right = held = shown = 0
             for image, names, row in clean:
@@ -210,7 +136,7 @@ def wrong_passes(
     for i in range(count):
         row = rows[int(rng.integers(len(rows)))] if count != len(rows) else rows[i]
         names = [kind for kind, _ in wanted(row)]
-        image = Image.fromarray(place.render(place.suite.free_scene(row, rng), side))
+        image = Image.fromarray(place.draw(place.suite.free_scene(row, rng), side))
         objects = kept(detector.detect(image, names), 0.0)
         right += judge(None, objects, row, colours)[0]
         others = [other for other in rows if not {kind for kind, _ in wanted(other)} <= set(names)]
@@ -220,11 +146,11 @@ def wrong_passes(
 
 def markdown(lines: list[dict]) -> str:
     """The table as Markdown: verdicts, and things found in brackets."""
-    names = list(dict.fromkeys(name for line in lines for name in line["right"]))
+    names = list(lines[0]["right"])
     head = ["tier", "px", "n", *names, "pure noise refused", "ms"]
     body = [
         [line["tier"], str(line["side"]), str(line["n"])]
-        + [f"{line['right'][name]:.3f} ({line['found'][name]:.3f})" if name in line["right"] else "–" for name in names]
+        + [f"{line['right'][name]:.3f} ({line['found'][name]:.3f})" for name in names]
         + [f"{line['pure_noise']['refused']:.2f}", f"{line['ms']:.1f}"]
         for line in lines
     ]

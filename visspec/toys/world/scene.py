@@ -31,15 +31,13 @@ class PlacedThing:
         return row * GRID + column
 
 
+@dataclass(frozen=True)
 class Scene:
-    """Things in raster order on one ground, of either world."""
+    """Things in raster order on one ground; `texture_seed` fixes the ground's pixels."""
 
-    ground: str
-
-    @property
-    def things(self) -> tuple:
-        """All of them."""
-        raise NotImplementedError
+    things: tuple
+    ground: str = "plain"
+    texture_seed: int = 0
 
     def at(self, cell: int):
         """What is in a layout cell, or None."""
@@ -62,21 +60,7 @@ class Shape(PlacedThing):
         return "small" if self.radius < sum(RADIUS.values()) / 2 else "large"
 
 
-@dataclass(frozen=True)
-class ShapeScene(Scene):
-    """Shapes in raster order on one ground; `texture_seed` fixes the ground's pixels."""
-
-    shapes: tuple[Shape, ...]
-    ground: str = "plain"
-    texture_seed: int = 0
-
-    @property
-    def things(self) -> tuple[Shape, ...]:
-        """The shapes."""
-        return self.shapes
-
-
-def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> ShapeScene:
+def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> Scene:
     """Sample a scene: count, cells, background and every attribute uniform; shapes are in raster order."""
     choices = [(colour, kind) for kind in CLASSES for colour in COLOURS]
     n = int(rng.choice(counts))
@@ -92,14 +76,14 @@ def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> 
         y = (cell // GRID + 0.5) / GRID + CENTRE_JITTER * jitter[i, 1]
         shapes.append(Shape(kind, colour, float(x), float(y), float(radius)))
     ground = GROUNDS[int(rng.integers(len(GROUNDS)))]
-    return ShapeScene(tuple(shapes), ground, int(rng.integers(1 << 31)))
+    return Scene(tuple(shapes), ground, int(rng.integers(1 << 31)))
 
 
-def scene_from_seed(seed: int) -> ShapeScene:
+def scene_from_seed(seed: int) -> Scene:
     """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
     return sample_scene(np.random.default_rng(seed))
 
 
-def held_out_scenes(count: int, first: int = 0) -> list[ShapeScene]:
+def held_out_scenes(count: int, first: int = 0) -> list[Scene]:
     """Held-out scenes number first..first+count, on which nothing is trained."""
     return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]

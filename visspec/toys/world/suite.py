@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
-from visspec.toys.world.scene import Scene, Shape, ShapeScene
+from visspec.toys.world.scene import Scene, Shape
 
 RELATIONS = ("left of", "right of", "above", "below")
 NUMBERS = {2: "two", 3: "three", 4: "four"}
@@ -259,13 +259,13 @@ class ShapeSuite(Suite):
         metadata: Mapping[str, Any],
         rng: np.random.Generator,
         grounds: tuple[str, ...] = GROUNDS,
-    ) -> ShapeScene:
+    ) -> Scene:
         """A scene that matches a prompt exactly, with FREE_GAP between boxes."""
         items, placed = wanted(metadata), placements(metadata, rng, FREE_RADIUS, 1.0, FREE_GAP)
         colours = colours_for(rng, items)
         shapes = [Shape(kind, c, *where) for (kind, _), c, where in zip(items, colours, placed)]
         ground = grounds[int(rng.integers(len(grounds)))]
-        return ShapeScene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), ground, int(rng.integers(1 << 31)))
+        return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), ground, int(rng.integers(1 << 31)))
 
 
 def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]]) -> list[str]:

@@ -1,10 +1,10 @@
 """The worlds behind one interface: scenes by seed, their pixels, captions with facts, prompts, and a detector.
 
 `world("shapes")` and `world("emoji")` are the two. A recipe, a benchmark or a test that takes a `World` works with
-either.
+either: for a bench it is `io.included.Scenes`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,7 +36,8 @@ class World:
     settings: dict[str, tuple[str, ...]]  # the same, of a whole scene
     counts: tuple[int, ...]  # of things in a captioned scene
     lesson: Callable[[int], Scene]  # scene number n to learn to see by, with any count
-    drawn: tuple[str, ...]  # tasks of the suite that its painter is taught
+    tasks: tuple[str, ...]  # those of the suite that its painter is taught
+    painted: str = ""  # "module:function": a scene of a prompt as its painter is taught it, where not the suite's own
 
     def detector(self) -> Detector:
         """A fresh detector of what the world's pictures show."""
@@ -48,19 +49,29 @@ class World:
 
     def prompt(self, rng: np.random.Generator) -> dict:
         """A random prompt of those that the world's painter is taught, as metadata."""
-        return self.suite.sample_prompt(rng, tag=self.drawn[0] if len(self.drawn) == 1 else None)
+        return self.suite.sample_prompt(rng, tag=self.tasks[0] if len(self.tasks) == 1 else None)
 
     def prompts(self) -> list[dict]:
         """The prompts of the suite that the world's painter is taught."""
-        return [row for row in self.suite.suite() if row["tag"] in self.drawn]
+        return [row for row in self.suite.suite() if row["tag"] in self.tasks]
 
-    def render(self, scene: Scene, size: int | None = None) -> np.ndarray:
-        """Pixels, uint8 (size, size, 3)."""
-        return self.draw(scene, size or self.side)
+    def render(self, prompt: Mapping[str, Any], rng: np.random.Generator, side: int) -> np.ndarray:
+        """A random picture of what a prompt says, uint8 (side, side, 3)."""
+        scene = load(self.painted) if self.painted else self.suite.free_scene
+        return self.draw(scene(prompt, rng), side)
 
-    def to_image(self, scene: Scene, size: int | None = None) -> Image.Image:
-        """The same pixels as a PIL image."""
-        return Image.fromarray(self.render(scene, size))
+    def to_image(self, scene: Scene) -> Image.Image:
+        """A captioned scene as a PIL image."""
+        return Image.fromarray(self.draw(scene, self.side))
+
+    def images(self, count: int, first: int = 0) -> list[Image.Image]:
+        """Held-out scenes number first..first+count as PIL images."""
+        return [self.to_image(scene) for scene in self.scenes(count, first)]
+
+    def questions(self, count: int, first: int = 0) -> list[list[str]]:
+        """What can be asked of each of them."""
+        found = (self.captions.questions(scene) for scene in self.scenes(count, first))
+        return [[question for question, _ in pairs] for pairs in found]
 
 
 @cache
@@ -92,12 +103,12 @@ def _shapes() -> World:
         render,
         captions.SHAPES,
         suite.SHAPES,
-        detectors="visspec.toys.judges:ShapeWorldDetector",
+        detectors="visspec.toys.world.detector:ShapeDetector",
         facts=facts,
         settings={"ground": GROUNDS},
         counts=COUNTS,
         lesson=scene_from_seed,
-        drawn=suite.TASKS,
+        tasks=suite.TASKS,
     )
 
 
@@ -120,5 +131,6 @@ def _emoji() -> World:
         settings={"ground": GROUNDS, "tint": tuple(TINTS)},
         counts=COUNTS,
         lesson=crowded,
-        drawn=("single_object",),
+        tasks=("single_object",),
+        painted="visspec.toys.recipes.emoji_painter:painted",
     )

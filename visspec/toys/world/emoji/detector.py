@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from visspec.eval.metrics.detection import Detection, DetectionResult, digest
+from visspec.toys.world.detector import WorldDetector, pixels_of
 from visspec.toys.world.emoji.atlas import DIGEST, names, premultiplied
 from visspec.toys.world.emoji.render import stamp
 
@@ -246,16 +247,13 @@ class _PoseFit:
         return int(picture[first]), pose[first], float(left[first])
 
 
-class EmojiDetector:
+class EmojiDetector(WorldDetector):
     """Finds pictures of the atlas, with GenEval's interface. `score` is the least share of variance explained.
 
     `sides` are the least and the largest tile side, fractions of the image's shorter side.
     """
 
     name = "emoji"
-    closed_set = True
-    original = False
-    max_overlap = 1.0
 
     def __init__(self, score: float = 0.6, sides: tuple[float, float] = (LADDER[0], LADDER[-1])):
         if not 0 < sides[0] <= sides[1] <= 1:
@@ -263,16 +261,10 @@ class EmojiDetector:
         self.score, self.sides = score, sides
         self.fingerprint = digest("emoji-1", DIGEST, score, sides)
 
-    def threshold(self, tag: str) -> float:
-        """The same for all tasks; `score` has already been applied."""
-        return 0.0
-
     @torch.inference_mode()
     def analyse(self, image: np.ndarray | Image.Image) -> tuple[DetectedEmoji, ...]:
-        """Pictures of an RGB image (PIL, or uint8 or float 0..255 (height, width, 3)), by falling score."""
-        rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
-        if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
-            raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32")
+        """Pictures of an image, as `pixels_of` reads it, by falling score."""
+        rgb = pixels_of(image)
         pixels = torch.from_numpy(np.ascontiguousarray(rgb.transpose(2, 0, 1))) - GREY
         side, least, most = min(rgb.shape[:2]), *self.sides
         places = _first(pixels, [part * side for part in LADDER if least / 1.1 <= part <= most * 1.1])

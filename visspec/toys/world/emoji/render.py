@@ -64,7 +64,7 @@ def render(scene: EmojiScene, size: int = 120) -> np.ndarray:
     """Pixels of a scene, uint8 (size, size, 3), sRGB; later pictures lie over earlier ones."""
     check(scene)
     image = ground(scene.ground, scene.tint, size, np.random.default_rng(scene.texture_seed))
-    for picture in scene.pictures:
+    for picture in scene.things:
         pixels, left, top = stamp(picture.name, picture.x * size, picture.y * size, picture.side * size, picture.turn)
         n = len(pixels)
         rows, columns = (slice(max(0, at), min(size, at + n)) for at in (top, left))

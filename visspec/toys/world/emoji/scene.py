@@ -44,22 +44,15 @@ class PlacedEmoji(PlacedThing):
 
 @dataclass(frozen=True)
 class EmojiScene(Scene):
-    """Pictures in raster order on one ground; `texture_seed` fixes the ground's pixels."""
+    """Pictures on a ground of texture and tint."""
 
-    pictures: tuple[PlacedEmoji, ...]
     ground: str = "smooth"
     tint: str = "grey"
-    texture_seed: int = 0
-
-    @property
-    def things(self) -> tuple[PlacedEmoji, ...]:
-        """The pictures."""
-        return self.pictures
 
 
 def check(scene: EmojiScene) -> EmojiScene:
     """The scene itself; ValueError where a name, the ground or the tint is unknown or a picture leaves the canvas."""
-    for picture in scene.pictures:
+    for picture in scene.things:
         if picture.name not in numbers():
             raise ValueError(f"name: got {picture.name!r}, expected one of the {len(names())} names of the atlas")
         least, most = (f(picture.x, picture.y) for f in (min, max))
@@ -95,7 +88,8 @@ def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> 
         y = (cell // GRID + 0.5) / GRID + CENTRE_JITTER * dy
         side = SIZES[size] + SIZE_JITTER * bigger
         pictures.append(PlacedEmoji(name, float(x), float(y), float(side), float(MOST_TURN * turn)))
-    return EmojiScene(tuple(pictures), *sample_ground(rng))
+    ground, tint, seed = sample_ground(rng)
+    return EmojiScene(tuple(pictures), ground, seed, tint)
 
 
 def crowded(seed: int) -> EmojiScene:

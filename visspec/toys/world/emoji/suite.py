@@ -70,4 +70,4 @@ class EmojiSuite(Suite):
         pictures = [PlacedEmoji(name, *where, turn) for name, where, turn in zip(items, placed, turns)]
         ground, tint, seed = sample_ground(rng)
         ground, tint = metadata.get("ground", (ground, tint))
-        return EmojiScene(tuple(sorted(pictures, key=lambda p: (p.y, p.x))), ground, tint, seed)
+        return EmojiScene(tuple(sorted(pictures, key=lambda p: (p.y, p.x))), ground, seed, tint)
