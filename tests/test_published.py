@@ -1011,9 +1011,9 @@ def test_what_a_selector_has_no_place_for(tmp_path):
     model, folder = model_of("llava"), saved(tmp_path / "head", data, tensors)
     with pytest.raises(ValueError, match="width: got 6, expected at most the 5 candidates of a place"):
         zoo.drafter(f"{folder}:width=6", model)
-    with pytest.raises(ValueError, match="form: got a drafter with a selector for 'dflash'"):
+    with pytest.raises(ValueError, match="the head of CandidateSelector that walks through places for 'dflash'"):
         zoo.drafter(str(folder), model)[0].export(tmp_path / "out", "dflash")
-    with pytest.raises(ValueError, match="form: got a drafter with no selector for 'dflash2'"):
+    with pytest.raises(ValueError, match="no head that walks through places for 'dflash2'"):
         zoo.drafter(str(saved(tmp_path / "plain", *z_lab())), model)[0].export(tmp_path / "out", "dflash2")
 
 

@@ -1,12 +1,10 @@
 """DFlash 2 (vLLM's pull request 52816; speculators 0.9.0, `dflash2`): DFlash's network with short causal convolutions
-around each sublayer, and a selector of one candidate a place, walked from left to right.
+around each sublayer. Its head is `sequential.CandidateSelector`.
 
 Tensors are those of z-lab's and speculators' files: `layers.N.attention_conv.base_kernel` (2, T, d), its
-`kernel_projection.weight` (2 T G, d) by side, tap and group, the same of `mlp_conv`, and `predecessor_codebook`
-(V, r), `successor_codebook` (V, r) and `hidden_projection.weight` (r, d) of `candidate_selector`.
+`kernel_projection.weight` (2 T G, d) by side, tap and group, and the same of `mlp_conv`.
 
-Shapes: B rows, A blocks, K places of a block, N = A K, T taps, G groups of E channels, C candidates, V vocabulary, r
-rank, d hidden size.
+Shapes: B rows, A blocks, K places of a block, N = A K, T taps, G groups of E channels, d hidden size.
 """
 
 from __future__ import annotations
@@ -22,24 +20,16 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from visspec.io.checkpoint import check_whole
 
-SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}  # as published
+CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}  # as published
 
 
-def with_selector(
-    config: MuseGlimmerAssistantConfig, vocab: int, taps: Any, group: Any, rank: Any, top_k: Any
-) -> MuseGlimmerAssistantConfig:
+def with_convolutions(config: MuseGlimmerAssistantConfig, taps: Any, group: Any) -> MuseGlimmerAssistantConfig:
     """The configuration of a DFlash network made one of DFlash 2. Raises ValueError for sizes that don't fit it."""
-    for name, value, most in (
-        ("conv_kernel_size", taps, config.block_size),
-        ("conv_group_size", group, config.hidden_size),
-        ("selector_rank", rank, vocab),
-        ("selector_top_k", top_k, vocab),
-    ):
+    for name, value, most in zip(CONVOLUTIONS, (taps, group), (config.block_size, config.hidden_size)):
         check_whole(name, value, 1, most)
         setattr(config, name, value)
     if config.hidden_size % group:
         raise ValueError(f"conv_group_size: got {group}, expected a divisor of the hidden size {config.hidden_size}")
-    config.vocab_size = vocab
     return config
 
 
@@ -86,41 +76,12 @@ class Layer(MuseGlimmerAssistantDecoderLayer):
         return hidden_states + after(self.mlp(x))
 
 
-class CandidateSelector(nn.Module):
-    """Scores the likeliest tokens of a place by the token before it: edge(p -> c) = <A[p] * project(h), B[c]> +
-    unary[c], with h the place's hidden state.
-    """
-
-    def __init__(self, config: Any):
-        super().__init__()
-        vocab, rank = config.vocab_size, config.selector_rank
-        self.top_k = config.selector_top_k
-        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
-        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
-
-    def scores(self, logits: Tensor, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
-        """Logits (..., C) of candidates `ids` (..., C), from those of the place (..., V), its hidden state (..., d) and
-        tokens before it (...).
-        """
-        context = self.predecessor_codebook[before] * self.hidden_projection(hidden)
-        edges = (self.successor_codebook[ids] @ context[..., None])[..., 0]
-        return logits.gather(-1, ids) + edges.to(logits.dtype)
-
-    def law(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """Logits (..., V) of a place below tokens (...): those of its candidates, -inf elsewhere."""
-        logits, hidden = (x.expand(*before.shape, -1) for x in (logits, hidden))
-        ids = logits.topk(self.top_k, dim=-1).indices
-        return torch.full_like(logits, float("-inf")).scatter(-1, ids, self.scores(logits, hidden, before, ids))
-
-
 class DFlash2Model(MuseGlimmerAssistantModel):
-    """DFlash's network with the configuration of `with_selector`. New ones are DFlash: no convolution and no edge."""
+    """DFlash's network with the configuration of `with_convolutions`. New ones are DFlash: each place as it is."""
 
     def __init__(self, config: MuseGlimmerAssistantConfig):
         super().__init__(config)
         self.layers = nn.ModuleList([Layer(config, index) for index in range(config.num_hidden_layers)])
-        self.candidate_selector = CandidateSelector(config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -129,6 +90,3 @@ class DFlash2Model(MuseGlimmerAssistantModel):
             nn.init.zeros_(module.kernel_projection.weight)
             nn.init.zeros_(module.base_kernel)
             nn.init.ones_(module.base_kernel[:, 0])
-        if isinstance(module, CandidateSelector):
-            nn.init.normal_(module.predecessor_codebook)
-            nn.init.zeros_(module.successor_codebook)
