@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantDecoderLayer
@@ -48,18 +47,19 @@ class GroupedConv(nn.Module):
 
     def forward(self, x_BNd: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """(the sublayer's input, what to do with its output)."""
-        first, second = self.kernel_projection(x_BNd).unflatten(-1, self.kernels).unbind(2)
-        return self._mixed(x_BNd, first, 0), lambda y_BNd: self._mixed(y_BNd, second, 1)
+        blocks = x_BNd.shape[1] // self.block, self.block
+        delta_BAK = self.kernel_projection(x_BNd).unflatten(-1, self.kernels).unflatten(1, blocks)
+        kernel_BAK = (delta_BAK[..., None] + self.base_kernel.unflatten(-1, (self.kernels[2], -1))).flatten(-2)
+        first, second = kernel_BAK.unbind(3)
+        return _mixed(x_BNd, first), lambda y_BNd: _mixed(y_BNd, second)
 
-    def _mixed(self, x_BNd: Tensor, delta_BNTG: Tensor, side: int) -> Tensor:
-        base_TGE = self.base_kernel[side].unflatten(-1, (self.kernels[2], -1))
-        kernel_BNTd = (base_TGE + delta_BNTG[..., None]).flatten(-2)
-        blocks = x_BNd.shape[1] // self.block
-        x_BAKd, kernel_BAKTd = (z.unflatten(1, (blocks, self.block)) for z in (x_BNd, kernel_BNTd))
-        out = x_BAKd * kernel_BAKTd[..., 0, :]
-        for tap in range(1, self.kernels[1]):
-            out = out + F.pad(x_BAKd[:, :, :-tap], (0, 0, tap, 0)) * kernel_BAKTd[..., tap, :]
-        return out.flatten(1, 2)
+
+def _mixed(x_BNd: Tensor, kernel_BAKTd: Tensor) -> Tensor:
+    x_BAKd = x_BNd.unflatten(1, kernel_BAKTd.shape[1:3])
+    out = x_BAKd * kernel_BAKTd[..., 0, :]
+    for tap in range(1, kernel_BAKTd.shape[3]):
+        out[:, :, tap:].addcmul_(x_BAKd[:, :, :-tap], kernel_BAKTd[:, :, tap:, tap])
+    return out.flatten(1, 2)
 
 
 class Layer(MuseGlimmerAssistantDecoderLayer):

@@ -150,19 +150,25 @@ class BlockModel(StructuredDrafter):
     def propose(self, state: State, depth: int) -> Draft:
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
         logits_BKV, head = self._laws(hidden_BKd), self.form.sequential
-        below = None if head is None else head.begun(logits_BKV, hidden_BKd)
         if self.width > 1:
             tree_builder = self.tree_builder(state, logits_BKV.shape[1])
+            below = None if head is None else head.begun(logits_BKV, hidden_BKd)
             return block_tree.over(state, logits_BKV, tree_builder, self.nodes, below)
-        chain, token_B = Chain(state, self.stop), state.pending
-        if head is None or below is None:
+        chain = Chain(state, self.stop)
+        if head is None:
             chain.extend(logits_BKV)
-            return chain.finish()
+        elif chain.greedy and (tokens_BK := head.likeliest(logits_BKV, hidden_BKd, state.pending)) is not None:
+            chain.tokens += tokens_BK.unbind(1)
+        else:
+            self._walk(chain, head, logits_BKV, hidden_BKd)
+        return chain.finish()
+
+    def _walk(self, chain: Chain, head: Sequential, logits_BKV: Tensor, hidden_BKd: Tensor) -> None:
+        below, token_B = head.begun(logits_BKV, hidden_BKd), chain.pending
         for place, hidden_Bd in enumerate(hidden_BKd.unbind(1)):
             logit_B = head.expected(hidden_Bd, token_B) if self.stop is not None and self.stop.confidence else None
             rate_B = None if logit_B is None else logit_B.sigmoid().float()
             token_B = chain.add(below(place, token_B[:, None])[:, 0], rate_B)
-        return chain.finish()
 
     def _hidden(self, state: State) -> Tensor:
         """(B, K - 1, d) hidden states of the block behind the pending tokens, from one pass; (B, K, d) if their place

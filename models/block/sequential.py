@@ -92,6 +92,10 @@ class Sequential(nn.Module):
         """
         raise NotImplementedError
 
+    def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor | None:
+        """The chain (B, K) of each place's likeliest token, if it is found without a walk."""
+        return None
+
     def expected(self, hidden: Tensor, token: Tensor) -> Tensor | None:
         """Logits (...) of the acceptance rates of places with hidden states (..., d) below tokens (...), or None. What
         is learnt from them does not change the states.
@@ -195,6 +199,17 @@ class CandidateSelector(Sequential):
             return nothing_V.expand(*token_BW.shape, -1).scatter(-1, ids_BWC, scores_BWC)
 
         return below
+
+    def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor:
+        """Every candidate's likeliest successor at once; 1, 2, 4, ... of these steps are made one, up to each place."""
+        unary_BKC, ids_BKC = logits_BKV.topk(self.candidates, dim=-1)
+        above_BKC = torch.cat([token_B[:, None, None].expand_as(ids_BKC[:, :1]), ids_BKC[:, :-1]], dim=1)
+        edges_BKCC = self.predecessor_codebook[above_BKC] @ self._rows(hidden_BKd, ids_BKC).mT
+        next_BKC, steps = (unary_BKC[:, :, None] + edges_BKCC.to(unary_BKC.dtype)).argmax(dim=-1), 1
+        while steps < next_BKC.shape[1]:
+            next_BKC = torch.cat([next_BKC[:, :steps], next_BKC[:, steps:].gather(-1, next_BKC[:, :-steps])], dim=1)
+            steps *= 2
+        return ids_BKC.gather(-1, next_BKC[..., :1])[..., 0]
 
 
 # --- published configurations -----------------------------------------------------------------------------------------
