@@ -4,7 +4,7 @@ around each sublayer. Its head is `sequential.CandidateSelector`.
 Tensors are those of z-lab's and speculators' files: `layers.N.attention_conv.base_kernel` (2, T, d), its
 `kernel_projection.weight` (2 T G, d) by side, tap and group, and the same of `mlp_conv`.
 
-Shapes: B rows, A blocks, K places of a block, N = A K, T taps, G groups of E channels, d hidden size.
+Shapes: B rows, A blocks, M = B A, K places of a block, N = A K, T taps, S = 2 T, G groups of E channels, d hidden size.
 """
 
 from __future__ import annotations
@@ -41,25 +41,32 @@ class GroupedConv(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         taps, size = config.conv_kernel_size, config.hidden_size
-        self.block, self.kernels = config.block_size, (2, taps, size // config.conv_group_size)
+        self.block, self.groups = config.block_size, size // config.conv_group_size
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
-        self.kernel_projection = nn.Linear(size, 2 * taps * self.kernels[2], bias=False)
+        self.kernel_projection = nn.Linear(size, 2 * taps * self.groups, bias=False)
 
     def forward(self, x_BNd: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """(the sublayer's input, what to do with its output)."""
-        blocks = x_BNd.shape[1] // self.block, self.block
-        delta_BAK = self.kernel_projection(x_BNd).unflatten(-1, self.kernels).unflatten(1, blocks)
-        kernel_BAK = (delta_BAK[..., None] + self.base_kernel.unflatten(-1, (self.kernels[2], -1))).flatten(-2)
-        first, second = kernel_BAK.unbind(3)
-        return _mixed(x_BNd, first), lambda y_BNd: _mixed(y_BNd, second)
+        x_MKd = x_BNd.unflatten(1, (x_BNd.shape[1] // self.block, self.block)).flatten(0, 1)
+        first, second = kernels(self.kernel_projection(x_MKd), self.base_SGE())
+        return convolved(x_MKd, first).view_as(x_BNd), lambda y: convolved(y.reshape(x_MKd.shape), second).view_as(y)
+
+    def base_SGE(self) -> Tensor:
+        return self.base_kernel.flatten(0, 1).unflatten(-1, (self.groups, -1))
 
 
-def _mixed(x_BNd: Tensor, kernel_BAKTd: Tensor) -> Tensor:
-    x_BAKd = x_BNd.unflatten(1, kernel_BAKTd.shape[1:3])
-    out = x_BAKd * kernel_BAKTd[..., 0, :]
-    for tap in range(1, kernel_BAKTd.shape[3]):
-        out[:, :, tap:].addcmul_(x_BAKd[:, :, :-tap], kernel_BAKTd[:, :, tap:, tap])
-    return out.flatten(1, 2)
+def kernels(delta_MKD: Tensor, base_SGE: Tensor) -> tuple[Tensor, ...]:
+    """Kernels (T, M, K, d) in front of a sublayer and behind it. delta: what depends on the place, D = S G."""
+    delta_SMKG = delta_MKD.unflatten(-1, base_SGE.shape[:2]).permute(2, 0, 1, 3)
+    return (delta_SMKG[..., None] + base_SGE[:, None, None]).flatten(-2).chunk(2)
+
+
+def convolved(x_MKd: Tensor, kernel_TMKd: Tensor, onto_MKd: Tensor | None = None) -> Tensor:
+    """A block's convolution, (M, K, d), added onto something."""
+    out = x_MKd * kernel_TMKd[0] if onto_MKd is None else torch.addcmul(onto_MKd, x_MKd, kernel_TMKd[0])
+    for tap in range(1, len(kernel_TMKd)):
+        out[:, tap:].addcmul_(x_MKd[:, :-tap], kernel_TMKd[tap, :, tap:])
+    return out
 
 
 class Layer(MuseGlimmerAssistantDecoderLayer):
