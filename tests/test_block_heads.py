@@ -17,6 +17,7 @@ from visspec.api import zoo
 from visspec.api.drafter_presets import of_preset
 from visspec.api.train_drafter import request_of
 from visspec.distributions import Categorical
+from visspec.models.block.sequential import CandidateSelector
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting import static_tree as feature_tree
@@ -128,6 +129,20 @@ def test_a_head_that_sees_the_token_is_seen(unwarped):  # noqa: F811
     p, drafter = context_law(2, 0), Expecting(context_law(2, 7), StopCriteria(confidence=0.5))
     drafter.own = True
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("places", [1, 2, 7, 16])
+def test_the_greedy_chain_of_a_selector_is_that_of_its_walk(places):
+    torch.manual_seed(places)
+    head, token = CandidateSelector(50, 8, 4, 5), torch.tensor([3, 49, 0])
+    [torch.nn.init.normal_(p) for p in head.parameters()]
+    logits, hidden = torch.randn(3, places, 50), torch.randn(3, places, 8)
+    found, below = head.likeliest(logits, hidden, token), head.begun(logits, hidden)
+    for place in range(places):
+        token = below(place, token[:, None])[:, 0].argmax(-1)
+        assert torch.equal(found[:, place], token)
+    assert places == 1 or not torch.equal(found, logits.argmax(-1))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

@@ -269,7 +269,7 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
     ({"feature_layers": [9]}, "feature_layers: got"), ({"feature_layers": []}, "expected at least one layer"),
     ({"mask": 96}, "mask: got 96"), ({"markov": 3}, "markov"), ({"kv_heads": 3}, "kv_heads: got 3"),
     ({"kind": "eagle_head"}, "of another kind"), ({"selector": 3}, "lacks tensor .candidate_s"),
-    ({"selector": -1}, "selector: got -1"),
+    ({"selector": -1}, "selector: got -1"), ({"selector": 3, "markov": 5}, "selector: got 3 beside DSpark's heads"),
     ({"selector": 3, "group": 5}, "conv_group_size: got 5, expected a divisor of the hidden size 32"),
 ])  # fmt: skip
 def test_a_block_drafter_of_another_model_or_form(tmp_path, changes, sentence):
