@@ -33,19 +33,10 @@ from visspec.io.checkpoint import (
     read_tensors,
     shown,
 )
+from visspec.models.block import sequential
 from visspec.models.block.dflash2 import CONVOLUTIONS, DFlash2Model, with_convolutions
 from visspec.models.block.drafter import BlockModel, DFlashVariant
-from visspec.models.block.sequential import (
-    PREFIXES,
-    PUBLISHED,
-    WRITTEN,
-    CandidateSelector,
-    Domino,
-    Spark,
-    entries,
-    renamed,
-    sequential_of,
-)
+from visspec.models.block.sequential import CandidateSelector, Domino, Spark, entries, renamed, sequential_of
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
 from visspec.models.drafting.published_config import (
@@ -104,14 +95,14 @@ def read(
     skipped = {"speculators": OF_THE_TARGET, "deepspec": COPIES}.get(form, ())
     own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
     bare = {name: name.removeprefix("logit_head.") for name in shapes}  # as early files of SpecForge wrap them
-    walking = {name for name in shapes if head is not None and bare[name].startswith(PREFIXES)}
+    walking = {name for name in shapes if head is not None and bare[name].startswith(sequential.PREFIXES)}
     rest = shapes.keys() - own - walking - set(skipped)
     names = {name: RENAMED.get(name, name) for name in shapes if name in rest}
-    heads = {name: renamed(bare[name], PUBLISHED) for name in shapes if name in walking}
+    heads = {name: renamed(bare[name], sequential.PUBLISHED) for name in shapes if name in walking}
     stored = {own: name for name, own in (RENAMED | names | heads).items()}
 
     def named(own: str) -> str:
-        return stored.get(own) or renamed(own, WRITTEN)
+        return stored.get(own) or renamed(own, sequential.WRITTEN)
 
     with torch.device("meta"):
         found = {wanted: tuple(shapes[name]) for name, wanted in names.items()}
@@ -353,7 +344,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     tensors = {names.get(name, name): tensor for name, tensor in assistant.state_dict().items()}
     block = drafter.form
     if block.sequential is not None:
-        tensors |= {renamed(name, WRITTEN): tensor for name, tensor in block.sequential.state_dict().items()}
+        tensors |= {renamed(name, sequential.WRITTEN): tensor for name, tensor in block.sequential.state_dict().items()}
     if block.head is not None:
         tensors["lm_head.weight"] = block.head.weight
         if block.ids is not None:
