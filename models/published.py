@@ -48,6 +48,8 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
         return "dflash", projector if projector in ("dspark", "domino") else BLOCKS[first]
     if data.get("model_type") in ASSISTANTS:
         return "transformers", ""
+    if first in ("VispecDraftModel", "LlamaEagleDraftModel"):
+        return "eagle", "eagle"
     if first in EAGLE3 or (first in ("", *PLAIN) and any(name.startswith("midlayer.") for name in names)):
         return "eagle", "eagle3"
     bare = any(name.startswith(("fc.", "layers.")) for name in names)  # models of transformers have them in `model.`

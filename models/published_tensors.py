@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from visspec.io.checkpoint import PICKLED, check_values, inside, unwrapped, weight_files
+from visspec.io.checkpoint import PICKLED, Value, check_values, inside, unwrapped, weight_files
 
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
@@ -87,10 +87,10 @@ def renamed(name: str, rules: Rules) -> str:
     return name
 
 
-def rename(tensors: Mapping[str, Tensor], rules: Rules, dropped: str = "(?!)") -> Named:
-    """New name -> (published name, tensor). Names whose start matches `dropped` are omitted."""
+def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") -> dict[str, tuple[str, Value]]:
+    """New name -> (published name, tensor or its shape). Names whose start matches `dropped` are omitted."""
     rules = list(rules)
-    named: Named = {}
+    named: dict[str, tuple[str, Value]] = {}
     for name, tensor in tensors.items():
         if re.match(dropped, name):
             continue

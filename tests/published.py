@@ -76,7 +76,10 @@ def layer(config, weights: Weights, x: Tensor, places: Tensor) -> Tensor:
         query, key = (weights.norm(x, f"{named}self_attn.{p}_norm", config.eps) for x, p in ((query, "q"), (key, "k")))
     frequency, factor = turning(config.head_size, config.rope_theta, config.rope_scaling, config.partial_rotary_factor)
     half = len(frequency)
-    row = [r for r, n in enumerate(config.mrope_section or (half, 0, 0)) for _ in range(n)]
+    section = config.mrope_section or (half, 0, 0)
+    row = [r for r, n in enumerate(section) for _ in range(n)]
+    if config.mrope_interleaved:  # time, height, width, time, ...; time alone behind the channels of the others
+        row = [c % 3 if c // 3 < section[c % 3] else 0 for c in range(half)]
     angle = places[:, row].float() * frequency
     before = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     mixed = attended(rotated(query, angle, factor), rotated(key, angle, factor), value, before)
@@ -122,7 +125,8 @@ def compressed(config, weights: Weights, run: Tensor) -> Tensor:
     def heads(name):
         return weights.linear(run, f"imadpt.{name}").unflatten(-1, (config.heads, -1))
 
-    score = torch.einsum("qhe,she->hqs", weights["imadpt.q"], heads("k_proj")) * config.head_size**-0.5
+    score = torch.einsum("qhe,she->hqs", weights["imadpt.q"], heads("k_proj"))
+    score = score * (len(run[0]) / config.heads) ** -0.5
     return weights.linear(torch.einsum("hqs,she->qhe", score.softmax(-1), heads("v_proj")).flatten(1), "imadpt.o_proj")
 
 
@@ -206,7 +210,8 @@ def eagle_logits(config, weights, table, decode, known, chain) -> Tensor:
                 more = weights.linear(F.silu(weights.linear(feature, "ahead.down")), "ahead.up")
                 ahead = list(feature + more.view(config.block, -1))
         feature = ahead.pop(0)
-        read = weights.norm(feature, "norm", config.eps) if config.fusion == "split" else feature
+        normed = config.fusion == "split" or config.norm_output
+        read = weights.norm(feature, "norm", config.eps) if normed else feature
         feature = read if config.norm_output else feature
         if config.draft_vocab:
             few = weights.linear(read, "lm_head")

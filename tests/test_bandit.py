@@ -134,6 +134,26 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         visspec.accelerate(model, [])
     with pytest.raises(ValueError, match="drafter: got 'nothing'"):
         visspec.accelerate(model, ["ngram", "nothing"])
-    with pytest.raises(ValueError, match="drafter: got a list of 2, expected one"):
-        visspec.accelerate(model, ["ngram", None]).save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match="drafter: got a Double, expected a name or None in a list"):
+        visspec.accelerate(model, ["ngram", Double()]).save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
+
+
+def test_where_nothing_was_made_for_a_model_the_fastest_that_needs_no_training_is_taken(tmp_path):
+    """One target for all of them, the same tokens, and why is in the statistics; a list is saved as one."""
+    model = model_of("llama")
+    fast = visspec.accelerate(model)
+    assert [setup.name for setup in fast.setup.each] == ["ngram", "suffix", "recycling"]
+    assert len({id(setup.target) for setup in fast.setup.each}) == 1
+    inputs = prompt("llama", shapes("llama")["ragged"])
+    for name in ("ngram", "suffix", "recycling"):
+        out = fast.generate(**inputs, max_new_tokens=NEW, do_sample=False)
+        assert new_tokens(out, inputs) == stock("llama", "ragged")
+        assert fast.last_stats.drafter == name
+        assert "because nothing was made for the model, and each request takes the fastest" in str(fast.last_stats)
+    fast.save_pretrained(tmp_path)
+    again = visspec.Accelerated.from_pretrained(tmp_path)
+    assert [setup.name for setup in again.setup.each] == ["ngram", "suffix", "recycling"] and not again._why
+    assert "names it" in visspec.accelerate(again.model)._why
+    for options in ({"acceptance": "typical"}, {"acceptance": "rejection"}):
+        assert [setup.name for setup in visspec.accelerate(model, **options).setup.each] == ["ngram"]

@@ -204,6 +204,22 @@ def test_a_machine_that_stood_still_once_does_not_end_drafting():
     assert 200 < len(asked) <= 260
 
 
+@pytest.mark.parametrize("stage", ["verify", "draft"])
+@pytest.mark.parametrize("late", range(9))
+def test_nor_does_one_that_stood_still_in_an_early_round(stage, late):
+    """Sixty passes' time in one of the first rounds, before it is known what a round takes."""
+    count = 0
+
+    def spike(seconds, of):
+        nonlocal count
+        count += of == stage
+        return seconds + 60.0 * (of == stage and count == late + 1)
+
+    verify, draft = lambda n: spike(1 + 0.02 * n, "verify"), lambda n: spike(0.4, "draft")
+    _, drafted, rounds = decoded(lambda n: 0.9, verify, draft, length_policy=AdaptiveLength(15))
+    assert drafted >= 0.9 * rounds
+
+
 class Resting(Steady):
     """Drafts nothing for so many rounds, and says so."""
 

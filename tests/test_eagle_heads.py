@@ -20,6 +20,7 @@ SPLIT = {"fusion": "split", "feature_layers": (1, 0, -1), "fc_bias": False, "kv_
 FORMS = {
     "eagle": SUM | {"images": "slots"},
     "eagle-gqa": SUM | {"images": "slots", "kv_heads": 2, "qkv_bias": True, "fc_bias": False},
+    "eagle-normed": SUM | {"images": "slots", "norm_input": True, "norm_output": True},
     "msd": SUM | {"images": "embeddings"},
     "vispec": SUM | {"images": "latents", "image_latents": 1},
     "vispec-3": SUM | {"images": "latents", "image_latents": 3, "qkv_bias": True},
@@ -182,7 +183,8 @@ def test_interleaved_rotary_sections_are_those_of_the_target():
     ({"fusion": "cross", "images": "embeddings"}, "images: got 'embeddings' with fusion 'cross'"),
     ({"fusion": "cross", "norm_input": True}, "norm_input: got true with fusion 'cross'"),
     ({"block": 0}, "block: got 0, expected a whole number from 1"),
-    ({"norm_output": True}, "norm_output: got true with fusion 'sum'"),
+    ({"norm_output": True, "fusion": "cross"}, "norm_output: got true with fusion 'cross', expected fusion 'split' or"),
+    ({"heads": 3, "kv_heads": 3, "images": "latents", "image_latents": 1}, "expected fusion 'sum' and heads that"),
     ({"hidden": 48}, "fusion: got 'sum' with hidden size 48"),
     ({"hidden": 48, "fusion": "split", "images": "none"}, "expected an embedding and a head of the drafter's own"),
     ({"hidden": 48, "fusion": "split", "own_embedding": True, "draft_vocab": 9}, "images: got 'slots' with hidden"),

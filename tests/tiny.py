@@ -140,6 +140,10 @@ def qwen2() -> nn.Module:
     return built(tf.Qwen2ForCausalLM, tf.Qwen2Config(**text))
 
 
+def qwen3(**changes) -> nn.Module:
+    return built(tf.Qwen3ForCausalLM, tf.Qwen3Config(**{**TEXT, **changes}))
+
+
 def gemma2() -> nn.Module:
     """Every other layer slides over 8 tokens; logits and attention are soft-capped."""
     config = tf.Gemma2Config(**TEXT, sliding_window=8, query_pre_attn_scalar=8)

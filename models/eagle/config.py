@@ -38,7 +38,8 @@ class EagleConfig:
     per position row if the drafter's positions are M-RoPE's, else (). positions: "target"; "index", the number of the
     slot in the prompt, as ViSpec and MSD count; "grid", row and column of the predicted code (LANTERN). block: tokens
     of a pass, by FLASH's semi-autoregressive head. norm_input: of the layer with fusion "sum" (SpecVLM).
-    qk_layer_norm: queries and keys have Chameleon's layer norm, with a scale and a shift for each head.
+    norm_output: predicted features are normed, and read again so. qk_layer_norm: queries and
+    keys have Chameleon's layer norm, with a scale and a shift for each head.
     """
 
     family: str
@@ -161,7 +162,7 @@ class EagleConfig:
             )
         if self.images == "embeddings" and self.fusion != "sum":
             raise ValueError(f"images: got 'embeddings' with fusion {self.fusion!r}, expected fusion 'sum'")
-        if self.images in COMPRESSED and (self.fusion != "sum" or self.heads * self.head_size != self.hidden):
+        if self.images in COMPRESSED and (self.fusion != "sum" or self.hidden % self.heads):
             raise ValueError(f"images: got {self.images!r}, expected fusion 'sum' and heads that share the hidden size")
         if self.hidden != self.target_hidden and self.images in ("slots", "embeddings", "latents"):
             raise ValueError(
@@ -170,10 +171,15 @@ class EagleConfig:
             )
 
     def _check_norms(self) -> None:
-        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-        for names, fusion in ((flags, "split"), (("norm_input", "qk_layer_norm"), "sum")):
-            if self.fusion != fusion and (named := [name for name in names if getattr(self, name)]):
-                raise ValueError(f"{named[0]}: got true with fusion {self.fusion!r}, expected fusion {fusion!r}")
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
+        for names, *known in (
+            (flags, "split"),
+            (("norm_input", "qk_layer_norm"), "sum"),
+            (("norm_output",), "split", "sum"),
+        ):
+            if self.fusion not in known and (named := [name for name in names if getattr(self, name)]):
+                expected = " or ".join(map(repr, known))
+                raise ValueError(f"{named[0]}: got true with fusion {self.fusion!r}, expected fusion {expected}")
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc, fc_norm: got both, expected one of them")
 

@@ -219,6 +219,8 @@ class EagleHead(nn.Module):
             self.cross, self.norm = FeatureCrossAttention(config), EagleRMSNorm(d, config.eps)
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
+            if config.norm_output:
+                self.norm = EagleRMSNorm(d, config.eps)
         if config.draft_vocab:
             count, rank = config.draft_vocab, config.head_rank
             self.lm_head = LowRank(d, rank, count) if rank else nn.Linear(d, count, bias=False)

@@ -20,7 +20,7 @@ class ViSpecAdaptor(nn.Module):
 
     def __init__(self, config: EagleConfig, count: int):
         super().__init__()
-        d, self.heads, size = config.hidden, config.heads, config.head_size
+        d, self.heads, size = config.hidden, config.heads, config.hidden // config.heads
         self.q = nn.Parameter(torch.randn(count, config.heads, size) * size**-0.5)
         self.k_proj = nn.Linear(d, d, bias=config.qkv_bias)
         self.v_proj = nn.Linear(d, d, bias=config.qkv_bias)

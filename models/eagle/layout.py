@@ -2,7 +2,8 @@
 called.
 
 Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec: a Llama configuration, or one named after the target; `layers.0.*` without
-an input norm, which MSD of Qwen2-VL has, and `fc` over [embedding; feature]), "eagle3" (EAGLE-3 and SpecForge:
+an input norm, which MSD of Qwen2-VL has, and `fc` over [embedding; feature]; NeMo Automodel's have it too, and a final
+norm, whose output is the next feature), "eagle3" (EAGLE-3 and SpecForge:
 `midlayer.*`) and "speculators" (a nested configuration, `layers.0.*`). Which states of the target are read is counted
 in two ways: speculators, vLLM and some others name hidden_states[i] itself, the input of layer i; ids that begin with 1
 (SpecForge, ModelOpt) or 0 name layers whose outputs are read, hidden_states[i + 1].
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,10 +39,15 @@ from visspec.models.drafting.published_config import (
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.published_tensors import rename, renamed
 
 logger = logging.getLogger(__name__)
 FORMS = ("eagle", "eagle3", "speculators")
 MIDLAYER, LAYER, EMBEDDING = "midlayer.", "layers.0.", "embed_tokens.weight"
+PREFIXES = ((MIDLAYER, LAYER), ("img_adaptor.query", "imadpt.q"), ("img_adaptor.", "imadpt."))  # theirs and ours
+AUTOMODEL = ("LlamaEagleDraftModel", "VispecDraftModel", "LlamaEagle3DraftModel")  # under their target's configuration
+ONE_ROW = (*AUTOMODEL, "Qwen3Eagle3Model")  # whose positions are numbers of slots, also where the target's are M-RoPE's
+SLOTS = {"positions": "index", "mrope_section": (), "mrope_interleaved": False}
 LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and ids that it gains at most in transformers
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # which speculators may have saved too
 DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # drafted by their own defaults
@@ -72,7 +79,8 @@ def read(
 
     Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
     """
-    missing = _padding(data, model)
+    stored = rename(shapes, [("^" + re.escape(theirs), ours) for theirs, ours in PREFIXES])
+    shapes, missing = {own: shape for own, (_, shape) in stored.items()}, _padding(data, model)
     if missing:
         data = {**data, "vocab_size": vocabulary(model)}
         shapes = {n: (s[0] + missing, *s[1:]) if n == EMBEDDING else s for n, s in shapes.items()}
@@ -83,23 +91,24 @@ def read(
         said = str(error)
         raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
     EagleDrafter.check_target(config, model)
-    names = {name: name.replace(MIDLAYER, LAYER, 1) if form == "eagle3" else name for name in shapes}
     whole = config.draft_vocab == config.vocab  # such heads may have maps that map nothing
-    names = {a: b for a, b in names.items() if b not in OF_THE_TARGET and not (whole and b in ("d2t", "t2d"))}
+    skipped = (*OF_THE_TARGET, "d2t", "t2d") if whole else OF_THE_TARGET
+    names = {own: name for own, (name, _) in stored.items() if own not in skipped}
+    used = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in names.values())]
 
     def named(own: str) -> str:
-        return own.replace(LAYER, MIDLAYER, 1) if any(name.startswith(MIDLAYER) for name in shapes) else own
+        return renamed(own, [("^" + re.escape(ours), theirs) for theirs, ours in used])
 
     with torch.device("meta"):
         head = EagleHead(config)
-    check_shapes(head, {own: tuple(shapes[name]) for name, own in names.items()}, folder, named)
+    check_shapes(head, {own: tuple(shapes[own]) for own in names}, folder, named)
     head = head.to_empty(device="cpu").to(model.dtype)
     tensors = unprefixed(read_tensors(folder), folder)
     if missing and EMBEDDING in tensors:
         rows: Any = model.get_input_embeddings().weight
         context_bias = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
         tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], context_bias])
-    load_strictly(head, {own: tensors[name] for name, own in names.items()}, folder, named)
+    load_strictly(head, {own: tensors[name] for own, name in names.items()}, folder, named)
     check_ids(head, folder)
     return EagleDrafter(head, model, **options)
 
@@ -112,7 +121,7 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
         if not isinstance(asked, bool) or form == "eagle":
             raise ValueError(f"norm_output: got {shown(asked)}, expected true or false, of an EAGLE-3 head")
         return {**data, "norm_output": asked}
-    if form == "eagle3" and data.get("norm_output"):
+    if form == "eagle3" and data.get("norm_output") and _architecture(data) not in AUTOMODEL:
         warnings.warn(
             f"drafter: norm_output of {folder} is true, read as EAGLE 3.1 means it; for a head that SpecForge trained"
             f" before September 2026 ask for {folder.name}:norm_output=false",
@@ -153,7 +162,7 @@ def config_of(
     layers: Any = None,
 ) -> EagleConfig:
     """Our configuration of a checkpoint. Raises ValueError for what it asks for and is not there."""
-    layer = data if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
+    layer = _layer_of(data) if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
     common = layer_fields(folder, layer, shapes)
     check_verifier(folder, data, model)
     text: Any = model.config.get_text_config()
@@ -170,17 +179,18 @@ def config_of(
         latents = shapes["imadpt.q"][0] - 1 if "imadpt.q" in shapes else 0
         seen = _images(folder, "latents" if latents else None, images, bool(common["image_ids"]))
         return EagleConfig(
-            **common | {"mrope_section": (), "mrope_interleaved": False},
+            **common | SLOTS,
             fusion="sum",
-            positions="index",
             images=seen,
             image_latents=latents,
             norm_input=f"{LAYER}input_layernorm.weight" in shapes,
+            norm_output=_architecture(data) in AUTOMODEL,
         )
     _check_flags(folder, object_of(data.get("eagle_config")))
     ids = _states(folder, form, data, text.num_hidden_layers, layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     common |= {name: bool(data.get(name, False)) for name in flags}
+    common |= SLOTS if common["mrope_section"] and _architecture(data) in ONE_ROW else {}
     return EagleConfig(
         **common,
         fusion="split",
@@ -189,6 +199,26 @@ def config_of(
         images=(images or "placeholders") if common["image_ids"] else "none",
         qk_norm=any(name.endswith("self_attn.q_norm.weight") for name in shapes),
     )
+
+
+def _architecture(data: dict) -> Any:
+    """The first of the names that a configuration gives its class, or None."""
+    return next(iter(list_of(data.get("architectures"))), None)
+
+
+def _layer_of(data: dict) -> dict:
+    """The entries of the decoder layer: where the configuration is the target's, with its own number of layers, which
+    have no windows.
+    """
+    if _architecture(data) not in AUTOMODEL:
+        return data
+    depth = 1 if _architecture(data) == "LlamaEagle3DraftModel" else data.get("num_hidden_layers")
+    return {
+        **data,
+        "num_hidden_layers": data.get("draft_num_hidden_layers", depth),
+        "layer_types": None,
+        "use_sliding_window": False,
+    }
 
 
 def layer_fields(folder: Path, layer: dict, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -224,6 +254,7 @@ def _check_layer(folder: Path, layer: dict) -> None:
         ("use_sliding_window", bool(sliding), False),
         ("swin_norm", bool(layer.get("swin_norm")), False),
         ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
+        ("parallel_drafting", bool(layer.get("parallel_drafting")), False),
     ):
         if found != wanted:
             raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
@@ -302,7 +333,7 @@ def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool)
 def _levels(form: str, data: dict) -> int:
     methods = list_of(object_of(data.get("speculators_config")).get("proposal_methods"))
     count = object_of(next(iter(methods), None)).get("speculative_tokens")
-    return DEPTHS[form] if count is None else count
+    return data.get("ttt_length", DEPTHS[form]) if count is None else count  # DeepSpec's, or speculators'
 
 
 # --- out --------------------------------------------------------------------------------------------------------------
@@ -341,6 +372,7 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("draft_vocab", config.draft_vocab > 0, (form != "eagle",)),
         ("head_rank", config.head_rank, (0,)),
         ("block", config.block, (1,)),
+        ("norm_output", config.norm_output, (False,) if form == "eagle" else (True, False)),
         ("norm_input", config.norm_input, (False,)),
     ):
         if found not in known:

@@ -25,12 +25,13 @@ from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
+from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import HFDecoder, adapted, driven
 from visspec.types import Acceptance, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
-OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made"})  # of an Accelerated
+OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})  # of an Accelerated
 BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved model
 
 
@@ -135,9 +136,13 @@ class Accelerated(Rebuildable):
         adaptive: bool = True,
         **options: Any,
     ):
-        named = [default_drafter(model) if one == "auto" else one for one in each_of(drafter)]
-        own = SetupOptions(named if isinstance(drafter, (list, tuple)) else named[0], **options)
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self._why = model, tokenizer, ""
+        if isinstance(drafter, (list, tuple)):
+            drafter = [default_drafter(model)[0] if one == "auto" else one for one in drafter]
+        elif drafter == "auto":
+            alone = options.get("compile") or options.get("acceptance", "exact") != "exact"
+            drafter, self._why = default_drafter(model, several=not alone)
+        own = SetupOptions(drafter, **options)
         self._options = own if adaptive or own.length is not None else replace(own, length="fixed")
         self._made = (self._fits(), self._build())
         self.last_stats: Stats | None = None  # after the first call
@@ -222,12 +227,13 @@ class Accelerated(Rebuildable):
 
     def _build(self) -> DecodingSetup[HFDecoder]:
         """The setup, or those of several drafters."""
-        options, model = self._options, driven(self.model)
+        options, model, made = self._options, driven(self.model), {}
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
-            target = HFDecoder(
-                model, traits.feature_layers, traits.embeddings, check=options.probe, compile=options.compile
-            )
+            read = traits.feature_layers, traits.embeddings
+            if read not in made:  # drafters of a list that read the same share it
+                made[read] = HFDecoder(model, *read, check=options.probe, compile=options.compile)
+            target = made[read]
             if traits.partial and target.capabilities.layers:
                 target.layer_subset.check()
             return target
@@ -292,7 +298,7 @@ class Accelerated(Rebuildable):
         requests.adopt_stop_strings(kwargs)
         requests.adopt_cache(kwargs)
         media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
-        call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media)
+        call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media, self._why)
         output = self.model.generate(**kwargs, custom_generate=call)
         assert call.result is not None
         self.last_state, self.last_stats = call.result
@@ -333,6 +339,7 @@ class _Run:
     generator: torch.Generator | Sequence[torch.Generator] | None = None
     seed: int | Sequence[int] | None = None
     media: Mapping[str, Tensor] = field(default_factory=dict)
+    why: str = ""  # the drafter was taken
     result: tuple[State, Stats] | None = None  # after the call
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -350,7 +357,7 @@ class _Run:
         state = setup.decode(request)
         if self.streamer is not None:
             self.streamer.end()
-        self.result = state, Stats.of(state, setup, self.tokenizer)
+        self.result = state, replace(Stats.of(state, setup, self.tokenizer), why=self.why)
         return requests.package(state, input_ids, generation_config)
 
 
@@ -377,12 +384,13 @@ class Speculative:
         return output
 
 
-def default_drafter(model: nn.Module) -> str:
-    """The drafter of a model for which none is given: the one that `visspec.json` in its folder names, or the layer
-    in its own files that predicts further tokens, or an included one that is made for it, or "ngram". Nothing is
-    fetched; a log line says which and why.
+def default_drafter(model: Any, several: bool = False) -> tuple[DrafterSpec, str]:
+    """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
+    layer in its own files that predicts further tokens, or an included one that is made for it; else "ngram", or with
+    `several` a list of those that need no training. Nothing is fetched.
     """
     folder = getattr(model, "name_or_path", None)
+    found: DrafterSpec
     if found := saving.drafter_of(folder) if folder else None:
         why = "the model's folder names it"
     elif mtp_layer.in_files(model):
@@ -391,8 +399,12 @@ def default_drafter(model: nn.Module) -> str:
         why = "it is made for the model"
     else:
         found, why = "ngram", "nothing was made for the model"
+        if several:
+            chains = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) & set(STATEFUL)
+            found = ["ngram", "suffix"] if chains else ["ngram", "suffix", "recycling"]
+            why += f", and each request takes the fastest of {', '.join(found)}"
     logger.info("drafter: %s, because %s", found, why)
-    return found
+    return found, why
 
 
 def each_of(spec: DrafterSpec) -> Sequence[DrafterSpec]:

@@ -25,7 +25,8 @@ ACCEPTANCE = {
         "visspec.accept.exact:Exact", "greedy and sampling, chains and trees; token-identical to plain decoding"
     ),
     "rejection": Entry(
-        "visspec.accept.rejection:Rejection", "exact, with coins of its own: for drafts sampled from a reported law"
+        "visspec.accept.rejection:Rejection",
+        "exact, with uniform numbers of its own: for drafts sampled from a reported law",
     ),
     "block": Entry(
         "visspec.accept.block:Block", "exact, chains of sampled drafts judged as one: no fewer tokens than rejection"
@@ -59,7 +60,8 @@ ACCEPTANCE = {
         "visspec.accept.scales:Scales", "scales of codes; exact, code for code as plain decoding draws them"
     ),
     "repaired": Entry(
-        "visspec.accept.scales:Repaired", "scales of codes, rejected codes drawn again; exact, with coins of its own"
+        "visspec.accept.scales:Repaired",
+        "scales of codes, rejected codes drawn again; exact, with uniform numbers of its own",
     ),
     "local": Entry(
         "visspec.accept.local:Local", "drafted images judged place by place; rejected islands are drawn again"

@@ -90,7 +90,7 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def drafter_of(folder: str | Path) -> str | None:
+def drafter_of(folder: str | Path) -> DrafterSpec:
     """The drafter that a model's folder names, as `zoo.drafter` takes it; None where it names none, or is none."""
     root = Path(folder)
     return _drafter(root, checkpoint.read_json(root, FILE).get("drafter")) if (root / FILE).is_file() else None
@@ -99,7 +99,10 @@ def drafter_of(folder: str | Path) -> str | None:
 # --- one entry, read --------------------------------------------------------------------------------------------------
 
 
-def _drafter(folder: Path, entry: Json) -> str | None:
+def _drafter(folder: Path, entry: Json) -> DrafterSpec:
+    if isinstance(entry, list):
+        texts = [one if one is None else _text("drafter", folder, one, "a name or null") for one in entry]
+        return [one if one is None else named("drafter", zoo.DRAFTERS | zoo.SHIPPED, one) for one in texts]
     if isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
@@ -162,7 +165,9 @@ def _drafter_entry(drafter: DrafterSpec, model: nn.Module, staged: Path) -> Json
     if drafter is None:
         return None
     if isinstance(drafter, (list, tuple)):
-        raise ValueError(f"drafter: got a list of {len(drafter)}, expected one to write into {FILE}")
+        if strange := [one for one in drafter if not isinstance(one, str | None)]:
+            raise ValueError(f"drafter: got a {type(strange[0]).__name__}, expected a name or None in a list to write")
+        return [one if one is None else named("drafter", zoo.DRAFTERS | zoo.SHIPPED, one) for one in drafter]
     if isinstance(drafter, (str, Path)):
         text, whole = str(drafter), Path(str(drafter)).is_dir()
         name, options = (text, {}) if whole else zoo.parse(text)

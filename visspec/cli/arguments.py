@@ -145,10 +145,10 @@ def earlier(there: int, failed: int, twice: int) -> str:
     return found + (f", {twice} ids came twice" if twice else "")
 
 
-def load(options: ModelOptions) -> tuple[Any, Any, str]:
-    """(model, processor, drafter name) of the vision-language model that `options` name."""
+def load(options: ModelOptions) -> tuple[Any, Any, Any]:
+    """(model, processor, drafter) of the vision-language model that `options` name."""
     from visspec.api import loading
     from visspec.api.accelerate import default_drafter
 
     model, processor = loading.load(options.model, **options.hardware)
-    return model, processor, options.drafter or default_drafter(model)
+    return model, processor, options.drafter or default_drafter(model)[0]

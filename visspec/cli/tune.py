@@ -17,7 +17,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api import loading, ranks, sources, tuning, zoo
-from visspec.api.accelerate import Accelerated, accelerate, default_drafter
+from visspec.api.accelerate import Accelerated, accelerate, default_drafter, each_of
 from visspec.api.captions import PROMPT, moved, processed
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm
@@ -53,7 +53,8 @@ def run(arguments: Options) -> None:
     arguments.begin()
     found = sources.records(arguments.images)
     model, processor = loading.load(arguments.model, **arguments.hardware)
-    drafters = arguments.drafters or list(dict.fromkeys(["ngram", default_drafter(model)]))
+    own = [str(one) for one in each_of(default_drafter(model)[0]) if one]
+    drafters = arguments.drafters or list(dict.fromkeys(["ngram", *own]))
     images = list(islice(readable(found), 2 * arguments.count))
     if len(images) < 2 * max(arguments.batches):
         wanted, where = 2 * max(arguments.batches), ", ".join(map(str, arguments.images))

@@ -40,15 +40,27 @@ class LinearCost:
     """seconds = base + slope * levels, least squares with exponential forgetting; outliers are clipped."""
 
     moments: list[float] = field(default_factory=lambda: [0.0] * 5)  # weight, x, y, xx, xy
+    first: list[tuple[float, float]] = field(default_factory=list)  # the points before the line is known
+    known: bool = False
 
     def add(self, x: float, y: float) -> None:
-        if self.moments[0] > 3:
-            y = min(y, 2.0 * max(self.at(x), 1e-6))
+        self.see(x, y := min(y, self.ceiling(x)))
         self.moments = [FORGET * s + new for s, new in zip(self.moments, (1.0, x, y, x * x, x * y))]
+
+    def see(self, x: float, y: float) -> None:
+        """Remember a point that the line does not follow, like those of a warm-up."""
+        self.first = [*self.first, (x, y)][:8]
+        self.known = self.known or self.moments[0] > 2
+
+    def ceiling(self, x: float) -> float:
+        """Twice the usual seconds; before the line is known, of the fastest that had as many levels or more."""
+        if self.known:
+            return 2.0 * max(self.at(x), 1e-6)
+        return 2.0 * min((y for levels, y in self.first if levels >= x), default=math.inf)
 
     def lighter(self) -> LinearCost:
         """The same line with the weight of one point, so that new ones soon outweigh it."""
-        return LinearCost([s / max(self.moments[0], 1.0) for s in self.moments])
+        return LinearCost([s / max(self.moments[0], 1.0) for s in self.moments], self.first, self.known)
 
     def at(self, x: float) -> float:
         w, sx, sy, sxx, sxy = self.moments
@@ -216,22 +228,25 @@ class AdaptiveLength(DraftLengthPolicy):
         levels, committed, had_rejection = newest
         self.rounds += 1
         costs.rounds += 1
+        # On CUDA the pass is queued in `verify` and finishes in `accept`.
+        verified, drafted = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
         if self.rounds > WARM_UP:
-            # On CUDA the pass is queued in `verify` and finishes in `accept`.
-            verified, drafted = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
-            usual = costs.drafted(levels) if costs.draft.moments[0] else verified + drafted
+            ceiling = costs.verify.ceiling(levels) + costs.draft.ceiling(levels)
             behind, costs.after_plain = costs.after_plain, not levels
             if levels:  # a second node may cost as much as the first: plain passes would bend the line
                 if not behind:
                     costs.measured += 1
                     costs.verify.add(levels, verified)
                     costs.draft.add(levels, drafted)
-                seconds = min(verified + drafted, 2.0 * usual)  # as `LinearCost.add` has it
+                seconds = min(verified + drafted, ceiling)
                 self.overhead = max(self.overhead + seconds - costs.step * sum(committed) / len(committed), 0.0)
             else:
                 costs.plain.add(0, verified)
                 self.overhead += drafted if requested else latest["observe"]  # nothing was found to draft
             self.elapsed += verified + drafted
+        else:
+            for line, seconds in ((costs.verify, verified), (costs.plain, verified), (costs.draft, drafted)):
+                line.see(levels, seconds)  # lazy initialisation makes them slow, never fast
         if not levels:
             return
         rows = len(committed)

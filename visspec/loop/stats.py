@@ -39,6 +39,7 @@ class Stats:
     gave_up: int
     declared: str = ""  # the distribution of the declared target, in words
     unmetered: str = ""  # why the drift is not measured, in words
+    why: str = ""  # "auto" took the drafter, in words
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
 
     @classmethod
@@ -77,6 +78,7 @@ class Stats:
         lines = [
             f"{self.tokens} tokens in {self.rounds} rounds of drafter {self.drafter!r}: tau {self.tau:.2f} "
             f"(without bonus {self.tau_without_bonus:.2f})",
+            *([f"the drafter was taken because {self.why}"] if self.why else []),
             f"guarantee: {self.guarantee}{declared}; drift per token {drift}",
             f"accepted / reached by depth: {depth}",
             f"milliseconds: {spent}",
