@@ -224,7 +224,7 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
     if kind == "dflash":
         return None
     if kind == "dflash2":
-        sizes = [said.get(name, default if nested else None) for name, default in SELECTOR.items()]
+        sizes: list[Any] = [said.get(name, default if nested else None) for name, default in SELECTOR.items()]
         for name, size in zip(SELECTOR, sizes):
             check_whole(name, size, 1, vocab)
         return CandidateSelector(vocab, hidden, *sizes)
