@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lint types bench models mutants notebooks docs
+.PHONY: demo test test-all lint types bench models mutants interop notebooks docs
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,6 +48,11 @@ models: $(VENV)/.ready
 # 250 small errors, and how many of them a test sees: some hours, goes on where it was cut off
 mutants: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -P tests/mutants --jobs $(WORKERS)
+
+# without dependencies: their pins of transformers and torch are not ours, and configurations need neither
+interop: $(VENV)/.ready
+	$(BIN)/python -m pip install -q --no-deps --target $(VENV)/interop speculators==0.9.0 hs-connectors==0.9.0 loguru vllm==0.33.0
+	PYTHONPATH=$(VENV)/interop $(BIN)/python -m pytest -q tests/test_published.py -k itself
 
 notebooks: $(VENV)/.ready
 	OMP_NUM_THREADS=2 $(BIN)/python -m tests.run_notebooks

@@ -17,6 +17,7 @@ from visspec.api import zoo
 from visspec.api.drafter_presets import of_preset
 from visspec.api.train_drafter import request_of
 from visspec.distributions import Categorical
+from visspec.models.block.sequential import CandidateSelector
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting import static_tree as feature_tree
@@ -130,6 +131,20 @@ def test_a_head_that_sees_the_token_is_seen(unwarped):  # noqa: F811
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("places", [1, 2, 7, 16])
+def test_the_greedy_chain_of_a_selector_is_that_of_its_walk(places):
+    torch.manual_seed(places)
+    head, token = CandidateSelector(50, 8, 4, 5), torch.tensor([3, 49, 0])
+    [torch.nn.init.normal_(p) for p in head.parameters()]
+    logits, hidden = torch.randn(3, places, 50), torch.randn(3, places, 8)
+    found, below = head.likeliest(logits, hidden, token), head.begun(logits, hidden)
+    for place in range(places):
+        token = below(place, token[:, None])[:, 0].argmax(-1)
+        assert torch.equal(found[:, place], token)
+    assert places == 1 or not torch.equal(found, logits.argmax(-1))
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -156,14 +171,15 @@ def test_the_head_learns_the_acceptance_rate_and_changes_nothing_else():
 
 def test_a_selector_learns_the_targets_law_over_its_candidates():
     drafter = BlockDrafter.for_model(model_of("llava"), layers=1, block=5, selector=4, candidates=6)
-    torch.nn.init.normal_(drafter.head.model.candidate_selector.successor_codebook)
+    torch.nn.init.normal_(drafter.head.candidate_selector.successor_codebook)
     lesson, found = lesson_for(drafter), []
     for weight in (0.0, 2.0):
         torch.manual_seed(0)  # the first anchor
         found += Step(drafter, TrainingOptions(unroll=1, opening=1.0, selector_weight=weight))(lesson, "soft_ce")[:1]
     torch.manual_seed(0)
     ((logits, hidden, weight),) = drafter.rollout(lesson, 1)
-    scores, ids = drafter.selected(lesson, logits, hidden)
+    before, after = (lesson.ids[:, lesson.prompt_length + i :][:, : hidden.shape[1]] for i in (0, 1))
+    scores, ids = drafter.head.sequential.scores(logits, hidden, before, after)
     p = lesson.logits.gather(-1, ids).softmax(-1)
     each = -(p * scores.log_softmax(-1)).sum(-1)
     torch.testing.assert_close(found[1] - found[0], 2 * (each * weight).sum() / weight.sum())

@@ -11,7 +11,7 @@ from tests.test_assistants import prompt as of_lengths
 from tests.tiny import model_of, prompt, shapes
 from visspec.models.attention.slot_layers import CACHE, SlotLayers
 from visspec.models.block import fused_pass as block_pass
-from visspec.models.block.dflash2 import DFlash2Model, GroupedConv, with_selector
+from visspec.models.block.dflash2 import DFlash2Model, GroupedConv, with_convolutions
 from visspec.models.block.drafter import BlockModel
 from visspec.models.block.fused_pass import BlockPass, foldable
 from visspec.models.block.trained import BlockDrafter
@@ -25,7 +25,7 @@ def network(selector=False, **changes):
     if selector:
         torch.manual_seed(2)
         made.config.block_size = K
-        made = DFlash2Model(with_selector(made.config, 96, 2, 8, 3, 4)).eval()
+        made = DFlash2Model(with_convolutions(made.config, 2, 8)).eval()
         for conv in (m for m in made.modules() if isinstance(m, GroupedConv)):
             [nn.init.normal_(p, std=0.5) for p in conv.parameters()]
     generator = torch.Generator().manual_seed(7)

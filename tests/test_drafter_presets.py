@@ -172,11 +172,12 @@ def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_pat
 
 
 @pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("head", [{"markov": 5}, {"selector": 4, "candidates": 6}], ids=lambda head: next(iter(head)))
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llama"])
-def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypatch):
+def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, head, first, monkeypatch):
     """Each tile of an answer is the pass of a drafter that has read the target's states up to its anchor."""
     model, rows = model_of(name), ["9", "11"] if name == "llama" else ["4 i 5", "6 i 3 i 2"]
-    drafter = BlockDrafter.for_model(model, layers=2, block=4, markov=5, selector=4, candidates=6)
+    drafter = BlockDrafter.for_model(model, layers=2, block=4, **head)
     for name_, p in drafter.head.named_parameters():
         if any(part in name_ for part in ("markov.up", "_conv", "candidate")):
             torch.nn.init.normal_(p)
@@ -191,9 +192,11 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypat
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(torch, "randint", lambda *_: torch.tensor(first))
         ((logits, states, weight),) = drafter.rollout(lesson, 1)
-        scores, ids = drafter.selected(lesson, logits, states)
-        picked = torch.full_like(logits, float("-inf")).scatter(-1, ids, scores)
-        assert (ids == lesson.ids[:, lesson.prompt_length + 1 :, None]).any(-1).all()
+        if drafter.config.selector:
+            before, after = (lesson.ids[:, lesson.prompt_length + i :][:, :11] for i in (0, 1))
+            scores, ids = drafter.head.sequential.scores(logits, states, before, after)
+            assert (ids == after[..., None]).any(-1).all()
+            logits = torch.full_like(logits, float("-inf")).scatter(-1, ids, scores)
     for b, length in enumerate(lengths):
         want = [DECAY ** ((t - first) % 3) if first <= t < length - 1 else 0.0 for t in range(11)]
         torch.testing.assert_close(weight[b], torch.tensor(want))
@@ -210,12 +213,11 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, first, monkeypat
             pending, read = lesson.ids[:, start + anchor], anchor
             hidden = drafter._pass(state.memory, pending, state.memory.placed(state.position) + anchor)
             before = lesson.ids[:, start + anchor : start + anchor + 3]
-            unary, few, below = drafter.lm_head(hidden[:, 1:]), 11 - anchor, drafter._begun()
-            want = (unary + drafter.run.markov(hidden[:, 1:], before)[0])[:, :few]
-            torch.testing.assert_close(logits[:, anchor : anchor + 3], want, rtol=1e-3, atol=1e-3)
-            want, got = below(unary, hidden[:, 1:], before)[:, :few], picked[:, anchor : anchor + 3]
+            below, few = drafter.form.sequential.begun(drafter.lm_head(hidden[:, 1:]), hidden[:, 1:]), 11 - anchor
+            want = torch.cat([below(place, before[:, [place]]) for place in range(3)[:few]], dim=1)
+            got = logits[:, anchor : anchor + 3]
             both = want.isfinite() & got.isfinite()  # the answer's own token may be one of the few alone
-            assert (both.sum(-1) >= 5).all()
+            assert (both.sum(-1) >= (5 if drafter.config.selector else 96)).all()
             torch.testing.assert_close(got[both], want[both], rtol=1e-3, atol=1e-3)
 
 
@@ -249,11 +251,10 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
     drafter = BlockDrafter.for_model(model, layers=2, block=4, **more)
     drafter.export(tmp_path / "out", form)
     again, _ = zoo.drafter(tmp_path / "out", model)
-    assert not isinstance(again, BlockDrafter) and replace(again.form, reach=None) == drafter.form
-    for (name, one), (other, two) in zip(
-        drafter.assistant.state_dict().items(), again.assistant.state_dict().items(), strict=True
-    ):
-        assert name == other and torch.equal(one, two)
+    head = drafter.form.sequential
+    assert not isinstance(again, BlockDrafter) and replace(again.form, reach=None, sequential=head) == drafter.form
+    for one, two in ((drafter.assistant, again.assistant), (head, again.form.sequential))[: 1 if head is None else 2]:
+        torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
     first, second = (
         visspec.accelerate(model, d, adaptive=False).run(**inputs, max_new_tokens=8, do_sample=False).state
         for d in (drafter, again)
@@ -267,8 +268,8 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
     ({"vocab": 97}, "vocabulary"), ({"block": 1}, "block: got 1"), ({"layers": 3}, "layers.2"),
     ({"feature_layers": [9]}, "feature_layers: got"), ({"feature_layers": []}, "expected at least one layer"),
     ({"mask": 96}, "mask: got 96"), ({"markov": 3}, "markov"), ({"kv_heads": 3}, "kv_heads: got 3"),
-    ({"kind": "eagle_head"}, "of another kind"), ({"selector": 3}, "lacks tensor .model.candidate_s"),
-    ({"selector": -1}, "selector: got -1"),
+    ({"kind": "eagle_head"}, "of another kind"), ({"selector": 3}, "lacks tensor .candidate_s"),
+    ({"selector": -1}, "selector: got -1"), ({"selector": 3, "markov": 5}, "selector: got 3 beside DSpark's heads"),
     ({"selector": 3, "group": 5}, "conv_group_size: got 5, expected a divisor of the hidden size 32"),
 ])  # fmt: skip
 def test_a_block_drafter_of_another_model_or_form(tmp_path, changes, sentence):

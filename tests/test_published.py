@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import visspec
 from tests.doubles import check_exact
@@ -379,6 +380,42 @@ def test_speculators_itself_loads_what_is_written(tmp_path, name):
     for key, value in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(theirs[key].to(value.dtype), value), key
     assert not any(value.isnan().any() for value in theirs.values() if value.is_floating_point())
+
+
+@pytest.mark.parametrize(("kind", "form", "architecture"), [
+    ("eagle3", "eagle3", "LlamaForCausalLMEagle3"), ("eagle3", "speculators", "Eagle3LlamaForCausalLM"),
+    ("dflash", "dflash", "DFlashDraftModel"), ("dflash", "speculators", "DFlashDraftModel"),
+    ("dflash2", "dflash2", "DFlash2DraftModel"), ("dflash2", "speculators", "DFlash2DraftModel"),
+    ("dspark", "dspark", "Qwen3DSparkModel"),
+])  # fmt: skip
+def test_vllm_itself_reads_what_is_written(tmp_path, kind, form, architecture):
+    """Its configuration classes: the name that its registry has, and sizes where its networks look for them."""
+    eagle = pytest.importorskip("vllm.transformers_utils.configs.eagle").EAGLEConfig
+    nested = pytest.importorskip("vllm.transformers_utils.configs.speculators").SpeculatorsConfig
+    model = model_of("qwen2_5_vl")
+    if kind == "eagle3":
+        drafter = make("qwen2_5_vl", "eagle3", feature_layers=(1,) if form == kind else (1, 0))
+    else:
+        heads = {"dflash2": {"selector": 3, "group": 8}, "dspark": {"markov": 3, "confidence": True}}
+        drafter = BlockDrafter.for_model(model, layers=1, block=4, feature_layers=(1,), **heads.get(kind, {}))
+    drafter.export(tmp_path, form, verifier="somewhere/target")
+    method, data = "dflash" if kind == "dflash2" else kind, json.loads((tmp_path / "config.json").read_text())
+    if form == kind != "dspark":
+        found = eagle(AutoConfig.from_pretrained(tmp_path), method=method, model_type="eagle")
+    else:
+        found, told = nested.from_pretrained(tmp_path), nested.extract_vllm_speculative_config(data)
+        assert told == {"method": method, "num_speculative_tokens": drafter.traits.levels}
+        assert found.eagle_aux_hidden_state_layer_ids == list(drafter.traits.feature_layers)
+    assert found.architectures == [architecture] and found.hidden_size == D
+    if form == "eagle3":  # outputs of layers; vLLM takes them for inputs
+        assert found.eagle_config["eagle_aux_hidden_state_layer_ids"] == [0]
+    if kind == "dspark":
+        assert (found.markov_rank, found.block_size, found.mask_token_id) == (3, 4, drafter.mask)
+    if method == "dflash":
+        own = found.dflash_config
+        assert own["target_layer_ids"] == [0] and own["mask_token_id"] == drafter.mask
+        sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 16}
+        assert {name: own[name] for name in sizes if name in own} == (sizes if kind == "dflash2" else {})
 
 
 def test_states_that_are_read_if_nothing_is_said(tmp_path):
@@ -1080,9 +1117,9 @@ def test_what_a_selector_has_no_place_for(tmp_path):
     model, folder = model_of("llava"), saved(tmp_path / "head", data, tensors)
     with pytest.raises(ValueError, match="width: got 6, expected at most the 5 candidates of a place"):
         zoo.drafter(f"{folder}:width=6", model)
-    with pytest.raises(ValueError, match="form: got a drafter with a selector for 'dflash'"):
+    with pytest.raises(ValueError, match="the head of CandidateSelector that walks through places for 'dflash'"):
         zoo.drafter(str(folder), model)[0].export(tmp_path / "out", "dflash")
-    with pytest.raises(ValueError, match="form: got a drafter with no selector for 'dflash2'"):
+    with pytest.raises(ValueError, match="no head that walks through places for 'dflash2'"):
         zoo.drafter(str(saved(tmp_path / "plain", *z_lab())), model)[0].export(tmp_path / "out", "dflash2")
 
 

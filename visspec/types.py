@@ -669,12 +669,6 @@ class TrainedDrafter(Protocol):
     def rollout(self, lesson: TrainingBatch, steps: int) -> Rollout:
         """Its predictions along the answers, each step fed by the one before."""
 
-    def expected(self, lesson: TrainingBatch, hidden_BTd: Tensor) -> Tensor:
-        """Logits of the acceptance rates that its network expects, (B, T); called where they are trained."""
-
-    def selected(self, lesson: TrainingBatch, logits_BTV: Tensor, hidden_BTd: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of a selector's candidates and their ids, (B, T, C) each; called where they are trained."""
-
     def refresh(self) -> None:
         """Called when the weights have changed."""
 

@@ -1,12 +1,10 @@
 """DFlash 2 (vLLM's pull request 52816; speculators 0.9.0, `dflash2`): DFlash's network with short causal convolutions
-around each sublayer, and a selector of one candidate a place, walked from left to right.
+around each sublayer. Its head is `sequential.CandidateSelector`.
 
 Tensors are those of z-lab's and speculators' files: `layers.N.attention_conv.base_kernel` (2, T, d), its
-`kernel_projection.weight` (2 T G, d) by side, tap and group, the same of `mlp_conv`, and `predecessor_codebook`
-(V, r), `successor_codebook` (V, r) and `hidden_projection.weight` (r, d) of `candidate_selector`.
+`kernel_projection.weight` (2 T G, d) by side, tap and group, and the same of `mlp_conv`.
 
-Shapes: B rows, A blocks, K places of a block, N = A K, T taps, G groups of E channels, C candidates, V vocabulary, r
-rank, d hidden size.
+Shapes: B rows, A blocks, M = B A, K places of a block, N = A K, T taps, S = 2 T, G groups of E channels, d hidden size.
 """
 
 from __future__ import annotations
@@ -15,31 +13,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantDecoderLayer
 
 from visspec.io.checkpoint import check_whole
 
-SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}  # as published
+CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}  # as published
 
 
-def with_selector(
-    config: MuseGlimmerAssistantConfig, vocab: int, taps: Any, group: Any, rank: Any, top_k: Any
-) -> MuseGlimmerAssistantConfig:
+def with_convolutions(config: MuseGlimmerAssistantConfig, taps: Any, group: Any) -> MuseGlimmerAssistantConfig:
     """The configuration of a DFlash network made one of DFlash 2. Raises ValueError for sizes that don't fit it."""
-    for name, value, most in (
-        ("conv_kernel_size", taps, config.block_size),
-        ("conv_group_size", group, config.hidden_size),
-        ("selector_rank", rank, vocab),
-        ("selector_top_k", top_k, vocab),
-    ):
+    for name, value, most in zip(CONVOLUTIONS, (taps, group), (config.block_size, config.hidden_size)):
         check_whole(name, value, 1, most)
         setattr(config, name, value)
     if config.hidden_size % group:
         raise ValueError(f"conv_group_size: got {group}, expected a divisor of the hidden size {config.hidden_size}")
-    config.vocab_size = vocab
     return config
 
 
@@ -52,24 +41,32 @@ class GroupedConv(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         taps, size = config.conv_kernel_size, config.hidden_size
-        self.block, self.kernels = config.block_size, (2, taps, size // config.conv_group_size)
+        self.block, self.groups = config.block_size, size // config.conv_group_size
         self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
-        self.kernel_projection = nn.Linear(size, 2 * taps * self.kernels[2], bias=False)
+        self.kernel_projection = nn.Linear(size, 2 * taps * self.groups, bias=False)
 
     def forward(self, x_BNd: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """(the sublayer's input, what to do with its output)."""
-        first, second = self.kernel_projection(x_BNd).unflatten(-1, self.kernels).unbind(2)
-        return self._mixed(x_BNd, first, 0), lambda y_BNd: self._mixed(y_BNd, second, 1)
+        x_MKd = x_BNd.unflatten(1, (x_BNd.shape[1] // self.block, self.block)).flatten(0, 1)
+        first, second = kernels(self.kernel_projection(x_MKd), self.base_SGE())
+        return convolved(x_MKd, first).view_as(x_BNd), lambda y: convolved(y.reshape(x_MKd.shape), second).view_as(y)
 
-    def _mixed(self, x_BNd: Tensor, delta_BNTG: Tensor, side: int) -> Tensor:
-        base_TGE = self.base_kernel[side].unflatten(-1, (self.kernels[2], -1))
-        kernel_BNTd = (base_TGE + delta_BNTG[..., None]).flatten(-2)
-        blocks = x_BNd.shape[1] // self.block
-        x_BAKd, kernel_BAKTd = (z.unflatten(1, (blocks, self.block)) for z in (x_BNd, kernel_BNTd))
-        out = x_BAKd * kernel_BAKTd[..., 0, :]
-        for tap in range(1, self.kernels[1]):
-            out = out + F.pad(x_BAKd[:, :, :-tap], (0, 0, tap, 0)) * kernel_BAKTd[..., tap, :]
-        return out.flatten(1, 2)
+    def base_SGE(self) -> Tensor:
+        return self.base_kernel.flatten(0, 1).unflatten(-1, (self.groups, -1))
+
+
+def kernels(delta_MKD: Tensor, base_SGE: Tensor) -> tuple[Tensor, ...]:
+    """Kernels (T, M, K, d) in front of a sublayer and behind it. delta: what depends on the place, D = S G."""
+    delta_SMKG = delta_MKD.unflatten(-1, base_SGE.shape[:2]).permute(2, 0, 1, 3)
+    return (delta_SMKG[..., None] + base_SGE[:, None, None]).flatten(-2).chunk(2)
+
+
+def convolved(x_MKd: Tensor, kernel_TMKd: Tensor, onto_MKd: Tensor | None = None) -> Tensor:
+    """A block's convolution, (M, K, d), added onto something."""
+    out = x_MKd * kernel_TMKd[0] if onto_MKd is None else torch.addcmul(onto_MKd, x_MKd, kernel_TMKd[0])
+    for tap in range(1, len(kernel_TMKd)):
+        out[:, tap:].addcmul_(x_MKd[:, :-tap], kernel_TMKd[tap, :, tap:])
+    return out
 
 
 class Layer(MuseGlimmerAssistantDecoderLayer):
@@ -86,41 +83,12 @@ class Layer(MuseGlimmerAssistantDecoderLayer):
         return hidden_states + after(self.mlp(x))
 
 
-class CandidateSelector(nn.Module):
-    """Scores the likeliest tokens of a place by the token before it: edge(p -> c) = <A[p] * project(h), B[c]> +
-    unary[c], with h the place's hidden state.
-    """
-
-    def __init__(self, config: Any):
-        super().__init__()
-        vocab, rank = config.vocab_size, config.selector_rank
-        self.top_k = config.selector_top_k
-        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
-        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
-
-    def scores(self, logits: Tensor, hidden: Tensor, before: Tensor, ids: Tensor) -> Tensor:
-        """Logits (..., C) of candidates `ids` (..., C), from those of the place (..., V), its hidden state (..., d) and
-        tokens before it (...).
-        """
-        context = self.predecessor_codebook[before] * self.hidden_projection(hidden)
-        edges = (self.successor_codebook[ids] @ context[..., None])[..., 0]
-        return logits.gather(-1, ids) + edges.to(logits.dtype)
-
-    def law(self, logits: Tensor, hidden: Tensor, before: Tensor) -> Tensor:
-        """Logits (..., V) of a place below tokens (...): those of its candidates, -inf elsewhere."""
-        logits, hidden = (x.expand(*before.shape, -1) for x in (logits, hidden))
-        ids = logits.topk(self.top_k, dim=-1).indices
-        return torch.full_like(logits, float("-inf")).scatter(-1, ids, self.scores(logits, hidden, before, ids))
-
-
 class DFlash2Model(MuseGlimmerAssistantModel):
-    """DFlash's network with the configuration of `with_selector`. New ones are DFlash: no convolution and no edge."""
+    """DFlash's network with the configuration of `with_convolutions`. New ones are DFlash: each place as it is."""
 
     def __init__(self, config: MuseGlimmerAssistantConfig):
         super().__init__(config)
         self.layers = nn.ModuleList([Layer(config, index) for index in range(config.num_hidden_layers)])
-        self.candidate_selector = CandidateSelector(config)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -129,6 +97,3 @@ class DFlash2Model(MuseGlimmerAssistantModel):
             nn.init.zeros_(module.kernel_projection.weight)
             nn.init.zeros_(module.base_kernel)
             nn.init.ones_(module.base_kernel[:, 0])
-        if isinstance(module, CandidateSelector):
-            nn.init.normal_(module.predecessor_codebook)
-            nn.init.zeros_(module.successor_codebook)

@@ -22,7 +22,7 @@ from visspec.cache import additive, to_device
 from visspec.io import hub
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
-from visspec.models.block.sequential import Below, Sequential
+from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import depth, describe
 from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting import published_config
@@ -97,18 +97,14 @@ class BlockModel(StructuredDrafter):
         self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
         self.embed: Any = self.form.embed or bare(model.get_input_embeddings())  # type: ignore[operator]
 
-    @property
-    def selector(self) -> Any:
-        """The selector of a network of DFlash 2, or None."""
-        return getattr(self.assistant, "candidate_selector", None)
-
     def _check_width(self) -> None:
+        head = self.form.sequential
         most = [] if self.form.ids is None else [(len(self.form.ids), "ids that the head predicts")]
-        most += [] if self.selector is None else [(self.selector.top_k, "candidates of a place")]
+        most += [(head.candidates, "candidates of a place")] if head is not None and head.candidates else []
         for count, what in most:
             if self.width > count:
                 raise ValueError(f"width: got {self.width}, expected at most the {count} {what}")
-        if self.width > 1 and self.form.sequential is not None and self.form.sequential.remembers:
+        if self.width > 1 and head is not None and head.remembers:
             raise ValueError(f"width: got {self.width} for a head that remembers its chain, expected 1")
 
     def _grow(self, tree: str) -> None:
@@ -151,48 +147,26 @@ class BlockModel(StructuredDrafter):
 
     def propose(self, state: State, depth: int) -> Draft:
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
-        logits_BKV = self._laws(hidden_BKd)
-        below = self._begun()
+        logits_BKV, head = self._laws(hidden_BKd), self.form.sequential
         if self.width > 1:
             tree_builder = self.tree_builder(state, logits_BKV.shape[1])
-
-            def at(level: int, token_BW: Tensor) -> Tensor:
-                assert below is not None
-                return below(logits_BKV[:, level, None], hidden_BKd[:, level, None], token_BW)
-
-            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, None if below is None else at)
-        chain, token = Chain(state, self.stop), state.pending
-        if below is None:
+            below = None if head is None else head.begun(logits_BKV, hidden_BKd)
+            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, below)
+        chain = Chain(state, self.stop)
+        if head is None:
             chain.extend(logits_BKV)
-            return chain.finish()
-        for hidden_Bd, logits_BV in zip(hidden_BKd.unbind(1), logits_BKV.unbind(1)):
-            token = chain.add(below(logits_BV, hidden_Bd, token), self._expected(hidden_Bd, token))
+        elif chain.greedy and (tokens_BK := head.likeliest(logits_BKV, hidden_BKd, state.pending)) is not None:
+            chain.tokens += tokens_BK.unbind(1)
+        else:
+            self._walk(chain, head, logits_BKV, hidden_BKd)
         return chain.finish()
 
-    def _begun(self) -> Below | None:
-        """What is below tokens, of the places of one draft in turn, as `Sequential.begun` says; None where nothing but
-        the pass tells what a place is.
-        """
-        walks = [] if self.form.sequential is None else [self.form.sequential.begun()]
-        walks += [] if self.selector is None else [self.selector.law]
-        if not walks:
-            return None
-
-        def below(logits: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
-            for walk in walks:
-                logits = walk(logits, hidden, token)
-            return logits
-
-        return below
-
-    def _expected(self, hidden_Bd: Tensor, token: Tensor) -> Tensor | None:
-        """The acceptance rate (B,) of a place below a token (B,), if something was trained to predict it, and chains
-        end by it.
-        """
-        if self.form.sequential is None or self.stop is None or not self.stop.confidence:
-            return None
-        logit_B = self.form.sequential.expected(hidden_Bd, token)
-        return None if logit_B is None else logit_B.sigmoid().float()
+    def _walk(self, chain: Chain, head: Sequential, logits_BKV: Tensor, hidden_BKd: Tensor) -> None:
+        below, token_B = head.begun(logits_BKV, hidden_BKd), chain.pending
+        for place, hidden_Bd in enumerate(hidden_BKd.unbind(1)):
+            logit_B = head.expected(hidden_Bd, token_B) if self.stop is not None and self.stop.confidence else None
+            rate_B = None if logit_B is None else logit_B.sigmoid().float()
+            token_B = chain.add(below(place, token_B[:, None])[:, 0], rate_B)
 
     def _hidden(self, state: State) -> Tensor:
         """(B, K - 1, d) hidden states of the block behind the pending tokens, from one pass; (B, K, d) if their place

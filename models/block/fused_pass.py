@@ -10,7 +10,6 @@ F features.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantModel
 from transformers.activations import SiLUActivation
 
-from visspec.models.block.dflash2 import DFlash2Model, GroupedConv
+from visspec.models.block.dflash2 import DFlash2Model, GroupedConv, convolved, kernels
 
 KINDS = (MuseGlimmerAssistantModel, DFlash2Model)
 LIMIT = 1 << 25  # numbers in a network; a larger one is run as it is, and no weight is held twice
@@ -135,20 +134,25 @@ class BlockPass:
                 attn_mask=attention_mask[self.kinds[index]],
                 enable_gqa=self.heads != self.shared,
             )
-            x_BKd = x_BKd + after(mixed.transpose(1, 2).flatten(2) @ out)
+            x_BKd = after(x_BKd, mixed.transpose(1, 2).flatten(2) @ out)
             normed_BKd, after = ff(F.rms_norm(x_BKd, (self.hidden,), None, self.eps))
             gate, up = (normed_BKd @ gate_up).chunk(2, dim=-1)
-            x_BKd = x_BKd + after((F.silu(gate) * up) @ down)
+            x_BKd = after(x_BKd, (F.silu(gate) * up) @ down)
         return F.rms_norm(x_BKd, (self.hidden,), self.last, self.eps)
 
 
-def _around(layer: Any, name: str, norm: Any) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]]:
-    """What is done with the input of a sublayer without its norm's scale, and with its output."""
+def _around(layer: Any, name: str, norm: Any) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]:
+    """What is done with the input of a sublayer without its norm's scale, and how its output is added."""
     if (conv := getattr(layer, name, None)) is None:
-        return lambda x: (x, lambda y: y)
-    made = copy.deepcopy(conv).requires_grad_(False)  # the scale of a channel commutes with its kernel
-    made.kernel_projection.weight.mul_(norm.weight.detach())
-    return made
+        return lambda x: (x, torch.add)
+    project = (conv.kernel_projection.weight * norm.weight).detach().T.contiguous()
+    base_SGE = conv.base_SGE().detach()
+
+    def around(x_BKd: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
+        first, second = kernels(x_BKd @ project, base_SGE)  # the scale of a channel commutes with its kernel
+        return convolved(x_BKd, first), lambda onto_BKd, y_BKd: convolved(y_BKd, second, onto_BKd)
+
+    return around
 
 
 def rotated(x_BTHE: Tensor, turn_BTP: Tensor) -> Tensor:

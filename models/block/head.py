@@ -9,8 +9,8 @@ from torch import nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
 from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
-from visspec.models.block.dflash2 import DFlash2Model, with_selector
-from visspec.models.block.sequential import Confidence, Markov, Spark
+from visspec.models.block.dflash2 import DFlash2Model, with_convolutions
+from visspec.models.block.sequential import CandidateSelector, Confidence, Markov, Sequential, Spark
 from visspec.models.layers import MOST_LAYERS
 from visspec.types import MAX_NODES
 
@@ -76,6 +76,8 @@ class BlockConfig:
             raise ValueError("feature_layers: got (), expected at least one layer")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of the {self.heads} heads")
+        if self.selector and (self.markov or self.confidence):
+            raise ValueError(f"selector: got {self.selector} beside DSpark's heads, expected one or the other")
 
     @property
     def levels(self) -> int:
@@ -105,7 +107,7 @@ class BlockConfig:
             eos_token_id=None,
         )
         if self.selector:
-            with_selector(config, self.vocab, self.taps, self.group, self.selector, self.candidates)
+            with_convolutions(config, self.taps, self.group)
         return config
 
 
@@ -123,9 +125,11 @@ class BlockHead(nn.Module):
             self.markov = Markov(config.vocab, config.markov)
         if config.confidence:
             self.confidence = Confidence(config.hidden, config.markov)
+        if config.selector:
+            self.candidate_selector = CandidateSelector(config.vocab, config.hidden, config.selector, config.candidates)
 
     @property
-    def sequential(self) -> Spark | None:
-        """The heads that walk through the places of a block, around the same weights."""
+    def sequential(self) -> Sequential | None:
+        """The head that walks through the places of a block, around the same weights."""
         markov, confidence = getattr(self, "markov", None), getattr(self, "confidence", None)
-        return Spark(markov, confidence) if markov or confidence else None
+        return Spark(markov, confidence) if markov or confidence else getattr(self, "candidate_selector", None)

@@ -33,9 +33,10 @@ from visspec.io.checkpoint import (
     read_tensors,
     shown,
 )
-from visspec.models.block.dflash2 import SELECTOR, DFlash2Model, with_selector
+from visspec.models.block import sequential
+from visspec.models.block.dflash2 import CONVOLUTIONS, DFlash2Model, with_convolutions
 from visspec.models.block.drafter import BlockModel, DFlashVariant
-from visspec.models.block.sequential import PREFIXES, SPARK, WRITTEN, Domino, Spark, entries, renamed, sequential_of
+from visspec.models.block.sequential import CandidateSelector, Domino, Spark, entries, renamed, sequential_of
 from visspec.models.decoder.target import depth, vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
@@ -50,6 +51,8 @@ from visspec.models.drafting.published_config import (
 )
 from visspec.models.layers import MOST_LAYERS
 
+ALGORITHMS = {type(None): "dflash", CandidateSelector: "dflash2", Spark: "dspark", Domino: "domino"}  # by their head
+DFLASH2 = "DFlash2DraftModel"
 FORMS = ("dflash", "dflash2", "dspark", "domino", "speculators", "transformers")
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 OF_THE_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
@@ -86,20 +89,20 @@ def read(
     except ValueError as error:
         said = str(error)
         raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
-    network = DFlash2Model if selects(form, data) else MuseGlimmerAssistantModel
+    network = DFlash2Model if algorithm(form, data) == "dflash2" else MuseGlimmerAssistantModel
     if network is DFlash2Model and 0 < few < vocab:
         raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
     skipped = {"speculators": OF_THE_TARGET, "deepspec": COPIES}.get(form, ())
     own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
     bare = {name: name.removeprefix("logit_head.") for name in shapes}  # as early files of SpecForge wrap them
-    walking = {name for name in shapes if head is not None and bare[name].startswith(PREFIXES)}
+    walking = {name for name in shapes if head is not None and bare[name].startswith(sequential.PREFIXES)}
     rest = shapes.keys() - own - walking - set(skipped)
     names = {name: RENAMED.get(name, name) for name in shapes if name in rest}
-    heads = {name: renamed(bare[name], SPARK) for name in shapes if name in walking}
+    heads = {name: renamed(bare[name], sequential.PUBLISHED) for name in shapes if name in walking}
     stored = {own: name for name, own in (RENAMED | names | heads).items()}
 
     def named(own: str) -> str:
-        return stored.get(own) or renamed(own, WRITTEN)
+        return stored.get(own) or renamed(own, sequential.WRITTEN)
 
     with torch.device("meta"):
         assistant: Any = network(config)
@@ -134,16 +137,15 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
 
 def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: Any) -> Any:
     """The head that walks through the places, on `meta`; None if the form or the checkpoint has none."""
-    if form in ("dflash", "dflash2") or (form == "speculators" and data["speculators_model_type"] != "dspark"):
-        return None
     said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
     with torch.device("meta"):
-        return sequential_of(folder, form, said, vocab, few, model.get_input_embeddings().weight)
+        table = model.get_input_embeddings().weight
+        return sequential_of(folder, algorithm(form, data), said, vocab, few, table)
 
 
-def selects(form: str, data: dict) -> bool:
-    """Whether a checkpoint is one of DFlash 2."""
-    return form == "dflash2" or (form == "speculators" and data["speculators_model_type"] == "dflash2")
+def algorithm(form: str, data: dict) -> str:
+    """What a checkpoint is one of: a form, or what speculators' form names."""
+    return data["speculators_model_type"] if form == "speculators" else form
 
 
 def config_of(
@@ -189,9 +191,9 @@ def config_of(
         bos_token_id=None,
         eos_token_id=None,
     )
-    if selects(form, data):
-        known = {**SELECTOR, **said} if form == "speculators" else said
-        with_selector(config, entry(folder, layer, "vocab_size", int), *(known.get(name) for name in SELECTOR))
+    if algorithm(form, data) == "dflash2":
+        known = {**CONVOLUTIONS, **said} if form == "speculators" else said
+        with_convolutions(config, *(known.get(name) for name in CONVOLUTIONS))
     return config, _block(folder, form, said, kinds, window, causal)
 
 
@@ -236,7 +238,8 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
     spark = form in ("dspark", "deepspec") or said.get("speculators_model_type") == "dspark"
     anchor = bool(said.get("shift_label" if form == "domino" else "sample_from_anchor", spark))
     if form == "speculators":
-        hides = not said.get("sliding_window_non_causal", selects(form, said)) if causal is None else causal
+        both_ways = said.get("sliding_window_non_causal", algorithm(form, said) == "dflash2")
+        hides = not both_ways if causal is None else causal
         return DFlashVariant(
             anchor=anchor,
             causal=hides,
@@ -352,7 +355,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     tensors = {names.get(name, name): tensor for name, tensor in assistant.state_dict().items()}
     block = drafter.form
     if block.sequential is not None:
-        tensors |= {renamed(name, WRITTEN): tensor for name, tensor in block.sequential.state_dict().items()}
+        tensors |= {renamed(name, sequential.WRITTEN): tensor for name, tensor in block.sequential.state_dict().items()}
     if block.head is not None:
         tensors["lm_head.weight"] = block.head.weight
         if block.ids is not None:
@@ -370,12 +373,8 @@ def check_form(drafter: BlockModel, form: str) -> None:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
     block, plain, flat = drafter.form, DFlashVariant(), ("scale", "multiplier", "softcap")
     only = {"dflash": flat, "dflash2": flat, "domino": ("anchor", *flat), "transformers": ()}
-    walks: dict[str, Any] = {"dspark": Spark, "domino": Domino}
-    if drafter.selector is None:
-        walks["speculators"] = (Spark, type(None))
-    wrong, has = (("dflash2",), "no") if drafter.selector is None else (("dflash", "dspark", "transformers"), "a")
-    if form in wrong:
-        raise ValueError(f"form: got a drafter with {has} selector for {form!r}, expected another form or drafter")
+    walks: dict[str, Any] = {"dflash2": CandidateSelector, "dspark": Spark, "domino": Domino}
+    walks["speculators"] = (CandidateSelector, Spark, type(None))
     if not isinstance(block.sequential, walks.get(form, type(None))):
         found = "no head" if block.sequential is None else f"the head of {type(block.sequential).__name__}"
         raise ValueError(f"form: got a drafter with {found} that walks through places for {form!r}, expected another")
@@ -393,12 +392,12 @@ def check_form(drafter: BlockModel, form: str) -> None:
 
 def form_for(drafter: BlockModel) -> str:
     """The published form that holds a drafter."""
-    block = drafter.form
-    if isinstance(block.sequential, Domino):
-        return "domino"
-    if block.sequential is not None or block.head is not None or block.anchor or block.from_anchor:
+    block, kind = drafter.form, ALGORITHMS[type(drafter.form.sequential)]
+    if kind == "domino":
+        return kind
+    if kind == "dspark" or block.head is not None or block.anchor or block.from_anchor:
         return "speculators"
-    return ("dflash" if drafter.selector is None else "dflash2") if block.index else "transformers"
+    return kind if block.index else "transformers"
 
 
 def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
@@ -421,16 +420,18 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
         "sliding_window": (drafter.reach + (form != "speculators")) if sliding else None,
         "tie_word_embeddings": False,
     }
-    ids, second = list(config.target_layer_ids), drafter.selector is not None
-    sizes = {name: getattr(config, name) for name in ("block_size", *SELECTOR) if second}
+    ids, kind = list(config.target_layer_ids), ALGORITHMS[type(block.sequential)]
     walks = entries(block.sequential, block.anchor)
+    if kind == "dflash2":
+        walks |= {name: getattr(config, name) for name in CONVOLUTIONS}
     if form != "speculators":
-        own = sizes | walks | {"target_layer_ids": ids, "mask_token_id": drafter.mask}
+        own = walks | {"target_layer_ids": ids, "mask_token_id": drafter.mask}
+        own |= {"block_size": drafter.block} if kind == "dflash2" else {}
         factors = {"input_embedding_scale": block.scale, "output_multiplier": block.multiplier}
         own |= {name: value for name, value in factors.items() if value != 1.0}
         own |= {"final_logit_softcapping": block.softcap} if block.softcap else {}
         return {
-            "architectures": [f"{'Domino' if walks else 'DFlash2' if second else 'DFlash'}DraftModel"],
+            "architectures": [{"dflash": "DFlashDraftModel", "dflash2": DFLASH2, "domino": "DominoDraftModel"}[kind]],
             **layer,
             **({} if block.causal else {"is_causal": False}),
             "block_size": drafter.block,
@@ -438,9 +439,8 @@ def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str,
             "dflash_config": own,
         }
     return {
-        "architectures": ["DFlash2DraftModel" if second else "DSparkSpeculator" if walks else "DFlashSpeculator"],
-        "speculators_model_type": (kind := "dflash2" if second else "dspark" if walks else "dflash"),
-        **sizes,
+        "architectures": [{"dflash": "DFlashSpeculator", "dflash2": DFLASH2, "dspark": "DSparkSpeculator"}[kind]],
+        "speculators_model_type": kind,
         **walks,
         "speculators_version": VERSION,
         "draft_vocab_size": drafter.vocab if block.ids is None else len(block.ids),

@@ -1,7 +1,8 @@
 """Small heads that make a block's laws depend on the tokens drafted before a place: DSpark's Markov head with its
-confidence head (arXiv 2607.05147), and Domino's recurrent one (arXiv 2605.29707).
+confidence head (arXiv 2607.05147), Domino's recurrent one (arXiv 2605.29707), and DFlash 2's selector of candidates.
 
-Shapes: B rows, d hidden size, V vocabulary, r rank or size of a state; `...` is (B,) in chains and (B, W) in trees.
+Shapes: B rows, K places, W tokens above a place (1 in chains), C candidates, d hidden size, V vocabulary, r rank or
+size of a state.
 """
 
 from __future__ import annotations
@@ -17,17 +18,20 @@ from torch import Tensor, nn
 from visspec.io.checkpoint import LARGEST, check_whole, shown
 from visspec.models.layers import over_vocabulary
 
-Below = Callable[[Tensor, Tensor, Tensor], Tensor]
+Below = Callable[[int, Tensor], Tensor]
 KINDS = ("vanilla", "gated", "rnn")
-SPARK = {  # published names of what a `Spark` holds
+SELECTOR = {"selector_rank": 256, "selector_top_k": 16}  # as published
+PUBLISHED = {  # names of what `Spark` and `CandidateSelector` hold
+    "candidate_selector": "",
+    "candidate_selector.hidden_projection": "hidden_projection",
     "markov_head.markov_w1": "markov.down",
     "markov_head.markov_w2": "markov.up",
     "markov_head.gate_proj": "markov.gate",
     "markov_head.joint_proj": "markov.joint",
     "confidence_head.proj": "confidence.linear",
 }
-WRITTEN = {own: name for name, own in SPARK.items()}
-PREFIXES = ("markov_head.", "confidence_head.", "prefix_gru.", "embed_proj.")
+WRITTEN = {own: name for name, own in PUBLISHED.items()}
+PREFIXES = ("candidate_selector.", "markov_head.", "confidence_head.", "prefix_gru.", "embed_proj.")
 
 
 class Markov(nn.Module):
@@ -80,15 +84,22 @@ class Sequential(nn.Module):
     """A head that walks through the places of a block."""
 
     remembers = False  # whether a place's law depends on more than the token above it: no trees
+    candidates = 0  # tokens that it leaves of a place; 0: all
 
-    def begun(self) -> Below:
-        """A function for the places of one draft in turn: from a place's logits (..., V) by the pass, its hidden state
-        (..., d) and the token above it (...) to the logits of the law that it is drawn from, (..., V).
+    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
+        """A function for the places of one draft in turn: from a place's index and the tokens above it (B, W) to the
+        logits of the laws that it is drawn from, (B, W, V). Given are logits and hidden states of the pass.
         """
         raise NotImplementedError
 
+    def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor | None:
+        """The chain (B, K) of each place's likeliest token, if it is found without a walk."""
+        return None
+
     def expected(self, hidden: Tensor, token: Tensor) -> Tensor | None:
-        """Logits (...) of the acceptance rates of places with hidden states (..., d) below tokens (...), or None."""
+        """Logits (...) of the acceptance rates of places with hidden states (..., d) below tokens (...), or None. What
+        is learnt from them does not change the states.
+        """
         return None
 
 
@@ -100,23 +111,24 @@ class Spark(Sequential):
         self.markov, self.confidence, self.ids = markov, confidence, ids
         self.remembers = markov is not None and markov.kind == "rnn"
 
-    def begun(self) -> Below:
+    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
         kept: Tensor | None = None
 
-        def below(logits: Tensor, hidden: Tensor, token: Tensor) -> Tensor:
+        def below(place: int, token_BW: Tensor) -> Tensor:
             nonlocal kept
+            logits_B1V = logits_BKV[:, place, None]
             if self.markov is None:
-                return logits
-            more, kept = self.markov(hidden, token, kept)
-            return logits + over_vocabulary(more, self.ids, logits.shape[-1])
+                return logits_B1V
+            more_BWD, kept = self.markov(hidden_BKd[:, place, None], token_BW, kept)
+            return logits_B1V + over_vocabulary(more_BWD, self.ids, logits_BKV.shape[-1])
 
         return below
 
     def expected(self, hidden: Tensor, token: Tensor) -> Tensor | None:
         if self.confidence is None:
             return None
-        before = self.markov.down(token) if self.markov is not None and self.confidence.rank else None
-        return self.confidence(hidden, before)
+        before = self.markov.down(token).detach() if self.markov is not None and self.confidence.rank else None
+        return self.confidence(hidden.detach(), before)
 
 
 class Domino(Sequential):
@@ -134,36 +146,93 @@ class Domino(Sequential):
         first, last = nn.Linear(hidden + state, middle, bias=False), nn.Linear(middle, vocab, bias=False)
         self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
 
-    def begun(self) -> Below:
-        place = 0
+    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
         kept: Tensor | None = None
 
-        def below(logits_BV: Tensor, hidden_Bd: Tensor, token_B: Tensor) -> Tensor:
-            nonlocal place, kept
-            out_B1r, kept = self.prefix_gru(F.embedding(token_B, self.table[0])[:, None], kept)
-            place += 1
-            if place <= self.prefix:
-                return logits_BV
-            return logits_BV + self.embed_proj(torch.cat([hidden_Bd, out_B1r[:, 0]], dim=-1))
+        def below(place: int, token_B1: Tensor) -> Tensor:
+            nonlocal kept
+            out_B1r, kept = self.prefix_gru(F.embedding(token_B1, self.table[0]), kept)
+            logits_B1V, hidden_B1d = logits_BKV[:, place, None], hidden_BKd[:, place, None]
+            if place < self.prefix:
+                return logits_B1V
+            return logits_B1V + self.embed_proj(torch.cat([hidden_B1d, out_B1r], dim=-1))
 
         return below
+
+
+class CandidateSelector(Sequential):
+    """DFlash 2's: scores the likeliest tokens of a place by the token before it, edge(p -> c) = <A[p] * project(h),
+    B[c]> + unary[c], with h the place's hidden state. New ones add nothing.
+    """
+
+    def __init__(self, vocab: int, hidden: int, rank: int, candidates: int):
+        super().__init__()
+        self.candidates = candidates
+        self.predecessor_codebook = nn.Parameter(torch.randn(vocab, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab, rank))
+        self.hidden_projection = nn.Linear(hidden, rank, bias=False)
+        nn.init.normal_(self.hidden_projection.weight, std=0.02)
+
+    def _rows(self, hidden: Tensor, ids: Tensor) -> Tensor:
+        """Vectors (..., C, r) of candidates (..., C), to be multiplied with those of tokens before them."""
+        return self.successor_codebook[ids] * self.hidden_projection(hidden)[..., None, :]
+
+    def scores(self, logits: Tensor, hidden: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """(logits of candidates, their ids), (..., C) each, of places (..., V) below tokens (...). The token (...) that
+        comes after is among them: where it is not one of the likeliest, in place of the last.
+        """
+        ids = logits.topk(self.candidates, dim=-1).indices
+        missing = ~(ids == after[..., None]).any(dim=-1)
+        ids[..., -1] = torch.where(missing, after, ids[..., -1])
+        edges = self._rows(hidden, ids) @ self.predecessor_codebook[before][..., None]
+        return logits.gather(-1, ids) + edges[..., 0].to(logits.dtype), ids
+
+    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
+        unary_BKC, ids_BKC = logits_BKV.topk(self.candidates, dim=-1)
+        rows_BKrC = self._rows(hidden_BKd, ids_BKC).mT
+        nothing_V = torch.full_like(logits_BKV[0, 0], float("-inf"))
+
+        def below(place: int, token_BW: Tensor) -> Tensor:
+            edges_BWC = F.embedding(token_BW, self.predecessor_codebook) @ rows_BKrC[:, place]
+            scores_BWC = unary_BKC[:, place, None] + edges_BWC.to(logits_BKV.dtype)
+            ids_BWC = ids_BKC[:, place, None].expand_as(scores_BWC)
+            return nothing_V.expand(*token_BW.shape, -1).scatter(-1, ids_BWC, scores_BWC)
+
+        return below
+
+    def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor:
+        """Every candidate's likeliest successor at once; 1, 2, 4, ... of these steps are made one, up to each place."""
+        unary_BKC, ids_BKC = logits_BKV.topk(self.candidates, dim=-1)
+        above_BKC = torch.cat([token_B[:, None, None].expand_as(ids_BKC[:, :1]), ids_BKC[:, :-1]], dim=1)
+        edges_BKCC = self.predecessor_codebook[above_BKC] @ self._rows(hidden_BKd, ids_BKC).mT
+        next_BKC, steps = (unary_BKC[:, :, None] + edges_BKCC.to(unary_BKC.dtype)).argmax(dim=-1), 1
+        while steps < next_BKC.shape[1]:
+            next_BKC = torch.cat([next_BKC[:, :steps], next_BKC[:, steps:].gather(-1, next_BKC[:, :-steps])], dim=1)
+            steps *= 2
+        return ids_BKC.gather(-1, next_BKC[..., :1])[..., 0]
 
 
 # --- published configurations -----------------------------------------------------------------------------------------
 
 
 def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
-    """The head, without weights, of a checkpoint that says these things; None if it has none. kind: its form,
-    "speculators", "dspark", "deepspec" or "domino". few: ids of its own vocabulary of V, 0: all. table: the target's
+    """The head, without weights, of a checkpoint that says these things; None if it has none. kind: "dflash",
+    "dflash2", "dspark", "deepspec" or "domino". few: ids of its own vocabulary of V, 0: all. table: the target's
     embeddings, at least (V, d). Raises ValueError for what we don't have.
     """
-    hidden = table.shape[1]
+    hidden, nested = table.shape[1], "speculators_model_type" in said
+    if kind == "dflash":
+        return None
+    if kind == "dflash2":
+        sizes: list[Any] = [said.get(name, default if nested else None) for name, default in SELECTOR.items()]
+        for name, size in zip(SELECTOR, sizes):
+            check_whole(name, size, 1, vocab)
+        return CandidateSelector(vocab, hidden, *sizes)
     if kind == "domino":
         for name, low in (("gru_hidden_dim", 1), ("emb_dim", 1), ("pure_draft_prefix_len", 0)):
             check_whole(name, said.get(name, 0), low, LARGEST)
         prefix = said.get("pure_draft_prefix_len", 0)
         return Domino(vocab, table, said["gru_hidden_dim"], said["emb_dim"], prefix)
-    nested = kind == "speculators"
     rank, named = said.get("markov_rank", 256 if nested else 0) or 0, said.get("markov_head_type", KINDS[0])
     check_whole("markov_rank", rank, 0, LARGEST)
     if rank and named not in KINDS:
@@ -191,6 +260,8 @@ def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
             "pure_draft_prefix_len": head.prefix,
         }
         return {"projector_type": "domino", **sizes, "shift_label": anchor}
+    if isinstance(head, CandidateSelector):
+        return dict(zip(SELECTOR, (head.successor_codebook.shape[1], head.candidates)))
     if not isinstance(head, Spark):
         return {}
     return {
@@ -204,4 +275,4 @@ def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
 def renamed(name: str, names: dict[str, str]) -> str:
     """The name of a tensor under other names of the modules that hold them."""
     module, _, tensor = name.rpartition(".")
-    return f"{names.get(module, module)}.{tensor}"
+    return ".".join(filter(None, (names.get(module, module), tensor)))

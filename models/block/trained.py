@@ -83,25 +83,6 @@ class BlockDrafter(checkpoint.NetworkDrafter, BlockModel):
         """Target ids of the trained logits: all of them."""
         return
 
-    def expected(self, lesson: TrainingBatch, hidden_BTd: Tensor) -> Tensor:
-        """Logits (B, T) of the acceptance rates of the elements of a rollout with these hidden states. What the
-        confidence head learns does not change the states that it reads.
-        """
-        before_BT = lesson.ids[:, lesson.prompt_length :][:, : hidden_BTd.shape[1]]
-        vector = self.head.markov.down(before_BT).detach() if self.config.markov else None
-        return self.head.confidence(hidden_BTd.detach(), vector)
-
-    def selected(self, lesson: TrainingBatch, logits_BTV: Tensor, hidden_BTd: Tensor) -> tuple[Tensor, Tensor]:
-        """(scores (B, T, C) of the selector below the answer's own tokens, candidates (B, T, C)) of a rollout's
-        elements. The answer's next token is among them: where it is not one of the likeliest, in place of the last.
-        """
-        before_BT, next_BT = (lesson.ids[:, lesson.prompt_length + i :][:, : hidden_BTd.shape[1]] for i in (0, 1))
-        selector = self.head.model.candidate_selector
-        ids_BTC = logits_BTV.topk(selector.top_k, dim=-1).indices
-        missing_BT = ~(ids_BTC == next_BT[..., None]).any(dim=-1)
-        ids_BTC[..., -1] = torch.where(missing_BT, next_BT, ids_BTC[..., -1])
-        return selector.scores(logits_BTV, hidden_BTd, before_BT, ids_BTC), ids_BTC
-
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """One pass over blocks that tile the answers, for training (`visspec.train.capture.TrainingBatch`); `steps` is
         unused.

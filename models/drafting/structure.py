@@ -80,6 +80,7 @@ class Chain:
     def __init__(self, state: State, stop: StopCriteria | None = None):
         self.state, self.stop = state, stop
         self.sampling, self.noise, self.pending = state.request.sampling, state.noise, state.pending
+        self.greedy = self.noise is None and stop is None  # warping keeps the order
         self.tokens: list[Tensor] = []
         self.distributions: list[Categorical] = []
         if stop is not None:
@@ -90,7 +91,7 @@ class Chain:
         """Add a level by the logits of its distribution. Returns its tokens (B,). expected: the probability of its
         acceptance by a trained head, from nothing but what stands above it.
         """
-        if self.noise is None and self.stop is None:  # greedy: warping keeps the order
+        if self.greedy:
             self.tokens.append(logits_BV.argmax(dim=-1))
             return self.tokens[-1]
         level = len(self.tokens)
@@ -114,7 +115,7 @@ class Chain:
 
     def extend(self, logits_BKV: Tensor) -> None:
         """Add levels whose distributions do not depend on each other's tokens."""
-        if self.stop is None and self.noise is None:
+        if self.greedy:
             self.tokens += logits_BKV.argmax(dim=-1).unbind(1)
             return
         for logits_BV in logits_BKV.unbind(1):

@@ -48,8 +48,8 @@ class TrainingOptions:
     opening: float = 0.5
     decay: float = 0.8
     feature_weight: float = 0.0
-    confidence_weight: float = 0.0  # of a head that expects acceptance rates: `expected` of the drafter
-    selector_weight: float = 0.0  # of a selector's cross-entropy over its candidates: `selected` of the drafter
+    confidence_weight: float = 0.0  # of a head that expects acceptance rates: `expected` of its `sequential`
+    selector_weight: float = 0.0  # of a selector's cross-entropy over its candidates: `scores` of the same
     rate: float = 1e-3
     floor: float = 0.02
     warm_up: int = 50
@@ -105,7 +105,8 @@ class Step(nn.Module):
 
     def __init__(self, drafter: TrainedDrafter, plan: TrainingOptions):
         super().__init__()
-        self.head, self.plan = drafter.head, plan
+        self.head: Any = drafter.head
+        self.plan = plan
         self._drafter = (drafter,)  # the target's modules are not trained
 
     def forward(self, lesson: TrainingBatch, kind: str) -> tuple[Tensor, list[float]]:
@@ -126,13 +127,13 @@ class Step(nn.Module):
         loss, agreed = losses.rollout_loss(
             rollout, logits_BTV, kind, decay=plan.decay, feature_BTd=feature, feature_weight=plan.feature_weight
         )
+        (q, hidden_BTd, mask), head = rollout[0], self.head
+        before_BT, after_BT = (lesson.ids[:, lesson.prompt_length + i :][:, : q.shape[1]] for i in (0, 1))
         if plan.confidence_weight:
-            q, hidden_BTd, mask = rollout[0]
-            expected = drafter.expected(lesson, hidden_BTd)
+            expected = head.sequential.expected(hidden_BTd, before_BT)
             loss = loss + plan.confidence_weight * losses.confidence(expected, q, logits_BTV, mask)
         if plan.selector_weight:
-            q, hidden_BTd, mask = rollout[0]
-            scores_BTC, ids_BTC = drafter.selected(lesson, q, hidden_BTd)
+            scores_BTC, ids_BTC = head.sequential.scores(q, hidden_BTd, before_BT, after_BT)
             each_BT = losses.soft_ce(scores_BTC, logits_BTV.gather(-1, ids_BTC))
             loss = loss + plan.selector_weight * losses.mean(each_BT, mask)
         return loss, agreed
