@@ -6,6 +6,7 @@ Shapes: B rows, T elements, H heads, E head size, P positions, C = E / 2 channel
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,12 @@ ROPE_SCALINGS: dict[str, set[str]] = {
 OPTIONAL_FACTORS = {
     "yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
 }  # may be left out
+
+
+def depth(model: Any) -> int:
+    """Number of layers with a hidden state behind each; LongCat's configuration counts halves of its layers."""
+    layers = getattr(model.get_decoder(), "layers", None)
+    return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -23,13 +23,13 @@ from visspec.io import hub
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
 from visspec.models.block.sequential import Sequential
-from visspec.models.decoder.target import depth, describe
+from visspec.models.decoder.target import describe
 from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting import published_config
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.models.drafting.memory import accepted, packed, prompt_first
 from visspec.models.drafting.structure import Chain, StructuredDrafter
-from visspec.models.layers import over_vocabulary
+from visspec.models.layers import depth, over_vocabulary
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 

@@ -37,7 +37,7 @@ from visspec.models.block import sequential
 from visspec.models.block.dflash2 import CONVOLUTIONS, DFlash2Model, with_convolutions
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.sequential import CandidateSelector, Domino, Spark, entries, renamed, sequential_of
-from visspec.models.decoder.target import depth, vocabulary
+from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
     VERSION,
@@ -49,7 +49,7 @@ from visspec.models.drafting.published_config import (
     speculators_config,
     unprefixed,
 )
-from visspec.models.layers import MOST_LAYERS
+from visspec.models.layers import MOST_LAYERS, depth
 
 ALGORITHMS = {type(None): "dflash", CandidateSelector: "dflash2", Spark: "dspark", Domino: "domino"}  # by their head
 DFLASH2 = "DFlash2DraftModel"

@@ -30,6 +30,7 @@ from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
 from visspec.models.decoder import probe
 from visspec.models.decoder.layer_subset import LayerSubset
+from visspec.models.layers import depth
 from visspec.models.runner.compiled import compiled
 from visspec.models.runner.graphs import recorded
 from visspec.models.runner.target import RunningTarget
@@ -392,12 +393,6 @@ def text_sizes(model: Any) -> dict[str, Any]:
         "vocab": vocabulary(model),
         "target_layers": depth(model),
     }
-
-
-def depth(model: Any) -> int:
-    """Number of layers with a hidden state behind each; LongCat's configuration counts halves of its layers."""
-    layers = getattr(model.get_decoder(), "layers", None)
-    return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
 
 
 def vocabulary(model: Any) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import Value, check_wholes, shown, unwrapped
-from visspec.models.decoder.target import depth
-from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS
+from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS, depth
 
 VERSION = "0.9.0"  # of speculators, whose layout is written
 

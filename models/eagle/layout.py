@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shown
-from visspec.models.decoder.target import content_ids, depth, vocabulary
+from visspec.models.decoder.target import content_ids, vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
     VERSION,
@@ -39,6 +39,7 @@ from visspec.models.drafting.published_config import (
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.layers import depth
 from visspec.models.published_tensors import rename, renamed
 
 logger = logging.getLogger(__name__)

@@ -239,15 +239,15 @@ def test_run_resumes_after_a_torn_line_and_lists_broken_images(tmp_path: Path):
     "run",
     [
         "tasks.run(scenes.shape_questions(8), step, RESULTS, 'm')",
-        "geneval.evaluate(ROOT, RESULTS, ShapeWorldDetector())",
+        "geneval.evaluate(ROOT, RESULTS, ShapeDetector())",
     ],
 )
 def test_a_killed_run_loses_no_finished_row(tmp_path: Path, run: str):
     """SIGKILL at the fourth of eight; the three that are finished are in the file, and not asked or judged again."""
     code = (
         "import os, signal\nfrom visspec.eval.metrics import geneval, tasks\nfrom visspec.toys import scenes\n"
-        "from visspec.toys.judges import ShapeWorldDetector\nlook = ShapeWorldDetector.detect\n"
-        "ShapeWorldDetector.detect = lambda *given: step() and look(*given)\n"
+        "from visspec.toys.world.detector import ShapeDetector\nlook = ShapeDetector.detect\n"
+        "ShapeDetector.detect = lambda *given: step() and look(*given)\n"
         "steps = []\ndef step(*given):\n    steps.append(given)\n    if len(steps) == 4:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n    return 'x'\n"
     )
