@@ -151,6 +151,9 @@ def test_where_nothing_was_made_for_a_model_the_fastest_that_needs_no_training_i
         assert new_tokens(out, inputs) == stock("llama", "ragged")
         assert fast.last_stats.drafter == name
         assert "because nothing was made for the model, and each request takes the fastest" in str(fast.last_stats)
+    hook = visspec.speculative()
+    model.generate(**inputs, max_new_tokens=NEW, do_sample=False, custom_generate=hook)
+    assert hook.last_stats.why == fast.last_stats.why
     fast.save_pretrained(tmp_path)
     again = visspec.Accelerated.from_pretrained(tmp_path)
     assert [setup.name for setup in again.setup.each] == ["ngram", "suffix", "recycling"] and not again._why

@@ -377,7 +377,7 @@ class Speculative:
         fast = self.fast
         if fast is None or fast.target.model is not model:
             fast = self.fast = accelerate(model, self.drafter, **self.options)
-        call = _Run(fast.setup.select(), fast.tokenizer, tok_streamer, generator, seed)
+        call = _Run(fast.setup.select(), fast.tokenizer, tok_streamer, generator, seed, why=fast._why)
         output = call(model, input_ids, **prepared)
         assert call.result is not None
         self.last_stats = call.result[1]

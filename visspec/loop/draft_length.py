@@ -44,13 +44,15 @@ class LinearCost:
     known: bool = False
 
     def add(self, x: float, y: float) -> None:
-        self.see(x, y := min(y, self.ceiling(x)))
+        y = min(y, self.ceiling(x))
+        if not self.known:
+            self.see(x, y)
         self.moments = [FORGET * s + new for s, new in zip(self.moments, (1.0, x, y, x * x, x * y))]
 
     def see(self, x: float, y: float) -> None:
         """Remember a point that the line does not follow, like those of a warm-up."""
         self.first = [*self.first, (x, y)][:8]
-        self.known = self.known or self.moments[0] > 2
+        self.known = self.moments[0] > 2
 
     def ceiling(self, x: float) -> float:
         """Twice the usual seconds; before the line is known, of the fastest that had as many levels or more."""
