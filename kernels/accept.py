@@ -32,8 +32,8 @@ from visspec.kernels.common import (
     check_laws,
     check_tensor,
     host,
+    in_range,
     jit,
-    known,
     launchable,
     law_tolerance,
     next_power_of_2,
@@ -43,7 +43,7 @@ from visspec.kernels.common import (
     tl,
     widen,
 )
-from visspec.kernels.displacement import batched, mean_distance
+from visspec.kernels.displacement import batched_displacement, mean_distance
 from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_prefix, table_on_host
 
 
@@ -174,7 +174,7 @@ def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch, spac
         if uniforms[n] < f:
             if space is not None and f > exact:  # y is drawn from the residual after a rejection of x
                 over = law if rest is None else rest
-                over = _zeroed(law.copy(), (*tried, x)) if q is None else _less(over, drawn, left)
+                over = _zero_ids(law.copy(), (*tried, x)) if q is None else _less(over, drawn, left)
                 moved += (f - exact) / f * mean_distance(x, over, space)
             kept.append(n)
             tried, rest, left, spent, siblings, current, law = set(), None, 1.0, [], 0, n, law_at(n)
@@ -193,7 +193,7 @@ def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch, spac
                 source[x] = 0.0
             else:
                 source = _without(rest.copy(), spent)
-    return kept, _zeroed((law if rest is None else rest).astype(np.float64), tried), law, drift, moved
+    return kept, _zero_ids((law if rest is None else rest).astype(np.float64), tried), law, drift, moved
 
 
 def _less(law, drawn, left):
@@ -203,7 +203,7 @@ def _less(law, drawn, left):
     return np.maximum(rest, 0.0, out=rest)
 
 
-def _zeroed(weights, ids):
+def _zero_ids(weights, ids):
     for x in ids:
         weights[x] = 0.0
     return weights
@@ -212,7 +212,7 @@ def _zeroed(weights, ids):
 def _without(weights, spent):
     """Sets the weights at these ids to 0, in place; ids outside the vocabulary are ignored."""
     for ids in spent:
-        if not known(ids, len(weights)):
+        if not in_range(ids, len(weights)):
             ids = ids[(ids >= 0) & (ids < len(weights))]
         weights[ids] = 0.0
     return weights
@@ -441,7 +441,7 @@ def accept_tree_device(
     *verdict, gain = accept_tree_triton(tokens, parent, p, q, uniforms, draw, *rule)
     if space is None:
         return *verdict, torch.zeros_like(verdict[-1])
-    return *verdict, batched(tokens, parent, p, q, verdict[0], gain, space, branch)
+    return *verdict, batched_displacement(tokens, parent, p, q, verdict[0], gain, space, branch)
 
 
 def _fake(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False):

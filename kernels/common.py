@@ -121,11 +121,11 @@ def check_number(name: str, value: float, low: float = -math.inf, high: float = 
 
 def check_ids(name: str, ids: torch.Tensor, count: int) -> None:
     """Raises ValueError for ids outside [0, count) on a CPU, where no sync is needed; CUDA kernels mask them."""
-    if ids.device.type == "cpu" and not known(stored := host(ids), count):
+    if ids.device.type == "cpu" and not in_range(stored := host(ids), count):
         require(False, name, f"ids from {int(stored.min())} to {int(stored.max())}", f"ids in [0, {count})")
 
 
-def known(ids: np.ndarray, count: int) -> bool:
+def in_range(ids: np.ndarray, count: int) -> bool:
     """Whether all ids of an array are in [0, count), in one pass: as unsigned numbers, negative ids are huge."""
     return np.maximum.reduce(ids.view(UNSIGNED[ids.dtype.itemsize]), axis=None, initial=0) < count
 

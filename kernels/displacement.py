@@ -44,7 +44,7 @@ def between(x: torch.Tensor, y: torch.Tensor, codes: torch.Tensor) -> torch.Tens
     return far * ((x <= last) & (y <= last))
 
 
-def batched(
+def batched_displacement(
     tokens: torch.Tensor,
     parent: torch.Tensor,
     p: torch.Tensor,

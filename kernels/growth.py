@@ -14,8 +14,8 @@ from visspec.kernels.common import (
     INTS,
     check_tensor,
     host,
+    in_range,
     jit,
-    known,
     launchable,
     next_power_of_2,
     on_device,
@@ -169,7 +169,7 @@ def ancestors_host(parent, levels):
     B, N = parent.shape
     above, mask = np.full((B, N + 1), -1), np.zeros((B, N, N + 1), dtype=bool)
     above[:, :N] = host(parent)
-    if not known(above[:, :N] + 1, N + 1):
+    if not in_range(above[:, :N] + 1, N + 1):
         require(False, "parent", f"nodes from {above.min()} to {above.max()}", f"nodes in [-1, {N})")
     row, node = np.arange(B)[:, None], np.arange(N)
     now = node[None]

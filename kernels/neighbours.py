@@ -20,8 +20,8 @@ from visspec.kernels.common import (
     check_number,
     check_tensor,
     host,
+    in_range,
     jit,
-    known,
     launchable,
     next_power_of_2,
     on_device,
@@ -74,7 +74,7 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     if row is not None:
         check_ids("row", row, p.shape[0])
     near = neighbours.index_select(0, token).long()
-    if not known(host(near), V):
+    if not in_range(host(near), V):
         p, near = torch.nn.functional.pad(p, (0, 1)), torch.where((near >= 0) & (near < V), near, V)
     start = (torch.arange(R, device=p.device) if row is None else row).unsqueeze(1) * p.shape[1]
     flat = near.add_(start)
@@ -112,7 +112,7 @@ def _weights(law: np.ndarray, near: np.ndarray) -> np.ndarray:
             return law.take(near)
         except IndexError:
             pass
-    elif known(near, len(law)):
+    elif in_range(near, len(law)):
         return law.take(near)
     inside = (near >= 0) & (near < len(law))
     return np.where(inside, law[np.where(inside, near, 0)], 0.0)

@@ -111,13 +111,13 @@ def _value(rank):
 
 
 @jit
-def _stored(out, at, V):
+def _store_ranks(out, at, V):
     """Ranks of a block; beyond the row the minimum, which is the rank of no float."""
     return tl.where(at < V, _rank(tl.load(out + at, mask=at < V, other=0.0)), -2147483648)
 
 
 @jit
-def _scaled(
+def _scale_block(
     logits, uncond, at, V, guidance, temperature, GUIDED: tl.constexpr, GREEDY: tl.constexpr, BLOCK_V: tl.constexpr
 ):
     """z of one block of a row."""
@@ -150,7 +150,7 @@ def _guided_warp_kernel(  # noqa: C901
     rank = tl.full((BLOCK_V,), -2147483648, tl.int32)
     for start in range(0, V, BLOCK_V):
         at = start + lanes
-        z = _scaled(logits, uncond, at, V, guidance, temperature, GUIDED, GREEDY, BLOCK_V)
+        z = _scale_block(logits, uncond, at, V, guidance, temperature, GUIDED, GREEDY, BLOCK_V)
         top = tl.max(z, 0)
         where = tl.min(tl.where((z == top) & (at < V), at, V), 0)
         mode = tl.where(top > peak, where, mode)
@@ -171,7 +171,7 @@ def _guided_warp_kernel(  # noqa: C901
             for start in range(0, V, BLOCK_V):
                 at = start + lanes
                 if not WHOLE:
-                    rank = _stored(out, at, V)
+                    rank = _store_ranks(out, at, V)
                 reached += tl.sum((rank >= middle.to(tl.int32)).to(tl.int32), 0)
             floor = tl.where(reached >= top_k, middle, floor)
             high = tl.where(reached > top_k, high, tl.where(reached == top_k, middle, middle - 1))
@@ -181,7 +181,7 @@ def _guided_warp_kernel(  # noqa: C901
         for start in range(0, V, BLOCK_V):
             at = start + lanes
             if not WHOLE:
-                rank = _stored(out, at, V)
+                rank = _store_ranks(out, at, V)
             kept = (rank >= least) & (at < V)
             total += tl.sum(tl.where(kept, tl.exp(_value(rank) - peak), 0.0).to(tl.float64), 0)
     if TOP_P and not GREEDY:
@@ -196,7 +196,7 @@ def _guided_warp_kernel(  # noqa: C901
             for start in range(0, V, BLOCK_V):
                 at = start + lanes
                 if not WHOLE:
-                    rank = _stored(out, at, V)
+                    rank = _store_ranks(out, at, V)
                 taken = (rank >= least) & (rank <= middle.to(tl.int32)) & (at < V)
                 share = tl.div_rn(tl.exp(_value(rank) - peak), whole)
                 summed += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
@@ -208,7 +208,7 @@ def _guided_warp_kernel(  # noqa: C901
         for start in range(0, V, BLOCK_V):
             at = start + lanes
             if not WHOLE:
-                rank = _stored(out, at, V)
+                rank = _store_ranks(out, at, V)
             taken = (rank >= least) & (rank < edge) & (at < V)
             share = tl.div_rn(tl.exp(_value(rank) - peak), whole)
             below += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
@@ -218,7 +218,7 @@ def _guided_warp_kernel(  # noqa: C901
         for start in range(0, V, BLOCK_V):
             at = start + lanes
             if not WHOLE:
-                rank = _stored(out, at, V)
+                rank = _store_ranks(out, at, V)
             weight = tl.exp(_value(rank) - peak)
             tied = rank == edge
             place = seen + tl.cumsum(tied.to(tl.int32), 0)
@@ -237,7 +237,7 @@ def _guided_warp_kernel(  # noqa: C901
     for start in range(0, V, BLOCK_V):
         at = start + lanes
         if not WHOLE:
-            rank = _stored(out, at, V)
+            rank = _store_ranks(out, at, V)
         kept = (rank >= least) & (rank > -2147483648)
         if GREEDY:
             result = _value(rank) if SCORES else (at == mode).to(tl.float32)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from visspec.io.checkpoint import TensorsDiffer, shown
+from visspec.io.checkpoint import TensorsDiffer, shorten
 from visspec.models.block import drafter as dflash
 from visspec.models.block.diffusion import DiffusionModel, denoises
 from visspec.models.decoder.shared_cache import SharedCache, shares_cache
@@ -35,7 +35,7 @@ def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
     return SmallModel(spec, model, **options)
 
 
-def loaded(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
+def load_assistant(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
     """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device."""
     spec: Any = read(folder, data, model.dtype, on_meta(model))
     return assistant(spec.to(model.device).eval(), model, **options)
@@ -49,7 +49,7 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
     named = list_of(data.get("architectures"))
     kind: Any = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        found = shown(named[0]) if named else "no architectures"
+        found = shorten(named[0]) if named else "no architectures"
         raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence

@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import check_folder, read_json, read_shapes, shown
+from visspec.io.checkpoint import check_folder, read_json, read_shapes, shorten
 from visspec.models import assistants
 from visspec.models.block import layout as dflash_layouts
 from visspec.models.drafting.checkpoint import CONFIG
-from visspec.models.drafting.published_config import list_of, object_of, unprefixed
+from visspec.models.drafting.published_config import list_of, object_of, strip_prefix
 from visspec.models.eagle import layout as eagle_layouts
-from visspec.models.eagle.lantern import LanternDrafter, family_named
+from visspec.models.eagle.lantern import LanternDrafter, family_of_layout
 from visspec.models.layers import MOST_LAYERS
 from visspec.types import Drafter
 
@@ -102,7 +102,7 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
         return "transformers", ""
     known = ", ".join([*EAGLE3[:1], *BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
     raise ValueError(
-        f"drafter: {folder} is a checkpoint of {shown(first or None)}, expected EAGLE-1, 2 or 3, MSD, ViSpec, DFlash,"
+        f"drafter: {folder} is a checkpoint of {shorten(first or None)}, expected EAGLE-1, 2 or 3, MSD, ViSpec, DFlash,"
         f" DSpark or Domino ({known}), a model of transformers, or one of ours"
     )
 
@@ -162,17 +162,17 @@ def _speculators(folder: Path, data: dict) -> str:
     algorithm = object_of(data.get("speculators_config")).get("algorithm", kind)
     if not isinstance(kind, str) or kind not in SPECULATORS:
         raise ValueError(
-            f"drafter: speculators_model_type of {folder} is {shown(kind)}, expected one of {', '.join(SPECULATORS)}"
+            f"drafter: speculators_model_type of {folder} is {shorten(kind)}, expected one of {', '.join(SPECULATORS)}"
         )
     if algorithm != kind:
-        raise ValueError(f"drafter: algorithm of {folder} is {shown(algorithm)}, expected {kind!r} as its type says")
+        raise ValueError(f"drafter: algorithm of {folder} is {shorten(algorithm)}, expected {kind!r} as its type says")
     return kind
 
 
 def reader(folder: Path) -> Any:
     """What reads a folder that someone else made, and whose arguments are its options: a class, or `load`."""
-    shapes = unprefixed(read_shapes(check_folder(folder)), folder)
-    return LanternDrafter if family_named(read_json(folder, CONFIG), set(shapes)) else load
+    shapes = strip_prefix(read_shapes(check_folder(folder)), folder)
+    return LanternDrafter if family_of_layout(read_json(folder, CONFIG), set(shapes)) else load
 
 
 def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
@@ -182,7 +182,7 @@ def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
     Raises ValueError, before weights are read, for another algorithm, another target or other tensors.
     """
     root = check_folder(folder)
-    return read(root, read_json(root, CONFIG), unprefixed(read_shapes(root), root), model, **options)
+    return read(root, read_json(root, CONFIG), strip_prefix(read_shapes(root), root), model, **options)
 
 
 def read(root: Path, data: dict, shapes: dict[str, tuple[int, ...]], model: PreTrainedModel, **options: Any) -> Drafter:
@@ -194,4 +194,4 @@ def read(root: Path, data: dict, shapes: dict[str, tuple[int, ...]], model: PreT
         return eagle_layouts.read(root, form, data, shapes, model, **options)
     if reader == "dflash":
         return dflash_layouts.read(root, form, data, shapes, model, **options)
-    return assistants.loaded(root, data, model, **options)
+    return assistants.load_assistant(root, data, model, **options)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from visspec.io.checkpoint import PICKLED, Value, check_values, inside, unwrapped, weight_files
+from visspec.io.checkpoint import PICKLED, Value, check_values, inside, unwrap_names, weight_files
 
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
@@ -40,7 +40,7 @@ GROUPS = 32  # of every group norm in these image codecs
 SHOWN = 4
 
 
-def read_published(path: str | Path) -> dict[str, Tensor]:
+def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
     """All tensors of a .safetensors file, or of a folder of them; no file outside the folder is opened. Prefixes of
     wrappers are removed from the names (`checkpoint.unwrapped`).
 
@@ -51,10 +51,10 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
     if path.is_dir():
         pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
         if pickled and not any(path.glob("*.safetensors")):
-            raise _pickled(path / pickled[0])
+            raise _is_pickle(path / pickled[0])
         files = weight_files(path)
     elif path.suffix in PICKLED:
-        raise _pickled(path)
+        raise _is_pickle(path)
     elif path.is_file():
         files = [inside(path.parent, path.name)]
     else:
@@ -70,17 +70,17 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
         if twice:
             raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model")
         tensors |= found
-    return unwrapped(tensors, path)
+    return unwrap_names(tensors, path)
 
 
-def _pickled(path: Path) -> ValueError:
+def _is_pickle(path: Path) -> ValueError:
     return ValueError(
         f"checkpoint: {path} holds pickled weights, expected .safetensors"
         " (python -m visspec.io.convert_checkpoint FILE OUT writes them)"
     )
 
 
-def renamed(name: str, rules: Rules) -> str:
+def rename_tensor(name: str, rules: Rules) -> str:
     """Apply all rules to a name, in order: pairs of a pattern and a replacement for re.sub."""
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
@@ -94,7 +94,7 @@ def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") ->
     for name, tensor in tensors.items():
         if re.match(dropped, name):
             continue
-        new = renamed(name, rules)
+        new = rename_tensor(name, rules)
         if new in named:
             raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} are the same, expected one layout")
         named[new] = (name, tensor)
@@ -119,7 +119,7 @@ def place(module: nn.Module, named: Named, where: str | Path) -> None:
             wanted[name].copy_(tensor)
 
 
-def need(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: str | Path) -> Tensor:
+def require(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: str | Path) -> Tensor:
     """A required tensor, whose shape determines the configuration."""
     if name not in tensors:
         some = ", ".join(sorted(tensors)[:SHOWN])
@@ -140,10 +140,10 @@ def multipliers(
     tensors: Mapping[str, Tensor], prefix: str, block: str, where: str | Path
 ) -> tuple[int, tuple[int, ...]]:
     """Input channels of a convolutional encoder and the multiplier of each level, from its first blocks."""
-    first = need(tensors, f"{prefix}conv_in.weight", 4, where).shape[0]
+    first = require(tensors, f"{prefix}conv_in.weight", 4, where).shape[0]
     level = prefix + block.split("{}")[0]
     widths = [
-        need(tensors, f"{prefix}{block.format(i)}.0.conv1.weight", 4, where).shape[0]
+        require(tensors, f"{prefix}{block.format(i)}.0.conv1.weight", 4, where).shape[0]
         for i in range(count(tensors, level))
     ]
     if not widths or not all(width and first and width % first == 0 == width % GROUPS for width in (first, *widths)):
@@ -156,8 +156,8 @@ def multipliers(
 
 def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[str, Any], where: str | Path) -> dict:
     """Arguments of a Llama-like configuration: sizes from the weights, the rest from the original config.json."""
-    vocab, hidden = need(tensors, prefix + "embed_tokens.weight", 2, where).shape
-    keys = need(tensors, prefix + "layers.0.self_attn.k_proj.weight", 2, where).shape[0]
+    vocab, hidden = require(tensors, prefix + "embed_tokens.weight", 2, where).shape
+    keys = require(tensors, prefix + "layers.0.self_attn.k_proj.weight", 2, where).shape[0]
     fields = {name: published[name] for name in LLAMA_FIELDS if published.get(name) is not None}
     heads = fields.setdefault("num_attention_heads", 32)
     if not isinstance(heads, int) or heads < 1 or hidden % heads or keys % (hidden // heads):
@@ -165,7 +165,7 @@ def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[
     return fields | {
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": need(tensors, prefix + "layers.0.mlp.gate_proj.weight", 2, where).shape[0],
+        "intermediate_size": require(tensors, prefix + "layers.0.mlp.gate_proj.weight", 2, where).shape[0],
         "num_hidden_layers": count(tensors, prefix + "layers."),
         "num_key_value_heads": keys * heads // hidden,
         "tie_word_embeddings": False,

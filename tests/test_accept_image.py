@@ -319,8 +319,8 @@ def test_the_meter_of_the_published_rule_is_its_true_total_variation():
     assert (found.diagonal() - f).abs().max() < 1e-7  # equal acceptance: a rejected code cannot come back
     assert (drift - 0.5 * (found - p).abs().sum(1)).abs().max() < 1e-6 and float(drift.max()) > 0.1
     rule = bound(LanternPlus(3, 2.5, compat="repository"))
-    lend = partial(published._lent, rule.wide_Vk.long(), 3, K, None, 2.5)
-    trials = [published._drawn(torch.tensor(x), p, q, lend) for x in range(K)]
+    lend = partial(published._borrowed_mass, rule.wide_Vk.long(), 3, K, None, 2.5)
+    trials = [published._draw_correction(torch.tensor(x), p, q, lend) for x in range(K)]
     output = sum(q[x] * (f * torch.eye(K).double()[x] + (1 - f) * rest) for x, (f, rest, _) in enumerate(trials))
     assert abs(float(trials[0][2]) - total_variation(output, p)) < 1e-12
     assert (meters(rule, p, q)[0] - trials[0][2]).abs().max() < 1e-6
@@ -594,6 +594,6 @@ def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn, monkeyp
         found = rule.judge(draft, scores.distribution.logits, uniforms, draw, logs=True)
         limits = {"delta": None, "lam": None, rule.bound: rule.value}
         bounds = published.Bounds(rule.wide_Vk, rule.k, K, **limits)
-        wanted = published.batched(draft, scores.distribution.p, uniforms, draw, bounds)
+        wanted = published.walk_batch(draft, scores.distribution.p, uniforms, draw, bounds)
         assert same(found, wanted) and torch.allclose(found.drift, wanted.drift, atol=1e-6)
         assert float(found.drift.sum()) > 0

@@ -93,9 +93,14 @@ def asked(condition, rows, sampling, order=None, known=None, seed=0):
 def paired_of(made, drafter=None, rule="exact"):
     """A setup that leaves the order to the request."""
     return build_setup(
-        drafter, "", zoo.acceptance(rule), made, lambda traits: made.made(traits, False), order=zoo.order("raster"),
+        drafter,
+        "",
+        zoo.acceptance(rule),
+        made,
+        lambda traits: made.make_target(traits, False),
+        order=zoo.order("raster"),
         length=FixedLength,
-    )  # fmt: skip
+    )
 
 
 def draw(condition, rows, drafter=None, rule="exact", temperature=0.0, guidance=3.0, **options):
@@ -422,7 +427,7 @@ def test_given_codes_come_first_and_stay(name, kind):
     assert codes.tolist() == [reference("class", b, name, tuple(row.items())) for b, row in enumerate(KNOWN)]
     assert [len(row) for row in state.tokens] == [13, 16, 1]
     assert torch.equal(torch.where(known == FREE, FREE, codes), known)
-    assert state.output.reordered(2, ["x"], "given").count("given") == 15
+    assert state.output.in_generation_order(2, ["x"], "given").count("given") == 15
     alone, _ = draw("class", [0], DRAFTERS[kind](), order=ORDERS[name], known=known)
     assert torch.equal(alone, codes[:1])
 
@@ -449,7 +454,7 @@ def test_what_is_no_image_of_the_model_is_refused(change, said):
 def test_orders_that_are_planned_are_refused(order):
     said = f"order: got {type(order).__name__}, expected raster, spread, halton or a list of places"
     with pytest.raises(ValueError, match=said) as error:
-        check_order(order, family().made(DrafterTraits(), False))
+        check_order(order, family().make_target(DrafterTraits(), False))
     one_sentence(error)
 
 

@@ -35,7 +35,7 @@ def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):
         assert torch.equal(one, two)
     assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
     assert not preset.drafter.startswith("ahead") or fast.stats[0].rounds < plain.stats[0].rounds
-    assert saving.named("order", zoo.ORDERS, preset.order) == preset.order and preset.source
+    assert saving.portable_name("order", zoo.ORDERS, preset.order) == preset.order and preset.source
 
 
 def test_other_painters_refuse_them_and_their_names_are_their_own():
@@ -58,7 +58,7 @@ def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone
     assert rows["gumbel"]["promises_tokens"] and rows["gumbel"]["identical"] == 1
     assert not any(rows[name]["promises_tokens"] for name in presets.ANY_ORDER)
     assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in presets.ANY_ORDER)
-    assert bench_image.chosen("assd")[1] == "ahead:levels=4/exact/spread"
+    assert bench_image.parse_method("assd")[1] == "ahead:levels=4/exact/spread"
 
 
 # --- the included painter ---------------------------------------------------------------------------------------------

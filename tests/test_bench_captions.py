@@ -3,7 +3,7 @@
 import json
 
 from tests.test_cli import refused
-from visspec.cli.bench_captions import asked, ratio
+from visspec.cli.bench_captions import ratio, scene_questions
 from visspec.cli.main import main
 from visspec.io import included
 
@@ -22,8 +22,8 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
 
 def test_a_share_of_the_prompts_asks_for_a_description():
     scenes = included.scenes().questions(200)
-    found = asked(scenes, "describe .", 0.25)
-    assert found == asked(scenes, "describe .", 0.25) and 30 < found.count("describe .") < 70
-    assert asked(scenes[:3], "describe .", 1.0) == ["describe ."] * 3
-    assert "describe ." not in asked(scenes, "describe .", 0.0)
+    found = scene_questions(scenes, "describe .", 0.25)
+    assert found == scene_questions(scenes, "describe .", 0.25) and 30 < found.count("describe .") < 70
+    assert scene_questions(scenes[:3], "describe .", 1.0) == ["describe ."] * 3
+    assert "describe ." not in scene_questions(scenes, "describe .", 0.0)
     assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 2.0]) == 2.0

@@ -6,7 +6,7 @@ import pytest
 
 from tests.test_cli import refused
 from visspec.api import presets, zoo
-from visspec.cli.bench_drafters import about, parsed
+from visspec.cli.bench_drafters import about, parse_drafters
 from visspec.cli.main import main
 
 
@@ -46,6 +46,6 @@ def test_drafters_without_a_name(capsys, given, why):
 
 
 def test_a_name_comes_once():
-    assert parsed(["a=x", "b=y:k=1"]) == {"a": "x", "b": "y:k=1"}
+    assert parse_drafters(["a=x", "b=y:k=1"]) == {"a": "x", "b": "y:k=1"}
     with pytest.raises(ValueError, match="'a=y' comes twice"):
-        parsed(["a=x", "a=y"])
+        parse_drafters(["a=x", "a=y"])

@@ -131,7 +131,7 @@ def test_sizes_are_those_of_the_models():
 
 def test_what_the_host_has_issued_is_not_waited_for():
     waits, clock = [], iter(range(100))
-    times = bench_sizes.issued(lambda _: next(clock), lambda: waits.append(next(clock)), repeats=3)
+    times = bench_sizes.issue_times(lambda _: next(clock), lambda: waits.append(next(clock)), repeats=3)
     assert len(times) == 3 and max(times) < 1e-2
     assert waits == [0, 2, 4]  # in front of each call only
 
@@ -149,7 +149,7 @@ def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
     assert tiny().passes()["law_error"] < 1e-4
     case = tiny()
     blind = lambda self, tree, length: self.additive(torch.ones(1, tree.size, length + tree.size, dtype=bool), 7)  # noqa: E731
-    monkeypatch.setattr(masks.Masks, "_shared", blind)
+    monkeypatch.setattr(masks.Masks, "_shared_mask", blind)
     assert case.passes()["law_error"] > 1e-2
 
 

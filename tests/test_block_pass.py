@@ -72,7 +72,7 @@ CASES = {
 @torch.inference_mode()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_folded_pass_is_the_module(name, masked):
+def test_the_fused_pass_pass_is_the_module(name, masked):
     """With context to read and without, where slots are hidden and where they are not."""
     module = network(**CASES[name])
     assert foldable(module)
@@ -87,7 +87,7 @@ def test_in_half_precision_it_is_near():
         assert got.dtype == torch.bfloat16 and (got - want).abs().max() < 0.1 * want.abs().max()
 
 
-def test_what_is_not_to_be_folded(monkeypatch):
+def test_what_is_not_to_be_fused_pass(monkeypatch):
     assert foldable(network()) and foldable(network(selector=True))
     hooked, wrapped, packed, dynamic, mixed = (network() for _ in range(5))
     hooked.layers[0].mlp.register_forward_hook(lambda *_: None)
@@ -119,7 +119,7 @@ def test_drafts_are_those_of_the_module(kind, monkeypatch):
     for fuse in (True, False):
         drafter = make()
         if not fuse:
-            monkeypatch.setattr(drafter, "_folded", lambda: None)
+            monkeypatch.setattr(drafter, "_fused_pass", lambda: None)
         fast = visspec.accelerate(target, drafter, adaptive=False)
         fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=[1, 2, 3])
         found.append([(r.levels, r.committed) for r in fast.last_state.trace.rounds])
@@ -144,14 +144,14 @@ def test_the_prompt_is_read_before_the_first_draft(monkeypatch):
 
 def test_a_fold_follows_the_weights():
     drafter = BlockModel(block_assistant(), muse_glimmer())
-    first = drafter._folded()
-    assert first is drafter._folded()
+    first = drafter._fused_pass()
+    assert first is drafter._fused_pass()
     with torch.no_grad():
         next(drafter.assistant.parameters()).mul_(1.5)
-    assert drafter._folded() is not first
+    assert drafter._fused_pass() is not first
     drafter.assistant = network()
-    torch.testing.assert_close(drafter._folded().last, drafter.assistant.norm.weight.detach())
+    torch.testing.assert_close(drafter._fused_pass().last, drafter.assistant.norm.weight.detach())
     drafter.assistant.layers[0].mlp.register_forward_hook(lambda *_: None)
     with torch.no_grad():
         next(drafter.assistant.parameters()).mul_(1.5)
-    assert drafter._folded() is None
+    assert drafter._fused_pass() is None

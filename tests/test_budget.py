@@ -99,7 +99,7 @@ def test_the_kernel_draws_from_the_declared_law(levels):
 
     def verify(tokens, parent, p, q, uniforms, draw):
         draft = drafted(tokens, shape, q)
-        verdict = rule.settled(draft, rule.declare(draft, p, left(1.0, len(draw))), uniforms, draw)
+        verdict = rule.within_budget(draft, rule.declare(draft, p, left(1.0, len(draw))), uniforms, draw)
         return verdict.path, verdict.length, verdict.next, verdict.drift
 
     for drawn in (q.expand(len(codes), levels + 1, K), None):
@@ -170,7 +170,7 @@ def test_point_masses_are_moved_at_the_least_cost(seed):
     far = torch.cdist(codes, codes).double()[:, [3, 7, 9]]
     for reach in (0.5, 1.0, 2.0, 9.0):
         draft = drafted(tokens, SIBLINGS)
-        moves = rule.gathered(draft, p.expand(1, 4, 12), torch.full((1, 4), reach, dtype=torch.float64))
+        moves = rule.move_to_nearest(draft, p.expand(1, 4, 12), torch.full((1, 4), reach, dtype=torch.float64))
         others = [y for y in range(12) if y not in (3, 7, 9)]
         mass, cost = float(moves.drift[0, 0]), float(moves.cost[0, 0])
         least = cheapest(p[others].numpy(), np.full(3, 9.0), far[others].numpy(), mass)

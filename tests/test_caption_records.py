@@ -18,7 +18,7 @@ from tests.children import command
 from tests.test_cli import refused
 from visspec.api import sources, zoo
 from visspec.api.accelerate import accelerate
-from visspec.api.captions import PROMPT, Captions, prefetched
+from visspec.api.captions import PROMPT, Captions, prefetch_map
 from visspec.api.loading import load
 from visspec.api.shards import Shards
 from visspec.cli.main import main
@@ -338,7 +338,7 @@ def test_every_record_has_its_own_seed(folder, little):
     captions = Captions(accelerate(model, None), processor, do_sample=True, temperature=1.0, max_new_tokens=8, seed=3)
     image = folder / "scene0.png"
     given = [sources.Record(id, image) for id in "abc"]
-    entries = [captions._entry(captions._prepared(record)) for record in given]
+    entries = [captions._entry(captions._prepare(record)) for record in given]
     assert [entry["seed"] for entry in entries] == [sources.seed_of(3, id) for id in "abc"]
     together = {made.path: made.text for made in captions(given)}
     (alone,) = captions(given[1:2])
@@ -435,7 +435,7 @@ def test_prefetching_keeps_the_order_and_looks_ahead_so_far():
             read.append(i)
             yield i
 
-    made = prefetched(lambda i: i * i, given(), 3, 4)
+    made = prefetch_map(lambda i: i * i, given(), 3, 4)
     assert [next(made) for _ in range(3)] == [0, 1, 4] and len(read) <= 7
     made.close()
 
@@ -654,4 +654,4 @@ def test_images_that_pil_warns_of_are_refused_in_any_thread(tmp_path, monkeypatc
         with pytest.raises(ValueError, match="more pixels than the limit"):
             open_image(path)
 
-    assert len(list(prefetched(look, range(20), 4, 8))) == 20
+    assert len(list(prefetch_map(look, range(20), 4, 8))) == 20

@@ -317,7 +317,7 @@ def test_the_demo_times_pictures_beside_plain_decoding(tmp_path, monkeypatch):
     painters = {key: prompts[:1] for key, prompts in demo.PAINTERS.items() if "painter-emoji" in key}
     monkeypatch.setattr(demo, "PAINTERS", painters)
     console = Console(file=io.StringIO(), width=120)
-    summary, picture, width, alike = demo.drawn(tmp_path, console)
+    summary, picture, width, alike = demo.draw_pictures(tmp_path, console)
     said = console.file.getvalue()
     *_, tau, same = (cell.strip() for cell in re.search(r"│ (painter-emoji 1 .*) │", said)[1].split("│"))
     assert alike and same == "yes" and float(tau) > 2

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from visspec import tree as trees
 from visspec.accept import denoise
 from visspec.accept.coupled import Coupled
-from visspec.accept.couplings import bounded, reflected
+from visspec.accept.couplings import candidate_coupling, reflection_coupling
 from visspec.accept.legacy import Legacy
 from visspec.accept.surrogate import Surrogate
 from visspec.distributions import Denoising, DenoisingSteps, Trajectory
@@ -93,7 +93,7 @@ def test_reflection_is_a_maximal_coupling(size):
     normal = torch.randn(count, size, generator=g)
     uniform = torch.rand(count, generator=g).log()
     other, mean, log_sigma = torch.zeros(size), torch.full((size,), 0.4 / size**0.5), torch.full((1,), -0.3)
-    drawn, same = reflected(normal, other, mean, log_sigma, uniform)
+    drawn, same = reflection_coupling(normal, other, mean, log_sigma, uniform)
     point = other + log_sigma.exp() * normal
     x = torch.where(same[:, None], point, drawn)
     sigma = float(log_sigma.exp())
@@ -112,7 +112,7 @@ def test_bounded_coupling_is_exact_for_every_number_of_candidates(size, K):
     log_q, log_p = torch.full((size,), 0.1), torch.linspace(-0.2, 0.1, size)
     mean_q, mean_p = torch.zeros(size), torch.full((size,), 0.3 / size**0.5)
     y = mean_q + log_q.exp() * torch.randn(count, size, generator=g)
-    drawn, same = bounded(
+    drawn, same = candidate_coupling(
         y, mean_q, log_q, mean_p, log_p, torch.rand(count, generator=g).log(),
         torch.randn(count, K, size, generator=g), torch.rand(count, K, generator=g).log(),
     )  # fmt: skip
@@ -590,5 +590,5 @@ def test_a_trajectory_ends_at_the_drafted_vector():
     value, limits = points[:, :, -1].clone(), torch.empty(3, 2)
     value[0, 1, 0] += 0.5
     points[0, 2, 0, 1], mean[0, 3, 1, 0], log_sigma[0, 4, 2] = torch.inf, torch.nan, -torch.inf
-    _, lawful = Trajectory(points, mean, log_sigma).checked(value, limits)
+    _, lawful = Trajectory(points, mean, log_sigma).sanitize(value, limits)
     assert lawful.tolist() == [[True, False, False, False, False]]

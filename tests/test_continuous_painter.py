@@ -9,7 +9,7 @@ import torch
 from tests.doubles import altered
 from visspec.api.loading import load_image_model
 from visspec.distributions import DenoisingSteps
-from visspec.models.continuous.model import ContinuousImageModel, Sampler, guided, load, value_of
+from visspec.models.continuous.model import ContinuousImageModel, Sampler, guide, load, value_of
 from visspec.models.vectors.diffusion_head import cosine_levels, schedule
 from visspec.toys.recipes import continuous_autoencoder, continuous_painter
 from visspec.toys.recipes.captioner_build import save
@@ -65,7 +65,7 @@ def test_plain_loop_is_the_chain_written_out(painter, guidance):
             x, *noises = torch.randn(5, 2, 8, generator=normals)
             for i, noise in enumerate(noises):
                 time = plan.times[i].expand(len(ids))
-                velocity = guided(painter.head(x.repeat(copies, 1), time, hidden), guidance)
+                velocity = guide(painter.head(x.repeat(copies, 1), time, hidden), guidance)
                 value = value_of(velocity, x, plan.signal[i].float(), plan.noise[i].float())
                 x = plan.steps.keep[i] * x + plan.steps.move[i] * value + plan.steps.low[i].exp() * noise
             values[:, t] = x
@@ -178,7 +178,7 @@ def test_settled_autoencoder_gives_tokens_of_deviation_one(monkeypatch):
         assert torch.allclose(posterior.mean.mean((0, 2, 3)), torch.zeros(8), atol=1e-4)
         assert torch.allclose(variance, torch.ones(8), atol=1e-3)
         assert torch.allclose(posterior.std, posterior.std[:1, :, :1, :1].expand_as(posterior.std))
-        mean = continuous_autoencoder.moments(trained, continuous_autoencoder.mixed(0, 64))
+        mean = continuous_autoencoder.moments(trained, continuous_autoencoder.mixed_pictures(0, 64))
         own = continuous_autoencoder.moments(trained, pictures)
         normalised = (own - mean.mean((0, 2, 3), keepdim=True)) / mean.std((0, 2, 3), keepdim=True)
         wanted = trained.decoder(trained.post_quant_conv(normalised))

@@ -11,7 +11,8 @@ from tests.test_continuous_painter import SMALL, TINY
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.cli import bench_image, bench_image_table
-from visspec.distributions import Denoising, DenoisingSteps, asked
+from visspec.distributions import Denoising, DenoisingSteps
+from visspec.distributions.denoising import evaluated_steps
 from visspec.io import included
 from visspec.models.continuous.drafter import ContinuousDrafter
 from visspec.models.continuous.model import ContinuousImageModel, Sampler
@@ -134,7 +135,7 @@ def test_calls_are_counted(pipe, small):
     out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=4")
     assert 64 <= out.traces[0].calls["head"] < 64 * 4
     out = drawn(pipe, PROMPTS[:1], drafter=drafter(small, pipe, levels=2, skip=0.5))
-    chains, rest = divmod(out.traces[0].calls["draft_head"], len(asked(4, 0.5)))
+    chains, rest = divmod(out.traces[0].calls["draft_head"], len(evaluated_steps(4, 0.5)))
     assert chains > 0 and rest == 0 and out.traces[0].calls["head"] > 0
 
 
@@ -307,4 +308,4 @@ def test_the_bench_of_vectors(pipe):
 def test_prompts_of_some_tasks():
     rows = bench_image.spread(included.scenes().prompts(), 10, ["colors", "single_object"])
     assert len(rows) == 10 and {row["tag"] for row in rows} == {"colors", "single_object"}
-    assert bench_image.chosen("coupled", "vectors")[1] == str(presets.VECTORS["coupled"])
+    assert bench_image.parse_method("coupled", "vectors")[1] == str(presets.VECTORS["coupled"])

@@ -158,7 +158,7 @@ class Known(DiffusionModel):
         above = (*texts[0], *([] if filled is None else filled[0].tolist()))
         return torch.stack([self.q((*above, *[0] * k)).log() for k in range(masks)])[None]
 
-    def _barred(self, logits):
+    def _mask_undraftable(self, logits):
         return logits
 
 
@@ -298,7 +298,7 @@ def test_other_vocabularies_and_shapes_are_refused():
 @torch.inference_mode()
 def test_ids_beyond_the_network_are_never_drafted():
     small = DiffusionModel(bert(vocab_size=VOCAB - 20), model_of("llama"), mask=MASK)
-    logits = small._barred(small.denoised([[3, 4]], None, 2))
+    logits = small._mask_undraftable(small.denoised([[3, 4]], None, 2))
     assert logits.shape == (1, 2, VOCAB) and logits[..., VOCAB - 20 :].isinf().all() and logits[..., MASK].isinf().all()
     assert logits.isfinite().sum() == 2 * (VOCAB - 21 - sum(i < VOCAB - 20 for i in small.content))
 

@@ -22,7 +22,7 @@ from visspec.api.loading import load_image_model
 from visspec.loop.decode import apply_verdict, decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, seen
+from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, context_elements
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
@@ -215,12 +215,12 @@ def test_rows_that_have_come_less_far_see_less():
     """Columns: a padded prompt of two, codes up to the furthest row's newest, and the draft's own three elements."""
     stored = torch.arange(9.0).view(1, 1, 1, 1, 9, 1).expand(2, 2, 2, 3, 9, 4)
     known = DistilledMemory(stored, torch.tensor([[False, True], [True, True]]), None)
-    element, memory, mask = seen(known, [1, 3], 3)
+    element, memory, mask = context_elements(known, [1, 3], 3)
     assert element.tolist() == [[1, 2, 3], [3, 4, 5]]
     assert memory.shape == (2, 2, 2, 3, 5, 4) and memory[0, 0, 0, 0, :, 0].tolist() == [0, 1, 2, 3, 4]
     assert mask[0].int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1]]
     assert mask[1, 0].int().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
-    assert seen(known, [1, 12], 3)[1].shape[4] == 9  # behind the image there is no more memory
+    assert context_elements(known, [1, 12], 3)[1].shape[4] == 9  # behind the image there is no more memory
 
 
 @torch.inference_mode()
@@ -263,7 +263,7 @@ def test_a_draft_that_has_settled_is_what_the_network_says_behind_itself():
         used.start(state, scores)
         draft, known = used.propose(state, 7), state.memory
         assert 2 < state.calls["draft_pass"] < 9
-        element, memory, mask = seen(known, [0, 0, 0], 7)
+        element, memory, mask = context_elements(known, [0, 0, 0], 7)
         kind = torch.where(element == 0, KNOWN, GUESSED)
         x, _ = used.head(used.table[draft.value[:, :-1]], kind, element, memory, mask)
         distribution = warp(used.head.logits(x), state.request.sampling)
@@ -450,7 +450,7 @@ def test_missing_codes_and_guesses_weigh_less_the_later_they_come(tiny_run, shar
     seen = []
     stage.head.register_forward_pre_hook(lambda module, given: seen.append(given[1:3]))
     with torch.no_grad():
-        logits, weight = painter_distilled.attempted(stage.head, stage.drafter.table, batch, np.random.default_rng(3))
+        logits, weight = painter_distilled.read_batch(stage.head, stage.drafter.table, batch, np.random.default_rng(3))
     kind, _ = seen[-1]
     assert set(kind.flatten().tolist()) == kinds and logits.shape[:2] == weight.shape == kind.shape
     for row, of in zip(weight, kind):

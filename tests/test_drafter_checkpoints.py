@@ -48,7 +48,7 @@ def image(folder):
 
 
 def upsampler(folder):
-    return lowres.learned(folder, family_of(tiny_images.janus(), None))
+    return lowres.load_upsampler(folder, family_of(tiny_images.janus(), None))
 
 
 @pytest.fixture(scope="module")

@@ -201,7 +201,7 @@ def texts(model, drafter, name="llava", parts=PARTS):
 
 def pictures(drafter, asked, family=None, rule=None, target=None, levels=3):
     """A setup of an image drafter, and the request of some rows."""
-    make = (lambda _: target) if target else lambda traits: family.made(traits, False)
+    make = (lambda _: target) if target else lambda traits: family.make_target(traits, False)
     rule = rule or Some()
     return build_setup(
         drafter, "", rule, family or target.family, make, levels=levels, length=FixedLength, order=zoo.order("raster")

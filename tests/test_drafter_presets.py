@@ -12,7 +12,7 @@ from tests.doubles import check_exact
 from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import presets, train_drafter, zoo
-from visspec.api.drafter_presets import focused, frequent, of_preset
+from visspec.api.drafter_presets import focused_state, frequent, of_preset
 from visspec.api.train_drafter import Prompts, request_of
 from visspec.loop.decode import open_request
 from visspec.models.block.diffusion_network import DiffusionConfig
@@ -45,7 +45,7 @@ def data(tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model_of("llava"), None))
     monkeypatch.setattr(train_drafter, "prepare", of("pictures", ["4 i 5", "3 i 2 i 6", "5 i 2"]))
-    monkeypatch.setattr(train_drafter, "worded", of("words", ["9", "5", "14"]))
+    monkeypatch.setattr(train_drafter, "text_inputs", of("words", ["9", "5", "14"]))
     return tmp_path / "data.jsonl", seen
 
 
@@ -380,10 +380,10 @@ def test_the_layer_of_the_sharpest_attention_is_chosen(sharp):
         for layer, factor in ((sharp, 8.0), (3, 30.0)):
             model.model.layers[layer].self_attn.q_proj.weight.mul_(factor)
     before = model.config._attn_implementation
-    assert focused(model, inputs) == sharp + 1
+    assert focused_state(model, inputs) == sharp + 1
     assert model.config._attn_implementation == before
     model.model.forward = before_attentions(model.model.forward)
-    assert focused(model, inputs) == 2
+    assert focused_state(model, inputs) == 2
 
 
 def before_attentions(forward):

@@ -19,7 +19,7 @@ from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.feature_head import FeatureHead, staggered
+from visspec.models.eagle.feature_head import FeatureHead, staggered_attention
 from visspec.models.eagle.sequence import layer_inputs, plan
 from visspec.models.layers import rotations, rotations_at
 
@@ -251,7 +251,7 @@ def test_staggered_attention_is_that_of_the_chain():
     torch.manual_seed(0)
     keys, values = ([torch.randn(1, 6, 2, 4) for _ in range(3)] for _ in range(2))
     query = torch.randn(1, 6, 2, 4)
-    out = staggered(query, keys=keys, values=values)[0, 4].view(2, 4)
+    out = staggered_attention(query, keys=keys, values=values)[0, 4].view(2, 4)
     seen = [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]  # true features up to t - 2, then one of each later step
     key, value = (torch.stack([x[i][0, t] for i, t in seen]) for x in (keys, values))
     weight = torch.softmax(torch.einsum("he,she->hs", query[0, 4], key) / 2.0, dim=-1)

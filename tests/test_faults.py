@@ -253,7 +253,7 @@ def test_a_bad_law_takes_no_other_with_it():
     limits = Categorical.limits(Capabilities(vocab=4), "cpu")
     q = torch.full((2, 4, 4), 0.25)
     q[0, 1], q[0, 2, 3], q[1, 3, 0] = float("nan"), float("inf"), -0.5
-    distribution, lawful = Categorical(p=q).checked(torch.zeros(2, 4, dtype=torch.long), limits)
+    distribution, lawful = Categorical(p=q).sanitize(torch.zeros(2, 4, dtype=torch.long), limits)
     assert lawful.tolist() == [[True, False, False, True], [True, True, True, False]]
     assert torch.equal(distribution.p, torch.where(lawful[..., None], 0.25, 0.0).expand(2, 4, 4))
 

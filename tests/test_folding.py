@@ -31,7 +31,7 @@ GROUPED = ("llama", "qwen2", "mistral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwe
 @pytest.fixture
 def calls(monkeypatch):
     """Nodes of every folded attention call, and slots of every call that repeats keys."""
-    seen, plain, repeat = {"folded": [], "repeated": []}, folding.folded, sdpa_attention.repeat_kv
+    seen, plain, repeat = {"folded": [], "repeated": []}, folding.folded_attention, sdpa_attention.repeat_kv
 
     def folded(query, *rest):
         seen["folded"].append(query.shape[2])
@@ -41,7 +41,7 @@ def calls(monkeypatch):
         seen["repeated"].append(states.shape[2])
         return repeat(states, *rest)
 
-    monkeypatch.setattr(folding, "folded", folded)
+    monkeypatch.setattr(folding, "folded_attention", folded)
     monkeypatch.setattr(sdpa_attention, "repeat_kv", repeated)
     return seen
 

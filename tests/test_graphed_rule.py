@@ -148,7 +148,7 @@ def on_a_device(*given, space, scores, **told):
     gain = torch.zeros(verdict[0].shape)
     exact = reference(tokens[0], parent[0], p[0], distribution, uniforms[0], draw[0], mass, depth=told["depth"])[3]
     gain[0, : len(exact)] = torch.tensor(exact)
-    return *verdict, displacement.batched(tokens, parent, p, q, verdict[0], gain, space, told["branch"])
+    return *verdict, displacement.batched_displacement(tokens, parent, p, q, verdict[0], gain, space, told["branch"])
 
 
 def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):

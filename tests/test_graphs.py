@@ -518,7 +518,7 @@ def test_a_capture_that_fails(at, error, monkeypatch):
 
 def test_no_memory_for_stores(standin, monkeypatch):
     """Idle ones are freed first; then it runs eager."""
-    allocated, calls, kept = buffer_pool.allocated, [], []
+    allocated, calls, kept = buffer_pool.allocated_bytes, [], []
 
     def short(kind):
         calls.append(kind)
@@ -526,7 +526,7 @@ def test_no_memory_for_stores(standin, monkeypatch):
             raise torch.OutOfMemoryError("CUDA: no room")
         return allocated(kind)
 
-    monkeypatch.setattr(buffer_pool, "allocated", short)
+    monkeypatch.setattr(buffer_pool, "allocated_bytes", short)
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))  # outgrows the first stores: the second try

@@ -447,7 +447,7 @@ def test_sketches_of_whole_images_write_nothing_either():
             "Sketcher", (Double,), {"sketch": staticmethod(sketch), "traits": DrafterTraits(whole_images=True)}
         )
         rule.bind(target.capabilities)
-        plan = RejectedRegions().joined(rule, SafeDrafter(drafter(), target.capabilities))
+        plan = RejectedRegions().bind(rule, SafeDrafter(drafter(), target.capabilities))
         return decode_wavefront(target, plan, request).tokens
 
     def spoiling(state):

@@ -438,9 +438,9 @@ def test_every_rule_of_the_table_can_be_written():
 
 def test_presets_can_be_saved():
     for preset in presets.CODES.values():
-        assert saving.named("drafter", zoo.DRAFTERS | zoo.SHIPPED, preset.drafter) == preset.drafter
-        assert saving.named("acceptance", zoo.ACCEPTANCE, preset.acceptance) == preset.acceptance
-        assert preset.order is None or saving.named("order", zoo.ORDERS, preset.order) == preset.order
+        assert saving.portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, preset.drafter) == preset.drafter
+        assert saving.portable_name("acceptance", zoo.ACCEPTANCE, preset.acceptance) == preset.acceptance
+        assert preset.order is None or saving.portable_name("order", zoo.ORDERS, preset.order) == preset.order
 
 
 @pytest.mark.parametrize("order", [None, "zipar:window=2", ZipAR(3, audit=False)])

@@ -790,25 +790,25 @@ def test_nothing_outside_the_folder_is_read(tmp_path):
     (inside / "model.safetensors").symlink_to(outside)
     for path in (inside, inside / "model.safetensors"):
         with pytest.raises(ValueError, match="expected a file inside the folder"):
-            layouts.read_published(path)
+            layouts.read_all_tensors(path)
     (inside / "model.safetensors").unlink()
     index = {"weight_map": {"tok_embeddings.weight": "../secret.safetensors"}}
     (inside / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="expected a file inside the folder"):
-        layouts.read_published(inside)
+        layouts.read_all_tensors(inside)
 
 
 def test_other_paths_that_hold_no_model(tmp_path):
     with pytest.raises(ValueError, match=r"does not exist, expected a \.safetensors file"):
-        layouts.read_published(tmp_path / "none.safetensors")
+        layouts.read_all_tensors(tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="no weights"):
-        layouts.read_published(tmp_path)
+        layouts.read_all_tensors(tmp_path)
     (tmp_path / "a.safetensors").write_bytes(b"junk")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
-        layouts.read_published(tmp_path / "a.safetensors")
+        layouts.read_all_tensors(tmp_path / "a.safetensors")
     for name in ("a", "b"):
         save_file({"w": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match="holds tensor 'w' twice"):
-        layouts.read_published(tmp_path)
+        layouts.read_all_tensors(tmp_path)
     with pytest.raises(ValueError, match="are the same, expected one layout"):
         layouts.rename({"a.w": torch.zeros(1), "b.w": torch.zeros(1)}, [(r"^[ab]\.", "c.")])

@@ -21,7 +21,7 @@ from visspec import tree as trees
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
 from visspec.cli import bench_image, bench_image_table
-from visspec.grammar import held
+from visspec.grammar import fixed_ids
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
@@ -463,7 +463,7 @@ def test_windows_begin_with_codes_behind_row_ends():
     class Watched(Jacobi):
         def propose(self, state, depth):
             draft = super().propose(state, depth)
-            free = held(state, draft.tree.depth) == FREE
+            free = fixed_ids(state, draft.tree.depth) == FREE
             lost.append(int(((draft.value >= case.family.codes) & free)[:, 1:].sum()))
             return draft
 

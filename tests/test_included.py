@@ -54,11 +54,14 @@ def test_weights_that_are_not_in_an_installation_are_named_with_where_to_find_th
     monkeypatch.setattr(included, "FOLDER", tmp_path)
     lacks = "whose weights are not in this installation, expected them in .*; the repository has them"
     with pytest.raises(ValueError, match=f"^checkpoint: got 'painter-mar', {lacks}"):
-        zoo.located("painter-mar")
+        zoo.included_folder("painter-mar")
     with pytest.raises(ValueError, match=f"^drafter: got 'vispec', {lacks}"):
         zoo.drafter("vispec", captioner)
     assert zoo.included_drafter(captioner) is None
-    assert str(zoo.located("owner/painter-mar")) == "owner/painter-mar" and str(zoo.located("nowhere")) == "nowhere"
+    assert (
+        str(zoo.included_folder("owner/painter-mar")) == "owner/painter-mar"
+        and str(zoo.included_folder("nowhere")) == "nowhere"
+    )
 
 
 def test_scenes_are_those_of_the_world_whose_words_a_model_knows():

@@ -108,7 +108,7 @@ def first_windows(drafter, committed, vocab):
     for begun, share in starts(drafter, vocab):
         uniforms = Scripted(*begun or [None])
         empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), uniforms)
-        yield drafter._extended(state_of(committed), empty, torch.zeros(1, dtype=torch.long), vocab, WIDTH), share
+        yield drafter._extend_window(state_of(committed), empty, torch.zeros(1, dtype=torch.long), vocab, WIDTH), share
 
 
 def process_law(drafter, p, misreport=lambda q: q):
@@ -245,9 +245,9 @@ def test_a_redraw_that_ignores_the_old_law_is_seen(monkeypatch):
     def wrong(*arguments):
         with monkeypatch.context() as patch:
             patch.setattr(jacobi, "residual", lambda p, q: p if p.dim() > 1 else residual(p, q))
-            return Jacobi._drawn(drafter, *arguments)
+            return Jacobi._redraw(drafter, *arguments)
 
-    monkeypatch.setattr(drafter, "_drawn", wrong)
+    monkeypatch.setattr(drafter, "_redraw", wrong)
     assert total_variation(process_law(drafter, p), plain_law(p, VOCAB, LENGTH)) > 1e-3
 
 
@@ -277,7 +277,7 @@ def positional_law(drafter, p, size, late=False):
     for y in range(2):
         for spans, share in split([(0.0, 1.0)] * WIDTH, halves):
             empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, 2).double(), Positional(spans, late))
-            window = drafter._extended(state_of((y,)), empty, torch.zeros(1, dtype=torch.long), 2, WIDTH)
+            window = drafter._extend_window(state_of((y,)), empty, torch.zeros(1, dtype=torch.long), 2, WIDTH)
             branches[y, tuple(spans)] = (float(p(())[y]) * share, (y,), window, spans)
     while branches:
         new = {}

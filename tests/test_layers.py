@@ -213,7 +213,7 @@ def test_results_travel_as_values():
 HOST_READS = {  # the one synchronisation of a round, the slow general road for processors, and after a head's pass
     "visspec/accept/denoise.py": ["run"],
     "visspec/loop/decode.py": ["apply_verdict"],
-    "visspec/sampling.py": ["process", "_reached"],
+    "visspec/sampling.py": ["process", "_reachable_nodes"],
 }
 
 
@@ -231,7 +231,7 @@ def test_host_reads_are_where_they_should_be():
 
 HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "visspec/cache.py": ["to_device", "to_device"],
-    "visspec/accept/published.py": ["walked"],  # the body for a CPU
+    "visspec/accept/published.py": ["walk_rows"],  # the body for a CPU
     "visspec/tree.py": ["static", "static"],  # of each shape once, as the next three
     "models/lookup/recycling.py": ["_shape", "_shape"],
     "models/drafting/static_tree.py": ["plan"],

@@ -250,7 +250,7 @@ def test_compiled_parts_within_a_model_are_unwrapped(tmp_path):
     ours, plain = (layouts_vq.load_taming_vq(tmp_path / f"{n}.safetensors").model.state_dict() for n in "ab")
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
     with pytest.raises(ValueError, match=r"holds tensor 'a\.w' twice"):
-        checkpoint.unwrapped({"a._orig_mod.w": torch.zeros(1), "a.w": torch.zeros(1)}, "x")
+        checkpoint.unwrap_names({"a._orig_mod.w": torch.zeros(1), "a.w": torch.zeros(1)}, "x")
 
 
 def lit_ema(tensors, prefix="model_ema."):

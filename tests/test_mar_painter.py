@@ -131,7 +131,7 @@ def test_presets_have_the_drafter_of_the_painter(pipe):
     model = ImagePipeline.from_pretrained("painter-mar").model
     drafters = {name: zoo.preset(name, "vectors", model).drafter for name in presets.VECTORS}
     assert set(drafters.values()) == {"none", "painter-mar-drafter"}
-    assert bench_image.chosen("coupled", "vectors", model)[1].startswith("painter-mar-drafter/")
+    assert bench_image.parse_method("coupled", "vectors", model)[1].startswith("painter-mar-drafter/")
 
 
 # --- several tokens in a pass -----------------------------------------------------------------------------------------

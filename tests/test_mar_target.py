@@ -16,9 +16,9 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
-from visspec.models.mar.target import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed, scales
+from visspec.models.mar.target import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed_counts, scales
 from visspec.models.vectors.diffusion_head import schedule
-from visspec.models.vectors.latents import unpatched
+from visspec.models.vectors.latents import unpatchify
 from visspec.sampling import Normals
 from visspec.types import Draft, Request, Sampling
 
@@ -210,8 +210,8 @@ def test_steps_reveal_tokens_as_published():
 
     for tokens in (9, 64, 256):
         for iterations in {1, 2, 5, 8, tokens - 1, tokens}:
-            assert revealed(tokens, iterations) == published(tokens, iterations)
-    assert revealed(256, 256) == list(range(1, 257))  # one token a step
+            assert revealed_counts(tokens, iterations) == published(tokens, iterations)
+    assert revealed_counts(256, 256) == list(range(1, 257))  # one token a step
 
 
 # --- drafts ----------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def test_wrong_settings_are_refused(model, target):
     with pytest.raises(ValueError, match=r"schedule: got other deviations than the head's, expected learned ones"):
         MARImages(model, plan=schedule(STEPS))
     with pytest.raises(ValueError, match=r"iterations: got 10, expected 1\.\.9"):
-        revealed(9, 10)
+        revealed_counts(9, 10)
     with pytest.raises(ValueError, match=r"wait: got -1, expected"):
         SmallMAR(target.family, wait=-1)
     other = MARImages(MAR(replace(SMALL, size=3)))
@@ -319,5 +319,5 @@ def test_tokens_become_latents_as_published():
     """Channels first within a token, then the rows and columns of its patch."""
     latents = torch.arange(2 * 3 * 4 * 6).view(2, 3, 4, 6).float()
     tokens = [latents[:, :, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].reshape(2, 12) for i in range(2) for j in range(3)]
-    assert torch.equal(unpatched(torch.stack(tokens, dim=1), (2, 3), 2), latents)
-    assert torch.equal(unpatched(latents.flatten(2).transpose(1, 2), (4, 6)), latents)
+    assert torch.equal(unpatchify(torch.stack(tokens, dim=1), (2, 3), 2), latents)
+    assert torch.equal(unpatchify(latents.flatten(2).transpose(1, 2), (4, 6)), latents)

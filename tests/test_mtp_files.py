@@ -193,7 +193,7 @@ def stock_pass(layer, window):
 def test_drafts_are_those_of_a_pass_from_the_description(name, reloaded):
     """In a ragged batch with pictures: their embeddings and M-RoPE positions, a level at a time."""
     model, inputs, found, seen = reloaded(name), inputs_of(name), [], []
-    layer = mtp_layer.loaded(model)
+    layer = mtp_layer.load_layer(model)
     run = stock_pass(layer, 4 if name == "exaone" else 99)
     if name == "qwen3_5":
         run = functools.partial(qwen_pass, published(model, QWEN), layer.config)
@@ -215,7 +215,7 @@ def test_drafts_are_those_of_a_pass_from_the_description(name, reloaded):
 @torch.no_grad()
 def test_the_network_equals_a_pass_from_the_description(reloaded):
     model = reloaded("qwen3_5")
-    layer, generator = mtp_layer.loaded(model), torch.Generator().manual_seed(3)
+    layer, generator = mtp_layer.load_layer(model), torch.Generator().manual_seed(3)
     ahead, hidden = (torch.randn(1, 7, 32, generator=generator) for _ in range(2))
     places, cache = torch.arange(7).expand(3, 1, 7), SlotLayers(1)
     cache.slots.open(7, "cpu")
@@ -247,7 +247,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
     model, root = hybrids.qwen3_5_vl(), tmp_path / "models--owner--name"
     model = saved(root / "snapshots" / ("a" * 40), model, published(model, QWEN))
     model.config.name_or_path, model.config._commit_hash = "owner/name", "a" * 40
-    assert mtp_layer.in_files(model) and mtp_layer.loaded(model).norm.weight.dtype == torch.float32
+    assert mtp_layer.in_files(model) and mtp_layer.load_layer(model).norm.weight.dtype == torch.float32
     model.config._commit_hash = "b" * 40
     assert not mtp_layer.in_files(model)
 
@@ -266,7 +266,7 @@ def test_experts_may_be_single(tmp_path):
             parts = {"gate": expert[:8], "up": expert[8:]} if kind == "gate_up_proj" else {"down": expert}
             single |= {f"{prefix}.{i}.{k}_proj.weight": v.clone() for k, v in parts.items()}
     rest = {n: t for n, t in tensors.items() if ".experts." not in n}
-    layer = mtp_layer.loaded(saved(tmp_path, model, rest | single))
+    layer = mtp_layer.load_layer(saved(tmp_path, model, rest | single))
     for kind in ("gate_up_proj", "down_proj"):
         found = layer.state_dict()[f"layers.0.mlp.experts.{kind}"]
         torch.testing.assert_close(found, tensors[f"mtp.layers.0.mlp.experts.{kind}"])

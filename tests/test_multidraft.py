@@ -78,12 +78,12 @@ def test_one_coupled_draft_agrees_as_often_as_the_formula_says():
     """Sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x): both argmaxes are x."""
     p, q = distributions(4)
     formula = sum(1 / float(torch.maximum(p / p[x], q / q[x]).sum()) for x in range(len(p)))
-    said = multidraft.coupled(p, q, 1, 200_000, torch.Generator().manual_seed(0))
+    said = multidraft.gumbel_agreement(p, q, 1, 200_000, torch.Generator().manual_seed(0))
     assert said == pytest.approx(formula, abs=0.005)
     distance = float((p - q).clamp(min=0).sum())
     assert (1 - distance) / (1 + distance) <= formula <= 1 - distance
     for k in (2, 3):
-        assert said < multidraft.coupled(p, q, k, 20_000, torch.Generator().manual_seed(0)) < 1.0
+        assert said < multidraft.gumbel_agreement(p, q, k, 20_000, torch.Generator().manual_seed(0)) < 1.0
 
 
 def test_the_table_of_the_docs():
@@ -94,6 +94,6 @@ def test_the_table_of_the_docs():
         a, b = torch.randn(2, 24, generator=draw, dtype=torch.float64)
         p, q = torch.softmax(2.5 * a, -1), torch.softmax(2.5 * (0.8 * a + 0.6 * b), -1)
         row = [f(p, q, 2, again) for again in (True, False) for f in (multidraft.sequential, multidraft.optimal)]
-        row.append(multidraft.coupled(p, q, 2, 20_000, torch.Generator().manual_seed(seed)))
+        row.append(multidraft.gumbel_agreement(p, q, 2, 20_000, torch.Generator().manual_seed(seed)))
         found.append([*row, float(p[q.topk(2).indices].sum())])
     assert torch.tensor(found).mean(0).tolist() == pytest.approx([0.615, 0.655, 0.666, 0.717, 0.666, 0.420], abs=1e-3)

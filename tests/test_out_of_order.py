@@ -78,9 +78,9 @@ def plain(*args, **options):
 def joined(order, target):
     """The order as a setup has it."""
     if isinstance(order, ZipAR):
-        return order.joined(Exact(), None)
+        return order.bind(Exact(), None)
     order.rule.bind(target.capabilities)
-    return order.joined(order.rule, SafeDrafter(order.drafter, target.capabilities))
+    return order.bind(order.rule, SafeDrafter(order.drafter, target.capabilities))
 
 
 def run(order, *args, **options):
@@ -436,7 +436,9 @@ def test_pooled_mass_counts_the_code_itself():
     rule.bind(Capabilities(vocab=4, codebook=torch.tensor([[0.0], [1.0], [5.0]])))
     p = torch.tensor([[[0.3, 0.25, 0.45, 0.0]] * 5])
     x = torch.tensor([[0, 1, 2, 3, 3]])
-    assert rule.trusted(p, x).tolist() == [[True, True, True, False, False]]  # 0 and 1 pool, 2 with 1; no grammar
+    assert rule.within_tolerance(p, x).tolist() == [
+        [True, True, True, False, False]
+    ]  # 0 and 1 pool, 2 with 1; no grammar
     drift, far = rule.cost(p, x, torch.tensor([[True, False, True, False, False]]))
     assert float(drift) == pytest.approx(0.7 + 0.55)
     assert float(far) == pytest.approx(0.25 + 0.45 * 5 + 0.3 * 5 + 0.25 * 4)
@@ -449,7 +451,7 @@ def test_pools_of_one_code_and_of_all():
     for k, tau, kept in ((1, 0.3, [True, False, True]), (1, 0.5, [False] * 3), (3, 0.99, [True] * 3)):
         rule = Local(tau, k=k)
         rule.bind(image)
-        assert rule.trusted(p, x).tolist() == [kept]
+        assert rule.within_tolerance(p, x).tolist() == [kept]
     with pytest.raises(ValueError, match="k: got 4, expected at most 3 neighbours in a codebook of 3"):
         Local(k=4).bind(image)
 
@@ -534,7 +536,7 @@ def test_the_small_image_is_the_siblings_own():
 
 def test_derived_numbers_leave_the_parent_alone():
     parent = torch.Generator().manual_seed(7)
-    numbers = [torch.rand(3, generator=lowres.derived(parent)) for _ in range(2)]
+    numbers = [torch.rand(3, generator=lowres.child_generator(parent)) for _ in range(2)]
     assert torch.equal(*numbers)
     assert torch.equal(torch.rand(4, generator=parent), torch.rand(4, generator=torch.Generator().manual_seed(7)))
 
@@ -542,15 +544,15 @@ def test_derived_numbers_leave_the_parent_alone():
 @torch.no_grad()
 def test_upsamplers(monkeypatch):
     small = torch.tensor([[1, 2, 3, 4], [5, 5, 5, 5]])
-    latent = drafter(upsample="latent").enlarged(small, (SIDE, SIDE))
+    latent = drafter(upsample="latent").upsample_codes(small, (SIDE, SIDE))
     assert latent[0].view(SIDE, SIDE).tolist() == [[1, 1, 2, 2]] * 2 + [[3, 3, 4, 4]] * 2
     assert latent[1].tolist() == [5] * PLACES
-    bicubic = drafter().enlarged(small, (SIDE, SIDE))
-    assert bicubic.shape == latent.shape and torch.equal(bicubic, drafter().enlarged(small, (SIDE, SIDE)))
+    bicubic = drafter().upsample_codes(small, (SIDE, SIDE))
+    assert bicubic.shape == latent.shape and torch.equal(bicubic, drafter().upsample_codes(small, (SIDE, SIDE)))
     assert bool(((bicubic >= 0) & (bicubic < CODES)).all())
     colour = torch.tensor([0.2, 0.5, 0.9])[None, :, None, None]
     monkeypatch.setattr(Janus, "pixels", lambda self, tokens, layout: colour.expand(1, 3, 16, 16))
-    flat = drafter().enlarged(small[:1], (SIDE, SIDE))
+    flat = drafter().upsample_codes(small[:1], (SIDE, SIDE))
     whole = janus().model.vqmodel.encode(2 * colour.expand(1, 3, 32, 32) - 1).image_tokens
     assert torch.equal(flat[0], whole)
 
@@ -568,9 +570,9 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
     logits = upsampler(tmp_path)(small.view(2, 2, 2))
     assert logits.shape == (2, SIDE, SIDE, CODES)
     loaded = drafter(upsample=str(tmp_path))
-    assert torch.equal(loaded.enlarged(small, (SIDE, SIDE)), logits.argmax(-1).flatten(1))
+    assert torch.equal(loaded.upsample_codes(small, (SIDE, SIDE)), logits.argmax(-1).flatten(1))
     with pytest.raises(ValueError, match=r"upsample: got a grid of \(6, 6\), expected 2 times \(2, 2\)"):
-        loaded.enlarged(small, (6, 6))
+        loaded.upsample_codes(small, (6, 6))
     upsampler(tmp_path / "other", CODES + 1)
     with pytest.raises(ValueError, match=f"upsample: got an up-sampler of {CODES + 1} codes"):
         drafter(upsample=str(tmp_path / "other"))
@@ -586,16 +588,16 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
     (lambda: LowRes(Janus(sibling(8), None), family()), r"grid of \(8, 8\), expected at most the target's \(4, 4\)"),
     (lambda: ZipAR(0), "window: got 0, expected at least 1"),
     (
-        lambda: RejectedRegions().joined(Local(), Jacobi()),
+        lambda: RejectedRegions().bind(Local(), Jacobi()),
         "drafter: got none that drafts whole images, expected lowres"),
-    (lambda: RejectedRegions().joined(Exact(), Draft()), "acceptance: got Exact, expected local"),
-    (lambda: ZipAR().joined(Exact(), Draft()), "drafter: got one beside the order zipar, expected none"),
+    (lambda: RejectedRegions().bind(Exact(), Draft()), "acceptance: got Exact, expected local"),
+    (lambda: ZipAR().bind(Exact(), Draft()), "drafter: got one beside the order zipar, expected none"),
     (lambda: Local(tau=-0.1), "tau: got -0.1, expected a probability"),
     (lambda: Local(radius=-1), "radius: got -1, expected a number of at least 0"),
     (lambda: Local(k=0), "k: got 0, expected a number of at least 1"),
     (lambda: zoo.acceptance("local:radii=2"), "local does not take"),
     (lambda: Local().bind(Capabilities(vocab=9)), "needs the target's codebook"),
-    (lambda: Local().trusted(torch.ones(1, 1, 4), torch.zeros(1, 1, dtype=torch.long)), "has no codebook"),
+    (lambda: Local().within_tolerance(torch.ones(1, 1, 4), torch.zeros(1, 1, dtype=torch.long)), "has no codebook"),
 ])  # fmt: skip
 def test_errors(make, sentence):
     with pytest.raises(ValueError, match=sentence):

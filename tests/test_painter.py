@@ -27,7 +27,7 @@ from visspec.toys.recipes import (
     painter_draw,
     painter_score,
 )
-from visspec.toys.recipes.painter_vq import Codebook, composed, latents, nearest
+from visspec.toys.recipes.painter_vq import Codebook, compose_codes, latents, nearest
 from visspec.toys.world.palette import CLASSES, COLOURS
 from visspec.toys.world.scene import HELD_OUT_SEED, Scene, Shape
 from visspec.toys.world.suite import parse, suite, vocabulary
@@ -88,7 +88,7 @@ def test_a_patch_has_one_code_wherever_it_stands(low):
     at = [Shape("ring", "red", 0.3, 0.35, 0.14), Shape("ring", "red", 0.3 + step, 0.35, 0.14)]
     other = Shape("bar", "blue", 0.7, 0.75, 0.13)
     scenes = [Scene(()), Scene((at[0],)), Scene((at[0], other)), Scene((at[1],))]
-    codes, ink = composed(vq, scenes, low)
+    codes, ink = compose_codes(vq, scenes, low)
     assert codes.shape == ink.shape == (4, side, side)
     assert len(codes[0].unique()) == 1 and not ink[0].any()
     assert (codes[~ink] == codes[0, 0, 0]).all()
@@ -106,8 +106,8 @@ def test_settled_scenes_stand_on_the_grid_and_keep_apart():
         places = [at / painter_data.STEP for shape in scene.things for at in (shape.x, shape.y)]
         assert places == pytest.approx([round(place) for place in places])
     close = Scene((Shape("ring", "red", 0.3, 0.3, 0.13), Shape("bar", "red", 0.5, 0.3, 0.13)))
-    assert painter_data.settled(close) is None
-    assert painter_data.settled(Scene((Shape("ring", "red", 0.1, 0.5, 0.13),))) is None  # over the edge
+    assert painter_data.snap_to_grid(close) is None
+    assert painter_data.snap_to_grid(Scene((Shape("ring", "red", 0.1, 0.5, 0.13),))) is None  # over the edge
 
 
 def test_progress_says_what_has_been_begun():
@@ -171,8 +171,8 @@ def test_reading_tells_the_colour_that_stands_before_a_class():
 
 def test_exchanged_colours_make_a_prompt_of_the_same_words():
     asked = parse("a photo of an orange bar and a blue ring")
-    assert painter_draw.exchanged(asked)["prompt"] == "a photo of a blue bar and an orange ring"
-    assert painter_draw.exchanged(painter_draw.exchanged(asked)) == asked
+    assert painter_draw.swap_pairs(asked)["prompt"] == "a photo of a blue bar and an orange ring"
+    assert painter_draw.swap_pairs(painter_draw.swap_pairs(asked)) == asked
     assert all(painter_data.bound_pair(i)[0]["tag"] == "color_attr" for i in range(8))
 
 
@@ -219,11 +219,11 @@ def test_training_and_stock_generation_see_the_same_law():
     codes = model.generate(**inputs, generation_mode="image", do_sample=False, guidance_scale=1.0 + 1e-6)
     model.set_attn_implementation("eager")
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    losses = painter_draw.drawn(model, ids, mask, codes).losses
-    alone = painter_draw.drawn(model, ids[:1, 5:], mask[:1, 5:], codes[:1]).losses
+    losses = painter_draw.draw_codes(model, ids, mask, codes).losses
+    alone = painter_draw.draw_codes(model, ids[:1, 5:], mask[:1, 5:], codes[:1]).losses
     assert losses.shape == (2, 36)
     assert (losses[0] - alone[0]).abs().max() < 0.2  # left padding changes nothing but bfloat16's rounding
-    others = painter_draw.drawn(model, ids, mask, (codes + 512) % 1024).losses
+    others = painter_draw.draw_codes(model, ids, mask, (codes + 512) % 1024).losses
     assert losses.mean() < others.mean() / 2  # the greedy codes are the likely ones
 
 

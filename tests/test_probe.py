@@ -133,8 +133,8 @@ def test_it_sees_a_window_that_is_one_off(other):
     model = mistral()
     target = HFDecoder(model)
     target.masks.window = other
-    with probe.untouched(model):
-        assert "other laws" in probe._asked(target).fault
+    with probe.restore_after(model):
+        assert "other laws" in probe._probe(target).fault
 
 
 def test_an_answer_is_kept(monkeypatch):

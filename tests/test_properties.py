@@ -12,7 +12,7 @@ from tests.tiny import prompt, shapes
 from visspec import tree as trees
 from visspec.cache import GROW, SlotCache, visibility
 from visspec.loop.draft_length import AdaptiveLength
-from visspec.loop.stream import filled
+from visspec.loop.stream import fill_places
 from visspec.types import Round
 
 NEW = 12
@@ -214,7 +214,7 @@ def test_slot_cache_equals_lists(data, rows, layers):
         if len(model) > 1 and turn and data.draw(st.booleans()):
             stay = data.draw(st.lists(st.booleans(), min_size=len(model), max_size=len(model)).filter(any))
             in_order = [b for b, stays in enumerate(stay) if stays]
-            keep = filled(stay) if data.draw(st.booleans()) else in_order
+            keep = fill_places(stay) if data.draw(st.booleans()) else in_order
             if keep is not None:
                 assert sorted(keep) == in_order
                 cache.select(keep)

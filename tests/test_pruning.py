@@ -11,7 +11,7 @@ from tests.test_scales import network, request, vae
 from visspec import ImagePipeline
 from visspec.models.infinity.target import InfinityImages
 from visspec.models.scales.kv_budget import CacheBudget
-from visspec.models.scales.pruning import PrunedState, TokenPruning, enlarged
+from visspec.models.scales.pruning import PrunedState, TokenPruning, resize_grid
 from visspec.models.scales.reading import ConditionState
 from visspec.models.scales.target import ScaleTarget
 from visspec.models.var.drafter import SmallVAR
@@ -143,7 +143,7 @@ def test_the_audit_measures_how_far_the_distribution_is(model, parts, temperatur
         maps, drift = torch.stack(out.tokens).split(family.sizes, dim=1), 0.0
         for k in range(len(family.scales)):
             value = None if k == 0 else maps[k - 1][:, None]
-            logits = [family.warped(sampling, state.read(value)[0].logits[0], k) for state in states]
+            logits = [family.warp(sampling, state.read(value)[0].logits[0], k) for state in states]
             for state in states if k else ():
                 state.keep([1, 1])
             p, q = (x.softmax(-1) if temperature else F.one_hot(x.argmax(-1), x.shape[-1]) for x in logits)
@@ -181,7 +181,7 @@ def test_rows_that_end_leave(model):
 
 def test_an_even_map_stays_even():
     x = torch.ones(1, 6, 2) * torch.tensor([1.0, 2.0])
-    assert torch.allclose(enlarged(x, (2, 3), (4, 5)), torch.tensor([1.0, 2.0]).expand(1, 20, 2))
+    assert torch.allclose(resize_grid(x, (2, 3), (4, 5)), torch.tensor([1.0, 2.0]).expand(1, 20, 2))
 
 
 @pytest.mark.parametrize(

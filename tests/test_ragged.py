@@ -175,7 +175,7 @@ def test_rounds_of_a_store_equal_those_with_masks(data):
             assert ragged.is_tree_metadata(attn_metadata, query)
             seen = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
             mask = seen.expand(live, -1, -1, -1)
-            assert torch.equal(ragged.seen(attn_metadata, nodes, extent), mask)
+            assert torch.equal(ragged.visibility_mask(attn_metadata, nodes, extent), mask)
             found, _ = ragged.attend(None, query, key, value, attn_metadata, True, 0.3)
             wide = [x.repeat_interleave(share, 1) for x in (key, value)]
             wanted = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
@@ -215,7 +215,7 @@ def test_what_a_gpu_runs_equals_the_mask(backend, heads, keys, size, nodes):
     key, value = slots.write(0, states(keys, nodes), states(keys, nodes))
     found, _ = ragged.attend(None, query, key, value, attn_metadata, True, size**-0.5)
     mask = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
-    assert torch.equal(ragged.seen(attn_metadata, nodes, extent), mask.expand(3, -1, -1, -1))
+    assert torch.equal(ragged.visibility_mask(attn_metadata, nodes, extent), mask.expand(3, -1, -1, -1))
     wide = [x.repeat_interleave(heads // keys, 1).float() for x in (key, value)]
     wanted = F.scaled_dot_product_attention(query.float(), *wide, attn_mask=mask).transpose(1, 2)
     assert told_by.name == backend and float((found.float() - wanted).abs().max()) < 2e-2

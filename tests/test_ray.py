@@ -48,16 +48,16 @@ def test_a_shard_is_named_after_its_ids_and_made_once(shards, monkeypatch):
     def make():
         return lambda records: (made.append(r.id) or {"id": r.id, "text": "x", "error": None} for r in records)
 
-    with shards.opened({"a": 1}), pytest.raises(ValueError, match="another run is writing"):
-        shards.opened({"a": 1})
-    with shards.opened({"a": 1}):
+    with shards.lock({"a": 1}), pytest.raises(ValueError, match="another run is writing"):
+        shards.lock({"a": 1})
+    with shards.lock({"a": 1}):
         worker = Alone(make, shards, Claims(set()), WorkerPool(), os.getcwd())
         records = [Record("b"), Record("a")]
-        first, again = worker.written(records), worker.written(records[::-1])
+        first, again = worker.write(records), worker.write(records[::-1])
     assert made == ["b", "a"] and first["shard"] == again["shard"] and shards.ids() == {"a", "b"}
     assert [path.name for path in shards.folder.glob("*.parquet")] == [first["shard"]]
     with pytest.raises(ValueError, match="got a 2 and records made with 1"):
-        shards.opened({"a": 2})
+        shards.lock({"a": 2})
     (shards.folder / first["shard"]).write_bytes(b"PAR1 torn")
     with pytest.raises(ValueError, match="got a shard that can't be read"):
         shards.ids()
@@ -78,15 +78,15 @@ def test_an_id_is_made_once_whoever_reads_it_and_however_often():
 def test_records_travel_as_tables():
     pytest.importorskip("pyarrow")
     records = [Record("a", Path("x/a.png")), Record("b", b"\x00bytes\x00", "what ?"), Record("c\udcff", error="gone")]
-    (row,) = distributed.packed(records).to_pylist()
-    assert distributed.unpacked(row) == records
+    (row,) = distributed.pack_records(records).to_pylist()
+    assert distributed.unpack_records(row) == records
 
 
 def test_ids_that_are_no_text_are_known_again(shards):
     """Ids of file names that are not UTF-8; two lists of ids are not one name of a shard."""
     worker, ids = Alone(loud, shards, Claims(set()), WorkerPool(), os.getcwd()), ["h\udcffme", "\ud800", "a\nb"]
     shards.folder.mkdir()
-    worker.written([Record(id) for id in ids])
+    worker.write([Record(id) for id in ids])
     assert shards.ids() == {"h\\udcffme", "\\ud800", "a\nb"}
     assert Claims(shards.ids()).claim(0, 0, [*ids, "new"]) == [False] * 3 + [True]
     assert shards.path(["a\nb"]) != shards.path(["a", "b"])
@@ -111,7 +111,7 @@ def test_the_exit_code_of_shards_is_that_of_all_records(shards, monkeypatch, cap
         claims = Claims(shards.ids())
         worker = Alone(make, shards, claims, pool, os.getcwd())
         for records in groups(readers[0], lambda first, ids: claims.claim(0, first, ids), size):
-            yield worker.written(records)
+            yield worker.write(records)
         for id in claims.doubles():
             complain(f"{id}: got this id twice")
 
@@ -149,8 +149,8 @@ def test_the_record_that_kills_workers_is_found_and_the_others_are_made(shards):
     claims, records = Claims(set()), [Record(id) for id in "abc"]
     for _ in range(3):  # the first time all at once, then twice at "b"
         with pytest.raises(Died):
-            Alone(make, shards, claims, WorkerPool(), os.getcwd()).written(records)
-    told = Alone(make, shards, claims, WorkerPool(), os.getcwd()).written(records)
+            Alone(make, shards, claims, WorkerPool(), os.getcwd()).write(records)
+    told = Alone(make, shards, claims, WorkerPool(), os.getcwd()).write(records)
     found = {row["id"]: row for row in shards.read()}
     assert found["a"]["text"] == "A" and found["c"]["error"] is None and "2 workers died at it" in found["b"]["error"]
     assert told["errors"] == [found["b"]["error"]]
@@ -259,19 +259,19 @@ def test_workers_that_are_killed_lose_nothing(cluster, tmp_path):
 
     ids, complaints = [f"r{i:02}" for i in range(20)], []
     readers = [lambda: map(Record, ids), lambda: map(Record, ids[:2])]
-    with shards.opened({}):
+    with shards.lock({}):
         told = list(distributed.run(readers, make, shards, pool=WorkerPool(2), size=4, complain=complaints.append))
     found = {row["id"]: row for row in shards.read()}
     assert len(list(shards.read(["id"]))) == 20 and sorted(found) == ids and sum(t["records"] for t in told) == 20
     assert [id for id, row in found.items() if row["error"]] == ["r13"] and found["r05"]["text"] == "R05"
     assert sorted(complaints) == [f"r0{i}: got this id twice, expected one record of each" for i in (0, 1)]
-    with shards.opened({}):
+    with shards.lock({}):
         assert list(distributed.run([lambda: map(Record, ids)], make, shards, pool=WorkerPool(1))) == []
 
     def broken():
         raise ValueError("model: got none, expected one")
 
-    with shards.opened({}), pytest.raises(ValueError, match="model: got none, expected one"):
+    with shards.lock({}), pytest.raises(ValueError, match="model: got none, expected one"):
         list(distributed.run([lambda: map(Record, ["new"])], broken, shards, pool=WorkerPool(1)))
     with pytest.raises(ValueError, match="workers: got 9 of 1 CPU each, expected at most"):
         list(distributed.run(readers, make, shards, pool=WorkerPool(9)))

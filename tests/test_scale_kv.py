@@ -7,7 +7,7 @@ from tests.test_image_nets import one_sentence
 from tests.test_scales import CLASSES, SCALES, images, network, plain, vae
 from visspec import ImagePipeline
 from visspec.models.scales import kv_budget as scale_kv
-from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget, attention, centres, pooled, selectivity
+from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget, attention, centres, pool_scores, selectivity
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState
 from visspec.models.scales.target import ScaleTarget
@@ -111,7 +111,7 @@ def test_the_most_looked_at_tokens_are_kept_and_the_window(model):
                 own = had[row, head]
                 logits = q[row, head, window - begin] @ every[row, head, own].T
                 weight = logits.softmax(-1).mean(0)
-                smooth = pooled(weight[None, None], own[None, None], LONG, scale)[0, 0]
+                smooth = pool_scores(weight[None, None], own[None, None], LONG, scale)[0, 0]
                 smooth[(own[:, None] == window).any(1)] = torch.inf
                 best = own[smooth.topk(12).indices].sort().values
                 assert torch.equal(best, places[row, head])
@@ -122,11 +122,11 @@ def test_attention_is_averaged_within_scales_only():
     places = torch.arange(14)[None, None]
     scores = torch.zeros(1, 1, 14)
     scores[..., 4] = 1.0  # the last of the second scale
-    found = pooled(scores, places, LONG, 2)[0, 0]
+    found = pool_scores(scores, places, LONG, 2)[0, 0]
     assert found[0] == 0 and not found[5:].any(), "not over the borders"
     torch.testing.assert_close(found[1:5], torch.full((4,), 0.25))
     kept = torch.tensor([[[0, 1, 4]]])  # of two neighbours that are left
-    found = pooled(torch.tensor([[[0.3, 0.0, 1.0]]]), kept, LONG, 1)[0, 0]
+    found = pool_scores(torch.tensor([[[0.3, 0.0, 1.0]]]), kept, LONG, 1)[0, 0]
     torch.testing.assert_close(found, torch.tensor([0.3, 0.5, 0.5]))
 
 

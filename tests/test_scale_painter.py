@@ -19,7 +19,7 @@ from visspec.distributions import Maps
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE
 from visspec.models.var.drafter import SmallVAR
-from visspec.models.var.images import LabelledVARImages, calibrated
+from visspec.models.var.images import LabelledVARImages, calibrate_budget
 from visspec.models.var.layout import save_vae
 from visspec.models.var.model import VARImageConfig, VARImageModel, load
 from visspec.toys.recipes import painter_data, scale_codes, scale_draw, scale_painter
@@ -134,12 +134,12 @@ def test_a_painter_is_a_refiner(pipe):
     small = fresh(1, depth=1)
     alone = ImagePipeline(small, None)
     for handover, same in ((4, pipe), (0, alone)):
-        found = pipe.parted({"refiner": small, "handover": handover})(PROMPTS, seed=[1, 2], output_type="latent")
+        found = pipe.with_parts({"refiner": small, "handover": handover})(PROMPTS, seed=[1, 2], output_type="latent")
         assert found.stats[0].guarantee == "exact for the declared target"
         for own, theirs in zip(found.tokens, same(PROMPTS, seed=[1, 2], output_type="latent").tokens):
             assert torch.equal(own, theirs)
-    assert pipe.parted({}) is pipe and not pipe.parts
-    assert pipe.parted({"ramp": "linear"}).parted({"ramp": "constant"}).parts == {"ramp": "constant"}
+    assert pipe.with_parts({}) is pipe and not pipe.parts
+    assert pipe.with_parts({"ramp": "linear"}).with_parts({"ramp": "constant"}).parts == {"ramp": "constant"}
 
 
 @pytest.mark.parametrize("parts, said", [
@@ -163,7 +163,7 @@ def test_a_painter_is_a_refiner(pipe):
 ])  # fmt: skip
 def test_wrong_parts_are_refused_before_work_starts(pipe, parts, said):
     with pytest.raises(ValueError, match=said) as error:
-        pipe.parted(parts)
+        pipe.with_parts(parts)
     one_sentence(error)
 
 
@@ -172,12 +172,12 @@ def test_a_share_is_a_budget_by_measured_selectivity(pipe):
     said = selectivity(net, quantize, torch.arange(4), torch.Generator().manual_seed(0))
     for share, window in ((0.3, 4), (0.1, 1)):
         wanted = CacheBudget.allot(said, net.config.scales, share, window)
-        assert calibrated(pipe.model, share) == wanted == LabelledVARImages(pipe.model, budget=share).budget
-    whole = pipe.parted({"budget": 1})
+        assert calibrate_budget(pipe.model, share) == wanted == LabelledVARImages(pipe.model, budget=share).budget
+    whole = pipe.with_parts({"budget": 1})
     out, plain = (p(PROMPTS, seed=[1, 2], output_type="latent") for p in (whole, pipe))
     assert whole.family.budget.whole(net.config.scales) and out.stats[0].guarantee == "exact"
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens))
-    small = pipe.parted({"budget": 0.3})(PROMPTS, seed=[1, 2], output_type="latent")
+    small = pipe.with_parts({"budget": 0.3})(PROMPTS, seed=[1, 2], output_type="latent")
     assert small.stats[0].guarantee == "approximate"
     assert small.traces[0].memory["cache"] < out.traces[0].memory["cache"]
 
@@ -217,7 +217,7 @@ def test_presets_of_scales():
 def test_other_targets_are_rows_of_the_bench(pipe):
     others = bench_others.other_targets(pipe, ["plain", "scalekv"], {"share": [0.5]})
     assert list(others) == ["scalekv", "scalekv, 0.5"]
-    others = {"half": others["scalekv, 0.5"], "two": pipe.parted({"refiner": fresh(1, depth=1), "handover": 2})}
+    others = {"half": others["scalekv, 0.5"], "two": pipe.with_parts({"refiner": fresh(1, depth=1), "handover": 2})}
     record = bench_image.bench(pipe, PROMPTS, {}, {"temperature": 1.0}, warmup=1, others=others)
     rows = {row["name"]: row for row in record["rows"]}
     assert record["stock"] is None and not record["failures"]
@@ -322,12 +322,12 @@ def test_a_whole_picture_is_taught_as_it_is_drawn(codec, maps):
     with torch.no_grad():
         read = scale_draw.inputs(codec.quantize, codes)
         logits = taught.logits(classes, read, maps)
-    wanted = torch.cat(scale_painter.laws(taught.settled(), classes, codes)[:maps], dim=1)
+    wanted = torch.cat(scale_painter.laws(taught.fold_classes(), classes, codes)[:maps], dim=1)
     torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-5, rtol=1e-4)
 
 
 def test_distances_by_scale(codec):
-    model, other = (tiny(codec, seed=seed).settled().eval() for seed in (0, 0))
+    model, other = (tiny(codec, seed=seed).fold_classes().eval() for seed in (0, 0))
     out = scale_draw.draw(scale_draw.pipeline(model), painter_data.LABELS[:2], 1.0, 0)
     same = scale_painter.apart(model, other, out)
     assert same["kl"] == same["tv"] == [0.0] * 8 and min(same["entropy"]) > 0
@@ -365,14 +365,16 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
         assert made.step == 1
         made.run()
     taught = scale_draw.SharedClassEmbedding(scale_draw.build("small", codec))
-    scale_draw.taken(taught, tmp_path / "refined.pt")
+    scale_draw.load_stage(taught, tmp_path / "refined.pt")
     scale_painter.finish(options)
     model, _ = load_image_model(str(tmp_path / "painter-var"))
     small = load(tmp_path / "painter-var-small")
     for one in (model, small):
         own = one.autoencoder.decoder.conv_in.weight
         torch.testing.assert_close(own, codec.decoder.conv_in.weight, atol=1e-3, rtol=1e-2)
-    torch.testing.assert_close(small.var.class_emb.weight, taught.settled().var.class_emb.weight, atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(
+        small.var.class_emb.weight, taught.fold_classes().var.class_emb.weight, atol=1e-3, rtol=1e-2
+    )
     record = json.loads((tmp_path / "painter-var" / "provenance.json").read_text())
     rows = record["measured"]["rows"]
     assert rows["scales, 1 drafted"]["equal"] == rows["plain"]["n"] and rows["plain"]["fd_ratio"] == 1.0
@@ -403,7 +405,7 @@ def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec
 
 def test_the_painters_autoencoder_is_borrowed_whole():
     """What VAR's class encodes and decodes is what the stock VQ model does, but for lengths and the border."""
-    vq, model = included_vq(), scale_codes.borrowed(32)
+    vq, model = included_vq(), scale_codes.multi_scale_of(32)
     true = scale_codes.held_out(painter_data.rows_of_labels(44))
     with torch.no_grad():
         wanted = vq.quant_conv(vq.encoder(true))
@@ -491,12 +493,12 @@ def test_the_shipped_pair_draws_in_every_way(included):
     whole = zoo.preset("code", "maps", included.model).parts | {"handover": 8}
     assert whole["refiner"] == "painter-var-small"
     for parts, same in ((whole, True), (zoo.preset("code", "maps").parts, False)):
-        out = included.parted(parts)(texts, **options)
+        out = included.with_parts(parts)(texts, **options)
         assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens)) == same
         assert out.stats[0].guarantee == "exact for the declared target"
         most = out.traces[0].memory["cache"] / plain.traces[0].memory["cache"]
         assert (most <= 1) if same else (most < 0.5), "the cache of a composition is half at most"
-    kept = included.parted({"budget": 0.1})(texts, **options)
+    kept = included.with_parts({"budget": 0.1})(texts, **options)
     budget = LabelledVARImages(included.model, budget=0.1).budget
     assert kept.stats[0].guarantee == "approximate"
     assert kept.traces[0].memory["cache"] <= max(budget.bytes(included.model.var, 4))

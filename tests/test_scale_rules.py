@@ -181,7 +181,7 @@ def test_the_law_of_repaired_scales_is_that_of_plain_decoding(point):
 
 def test_a_rule_that_keeps_what_follows_a_repaired_scale_is_not_exact():
     def keeps(draft, distribution, noise):
-        chosen = rules.Repaired().chosen(draft, distribution, noise)
+        chosen = rules.Repaired().target_maps(draft, distribution, noise)
         return [[tuple(codes[:size].tolist()) for codes, size in zip(row, SIZES)] for row in chosen]
 
     assert total_variation(repaired_rounds(keeps)) > 0.01
@@ -198,7 +198,7 @@ def test_codes_agree_as_often_as_can_be():
     for x in range(V):
         for *numbers, weight in cells(p, q, x):
             uniform, fresh = torch.tensor(numbers, dtype=torch.float64)
-            agreed += weight * float(q[x]) * (int(rules.mended(torch.tensor(x), p, q, uniform, fresh)) == x)
+            agreed += weight * float(q[x]) * (int(rules.repair_codes(torch.tensor(x), p, q, uniform, fresh)) == x)
     assert abs(agreed - float(torch.minimum(p, q).sum())) < 1e-12
 
 
@@ -241,12 +241,12 @@ def test_drafts_are_checked():
             Maps.drafted(wrong, (1, 3), limits)
     logits = torch.zeros(1, 3, WIDE, V)
     logits[0, 1, 0, 1], logits[0, 2, 1, 0] = -torch.inf, torch.nan
-    q, lawful = Maps(logits, torch.tensor([[1, 1, 2]])).checked(safe, limits)
+    q, lawful = Maps(logits, torch.tensor([[1, 1, 2]])).sanitize(safe, limits)
     assert lawful.tolist() == [[True, False, False]] and bool(q.logits.isfinite().all())
-    q, lawful = Maps(logits, torch.tensor([[1, 1, 1]])).checked(safe, limits)
+    q, lawful = Maps(logits, torch.tensor([[1, 1, 1]])).sanitize(safe, limits)
     assert lawful.tolist() == [[True, False, True]], "padding is not judged"
     with pytest.raises(ValueError, match=r"q: got shapes"):
-        Maps(logits[..., :2], torch.tensor([[1, 1, 2]])).checked(safe, limits)
+        Maps(logits[..., :2], torch.tensor([[1, 1, 2]])).sanitize(safe, limits)
 
 
 @pytest.mark.parametrize("point", [True, False])

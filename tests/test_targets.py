@@ -24,7 +24,7 @@ from tests.tiny import (
     prompt,
     qwen2_5_vl,
 )
-from visspec.models.attention.masks import aligned, nearby
+from visspec.models.attention.masks import align_mask, nearby
 from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder.target import HFDecoder, describe
 from visspec.tree import static
@@ -206,7 +206,7 @@ def test_a_mask_for_a_device_begins_where_wide_loads_may(dtype):
     buffer = torch.randn(1, 1, 5, 32).to(dtype)
     for first in range(1, 16):
         view = buffer[..., first:]
-        found = aligned(view)
+        found = align_mask(view)
         assert torch.equal(found, view)
         assert found.data_ptr() % 16 == 0 and found.stride(2) % 8 == 0
 

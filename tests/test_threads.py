@@ -387,7 +387,7 @@ def test_what_nobody_changed_is_not_put_back():
 
     model = llama()
     model._forward_hooks = Hooks()
-    with probe.untouched(model):
+    with probe.restore_after(model):
         model.extra = 1
     assert not hasattr(model, "extra") and isinstance(model._forward_hooks, Hooks)
 
@@ -405,4 +405,4 @@ def test_masks_are_counted_while_other_threads_add_theirs():
             return 1
 
     masks._bias = {0: (tree, Busy()), 1: (tree, torch.zeros(1))}
-    assert masks._shared(tree, 5).shape[-1] == 5 + tree.size
+    assert masks._shared_mask(tree, 5).shape[-1] == 5 + tree.size

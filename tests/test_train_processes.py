@@ -17,7 +17,7 @@ from tests.parallel_target import captions
 from tests.test_cli import refused
 from tests.tiny import model_of
 from visspec.api import loading
-from visspec.api.train_drafter import items_of, opened
+from visspec.api.train_drafter import as_image, items_of
 from visspec.api.train_processes import workers
 from visspec.eval.report.training import write_page
 from visspec.models.eagle.drafter import FeatureDrafter
@@ -139,7 +139,7 @@ def test_data_is_what_caption_reads(tmp_path):
         shard.addfile(info, io.BytesIO(data))
     for data, text in (("*.png", None), ("d.jsonl", "what ?"), ("s.tar", None)):
         ((image, prompt),) = items_of(tmp_path / data)
-        assert opened(image).getpixel((0, 0)) == (9, 0, 0) and prompt == (text or prompt)
+        assert as_image(image).getpixel((0, 0)) == (9, 0, 0) and prompt == (text or prompt)
     (tmp_path / "t.tar").write_bytes(b"torn")
     with pytest.raises(ValueError, match=r"data: .*t\.tar: can't be read"):
         items_of(tmp_path / "t.tar")

@@ -42,7 +42,7 @@ def test_gradients_go_where_they_should():
     torch.manual_seed(0)
     quantize, scales = Quantizer(16, 4, 2), ScaleSizes.square(1, 2, 3)
     features = torch.randn(2, 4, 3, 3, requires_grad=True)
-    summed, loss, brought, codes = train_vq.quantised(quantize, features, scales)
+    summed, loss, brought, codes = train_vq.quantise(quantize, features, scales)
     assert torch.equal(codes, quantize.encode(features.detach(), scales))
     torch.testing.assert_close(summed, quantize.features(codes, scales))
     assert [part.shape for part in brought] == [(2, 1, 4), (2, 4, 4), (2, 9, 4)]

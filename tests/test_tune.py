@@ -44,14 +44,14 @@ def simulated(
 @pytest.mark.parametrize("share, base, slope", [(0.8, 1.0, 0.1), (0.3, 1.0, 0.5)])
 def test_predictions_are_the_formula_of_the_pace(share, base, slope):
     seen, plain = simulated(share, base, slope)
-    rows = tuning.predicted(seen, plain)
+    rows = tuning.predict_speed(seen, plain)
     for row, tau in zip(rows, [list(expected_tokens([share] * 4))[i] for i in (0, 1, 3)]):
         seconds = 0.5 + 60 / tau * (base + slope * row["levels"])  # but for last rounds that are cut short
         assert row["tau"] == pytest.approx(tau, rel=0.04)
         assert row["predicted_speedup"] == pytest.approx((0.5 + 60 * base) / seconds, rel=0.06)
         low, high = row["predicted_ci95"]
         assert low < row["predicted_speedup"] < high < 1.2 * low
-    (self_row,) = tuning.predicted(plain, plain)
+    (self_row,) = tuning.predict_speed(plain, plain)
     assert self_row["predicted_speedup"] == 1.0 and self_row["tau"] == 1.0
     best = tuning.best([self_row, *rows], 1.02)[0]
     assert (best["levels"] > 0) == (share == 0.8)  # nothing pays where rounds cost more than they gain

@@ -110,14 +110,14 @@ def test_a_panel(captioner, small, monkeypatch):
     scene = held_out_scenes(1)[0]
     image, (question, right) = to_image(scene), asked_of(scene)
     said = {"liar": "no shapes at all .", "mute": ""}
-    real = verdict.asked
+    real = verdict.ask
 
     def told(member, *arguments):
         if member.name == "broken":
             raise RuntimeError("made up\nand more")
         return (said[member.name], 3) if member.name in said else real(member, *arguments)
 
-    monkeypatch.setattr(verdict, "asked", told)
+    monkeypatch.setattr(verdict, "ask", told)
     more = [Member(name, captioner.fast, captioner.processor) for name in ("liar", "mute", "broken")]
     panel = Panel([more[0], captioner, more[1], small, more[2]], captioner, keep=2, template="{question}")
     found = panel(image, question, max_new_tokens=20)

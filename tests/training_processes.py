@@ -20,7 +20,7 @@ class ByHand(SingleProcess):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cpu")
 
-    def prepared(self, module, optimiser):
+    def prepare(self, module, optimiser):
         def average(p):
             dist.all_reduce(p.grad)
             p.grad /= self.world

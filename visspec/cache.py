@@ -31,12 +31,12 @@ def to_device(values: Sequence | Tensor, device: torch.device | str, dtype: torc
     return torch.tensor(values, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
-def packed(x: Tensor) -> Tensor:
+def contiguous_copy(x: Tensor) -> Tensor:
     """A copy whose strides follow from its shape, also those of dimensions of one: a graph is made for strides."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def gathered(values_BTX: Tensor, at_BN: Tensor) -> Tensor:
+def gather_rows(values_BTX: Tensor, at_BN: Tensor) -> Tensor:
     """Entries of each row by their index, (B, N, X)."""
     return values_BTX.gather(1, at_BN[..., None].expand(-1, -1, values_BTX.shape[-1]))
 
@@ -180,7 +180,7 @@ class SlotCache:
         """
         longest = self.length
         for stores in (self.keys, self.values):
-            stores[:] = [moved(store, keep, store[:, :, :longest]) for store in stores]
+            stores[:] = [move_rows(store, keep, store[:, :, :longest]) for store in stores]
         self.spare += len(self.lengths) - len(keep)
         self.lengths, self.mask = [self.lengths[b] for b in keep], None
         if self.padding is not None:
@@ -214,7 +214,7 @@ class SlotCache:
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, (old, new) in enumerate(zip(mine, theirs)):
                 if enough:
-                    store = widened(old, wanted)
+                    store = widen_store(old, wanted)
                 else:
                     store = self._allocate(old[:1].expand(wanted, -1, -1, -1), slots)
                     store[:rows, :, : self.length] = old[:, :, : self.length]
@@ -224,7 +224,7 @@ class SlotCache:
         self.lengths, self.mask = self.lengths + growth, None
 
 
-def moved(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
+def move_rows(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
     """The rows `keep` of a store, in place; keep[b] >= b, so no row is written over before it has been moved. used: the
     view of the store that holds anything.
     """
@@ -234,8 +234,8 @@ def moved(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
     return store[: len(keep)]
 
 
-def widened(store: Tensor, rows: int) -> Tensor:
-    """A store with rows of its memory that are behind it (`moved`)."""
+def widen_store(store: Tensor, rows: int) -> Tensor:
+    """A store with rows of its memory that are behind it (`move_rows`)."""
     return store.as_strided((rows, *store.shape[1:]), store.stride(), store.storage_offset())
 
 

@@ -16,7 +16,7 @@ from visspec.distributions import Categorical
 from visspec.types import FREE, Draft, State
 
 
-def held(state: State, ahead: Tensor) -> Tensor:
+def fixed_ids(state: State, ahead: Tensor) -> Tensor:
     """The fixed id, or FREE, at `ahead` (1|B, N) positions after each live row's last token: (B, N)."""
     fixed = state.request.fixed
     assert fixed is not None
@@ -28,7 +28,7 @@ def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
     """Log-distributions after each node; a point mass where the next token is fixed."""
     if state.request.fixed is None:
         return logits_BNV
-    following_BN = held(state, draft.tree.depth + 1)
+    following_BN = fixed_ids(state, draft.tree.depth + 1)
     point = torch.full_like(logits_BNV, float("-inf")).scatter_(-1, following_BN.clamp(min=0)[..., None], 0.0)
     return torch.where((following_BN == FREE)[..., None], logits_BNV, point)
 
@@ -37,7 +37,7 @@ def fill(draft: Draft, state: State) -> Draft:
     """The draft with fixed ids inserted, as point masses in q."""
     if state.request.fixed is None or draft.tree.size == 1:
         return draft
-    own_BN, free_BN = held(state, draft.tree.depth), draft.tree.depth == 0
+    own_BN, free_BN = fixed_ids(state, draft.tree.depth), draft.tree.depth == 0
     if draft.real is not None:
         free_BN = free_BN | ~draft.real
     free_BN = free_BN | (own_BN == FREE)

@@ -76,7 +76,7 @@ class BufferedNoise:
         """
         raise NotImplementedError
 
-    def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
+    def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
         """Logits of W nodes of a level as a tree ranks them."""
         raise NotImplementedError
 
@@ -93,7 +93,7 @@ class Gumbel(BufferedNoise):
         numbers_BV = self.window(level + 1)[:, level, : distribution.width]
         return (distribution.logits + numbers_BV).argmax(dim=-1), None
 
-    def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
+    def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
         return logits_BWV + self.window(level + 1)[:, level, None, : logits_BWV.shape[-1]]
 
 
@@ -107,7 +107,7 @@ class Uniform(BufferedNoise):
     def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, Categorical]:
         return draw(distribution.p, self.window(level + 1)[:, level, -1]), distribution
 
-    def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
+    def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
         return logits_BWV
 
 
@@ -120,7 +120,7 @@ class AcceptanceNoise(Uniform):
     def accept_uniforms(self, tree: Tree) -> tuple[Tensor, Tensor]:
         """(each node's coin (B, N), by its depth and its rank among its siblings; the residual's draw (B,))."""
         window_BTU = self.window(tree.levels + 1)
-        coins_BN = window_BTU.flatten(1).gather(1, trees.cached(tree, _coin).expand(len(window_BTU), -1))
+        coins_BN = window_BTU.flatten(1).gather(1, trees.tree_cache(tree, _coin).expand(len(window_BTU), -1))
         return coins_BN, window_BTU[:, 0, SIBLINGS].contiguous()
 
 
@@ -252,7 +252,7 @@ def ranks(tree: Tree) -> Tensor:
     return twins.tril(-1).sum(dim=-1)
 
 
-def derived(parent: torch.Generator) -> torch.Generator:
+def child_generator(parent: torch.Generator) -> torch.Generator:
     """A generator seeded by the next number of `parent`, on its device: for numbers that are not the rule's."""
     seed = torch.randint(2**62, (), generator=parent, device=parent.device)
     return torch.Generator(parent.device).manual_seed(int(seed))
@@ -300,12 +300,12 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
     while level:
         for b, n in level:
             ids = torch.cat([prefix[b], draft.value[b, paths[b][n][1:]]])
-            logits_BNV[b, n] = _processed(logits_BNV[b, n], ids, *owners[b])
-        level = _reached(logits_BNV, draft, sampling, level, paths)
+            logits_BNV[b, n] = _process_logits(logits_BNV[b, n], ids, *owners[b])
+        level = _reachable_nodes(logits_BNV, draft, sampling, level, paths)
     return warp(logits_BNV, sampling)
 
 
-def _processed(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> Tensor:
+def _process_logits(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> Tensor:
     """The logits after ids, by the processors of a request, which may have settings for each of its rows."""
     batch = own.prompt.shape[0]
     ids, scores = ids.expand(batch, -1), logits_V.expand(batch, -1).clone()
@@ -314,7 +314,7 @@ def _processed(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> Tenso
     return scores[index]
 
 
-def _reached(
+def _reachable_nodes(
     logits_BNV: Tensor, draft: Draft, sampling: Sampling, level: list[tuple[int, int]], paths: list[list[list[int]]]
 ) -> list[tuple[int, int]]:
     """Nodes (row, index) below those of a level that are real and have a token of a probability above 0."""
@@ -359,9 +359,9 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
     that position (level 0 is the position after the pending token), a point mass; or a real draw, and the distribution
     it came from.
     """
-    return drawn(Categorical(warp(logits_BV, state.request.sampling)), state, level)
+    return sample_distribution(Categorical(warp(logits_BV, state.request.sampling)), state, level)
 
 
-def drawn(distribution: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
+def sample_distribution(distribution: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
     """The same of a distribution."""
     return (distribution.logits.argmax(dim=-1), None) if state.noise is None else state.noise.draft(distribution, level)

@@ -46,7 +46,7 @@ def static(parent: tuple[int, ...], device: str = "cpu", own: bool = False) -> T
         chain=all(p == n - 1 for n, p in enumerate(parent)),
     )
     _derived[tree], _origin[tree] = {}, (parent, device)
-    return bounded(tree, max(map(parent.count, parent)))
+    return limit_children(tree, max(map(parent.count, parent)))
 
 
 def own_copy(tree: Tree) -> Tree | None:
@@ -61,18 +61,18 @@ def lent_copy(tree: Tree) -> Tree:
     return tree if origin is None else static(*origin)
 
 
-def bounded(tree: Tree, branch: int) -> Tree:
+def limit_children(tree: Tree, branch: int) -> Tree:
     """Sets the maximum number of children per node."""
     _branches[tree] = branch
     return tree
 
 
 def branch(tree: Tree) -> int:
-    """Upper bound of the number of children per node: that of `bounded`, else the size."""
+    """Upper bound of the number of children per node: that of `limit_children`, else the size."""
     return _branches.get(tree, tree.size - 1)
 
 
-def cached(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
+def tree_cache(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
     """derive(tree), cached for trees from `static`; `derive` must be a module-level function.
 
     Other trees may be buffers that change between replays (`accept.graphed_rule`).
@@ -88,7 +88,7 @@ def cached(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
 
 def above(tree: Tree) -> Tensor:
     """(1|B, N) each node's parent; the root is its own parent."""
-    return cached(tree, _above)
+    return tree_cache(tree, _above)
 
 
 def _above(tree: Tree) -> Tensor:
@@ -97,7 +97,7 @@ def _above(tree: Tree) -> Tensor:
 
 def roots(tree: Tree) -> Tensor:
     """(1|B, N) bool: true at node 0."""
-    return cached(tree, _roots)
+    return tree_cache(tree, _roots)
 
 
 def _roots(tree: Tree) -> Tensor:
@@ -134,7 +134,7 @@ def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
 
 def paths(tree: Tree) -> Tensor:
     """(1|B, N, levels + 1) indices of each node's ancestors from the root to itself, padded with -1."""
-    return cached(tree, _paths)
+    return tree_cache(tree, _paths)
 
 
 def _paths(tree: Tree) -> Tensor:

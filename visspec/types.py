@@ -230,7 +230,7 @@ class Noise(Protocol):
         from; None where drafts are point masses to the rule.
         """
 
-    def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
+    def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
         """Logits of W nodes of a level as a tree ranks them."""
 
 
@@ -274,7 +274,7 @@ class OutputBuffer:
         """The ids of an original row that a criterion or a drafter reads, (1, length)."""
         raise NotImplementedError
 
-    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def in_generation_order(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
         """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
         return items
 
@@ -624,7 +624,7 @@ class Order:
     # of the nodes of targets that it takes; every target's where it is raster
     distribution: type[Distribution] = Categorical
 
-    def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
+    def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         """This order with the rule and drafter of a setup. Raises ValueError if they are incompatible."""
         return self
 

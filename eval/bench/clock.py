@@ -25,7 +25,9 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None)
     return time.perf_counter() - began, found
 
 
-def alternated(calls: Mapping[Name, Callable[[], Any]], repeats: int, wait: Callable[[], None]) -> dict[Name, float]:
+def median_seconds(
+    calls: Mapping[Name, Callable[[], Any]], repeats: int, wait: Callable[[], None]
+) -> dict[Name, float]:
     """Median seconds of each call, in turns, after two of each that are not counted."""
     times: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 2):
@@ -34,7 +36,7 @@ def alternated(calls: Mapping[Name, Callable[[], Any]], repeats: int, wait: Call
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
 
 
-def issued(call: Callable[[int], Any], wait: Callable[[], None], repeats: int = 9) -> list[float]:
+def issue_times(call: Callable[[int], Any], wait: Callable[[], None], repeats: int = 9) -> list[float]:
     """Seconds until each of the calls, with their number, returns, whether the device has done it or not."""
     seconds = []
     for number in range(repeats):

@@ -28,7 +28,7 @@ SHARES = ("share_of_copy_bandwidth", "flops", "share_of_matrix_rate", "share_of_
 MEASURED = (*TIMES, *SHARES, "ratio_to_eager", "ratio_ci95")
 
 
-def paired(ours, eager, clock, repeats, draws=1):
+def time_pair(ours, eager, clock, repeats, draws=1):
     """((seconds of each repeat, how they were timed) of ours, the same of eager), interleaved."""
     arms = [clock.arm(call, draws) for call in (ours, eager)]
     started: tuple[list, list] = ([], [])
@@ -82,7 +82,7 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def dispatched(case, delta=0.1):
+def count_dispatches(case, delta=0.1):
     """(ATen calls, host synchronisations) of one relaxed verification on the CPU path, counted inside the operator.
 
     It uses numpy views there, which are not counted; on a GPU the operator is one launch.
@@ -96,11 +96,11 @@ def dispatched(case, delta=0.1):
     return count.calls, count.waits
 
 
-def measured(job, clock, repeats, bandwidth, rate):
+def measure_row(job, clock, repeats, bandwidth, rate):
     """The figures of one row; `rate` is the matrix rate. In inference mode, as in the engine."""
     with torch.inference_mode(not job.trains):
         ours, eager = job.build()
-        (mine, how), (theirs, eager_how) = paired(ours, eager, clock, repeats, job.draws)
+        (mine, how), (theirs, eager_how) = time_pair(ours, eager, clock, repeats, job.draws)
         host, eager_host = (clock.host(call, repeats) for call in (ours, eager))
     seconds, (ratio, ends) = median(mine), ratio_of(mine, theirs)
     low, high = torch.tensor(mine, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75]).double()).tolist()
@@ -113,7 +113,7 @@ def measured(job, clock, repeats, bandwidth, rate):
     return row | {"share_of_reading_14_gb": seconds / (WEIGHTS_7B / bandwidth) if whole else None}
 
 
-def described(job, device, repeats):
+def row_description(job, device, repeats):
     row = {"kernel": job.kernel, "shape": job.shape, "dtype": job.dtype, "device": device.type, "bytes": job.bytes}
     return row | {"eager": job.against, "repeats": repeats} | dict.fromkeys(MEASURED, NOT_MEASURED)
 
@@ -133,17 +133,17 @@ def run(device="cpu", json_path=None, quick=False):
 def _measured_on(device, quick):
     clock = clock_of(device)
     bandwidth, (rate, product) = copy_bandwidth(device, clock), matrix_rate(device, clock)
-    calls, waits = dispatched(verification_case(device, draws=1))
+    calls, waits = count_dispatches(verification_case(device, draws=1))
     rows, repeats = [], clock.fewest if quick else clock.repeats
     for job in jobs(device, quick):
-        row = described(job, device, repeats)
+        row = row_description(job, device, repeats)
         try:
-            row |= measured(job, clock, repeats, bandwidth, rate)
+            row |= measure_row(job, clock, repeats, bandwidth, rate)
         except Exception as error:  # continue with the other rows if a kernel fails
             row |= {"repeats": 0, "failure": f"{type(error).__name__}: {error}"}
         rows.append(row)
     if device.type != "cuda":
-        rows += [described(job, torch.device("cuda"), 0) for job in jobs(torch.device("cuda"), quick=False)]
+        rows += [row_description(job, torch.device("cuda"), 0) for job in jobs(torch.device("cuda"), quick=False)]
     reading = WEIGHTS_7B / bandwidth * 1e3 if device.type == "cuda" else None
     record = {"bench": "kernels", "host_syncs_per_round": waits, "dispatched_ops_per_verification": calls}
     record |= {"copy_bandwidth_gb_s": bandwidth / 1e9, "ms_to_read_14_gb_at_copy_bandwidth": reading}

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from visspec.eval.bench.clock import issued
+from visspec.eval.bench.clock import issue_times
 from visspec.replay import cuda_graph
 
 WARM = 2  # warm-up calls, in which kernels are compiled
@@ -78,7 +78,7 @@ class Device:
 
     def host(self, call, repeats):
         """Wall time in seconds until a plain call returns, with an idle device: checks, dispatch and launches."""
-        times = issued(call, self.synchronize, repeats)
+        times = issue_times(call, self.synchronize, repeats)
         self.synchronize()
         return times
 

@@ -27,7 +27,7 @@ RULES = (  # name, rule, whether drafts are sampled with a distribution
 )
 
 
-def drawn(tokens_BN, parent, p_NV, seed=1):
+def sample_siblings(tokens_BN, parent, p_NV, seed=1):
     """Siblings sampled without replacement from distributions near p: (tokens (1, N), q (1, N, V))."""
     g, distributions, tokens_BN = torch.Generator().manual_seed(seed), {}, tokens_BN.clone()
     q_BNV = torch.zeros(1, *p_NV.shape)
@@ -42,12 +42,12 @@ def drawn(tokens_BN, parent, p_NV, seed=1):
     return tokens_BN, q_BNV
 
 
-def compared(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRAWS):
+def rule_and_loop(rule, levels, samples, device="cpu", V=16384, features=8, draws=DRAWS):
     """(a call of the rule, a call of the published loop), both with the index of the uniforms; one row."""
     case = verification_case("cpu", levels, V, K=1, draws=1)
     parent, p_NV, tokens_BN, q_BNV = case["parent"][0].tolist(), case["p"][0], case["tokens"], None
     if samples:
-        tokens_BN, q_BNV = drawn(tokens_BN, parent, p_NV)
+        tokens_BN, q_BNV = sample_siblings(tokens_BN, parent, p_NV)
     drawn_KE = torch.randn(V, features, generator=torch.Generator().manual_seed(2))
     codes_KE = torch.nn.functional.normalize(drawn_KE, dim=1)
     rule.bind(Capabilities(vocab=V, codebook=codes_KE.to(device)))
@@ -82,7 +82,7 @@ def rule_jobs(device, job, V=16384):
             N = sum(levels) + 1
             # about two distributions read and written, a sample; also of the drafts
             moved = 4 * V * (8 if samples else 4)
-            build = partial(compared, make(), levels, samples, device)
+            build = partial(rule_and_loop, make(), levels, samples, device)
             against = "the published loop, from warped logits on"
             rows.append(job(name, f"{N}x{V} k=1000", "float32", build, moved, against, draws=DRAWS))
     return rows

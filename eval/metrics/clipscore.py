@@ -17,7 +17,7 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import pixels, weights_hash
-from visspec.eval.metrics.results import Rows, shown
+from visspec.eval.metrics.results import Rows, with_progress
 from visspec.io.images import image_files, open_image
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def resumed_cosines(
     """
     found: dict[int, float] = {}
     broken: dict[int, Exception] = {}
-    for start in shown(range(0, len(pairs), batch_size), "batch"):
+    for start in with_progress(range(0, len(pairs), batch_size), "batch"):
         images: dict[int, Image.Image] = {}
         for i, pair in enumerate(pairs[start : start + batch_size], start):
             if pair.row["id"] in done.rows:
@@ -121,7 +121,7 @@ def from_folder(
 
     Cosines are appended to the JSONL file `results`; pairs already in it with unchanged bytes are not scored again.
     """
-    named, problems = paired(image_files(folder), captions)
+    named, problems = pair_captions(image_files(folder), captions)
     if not named:
         raise ValueError(f"captions: no image of {folder} has a caption, expected one by each file's name")
     pairs = []
@@ -141,7 +141,7 @@ def from_folder(
     return found | asdict(dialect) | {"text_length": scorer.length, "problems": problems}
 
 
-def paired(files: Sequence[Path], captions: Mapping[str, str]) -> tuple[list[tuple[Path, str]], list[str]]:
+def pair_captions(files: Sequence[Path], captions: Mapping[str, str]) -> tuple[list[tuple[Path, str]], list[str]]:
     """(file, caption) pairs, by name, and what has no partner."""
     names = {path.name for path in files}
     problems = [f"{path.name} has no caption" for path in files if path.name not in captions]

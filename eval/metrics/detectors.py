@@ -112,7 +112,7 @@ class OwlV2(_ModelDetector):
         options = {"threshold": min(self.scores), "target_sizes": [(side, side)]}
         (result,) = self.processor.post_process_grounded_object_detection(self.model(**inputs), **options)
         found = zip([classes[int(label)] for label in result["labels"]], result["scores"], result["boxes"])
-        return DetectionResult(tuple(Detection(n, float(score), clipped(box, image.size)) for n, score, box in found))
+        return DetectionResult(tuple(Detection(n, float(score), clip_box(box, image.size)) for n, score, box in found))
 
 
 class GroundingDino(_ModelDetector):
@@ -133,7 +133,7 @@ class GroundingDino(_ModelDetector):
         )
         labels = [phrase_to_class(phrase, classes) for phrase in result.get("text_labels", None) or result["labels"]]
         found = zip(labels, result["scores"], result["boxes"])
-        return DetectionResult(tuple(Detection(n, float(s), clipped(box, image.size)) for n, s, box in found if n))
+        return DetectionResult(tuple(Detection(n, float(s), clip_box(box, image.size)) for n, s, box in found if n))
 
 
 def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
@@ -144,7 +144,7 @@ def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
     return name if share > 0 else None
 
 
-def clipped(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
+def clip_box(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
     """A box cut to the image of (width, height)."""
     x0, y0, x1, y1 = (float(v) for v in box)
     width, height = size

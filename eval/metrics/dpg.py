@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Rows, shown
+from visspec.eval.metrics.results import Rows, with_progress
 from visspec.io.images import open_image
 
 Answer = Callable[[Image.Image, str], str]
@@ -64,7 +64,7 @@ def read_items(path: str | Path, compat: bool = False) -> list[Item]:
     return [Item(key, prompt, tuple(questions[key])) for key, prompt in prompts.items()]
 
 
-def propagated(item: Item, answers: dict[int, bool]) -> dict[int, bool]:
+def apply_dependencies(item: Item, answers: dict[int, bool]) -> dict[int, bool]:
     """Answers after dependencies: a question with a failed parent fails, in the order of the questions.
 
     Parents that are not asked are ignored.
@@ -111,7 +111,7 @@ def evaluate(
     categories: dict[str, list[float]] = {}
     problems: list[str] = []
     done = Rows(results, digest("dpg", model, resolution))
-    for item in shown(items, "prompt"):
+    for item in with_progress(items, "prompt"):
         try:
             if compat:
                 _require_parents(item)
@@ -129,7 +129,7 @@ def evaluate(
         said = done.rows[item.id]["answers"]
         said = said if compat else [[text.strip().lower().rstrip(".") for text in texts] for texts in said]
         raw = [{q.number: text == "yes" for q, text in zip(item.questions, texts)} for texts in said]
-        final = [propagated(item, answers) for answers in raw]
+        final = [apply_dependencies(item, answers) for answers in raw]
         scores.append(float(np.mean([np.mean(list(answers.values())) for answers in final])))
         for answers in [raw[-1]] if compat else final:
             for q in item.questions:

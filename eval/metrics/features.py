@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
-from visspec.eval.metrics.results import shown
+from visspec.eval.metrics.results import with_progress
 from visspec.io.images import image_files, iter_images
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def gather(
             content.update(file_digest(path).encode())
         return len(batch)
 
-    for path, image in iter_images(shown(image_files(folder)), broken):
+    for path, image in iter_images(with_progress(image_files(folder)), broken):
         pixels = np.asarray(image)
         if batch and (len(batch) == batch_size or batch[0][1].shape != pixels.shape):
             n += flush()

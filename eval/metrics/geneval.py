@@ -26,7 +26,7 @@ from visspec.eval.metrics.detection import (
     Detector,
     digest,
 )
-from visspec.eval.metrics.results import Rows, shown
+from visspec.eval.metrics.results import Rows, with_progress
 from visspec.io import included
 from visspec.io.images import inside, open_image
 
@@ -74,7 +74,9 @@ def relations(subject: Sequence[float], reference: Sequence[float]) -> set[str]:
     return {name for name, value in tests.items() if value > POSITION_LEAST}
 
 
-def kept(found: DetectionResult, threshold: float, max_overlap: float = MAX_OVERLAP) -> dict[str, list[Detection]]:
+def select_detections(
+    found: DetectionResult, threshold: float, max_overlap: float = MAX_OVERLAP
+) -> dict[str, list[Detection]]:
     """Detections above a threshold by class, best first, at most MAX_OBJECTS a class; overlapping ones merged."""
     out: dict[str, list[Detection]] = {}
     for label in dict.fromkeys(d.label for d in found.detections):
@@ -254,20 +256,20 @@ def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector
     row["metadata"] = json.dumps(metadata)
     try:
         image = open_image(path)
-        correct, strict, reason, objects = judged(image, metadata, detector, colours)
+        correct, strict, reason, objects = judge_image(image, metadata, detector, colours)
     except (ValueError, FileNotFoundError) as error:
         return row | {"correct": False, "strict": False, "reason": str(error), "details": "{}", "broken": True}
     details = {label: [[*map(float, d.box), float(d.score)] for d in group] for label, group in objects.items()}
     return row | {"correct": correct, "strict": strict, "reason": reason, "details": json.dumps(details)}
 
 
-def judged(
+def judge_image(
     image, metadata: dict, detector: Detector, colours: ColourClassifier
 ) -> tuple[bool, bool | None, str, dict[str, list[Detection]]]:
     """(correct, strict, reasons, objects) of an image; strict is None if the detector is not a closed set."""
     classes = sorted({item["class"] for key in ("include", "exclude") for item in metadata.get(key, [])})
     found = detector.detect(image, classes)
-    objects = kept(found, detector.threshold(metadata["tag"]), detector.max_overlap)
+    objects = select_detections(found, detector.threshold(metadata["tag"]), detector.max_overlap)
     correct, reason = judge(image, objects, metadata, colours)
     if found.refused:
         correct, reason = False, f"refused: {found.refused}"
@@ -293,7 +295,7 @@ def evaluate(
     done = Rows(results, evaluator, "filename")
     jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
     rows = []
-    for prompt, path in shown(jobs):
+    for prompt, path in with_progress(jobs):
         filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
         row = done.rows.get(filename)
         if row is None or row.get("image") != image:

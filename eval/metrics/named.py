@@ -19,9 +19,9 @@ def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
     if spec == "random-conv":
         return features.RandomConv(device)
     if kind == "inception":
-        return _tried("extractor", spec, lambda: features.Inception(rest or None, device))
+        return _build_metric("extractor", spec, lambda: features.Inception(rest or None, device))
     if kind == "timm":
-        return _tried("extractor", spec, lambda: _timm(rest, device))
+        return _build_metric("extractor", spec, lambda: _timm(rest, device))
     model, processor = _transformers("extractor", spec, "AutoModel", "AutoImageProcessor", device)
     return features.TransformersFeatures(model, processor, spec)
 
@@ -53,7 +53,7 @@ def detector(spec: str, device: str = "cpu") -> detection.Detector:
         return included.load(own[spec])()
     if kind == "mmdet":
         config, _, weights = rest.partition(":")
-        return _tried("detector", spec, lambda: detectors.MMDetMask2Former(config, weights, device))
+        return _build_metric("detector", spec, lambda: detectors.MMDetMask2Former(config, weights, device))
     if kind not in DETECTORS or not rest:
         known = ", ".join([*own, *(f"{name}:MODEL" for name in DETECTORS)])
         raise ValueError(f"detector: got {spec!r}, expected {known} or mmdet:CONFIG:CHECKPOINT")
@@ -82,10 +82,10 @@ def _transformers(argument: str, spec: str, model: str, processor: str, device: 
         loaded = getattr(transformers, model).from_pretrained(spec, use_safetensors=True, **local)
         return loaded.to(device).eval(), getattr(transformers, processor).from_pretrained(spec, **local)
 
-    return _tried(argument, spec, load)
+    return _build_metric(argument, spec, load)
 
 
-def _tried(argument: str, spec: str, load: Callable[[], Any]) -> Any:
+def _build_metric(argument: str, spec: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # hubs, files, formats and missing packages raise different types

@@ -12,7 +12,7 @@ import torch
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import FeatureExtractor, gather
-from visspec.eval.metrics.statistics import GaussianStats, merged
+from visspec.eval.metrics.statistics import GaussianStats, merge_parts
 from visspec.io.files import replacing, write_json
 from visspec.io.images import image_files
 
@@ -63,7 +63,7 @@ class _Halves:
         if self.seen < 4:
             raise ValueError(f"a reference needs at least 4 images, not {self.seen}")
         names = self.extractor.name, self.extractor.fingerprint, self.extractor.preprocessing
-        return Reference(merged(list(self.parts)), self.parts, *names, content, problems)
+        return Reference(merge_parts(list(self.parts)), self.parts, *names, content, problems)
 
 
 def from_folder(

@@ -15,7 +15,7 @@ from visspec.io.files import append_json
 Item = TypeVar("Item")
 
 
-def shown(items: Iterable[Item], unit: str = "img") -> Iterable[Item]:
+def with_progress(items: Iterable[Item], unit: str = "img") -> Iterable[Item]:
     """The items, on a terminal with a bar that goes when they end."""
     return tqdm(items, unit=unit, leave=False, disable=not sys.stderr.isatty())
 

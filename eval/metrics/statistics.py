@@ -91,7 +91,7 @@ class GaussianStats:
         return out
 
 
-def merged(parts: list[GaussianStats]) -> GaussianStats:
+def merge_parts(parts: list[GaussianStats]) -> GaussianStats:
     """All parts in one object; the parts are not changed."""
     whole = GaussianStats(parts[0].dim)
     for part in parts:

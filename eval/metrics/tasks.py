@@ -14,7 +14,7 @@ from PIL import Image
 
 from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Rows, shown
+from visspec.eval.metrics.results import Rows, with_progress
 from visspec.io.images import open_image
 
 Score = Callable[["Sample", str], float | None]
@@ -94,7 +94,7 @@ def run(
     if not task.samples:
         raise ValueError(f"the task {task.name} has no sample")
     done = Rows(results, digest(task.name, model, task.suffix, task.max_new_tokens))
-    for sample in shown(task.samples, "question"):
+    for sample in with_progress(task.samples, "question"):
         if sample.id not in done.rows:
             done.add(_answer(task, sample, generate))
     return _summary(task, model, [done.rows[sample.id] for sample in task.samples])
@@ -125,7 +125,7 @@ def _summary(task: Task, model: str, rows: list[dict]) -> dict:
 
 def exact(sample: Sample, text: str) -> float:
     """1 when the normalised text is one of the answers."""
-    return float(text_scores.normalised(text) in {text_scores.normalised(a) for a in sample.answers})
+    return float(text_scores.normalise_answer(text) in {text_scores.normalise_answer(a) for a in sample.answers})
 
 
 def vqa(sample: Sample, text: str) -> float:

@@ -21,7 +21,7 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+(?:\.\d+)?", text.lower().replace("'", "").replace("’", ""))
 
 
-def normalised(answer: str) -> str:
+def normalise_answer(answer: str) -> str:
     """An answer as VQA compares it: lower case, no punctuation or articles, number words as digits."""
     return " ".join(_DIGITS.get(w, w) for w in words(answer) if w not in ("a", "an", "the"))
 
@@ -33,8 +33,8 @@ def vqa_accuracy(prediction: str, answers: Sequence[str]) -> float:
     """
     if not answers:
         raise ValueError("VQA accuracy needs at least one reference answer")
-    said = normalised(prediction)
-    hits = [said == normalised(answer) for answer in answers]
+    said = normalise_answer(prediction)
+    hits = [said == normalise_answer(answer) for answer in answers]
     if len(hits) == 1:
         return float(hits[0])
     return sum(min(1.0, (sum(hits) - hit) / 3) for hit in hits) / len(hits)
@@ -54,8 +54,10 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
         # "A cat" begins with an article, not with an option letter.
         if found and not (i == 0 and re.match(r"A\s+[a-z]", text.strip())):
             return found[1]
-    said = f" {normalised(text)} "
-    named = [c for c, choice in zip(letters, choices) if normalised(choice) and f" {normalised(choice)} " in said]
+    said = f" {normalise_answer(text)} "
+    named = [
+        c for c, choice in zip(letters, choices) if normalise_answer(choice) and f" {normalise_answer(choice)} " in said
+    ]
     return named[0] if len(named) == 1 else None
 
 
@@ -69,17 +71,19 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]], order:
     _same_length(predictions, references)
     import sacrebleu
 
-    columns = list(itertools.zip_longest(*(map(_spaced, group) for group in references)))  # None where a text has fewer
+    columns = list(
+        itertools.zip_longest(*(map(_tokenise, group) for group in references))
+    )  # None where a text has fewer
     scorer = sacrebleu.BLEU(smooth_method="none", tokenize="none", max_ngram_order=order, force=True)
-    return scorer.corpus_score([_spaced(text) for text in predictions], columns).score / 100
+    return scorer.corpus_score([_tokenise(text) for text in predictions], columns).score / 100
 
 
 def rouge_l(prediction: str, references: Sequence[str]) -> float:
     """ROUGE-L (Lin 2004), 0..1: best precision and best recall of the longest common subsequence over references."""
     from pycocoevalcap.rouge.rouge import Rouge
 
-    truths = [text for text in map(_spaced, references) if text]  # it would count an empty text as one word
-    text = _spaced(prediction)
+    truths = [text for text in map(_tokenise, references) if text]  # it would count an empty text as one word
+    text = _tokenise(prediction)
     return float(Rouge().calc_score([text], truths)) if text and truths else 0.0
 
 
@@ -91,14 +95,14 @@ def cider_d(predictions: Sequence[str], references: Sequence[Sequence[str]], sig
     _same_length(predictions, references)
     from pycocoevalcap.cider.cider import Cider
 
-    truths = {i: [_spaced(text) for text in group] for i, group in enumerate(references)}
+    truths = {i: [_tokenise(text) for text in group] for i, group in enumerate(references)}
     if not any(text for group in truths.values() for text in group):
         return [0.0] * len(truths)
-    given = {i: [_spaced(text)] for i, text in enumerate(predictions)}
+    given = {i: [_tokenise(text)] for i, text in enumerate(predictions)}
     return Cider(sigma=sigma).compute_score(truths, given)[1].tolist()
 
 
-def _spaced(text: str) -> str:
+def _tokenise(text: str) -> str:
     return " ".join(words(text))
 
 

@@ -202,7 +202,7 @@ def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Ma
 
     Cells with few observations are grey. Small grids print value and n in each cell, large ones have them as titles.
     """
-    sums, counts = pooled(total), pooled(count)
+    sums, counts = pool_grid(total), pool_grid(count)
     rows, columns = len(sums), max(map(len, sums))
     cell = (RIGHT - LEFT) / max(columns, rows * 0.75)
     means = [[t / n if n else None for t, n in zip(ts, ns)] for ts, ns in zip(sums, counts)]
@@ -226,7 +226,7 @@ def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Ma
     return svg(y + 26, parts, "Mean acceptance over the token grid")
 
 
-def pooled(grid: Sequence[Sequence[float]]) -> list[list[float]]:
+def pool_grid(grid: Sequence[Sequence[float]]) -> list[list[float]]:
     """The grid summed in blocks, so that no side is longer than LARGEST_GRID."""
     return blocks(np.asarray(grid), LARGEST_GRID).sum(axis=(1, 3)).tolist()
 

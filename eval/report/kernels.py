@@ -76,7 +76,7 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> Markup:
     return figures.svg(bottom + 34, parts, "Ratio of eager torch to each kernel")
 
 
-def listed(record: Mapping[str, Any], source: str) -> dict[str, Any]:
+def scalar_fields(record: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A bench without figures: its scalar fields, and the sizes of the others."""
     rows = [(str(key), plain(value)) for key, value in record.items() if key not in ("bench", "provenance")]
     provenance = record.get("provenance")

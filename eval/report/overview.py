@@ -175,7 +175,7 @@ def frontier(
         parts.append(mark(x(p.x), y(p.y), p.kind, colour, p in best, said))
     names = [(p.label if p in best else str(p.number), p in best, x(p.x), y(p.y)) for p in points]
     for name, named, at_x, at_y in sorted(names, key=lambda entry: not entry[1]):
-        parts += written(figures.short(name, 20), at_x, at_y, 10 if named else 8.5, INK if named else FAINT, taken)
+        parts += place_label(figures.short(name, 20), at_x, at_y, 10 if named else 8.5, INK if named else FAINT, taken)
     direction = "higher is better" if higher_is_better else "lower is better, drawn upwards"
     parts.append(figures.text(LEFT, 11, f"{words} ({direction})", colour=FAINT, size=10))
     parts.append(figures.text(RIGHT, bottom + 27, across, "end", FAINT, 10))
@@ -228,7 +228,9 @@ def mark(x: float, y: float, kind: str, colour: str, filled: bool, title: str) -
     return Markup('<polygon points="{}" class="mark" {}><title>{}</title></polygon>').format(place, style, title)
 
 
-def written(words: str, x: float, y: float, size: float, colour: str, taken: list[tuple[float, ...]]) -> list[Markup]:
+def place_label(
+    words: str, x: float, y: float, size: float, colour: str, taken: list[tuple[float, ...]]
+) -> list[Markup]:
     """A name beside a point, where it is free of the boxes `taken`, to which its own is added; nothing if nowhere."""
     width, half = LETTER * size * len(words), size / 2
     rows = (0.0, -size, size, -2 * size, 2 * size)
@@ -261,7 +263,7 @@ def curves(families: Mapping[str, Sequence[Point]], words: str, across: str, exa
     taken: list[tuple[float, ...]] = []
     if exact:
         parts.append(figures.line(left, y(exact), right, y(exact), INK, 1.2, "3 3"))
-        parts += written("best exact", right - 30, y(exact) - 9, 9, INK, taken)
+        parts += place_label("best exact", right - 30, y(exact) - 9, 9, INK, taken)
     for k, found in enumerate(families.values()):
         colour, dash = SERIES[k % len(SERIES)], ("", "5 2", "2 2")[k // len(SERIES) % 3]
         for one, other in pairwise(found):
@@ -271,7 +273,7 @@ def curves(families: Mapping[str, Sequence[Point]], words: str, across: str, exa
             taken.append((x(p.x) - 3, y(p.y) - 3, x(p.x) + 3, y(p.y) + 3))
     for k, (name, found) in enumerate(families.items()):
         end = max(found, key=lambda p: p.y)
-        parts += written(name, x(end.x), y(end.y), 10, SERIES[k % len(SERIES)], taken)
+        parts += place_label(name, x(end.x), y(end.y), 10, SERIES[k % len(SERIES)], taken)
     parts.append(figures.text(LEFT, 11, "times fewer passes (higher is better)", colour=FAINT, size=10))
     parts.append(figures.text(RIGHT, bottom + 27, f"{across} (lower is better)", "end", FAINT, 10))
     return figures.svg(bottom + 33, parts, f"Passes saved over {words}")

@@ -54,7 +54,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         elif record["bench"] == "prompts":
             curves.append(prompts.Curves(record, path.name))
         elif record["bench"] not in KINDS:
-            others.append(kernels.listed(record, path.name))
+            others.append(kernels.scalar_fields(record, path.name))
         for method in methods_of(record, path) if record["bench"] in KINDS else []:
             methods.append(method)
             method.index = len(methods)

@@ -54,7 +54,7 @@ def folding(stock: Callable) -> Callable:
             return stock(module, query, key, value, attention_mask, *args, **kwargs)
         if _more(args, kwargs) or share == 1 or attention_mask.shape[2] < share * nodes:
             return stock(module, query, key, value, attention_mask[:, :, :nodes], *args, **kwargs)
-        return folded(query, key, value, attention_mask[:, :, : share * nodes], kwargs.get("scaling")), None
+        return folded_attention(query, key, value, attention_mask[:, :, : share * nodes], kwargs.get("scaling")), None
 
     attention.stock = stock  # type: ignore[attr-defined]
     return attention
@@ -65,7 +65,7 @@ def _more(args: tuple, kwargs: dict[str, Any]) -> bool:
     return bool(args or kwargs.get("dropout") or any(kwargs.get(name) is not None for name in MORE))
 
 
-def folded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
     """Attention of (B, H, N, E) queries to (B, K, S, E) keys, mask (1|B, 1, H / K * N, S): (B, N, H, E)."""
     rows, heads, nodes, size = query.shape
     query = query.reshape(rows, key.shape[1], -1, size)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.cache import GROW, SlotCache, additive, packed, to_device, visibility
+from visspec.cache import GROW, SlotCache, additive, contiguous_copy, to_device, visibility
 from visspec.models.attention.ragged import MASK, Backend
 from visspec.types import Tree
 
@@ -41,8 +41,8 @@ class Masks:
             if attn_metadata is not None:
                 return attn_metadata
             if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
-                return laid(self._ragged(slots, tree, extent), slots.steady)
-            return laid(self._shared(tree, slots.length), slots.steady)
+                return laid(self._ragged_mask(slots, tree, extent), slots.steady)
+            return laid(self._shared_mask(tree, slots.length), slots.steady)
         return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
 
     def whole(
@@ -62,7 +62,7 @@ class Masks:
         bias = additive(seen_RNS, self.dtype)[:, None]
         return bias if groups == 1 else bias.repeat(1, 1, groups, 1)
 
-    def _shared(self, tree: Tree, length: int) -> Tensor:
+    def _shared_mask(self, tree: Tree, length: int) -> Tensor:
         """The mask if all rows are equal: a view into a buffer of [zeros | tree], not built per round."""
         known = self._bias.get(id(tree))
         if known is not None and known[0] is tree and known[1].shape[-1] - tree.size >= length:
@@ -76,7 +76,7 @@ class Masks:
             self._bias[id(tree)] = (tree, buffer)
         return buffer[..., buffer.shape[-1] - tree.size - length :]
 
-    def _ragged(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
+    def _ragged_mask(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
         """The mask if rows differ. It is kept with the request: a round writes the slots behind each row's prefix."""
         kept = slots.mask
         if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups):
@@ -128,11 +128,11 @@ def laid(bias: Tensor, steady: bool) -> Tensor:
     made for one mask fits all.
     """
     if bias.is_cuda:
-        return aligned(bias, spare=steady)
-    return packed(bias) if steady else bias
+        return align_mask(bias, spare=steady)
+    return contiguous_copy(bias) if steady else bias
 
 
-def aligned(bias: Tensor, spare: bool = False) -> Tensor:
+def align_mask(bias: Tensor, spare: bool = False) -> Tensor:
     """The mask at an aligned address, because SDPA selects wide loads by strides only. spare: in rows that are always
     longer than what is seen of them.
     """

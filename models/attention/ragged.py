@@ -136,7 +136,7 @@ def attend(
         except Exception as error:
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     getattr(_here, "backend", Backend()).refuse(why)
-    return stock(seen(attn_metadata, query.shape[2], key.shape[2]))
+    return stock(visibility_mask(attn_metadata, query.shape[2], key.shape[2]))
 
 
 def varlen(query: Tensor, key: Tensor, value: Tensor, attn_metadata: Tensor, scaling: float | None) -> Tensor:
@@ -152,7 +152,9 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, attn_metadata: Tensor, sca
     wanted = {"enable_gqa": heads != key.shape[1], "seqused_k": tables[2, :rows], "scale": scaling}
     options = causal | {name: value for name, value in wanted.items() if name in took}
     flat_q = query.transpose(1, 2).reshape(rows * nodes, heads, size)
-    out: Any = varlen_attn(flat_q, laid(key), laid(value), tables[0], tables[1], nodes, key.shape[2], **options)
+    out: Any = varlen_attn(
+        flat_q, overlapping_rows(key), overlapping_rows(value), tables[0], tables[1], nodes, key.shape[2], **options
+    )
     return out.view(rows, nodes, heads, size)
 
 
@@ -166,7 +168,7 @@ def check(query: Tensor, key: Tensor, value: Tensor, pitch: int) -> None:
             raise ValueError(f"{name}: got strides {strides} of {shape}, expected those of a store")
 
 
-def laid(states: Tensor) -> Tensor:
+def overlapping_rows(states: Tensor) -> Tensor:
     """(T, K, E): the memory of a store as overlapping rows; T reaches to the end of the last row's first head."""
     rows, heads, extent, size = states.shape
     last = (rows - 1) * states.stride(0) // size if rows > 1 else 0
@@ -186,7 +188,7 @@ def parts(attn_metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return length_B, start_B, attn_metadata[:, 0, 1:, : attn_metadata.shape[2] - 1].view(torch.bool)
 
 
-def seen(attn_metadata: Tensor, nodes: int, extent: int) -> Tensor:
+def visibility_mask(attn_metadata: Tensor, nodes: int, extent: int) -> Tensor:
     """The mask that is told otherwise: (B, 1, N, S) bool."""
     slot = torch.arange(extent, device=attn_metadata.device)
     if attn_metadata.dtype == torch.int32:

@@ -46,9 +46,9 @@ class _RopeHook(ModuleHooks):
         given.pop("self")
         if given.get("position_ids") is None:
             return None
-        return self._replaced(_InitialRope(module, given), given["position_ids"], output)
+        return self._replace(_InitialRope(module, given), given["position_ids"], output)
 
-    def _replaced(self, fresh: _InitialRope, position_ids: Tensor, output: Any) -> Any:
+    def _replace(self, fresh: _InitialRope, position_ids: Tensor, output: Any) -> Any:
         raise NotImplementedError
 
 
@@ -61,7 +61,7 @@ class PrefillRope(_RopeHook):
         super().__init__(modules)
         self.new, self.moves = new, False
 
-    def _replaced(self, fresh, position_ids, output):
+    def _replace(self, fresh, position_ids, output):
         newest = position_ids[..., -1]
         shortest, longest = int(newest.min()) + 1, int(newest.max()) + 1
         probe = position_ids.new_ones(1, 1).expand(*position_ids.shape[:-2], 1, 1)
@@ -77,7 +77,7 @@ class DraftRope(_RopeHook):
         super().__init__(modules)
         self.reach_BN, self.low, self.high = reach_BN, low, high
 
-    def _replaced(self, fresh, position_ids, output):
+    def _replace(self, fresh, position_ids, output):
         parts = _parts(output)
         for reach in range(self.low, self.high + 1):
             own = (self.reach_BN == reach)[..., None]

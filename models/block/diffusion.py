@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec.cache import to_device
-from visspec.io.checkpoint import check_whole, shown
+from visspec.io.checkpoint import check_whole, shorten
 from visspec.models.decoder.small_model import READS, VOCABULARY_PADDING
 from visspec.models.decoder.target import describe, vocabulary
 from visspec.models.drafting import level_tree as block_tree
@@ -73,7 +73,7 @@ class DiffusionModel(StructuredDrafter):
         ):
             check_whole(name, value, 1, most)
         if not isinstance(shifted, bool):
-            raise ValueError(f"shifted: got {shown(shifted)}, expected true or false")
+            raise ValueError(f"shifted: got {shorten(shifted)}, expected true or false")
         if steps > 1 and width > 1:
             raise ValueError(f"steps: got {steps} for trees, expected 1")
         longest = getattr(config, "max_position_embeddings", None) or 1 << 30
@@ -120,13 +120,13 @@ class DiffusionModel(StructuredDrafter):
         texts = [text if len(text) <= self.reads else [text[0], *text[len(text) - self.reads + 1 :]] for text in texts]
         if self.width > 1:
             state.calls["draft_pass"] += 1
-            logits_BKV = self._barred(self.denoised(texts, None, depth))
+            logits_BKV = self._mask_undraftable(self.denoised(texts, None, depth))
             return block_tree.over(state, logits_BKV, self.tree_builder(state, depth), self.nodes)
         chain = Chain(state, self.stop)
         while (done := len(chain.tokens)) < depth:
             state.calls["draft_pass"] += 1
             filled_BN = torch.stack(chain.tokens, dim=1) if done else None
-            logits_BKV = self._barred(self.denoised(texts, filled_BN, depth - done))
+            logits_BKV = self._mask_undraftable(self.denoised(texts, filled_BN, depth - done))
             chain.extend(logits_BKV[:, : self.each])
         return chain.finish()
 
@@ -156,7 +156,7 @@ class DiffusionModel(StructuredDrafter):
         logits_BLV = self.network(input_ids=ids_BL, attention_mask=real_BL.long(), **more).logits
         return logits_BLV[torch.arange(len(ids_BL), device=ids_BL.device)[:, None], at_BK]
 
-    def _barred(self, logits_BKV: Tensor) -> Tensor:
+    def _mask_undraftable(self, logits_BKV: Tensor) -> Tensor:
         """Logits of the target's ids (B, K, V): none for those that it never drafts, that the network does not know,
         and for the mask.
         """

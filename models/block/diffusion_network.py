@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import ModernBertConfig, ModernBertModel
 
-from visspec.io.checkpoint import check_positive, check_whole, shown
+from visspec.io.checkpoint import check_positive, check_whole, shorten
 from visspec.models.layers import MOST_LAYERS
 from visspec.types import MAX_NODES
 
@@ -37,7 +37,7 @@ class DiffusionConfig:
 
     def __post_init__(self):
         if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shown(self.family)}, expected a name")
+            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
         for name in ("vocab", "hidden", "heads", "intermediate"):
             check_whole(name, getattr(self, name))
         for name, low, high in (

@@ -27,7 +27,7 @@ from visspec.models.decoder.target import describe
 from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting import published_config
 from visspec.models.drafting.checkpoint import PROVENANCE
-from visspec.models.drafting.memory import accepted, packed, prompt_first
+from visspec.models.drafting.memory import accepted_nodes, pack_pending, prompt_first
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.layers import depth, over_vocabulary
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
@@ -142,7 +142,7 @@ class BlockModel(StructuredDrafter):
             position_BL = torch.arange(position_BL.shape[1], device=position_BL.device).expand(rows, -1)
             state.memory.offset = state.position - to_device(counts, state.position.device)
         state.memory.pending_inputs.append((position_BL, features, counts))
-        if self._folded() is not None:  # others read it with the first block
+        if self._fused_pass() is not None:  # others read it with the first block
             self._pass(state.memory, state.pending, state.position, places=0)
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -195,7 +195,7 @@ class BlockModel(StructuredDrafter):
         slots, like = memory.cache.slots, next(self.assistant.parameters())
         rows = len(slots.lengths)
         position_BC, context_BCF, counts = (
-            packed(memory.pending_inputs) if memory.pending_inputs else self._nothing(rows, position_B)
+            pack_pending(memory.pending_inputs) if memory.pending_inputs else self._nothing(rows, position_B)
         )
         memory.pending_inputs = []
         width = context_BCF.shape[1]
@@ -209,14 +209,14 @@ class BlockModel(StructuredDrafter):
             "attention_mask": self._masks(slots.lengths, counts, width, extent, like) if block else UNMASKED,
             "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
         }
-        if (folded := self._folded()) is not None:
+        if (folded := self._fused_pass()) is not None:
             hidden_BKd = folded(**given, cache=memory.cache)
         else:
             hidden_BKd = self.assistant(**given, **{self.cache_name: memory.cache}).last_hidden_state
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
         return hidden_BKd
 
-    def _folded(self) -> BlockPass | None:
+    def _fused_pass(self) -> BlockPass | None:
         """The network with the weights that it has now, if it is one to be folded."""
         now = stamp(self.assistant)
         if self._fold[0] != now:
@@ -264,7 +264,7 @@ class BlockModel(StructuredDrafter):
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's features of the accepted nodes for the next pass."""
         self.learn(state, draft, outcome)
-        path_BD, features, counts = accepted(scores, verdict, outcome)
+        path_BD, features, counts = accepted_nodes(scores, verdict, outcome)
         first_B = state.memory.placed(state.position) - verdict.length
         position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)
         state.memory.pending_inputs.append((position_BD, features, counts))
@@ -281,7 +281,7 @@ class BlockModel(StructuredDrafter):
         for memory in (mine, theirs):  # keys and values of all rows are there, and nothing waits
             if memory.pending_inputs:
                 some = state.pending.new_zeros(len(memory.cache.slots.lengths))
-                self._pass(memory, some, some, None if self._folded() is None else 0)
+                self._pass(memory, some, some, None if self._fused_pass() is None else 0)
         mine.cache.join(theirs.cache, take)
         if mine.offset is not None and theirs.offset is not None:
             mine.offset = torch.cat([mine.offset, theirs.offset[take]])

@@ -28,7 +28,7 @@ FIXED = ("default", "linear", "llama3")  # kinds of rotary embeddings whose freq
 
 def foldable(network: nn.Module) -> bool:
     """Whether a network is transformers' own or DFlash 2's, unchanged, small, and computes what `BlockPass` does."""
-    if not isinstance(network, KINDS) or type(network) not in KINDS or any(map(_watched, network.modules())):
+    if not isinstance(network, KINDS) or type(network) not in KINDS or any(map(_has_hooks, network.modules())):
         return False
     plain = all(type(m) in (nn.Linear, nn.SiLU, SiLUActivation) for m in _parts(network))
     fixed = network.rotary_emb.rope_type in FIXED
@@ -37,7 +37,7 @@ def foldable(network: nn.Module) -> bool:
     return plain and fixed and alike and sum(w.numel() for w in weights) <= LIMIT
 
 
-def _watched(module: nn.Module) -> bool:
+def _has_hooks(module: nn.Module) -> bool:
     """Whether someone sees or changes what a module computes."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
@@ -71,18 +71,20 @@ class BlockPass:
         self.frequency_P, self.scaling = rotary.inv_freq.float(), float(rotary.attention_scaling)
         pairs = torch.arange(self.size, device=self.frequency_P.device).view(2, -1).T.flatten()
         self.read = network.encoder.fc.weight.detach().T.contiguous()
-        self.layers = [self._folded(layer, pairs) for layer in network.layers]
+        self.layers = [self._fuse_layer(layer, pairs) for layer in network.layers]
         known = network.encoder.output_norm_enc.weight.detach()
         owns = [layer.self_attn for layer in network.layers]
-        parts = [torch.cat([_turned(own.k_proj, pairs), own.v_proj.weight.detach()]) for own in owns]
+        parts = [torch.cat([_interleave_halves(own.k_proj, pairs), own.v_proj.weight.detach()]) for own in owns]
         self.context = (torch.cat(parts) * known).T.contiguous()  # (d, 2 L G E)
         norms = [own.k_norm.weight.detach()[pairs] for own in owns]
         self.key_norms_LGE = torch.stack(norms)[:, None].expand(-1, self.shared, -1).contiguous()
         self.last = network.norm.weight.detach()
 
-    def _folded(self, layer: Any, pairs: Tensor) -> tuple[Any, ...]:
+    def _fuse_layer(self, layer: Any, pairs: Tensor) -> tuple[Any, ...]:
         own, mlp = layer.self_attn, layer.mlp
-        qkv = torch.cat([_turned(own.q_proj, pairs), _turned(own.k_proj, pairs), own.v_proj.weight.detach()])
+        qkv = torch.cat(
+            [_interleave_halves(own.q_proj, pairs), _interleave_halves(own.k_proj, pairs), own.v_proj.weight.detach()]
+        )
         norms = [own.q_norm.weight.detach()[pairs]] * self.heads + [own.k_norm.weight.detach()[pairs]] * self.shared
         gate_up = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
         return (
@@ -113,13 +115,13 @@ class BlockPass:
             read_BCd = F.rms_norm(context_hidden_states @ self.read, (self.hidden,), None, self.eps)
             both = (read_BCd @ self.context).unflatten(-1, (len(self.layers), 2, self.shared, self.size))
             keys_BCLGE = F.rms_norm(both[:, :, :, 0], (self.size,), None, self.eps) * self.key_norms_LGE
-            keys_BCLGE = rotated(keys_BCLGE, turn_BTP[:, :known, None])
+            keys_BCLGE = rotate_pairs(keys_BCLGE, turn_BTP[:, :known, None])
         for index, (qkv, norms, out, gate_up, down, own, ff) in enumerate(self.layers):
             normed_BKd, after = own(F.rms_norm(x_BKd, (self.hidden,), None, self.eps))
             qkv_BKHE = (normed_BKd @ qkv).unflatten(-1, (self.heads + 2 * self.shared, self.size))
             turning = self.heads + self.shared
             qk_BKHE = F.rms_norm(qkv_BKHE[:, :, :turning], (self.size,), None, self.eps) * norms
-            qk_BKHE, value = rotated(qk_BKHE, turn_BTP[:, known:]), qkv_BKHE[:, :, turning:]
+            qk_BKHE, value = rotate_pairs(qk_BKHE, turn_BTP[:, known:]), qkv_BKHE[:, :, turning:]
             query, key = qk_BKHE[:, :, : self.heads], qk_BKHE[:, :, self.heads :]
             if known:
                 key = torch.cat([keys_BCLGE[:, :, index], key], dim=1)
@@ -155,13 +157,13 @@ def _around(layer: Any, name: str, norm: Any) -> Callable[[Tensor], tuple[Tensor
     return around
 
 
-def rotated(x_BTHE: Tensor, turn_BTP: Tensor) -> Tensor:
+def rotate_pairs(x_BTHE: Tensor, turn_BTP: Tensor) -> Tensor:
     """Heads (B, T, ..., E) with pairs of neighbouring channels turned, by (B, T, ..., P) without the last but one."""
     pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turn_BTP.unsqueeze(-2)).flatten(-2).to(x_BTHE.dtype)
 
 
-def _turned(linear: Any, pairs: Tensor) -> Tensor:
+def _interleave_halves(linear: Any, pairs: Tensor) -> Tensor:
     """A projection to heads whose halves are rotated against each other, with the pairs beside each other."""
     weight = linear.weight.detach()
     return weight.unflatten(0, (-1, len(pairs)))[:, pairs].flatten(0, 1)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 
-from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
+from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shorten
 from visspec.models.block.dflash2 import DFlash2Model, with_convolutions
 from visspec.models.block.sequential import CandidateSelector, Confidence, Markov, Sequential, Spark
 from visspec.models.layers import MOST_LAYERS
@@ -50,7 +50,7 @@ class BlockConfig:
 
     def __post_init__(self):
         if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shown(self.family)}, expected a name")
+            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
         for name in ("vocab", "hidden", "heads", "kv_heads", "intermediate"):
             check_whole(name, getattr(self, name))
         for name, low, high in (
@@ -67,7 +67,7 @@ class BlockConfig:
         ):
             check_whole(name, getattr(self, name), low, high)
         if not isinstance(self.confidence, bool):
-            raise ValueError(f"confidence: got {shown(self.confidence)}, expected true or false")
+            raise ValueError(f"confidence: got {shorten(self.confidence)}, expected true or false")
         for name in ("eps", "rope_theta"):
             check_positive(name, getattr(self, name))
         layers = check_wholes("feature_layers", self.feature_layers, 1, self.target_layers)

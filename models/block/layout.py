@@ -31,12 +31,12 @@ from visspec.io.checkpoint import (
     check_wholes,
     load_strictly,
     read_tensors,
-    shown,
+    shorten,
 )
 from visspec.models.block import sequential
 from visspec.models.block.dflash2 import CONVOLUTIONS, DFlash2Model, with_convolutions
 from visspec.models.block.drafter import BlockModel, DFlashVariant
-from visspec.models.block.sequential import CandidateSelector, Domino, Spark, entries, renamed, sequential_of
+from visspec.models.block.sequential import CandidateSelector, Domino, Spark, entries, published_name, sequential_of
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
@@ -47,7 +47,7 @@ from visspec.models.drafting.published_config import (
     object_of,
     rope_of,
     speculators_config,
-    unprefixed,
+    strip_prefix,
 )
 from visspec.models.layers import MOST_LAYERS, depth
 
@@ -98,11 +98,11 @@ def read(
     walking = {name for name in shapes if head is not None and bare[name].startswith(sequential.PREFIXES)}
     rest = shapes.keys() - own - walking - set(skipped)
     names = {name: RENAMED.get(name, name) for name in shapes if name in rest}
-    heads = {name: renamed(bare[name], sequential.PUBLISHED) for name in shapes if name in walking}
+    heads = {name: published_name(bare[name], sequential.PUBLISHED) for name in shapes if name in walking}
     stored = {own: name for name, own in (RENAMED | names | heads).items()}
 
     def named(own: str) -> str:
-        return stored.get(own) or renamed(own, sequential.WRITTEN)
+        return stored.get(own) or published_name(own, sequential.WRITTEN)
 
     with torch.device("meta"):
         assistant: Any = network(config)
@@ -116,7 +116,7 @@ def read(
         return BlockModel(assistant, model, width, nodes, replace(block, sequential=head))
     assistant = network(config)
     assistant = assistant.to(model.dtype).eval()
-    tensors = unprefixed(read_tensors(folder), folder)
+    tensors = strip_prefix(read_tensors(folder), folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
     more = _head(folder, tensors, few, vocab, model) if "lm_head.weight" in own else {}
     if head is not None:
@@ -160,14 +160,14 @@ def config_of(
         check_whole(name, value, 1, MOST_LAYERS if name == "num_hidden_layers" else LARGEST)
     theta, scaling, _, _, partial = rope_of(folder, layer)
     if partial != 1:
-        raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shown(partial)}, expected 1.0")
+        raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shorten(partial)}, expected 1.0")
     check_positive("rope_theta", theta)
     for name, factor in (scaling or {}).items():
         if name != "rope_type":
             check_positive(name, factor)
     for name, wanted in (("attention_bias", False), ("hidden_act", "silu")):
         if (found := layer.get(name) or wanted) != wanted:
-            raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {wanted!r}")
     for name in ("block_size", "mask_token_id"):
         check_whole(name, said.get(name), 2 if name == "block_size" else 0, LARGEST)
     eps = layer.get("rms_norm_eps", 1e-6)
@@ -202,7 +202,7 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     windows = layer.get("use_sliding_window") and "layer_types" not in layer
     if len(kinds) != count or any(kind not in KINDS for kind in kinds) or windows:
         raise ValueError(
-            f"drafter: layer_types of {folder} is {shown(layer.get('layer_types'))}, expected {count} of"
+            f"drafter: layer_types of {folder} is {shorten(layer.get('layer_types'))}, expected {count} of"
             f" {', '.join(KINDS)}"
         )
     return kinds
@@ -234,7 +234,7 @@ def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> lis
 
 def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None) -> DFlashVariant:
     if causal is not None and not isinstance(causal, bool):
-        raise ValueError(f"causal: got {shown(causal)}, expected true or false")
+        raise ValueError(f"causal: got {shorten(causal)}, expected true or false")
     spark = form in ("dspark", "deepspec") or said.get("speculators_model_type") == "dspark"
     anchor = bool(said.get("shift_label" if form == "domino" else "sample_from_anchor", spark))
     if form == "speculators":
@@ -355,7 +355,9 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     tensors = {names.get(name, name): tensor for name, tensor in assistant.state_dict().items()}
     block = drafter.form
     if block.sequential is not None:
-        tensors |= {renamed(name, sequential.WRITTEN): tensor for name, tensor in block.sequential.state_dict().items()}
+        tensors |= {
+            published_name(name, sequential.WRITTEN): tensor for name, tensor in block.sequential.state_dict().items()
+        }
     if block.head is not None:
         tensors["lm_head.weight"] = block.head.weight
         if block.ids is not None:
@@ -364,7 +366,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, root / WEIGHTS)
-    (root / CONFIG).write_text(json.dumps(described(drafter, form, verifier), indent=2) + "\n")
+    (root / CONFIG).write_text(json.dumps(head_config(drafter, form, verifier), indent=2) + "\n")
 
 
 def check_form(drafter: BlockModel, form: str) -> None:
@@ -400,7 +402,7 @@ def form_for(drafter: BlockModel) -> str:
     return kind if block.index else "transformers"
 
 
-def described(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
+def head_config(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
     """The configuration of a published form."""
     config: Any = drafter.assistant.config
     block, rope = drafter.form, dict(config.rope_parameters)

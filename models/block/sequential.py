@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import LARGEST, check_whole, shown
+from visspec.io.checkpoint import LARGEST, check_whole, shorten
 from visspec.models.layers import over_vocabulary
 
 Below = Callable[[int, Tensor], Tensor]
@@ -236,12 +236,14 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
     rank, named = said.get("markov_rank", 256 if nested else 0) or 0, said.get("markov_head_type", KINDS[0])
     check_whole("markov_rank", rank, 0, LARGEST)
     if rank and named not in KINDS:
-        raise ValueError(f"drafter: markov_head_type of {folder} is {shown(named)}, expected one of {', '.join(KINDS)}")
+        raise ValueError(
+            f"drafter: markov_head_type of {folder} is {shorten(named)}, expected one of {', '.join(KINDS)}"
+        )
     has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
     beside = said.get("confidence_head_with_markov", nested)
     for name, value in (("enable_confidence_head", has), ("confidence_head_with_markov", beside)):
         if not isinstance(value, bool):
-            raise ValueError(f"{name}: got {shown(value)}, expected true or false")
+            raise ValueError(f"{name}: got {shorten(value)}, expected true or false")
     if has and beside and not rank:
         raise ValueError(f"drafter: markov_rank of {folder} is 0, expected one above 0 for its confidence head")
     if not (rank or has):
@@ -272,7 +274,7 @@ def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
     }
 
 
-def renamed(name: str, names: dict[str, str]) -> str:
+def published_name(name: str, names: dict[str, str]) -> str:
     """The name of a tensor under other names of the modules that hold them."""
     module, _, tensor = name.rpartition(".")
     return ".".join(filter(None, (names.get(module, module), tensor)))

@@ -8,7 +8,7 @@ import torch
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
 from visspec.io.checkpoint import read_json
-from visspec.models.published_tensors import need, one_sentence, place, read_published, rename, stock
+from visspec.models.published_tensors import one_sentence, place, read_all_tensors, rename, require, stock
 
 NORMS = (".q_norm.weight", ".q_norm.bias", ".k_norm.weight", ".k_norm.bias")
 VQ = "model.vqmodel."
@@ -20,17 +20,17 @@ def load_lumina(path: str | Path, dtype: torch.dtype | None = None) -> Chameleon
 
     dtype: default, that of the files. Raises ValueError in one sentence before any weight is placed.
     """
-    tensors = read_published(path)
+    tensors = read_all_tensors(path)
     with one_sentence(path):
         config = ChameleonConfig.from_dict(read_json(Path(path), "config.json"))
     model = stock(
-        ChameleonForConditionalGeneration, config, dtype or need(tensors, "model.embed_tokens.weight", 2, path).dtype
+        ChameleonForConditionalGeneration, config, dtype or require(tensors, "model.embed_tokens.weight", 2, path).dtype
     )
     if not any(name.startswith(VQ) for name in tensors):
         del model.model.vqmodel
     for name in [name for name in tensors if name.endswith(NORMS)]:
         heads = int((config.num_attention_heads if ".q_norm." in name else config.num_key_value_heads) or 1)
-        shards = need(tensors, name, 2, path).shape[0]
+        shards = require(tensors, name, 2, path).shape[0]
         tensors[name] = tensors[name].repeat_interleave(max(heads // max(shards, 1), 1), dim=0)
     place(model, rename(tensors, (), r".*rotary_emb\."), path)
     return model

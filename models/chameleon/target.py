@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, counted, left_padded
+from visspec.models.image_codes.target import (
+    EncodedPrompt,
+    Family,
+    ImageLayout,
+    Vocabulary,
+    left_padded,
+    positions_from_mask,
+)
 from visspec.types import Processor
 
 BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"
@@ -115,7 +122,7 @@ class Chameleon(Family):
         height, width = (side * self.factor for side in layout.grid)
         every = [*texts, *(negative or [])]
         asked = [self.style.question.format(text, height=height, width=width) for text in every]
-        words = self.asked().tokenizer(asked, add_special_tokens=False)["input_ids"]
+        words = self.require_processor().tokenizer(asked, add_special_tokens=False)["input_ids"]
         others = [row if text.strip() else None for text, row in zip(negative or [], words[len(texts) :])]
         return self.from_words(words[: len(texts)], guided, layout, others or None)
 
@@ -134,7 +141,7 @@ class Chameleon(Family):
             rows += [plain if row is None else [ids[BOS], *row, ids[TURN], *header] for row in others]
         both, seen = left_padded(rows, 0, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
-        return EncodedPrompt(both[: len(words)], embeds, seen, counted(seen, layout.positions), both)
+        return EncodedPrompt(both[: len(words)], embeds, seen, positions_from_mask(seen, layout.positions), both)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.vocabulary(tokens))

@@ -14,8 +14,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from visspec.models.codecs.vq_layout import fitted, stock_rules
-from visspec.models.published_tensors import GROUPS, count, multipliers, need, place, read_published, rename
+from visspec.models.codecs.vq_layout import conv_to_linear, stock_rules
+from visspec.models.published_tensors import GROUPS, count, multipliers, place, read_all_tensors, rename, require
 
 NOT_WEIGHTS = r"loss\."  # the discriminator and perceptual loss of training
 
@@ -26,14 +26,14 @@ def load_kl(path: str | Path, scaling: float, shift: float = 0.0, dtype: torch.d
     scaling, shift: a generator's latents are (latents - shift) scaling; the file does not tell. dtype: default, that of
     the file. Raises ValueError in one sentence before any weight is placed.
     """
-    tensors = {n: t for n, (_, t) in rename(read_published(path), (), NOT_WEIGHTS).items()}
+    tensors = {n: t for n, (_, t) in rename(read_all_tensors(path), (), NOT_WEIGHTS).items()}
     config = config_of(tensors, path) | {"scaling_factor": scaling, "shift_factor": shift}
     kind: Any = AutoencoderKL
     model = kind(**config).eval()
     # diffusers' `to` warns about modules kept in float32 even if there are none
-    nn.Module.to(model, dtype or need(tensors, "encoder.conv_in.weight", 4, path).dtype)
+    nn.Module.to(model, dtype or require(tensors, "encoder.conv_in.weight", 4, path).dtype)
     named = rename(tensors, stock_rules(len(config["block_out_channels"])))
-    place(model, {name: (origin, fitted(name, tensor)) for name, (origin, tensor) in named.items()}, path)
+    place(model, {name: (origin, conv_to_linear(name, tensor)) for name, (origin, tensor) in named.items()}, path)
     return model
 
 
@@ -44,13 +44,13 @@ def config_of(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Any
     down = [count(tensors, f"encoder.down.{i}.attn.") > 0 for i in levels]
     up = [count(tensors, f"decoder.up.{i}.attn.") > 0 for i in reversed(levels)]
     return {
-        "in_channels": need(tensors, "encoder.conv_in.weight", 4, where).shape[1],
-        "out_channels": need(tensors, "decoder.conv_out.weight", 4, where).shape[0],
+        "in_channels": require(tensors, "encoder.conv_in.weight", 4, where).shape[1],
+        "out_channels": require(tensors, "decoder.conv_out.weight", 4, where).shape[0],
         "down_block_types": tuple("AttnDownEncoderBlock2D" if seen else "DownEncoderBlock2D" for seen in down),
         "up_block_types": tuple("AttnUpDecoderBlock2D" if seen else "UpDecoderBlock2D" for seen in up),
         "block_out_channels": tuple(channels * step for step in steps),
         "layers_per_block": count(tensors, "encoder.down.0.block."),
-        "latent_channels": need(tensors, "decoder.conv_in.weight", 4, where).shape[1],
+        "latent_channels": require(tensors, "decoder.conv_in.weight", 4, where).shape[1],
         "norm_num_groups": GROUPS,
         "mid_block_add_attention": "encoder.mid.attn_1.q.weight" in tensors,
         "use_quant_conv": "quant_conv.weight" in tensors,

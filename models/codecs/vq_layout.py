@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.models.codecs.vqgan import ImageCodec, VQShape
-from visspec.models.published_tensors import Rules, count, multipliers, need, place, read_published, rename
+from visspec.models.published_tensors import Rules, count, multipliers, place, read_all_tensors, rename, require
 
 NOT_WEIGHTS = r"loss\.|quantize\.codebook_used$"  # training losses, and a histogram of used codes
 CODEBOOK = "quantize.embedding.weight"
@@ -25,13 +25,13 @@ def load_llamagen_vq(path: str | Path, dtype: torch.dtype | None = None) -> Imag
 
     dtype: default, that of the file. Raises ValueError in one sentence before any weight is placed.
     """
-    tensors = read_published(path)
+    tensors = read_all_tensors(path)
     return _codec(tensors, llamagen_rules(count(tensors, "decoder.conv_blocks.")), True, dtype, path)
 
 
 def load_taming_vq(path: str | Path, dtype: torch.dtype | None = None) -> ImageCodec:
     """Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors."""
-    return _codec(read_published(path), (), False, dtype, path)
+    return _codec(read_all_tensors(path), (), False, dtype, path)
 
 
 def llamagen_rules(levels: int) -> Rules:
@@ -67,7 +67,7 @@ def stock_rules(levels: int) -> Rules:
 
 def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> VQShape:
     """Infer the codec's shape from tensors in taming's layout."""
-    codes, code_size = need(tensors, CODEBOOK, 2, where).shape
+    codes, code_size = require(tensors, CODEBOOK, 2, where).shape
     channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
     return VQShape(
         codes,
@@ -75,7 +75,7 @@ def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> VQShape:
         channels=channels,
         multipliers=steps,
         blocks=count(tensors, "encoder.down.0.block."),
-        latent=need(tensors, "encoder.conv_out.weight", 4, where).shape[0],
+        latent=require(tensors, "encoder.conv_out.weight", 4, where).shape[0],
         attention=count(tensors, f"encoder.down.{len(steps) - 1}.attn.") > 0,
     )
 
@@ -90,7 +90,7 @@ def _codec(
     nn.Module.to(model, dtype or taming[CODEBOOK][1].dtype)
     published = {name: origin for name, (origin, _) in taming.items()}
     named = rename({name: tensor for name, (_, tensor) in taming.items()}, stock_rules(len(shape.multipliers)))
-    place(model, {name: (published[old], fitted(name, tensor)) for name, (old, tensor) in named.items()}, where)
+    place(model, {name: (published[old], conv_to_linear(name, tensor)) for name, (old, tensor) in named.items()}, where)
     if normalised:
         codebook = taming[CODEBOOK][1]
         with torch.no_grad():
@@ -98,7 +98,7 @@ def _codec(
     return ImageCodec(model)
 
 
-def fitted(name: str, tensor: Tensor) -> Tensor:
+def conv_to_linear(name: str, tensor: Tensor) -> Tensor:
     """Convert attention weights from 1 x 1 convolutions to linear layers."""
     linear = re.search(r"\.attentions\.\d+\.to_", name) and tensor.dim() == 4 and tensor.shape[2:] == (1, 1)
     return tensor[:, :, 0, 0] if linear else tensor

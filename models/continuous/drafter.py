@@ -80,7 +80,7 @@ class ContinuousDrafter(Drafter):
         memory = ContinuousMemory(self.own.prefill(own)[0])
         self.own.select(memory.own, rows)
         memory.own.rows, memory.own.position = rows, memory.own.position[rows] + 1
-        memory.queue(list(state.pending[:, None]), self._known(scores, rows, [[-1]] * len(rows)))
+        memory.queue(list(state.pending[:, None]), self._path_states(scores, rows, [[-1]] * len(rows)))
         state.memory = memory
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -118,7 +118,7 @@ class ContinuousDrafter(Drafter):
         tree = trees.chain(values_BUd.shape[1] - 1, str(values_BUd.device))
         return self.own.read(memory.own, Draft(values_BUd, tree), features)
 
-    def _known(self, scores: Scores, rows: list[int], paths: list[list[int]]) -> list[Tensor]:
+    def _path_states(self, scores: Scores, rows: list[int], paths: list[list[int]]) -> list[Tensor]:
         """The target's hidden states (u, F) at the nodes of each row's path, for all R rows; empty if none are read."""
         if not self.feature:
             return []
@@ -130,7 +130,7 @@ class ContinuousDrafter(Drafter):
         """Queue the accepted vectors and the next one, with the hidden states that they were drawn from."""
         rows = range(len(outcome.path))
         values = [torch.cat([draft.value[b, outcome.path[b][1:]], verdict.next[b, None]]) for b in rows]
-        state.memory.queue(values, self._known(scores, list(rows), outcome.path))
+        state.memory.queue(values, self._path_states(scores, list(rows), outcome.path))
 
     def select(self, state: State, keep: list[int]) -> None:
         memory: ContinuousMemory = state.memory

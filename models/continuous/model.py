@@ -153,7 +153,7 @@ def value_of(velocity: Tensor, x: Tensor, signal: Tensor | float, noise: Tensor 
     return signal * x - noise * velocity
 
 
-def guided(output: Tensor, guidance: float) -> Tensor:
+def guide(output: Tensor, guidance: float) -> Tensor:
     """(R, ...) outputs of the head as (B, ...): away from the unconditional rows, which are last."""
     if guidance == 1.0:
         return output
@@ -192,7 +192,7 @@ class Sampler:
         twice = self.guidance != 1.0
         each = zip(self.parts, (normal[1:] * self.sigma_S11).unbind(0), modulations.unbind(0))
         for (keep, move), noise, own in each:
-            velocity = guided(head.modulated(torch.cat([x, x]) if twice else x, own), self.guidance)
+            velocity = guide(head.run_modulated(torch.cat([x, x]) if twice else x, own), self.guidance)
             x = torch.add(noise, x, alpha=keep).add_(velocity, alpha=move)
         return x
 

@@ -23,7 +23,7 @@ from visspec.models.continuous.model import ContinuousImageModel, Sampler
 from visspec.models.image_codes.chat_prompt import ChatPromptFamily
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.vectors.diffusion_head import schedule
-from visspec.models.vectors.head_distribution import HeadLaws
+from visspec.models.vectors.head_distribution import HeadDistributions
 from visspec.models.vectors.target import ContinuousAR, check_vectors
 from visspec.types import Request, Sampling
 
@@ -50,7 +50,7 @@ class ContinuousImages(ChatPromptFamily):
         super().__init__(model, processor, grid, grid * model.factor, settings)
         self.decoder, self.size = model.decoder, model.config.token
         plan = schedule(model.config.denoising_steps if denoising_steps is None else denoising_steps)
-        self.chains = HeadLaws(model.head, replace(plan, predicts="velocity"))
+        self.chains = HeadDistributions(model.head, replace(plan, predicts="velocity"))
         self.steps = self.chains.steps.to(model.device)
         if model.config.autoencoder is None:
             self.no_pixels = "the model has no autoencoder"

@@ -80,7 +80,7 @@ class LayerSkip(Drafter):
             raise ValueError(
                 f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers to run"
             )
-        asked = [spaced(depth, self.every)] if self.every else [frozenset(range(self.exit, depth))]
+        asked = [spaced_layers(depth, self.every)] if self.every else [frozenset(range(self.exit, depth))]
         skips = asked if self.every or self.exit else candidates(depth)
         self.choices = [SkipPlan(skip, 1.0 - len(skip) / depth) for skip in skips]
         if not self.choices:
@@ -121,7 +121,7 @@ class LayerSkip(Drafter):
         LayerSkip.__init__(self, **state)
 
 
-def spaced(depth: int, every: int) -> frozenset[int]:
+def spaced_layers(depth: int, every: int) -> frozenset[int]:
     """All layers but the first, the last and every n-th."""
     return frozenset(n for n in range(1, depth - 1) if n % every)
 
@@ -129,5 +129,5 @@ def spaced(depth: int, every: int) -> frozenset[int]:
 def candidates(depth: int) -> list[frozenset[int]]:
     """Early exits after a quarter, a half and three quarters, and every second, third or fourth layer."""
     exits = [frozenset(range(max(math.ceil(depth * share), 1), depth)) for share in (0.25, 0.5, 0.75)]
-    thin = [spaced(depth, every) for every in (2, 3, 4)]
+    thin = [spaced_layers(depth, every) for every in (2, 3, 4)]
     return [skip for skip in dict.fromkeys(exits + thin) if skip]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from visspec.models.attention.hooks import HOOKING
-from visspec.models.decoder.probe import untouched
-from visspec.models.runner.compiled import replaced
+from visspec.models.decoder.probe import restore_after
+from visspec.models.runner.compiled import replace_decoder
 
 
 class LayerSubset:
@@ -31,7 +31,7 @@ class LayerSubset:
         """Raises ValueError for numbers that are no layers of the model, or a model that can't be taken apart."""
         view = self._views.get(skip)
         if view is None:
-            view = self._views[skip] = self._made(skip)
+            view = self._views[skip] = self._build(skip)
         return view
 
     def check(self) -> None:
@@ -50,7 +50,7 @@ class LayerSubset:
                 " decoder with a list of layers that do not need one another"
             ) from error
 
-    def _made(self, skip: frozenset[int]) -> Any:
+    def _build(self, skip: frozenset[int]) -> Any:
         name, layers = self._layers()
         if not skip < set(range(len(layers))):
             raise ValueError(f"skip: got layers {sorted(skip)}, expected some of 0..{len(layers) - 1}, but not all")
@@ -59,7 +59,7 @@ class LayerSubset:
         new = copy.copy(self.decoder)
         kept = [_SkippedLayer(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
         new._modules = {**self.decoder._modules, name: nn.ModuleList(kept)}
-        view = replaced(self.model, self.decoder, new)
+        view = replace_decoder(self.model, self.decoder, new)
         if view is None:
             raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be left out")
         return view
@@ -86,7 +86,7 @@ class LayerSubset:
 
     def _run(self, model: Any) -> None:
         """A pass over one id."""
-        with HOOKING, untouched(self.model):
+        with HOOKING, restore_after(self.model):
             ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.model.parameters()).device)
             model(input_ids=ids, use_cache=False)
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from transformers.modeling_layers import MtpModel
 
 from visspec import tree as trees
-from visspec.cache import additive, gathered, to_device
+from visspec.cache import additive, gather_rows, to_device
 from visspec.distributions import Categorical
 from visspec.io.checkpoint import check_whole
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import LAST
-from visspec.models.drafting.memory import accepted, packed, prompt_first
+from visspec.models.drafting.memory import accepted_nodes, pack_pending, prompt_first
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -63,7 +63,7 @@ class MultiToken(Drafter):
                     f"drafter: got {type(target).__name__}, expected a model with layers that predict several tokens"
                     " (num_mtp_layers, or mtp.* in the files it was read from)"
                 )
-            return self._take(mtp_layer.loaded(target))
+            return self._take(mtp_layer.load_layer(target))
         try:
             self._take(MtpModel.from_pretrained(target, device_map={"": target.device}).eval())
         except (OSError, RuntimeError) as error:
@@ -77,7 +77,7 @@ class MultiToken(Drafter):
         slides = "sliding_attention" in kinds
         self.window = int(heads.config.sliding_window or 0) if slides else 0
         self.heads = copy.copy(heads)  # shares all weights; takes masks as they are
-        self.heads.create_masks_for_mtp_layer = _given
+        self.heads.create_masks_for_mtp_layer = _no_mask
         self.repeats = getattr(heads, "repeats", False)
         self.count = (self.levels or LEVELS) if self.repeats else heads.num_mtp_layers
         if not self.repeats and self.levels not in (None, self.count):
@@ -112,7 +112,7 @@ class MultiToken(Drafter):
 
     def _round(self, memory: _Heads, state: State | None, levels: int) -> tuple[list[Tensor], list[Categorical]]:
         """Reads what was accepted since the last round, through all layers, and drafts. state None: reads only."""
-        read_BCd, hidden_BCd, counts = packed(memory.pending_inputs)
+        read_BCd, hidden_BCd, counts = pack_pending(memory.pending_inputs)
         slots, width, before = memory.cache.slots, read_BCd.shape[1], memory.cache.slots.lengths
         last_B1 = to_device(counts, read_BCd.device)[:, None] - 1
         ahead_BTd, above_BCd = nn.functional.pad(read_BCd, (0, 0, 0, self.count)), hidden_BCd
@@ -123,7 +123,7 @@ class MultiToken(Drafter):
             above_BCd = self._layer(memory, layer, ahead_BTd[:, layer : layer + width], above_BCd)
             if state is None:
                 continue
-            newest_B1d = gathered(above_BCd, last_B1)
+            newest_B1d = gather_rows(above_BCd, last_B1)
             token, distribution = propose(self.heads._project_to_logits(newest_B1d)[:, 0], state, level)
             tokens.append(token)
             if distribution is not None:
@@ -166,7 +166,7 @@ class MultiToken(Drafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's hidden states of the accepted nodes, each with the token after it, for the next round."""
-        path_BD, features, counts = accepted(scores, verdict, outcome)
+        path_BD, features, counts = accepted_nodes(scores, verdict, outcome)
         shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
         ids_BD = draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
         state.memory.pending_inputs.append((self.heads.embed_tokens(ids_BD).to(features), features, counts))
@@ -205,7 +205,7 @@ class _Heads:
         """Note a prompt's positions, which are those of text at its end."""
         last_B1 = to_device(counts, places_BLP.device)[:, None] - 1
         behind_BL = torch.arange(places_BLP.shape[1], device=places_BLP.device) - last_B1
-        end_B1P = gathered(places_BLP, last_B1)
+        end_B1P = gather_rows(places_BLP, last_B1)
         self.places_BLP = torch.where(behind_BL[..., None] > 0, end_B1P + behind_BL[..., None], places_BLP)
 
     def positions(self, width: int, device: torch.device, lengths: list[int] | None = None) -> Tensor:
@@ -215,7 +215,7 @@ class _Heads:
         if self.places_BLP is None:
             return slot_BC
         end = self.places_BLP.shape[1] - 1
-        known_BCP = gathered(self.places_BLP, slot_BC.clamp(max=end))
+        known_BCP = gather_rows(self.places_BLP, slot_BC.clamp(max=end))
         return (known_BCP + (slot_BC - end).clamp(min=0)[..., None]).permute(2, 0, 1)
 
     def join_places(self, other: _Heads, take: list[int]) -> None:
@@ -240,9 +240,9 @@ class _Heads:
         if again:
             first_B1 = to_device([count - kept for count, kept in zip(counts, left)], ahead_BCd.device)[:, None]
             at_BA = (first_B1 + torch.arange(again, device=ahead_BCd.device)).clamp(max=ahead_BCd.shape[1] - 1)
-            self.pending_inputs = [(gathered(ahead_BCd, at_BA), gathered(hidden_BCd, at_BA), left)]
+            self.pending_inputs = [(gather_rows(ahead_BCd, at_BA), gather_rows(hidden_BCd, at_BA), left)]
 
 
-def _given(*args: Any, **kwargs: Any) -> dict[str, Any]:
+def _no_mask(*args: Any, **kwargs: Any) -> dict[str, Any]:
     """In place of the heads' own masks, which are for one row: they are an argument."""
     return {}

@@ -90,11 +90,11 @@ def folder_of(model: Any) -> Path | None:
     name = getattr(model.config, "name_or_path", None)
     if not name:
         return None
-    folder = hub.cached(name, getattr(model.config, "_commit_hash", None)) if hub.names(name) else Path(name)
+    folder = hub.cached_folder(name, getattr(model.config, "_commit_hash", None)) if hub.names(name) else Path(name)
     return folder if folder is not None and folder.is_dir() else None
 
 
-def named(names: Iterable[str], layers: int) -> dict[str, str]:
+def layer_names(names: Iterable[str], layers: int) -> dict[str, str]:
     """The names of a model's file that are of the layer, each with ours. layers: of the target."""
     patterns = QWEN, rf"(?:.*\.)?layers\.{layers}\."
     for pattern in patterns:
@@ -102,11 +102,11 @@ def named(names: Iterable[str], layers: int) -> dict[str, str]:
         if pattern == QWEN and found:
             return found
         if any(name.startswith("eh_proj.") for name in found.values()):
-            return {name: _renamed(short) for name, short in found.items() if short not in COPIES}
+            return {name: _own_name(short) for name, short in found.items() if short not in COPIES}
     return {}
 
 
-def _renamed(short: str) -> str:
+def _own_name(short: str) -> str:
     module, _, end = short.rpartition(".")
     return f"{GLM[module]}.{end}" if module in GLM else f"layers.0.{short}"
 
@@ -127,34 +127,34 @@ def check(model: Any, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
     folder's tensors, if they are known.
     """
     if getattr(model.config.get_text_config(), "num_mtp_layers", None):  # read by transformers
-        _found(model, shapes)
+        _find_layer(model, shapes)
     else:
-        _checked(model, shapes)
+        _check_layer(model, shapes)
 
 
-def _found(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]]:
+def _find_layer(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]]:
     """The folder, the names of the layer's tensors in it with ours, and all shapes. Raises ValueError for none."""
     folder = folder_of(model)
     if folder is None:
         raise ValueError(f"drafter: {type(model).__name__} was read from no folder that is here, expected one")
     shapes = read_shapes(folder) if shapes is None else shapes
-    own = named(shapes, model.config.get_text_config().num_hidden_layers)
+    own = layer_names(shapes, model.config.get_text_config().num_hidden_layers)
     if not own:
         raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's")
     return folder, own, shapes
 
 
-def _checked(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], MtpLayer]:
+def _check_layer(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], MtpLayer]:
     """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
     describe(model)
-    folder, own, shapes = _found(model, shapes)
+    folder, own, shapes = _find_layer(model, shapes)
     try:
         layer = MtpLayer(model)
     except (AttributeError, TypeError, LookupError) as error:
         raise ValueError(
             f"drafter: got {type(model).__name__}, expected a model whose decoder layer can be built alone ({error})"
         ) from error
-    fused = _fused({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
+    fused = _fuse_experts({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
     check_shapes(layer, {name: tuple(t.shape) for name, t in fused.items()}, folder, _naming(own))
     return folder, own, layer
 
@@ -165,19 +165,19 @@ def _naming(own: dict[str, str]) -> Callable[[str], str]:
     return lambda name: theirs.get(name, f"mtp.{name}")
 
 
-def loaded(model: Any) -> MtpLayer:
+def load_layer(model: Any) -> MtpLayer:
     """The layer of a loaded model, from the safetensors in its folder, on the model's device and in its dtype.
 
     Raises ValueError if there is none, or if tensors are missing, left over or of other shapes.
     """
-    folder, own, layer = _checked(model)
-    tensors = _fused({own[name]: tensor for name, tensor in read_tensors(folder, own.keys()).items()})
+    folder, own, layer = _check_layer(model)
+    tensors = _fuse_experts({own[name]: tensor for name, tensor in read_tensors(folder, own.keys()).items()})
     layer = layer.to_empty(device=model.device).to(model.dtype)
     load_strictly(layer, tensors, folder, _naming(own))
     return layer.eval().requires_grad_(False)
 
 
-def _fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Weights of single experts as those of all: (experts, gate and up, d) and (experts, d, inner)."""
     single: dict[tuple[str, str], dict[int, Tensor]] = {}
     rest = {}

@@ -71,17 +71,17 @@ def check(target: HFDecoder) -> ProbeResult:
     backend, key = target.masks.backend, _key(target)
     answer = _answers.get(key)
     if answer is None:
-        with HOOKING, untouched(model):  # one thread at a time asks, and no hooks come or go meanwhile
+        with HOOKING, restore_after(model):  # one thread at a time asks, and no hooks come or go meanwhile
             attn_metadata = backend.name != ragged.MASK
-            answer = _asked(target)
+            answer = _probe(target)
             if attn_metadata and (
                 answer.fault is not None or backend.name == ragged.MASK
             ):  # or it has refused in the middle
                 backend.refuse("other laws of a draft's nodes without a mask")
-                answer = _asked(target)._replace(needs_mask=backend.why)
+                answer = _probe(target)._replace(needs_mask=backend.why)
             if answer.fault is not None and target.masks.groups > 1:
                 target.masks.groups = 1
-                answer = _asked(target)._replace(folds=False, needs_mask=answer.needs_mask)
+                answer = _probe(target)._replace(folds=False, needs_mask=answer.needs_mask)
                 LOGGER.info("%s: keys are repeated for heads that share them", type(model).__name__)
             _answers[key] = answer
     if not answer.folds:
@@ -112,7 +112,7 @@ def pads(target: HFDecoder) -> bool:
     """
     key = _key(target)
     if key not in _pads:
-        with HOOKING, torch.inference_mode(False), untouched(target.model):
+        with HOOKING, torch.inference_mode(False), restore_after(target.model):
             _pads[key] = _as_alone(target)
     return _pads[key]
 
@@ -129,7 +129,7 @@ def _as_alone(target: HFDecoder) -> bool:
     try:
         pairs = (
             (prompted(ids_1L.repeat(2, 1), real_2L), [prompted(ids_1L[:, n:], real_2L[:1, n:]) for n in (0, 2)]),
-            (_padded(target, once), [_alone(target, row, once) for row in range(2)]),
+            (_padded_passes(target, once), [_alone(target, row, once) for row in range(2)]),
         )
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -139,7 +139,7 @@ def _as_alone(target: HFDecoder) -> bool:
     return max(errors) <= (EXACT if _exact(target.model) and target.rounding <= EXACT else COARSE)
 
 
-def _asked(target: HFDecoder) -> ProbeResult:
+def _probe(target: HFDecoder) -> ProbeResult:
     name = type(target.model).__name__
     exact, error = _exact(target.model), 0.0
     try:
@@ -153,7 +153,7 @@ def _asked(target: HFDecoder) -> ProbeResult:
         once, one_by_one = (len(PATH),), (1,) * len(PATH)
         for widths, padding in ((once, True), (one_by_one, True), (one_by_one, False)):
             if padding:
-                path_RPV = _padded(target, widths)
+                path_RPV = _padded_passes(target, widths)
             else:
                 path_RPV = torch.cat([_alone(target, row, widths) for row in range(2)])
             error, limit = _difference(tree_RPV, path_RPV, exact)
@@ -303,24 +303,24 @@ def _shape(target: HFDecoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(range(-1, len(PATH) - 1)), tuple(range(len(PATH)))
 
 
-def _padded(target: HFDecoder, widths: tuple[int, ...]) -> Tensor:
+def _padded_passes(target: HFDecoder, widths: tuple[int, ...]) -> Tensor:
     """The same of the path without its siblings, so many tokens a pass, the short row padded at the left: (R, P, V)."""
     values_RSE = _values(target)
     long = values_RSE.shape[1]
     values_RSE[1] = values_RSE[1].roll(-SHORT, 0)
     real_RS = torch.ones(2, long + len(PATH), dtype=torch.long, device=target.device)
     real_RS[1, : long - SHORT] = 0
-    return _continued(target, _RandomSlots(values_RSE, [long, long]), widths, real_RS)
+    return _plain_continuation(target, _RandomSlots(values_RSE, [long, long]), widths, real_RS)
 
 
 def _alone(target: HFDecoder, row: int, widths: tuple[int, ...]) -> Tensor:
     """The same of one row by itself: (1, P, V)."""
     length = [None, SHORT][row]
     values_RSE = _values(target)[row : row + 1, :length]
-    return _continued(target, _RandomSlots(values_RSE, [values_RSE.shape[1]]), widths)
+    return _plain_continuation(target, _RandomSlots(values_RSE, [values_RSE.shape[1]]), widths)
 
 
-def _continued(
+def _plain_continuation(
     target: HFDecoder, slots: _RandomSlots, widths: tuple[int, ...], real_RS: Tensor | None = None
 ) -> Tensor:
     """Logits of the path as a plain continuation, under transformers' own mask."""
@@ -345,7 +345,7 @@ def _continued(
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def restore_after(model: nn.Module) -> Iterator[None]:
     """Runs the model as for inference and leaves everything as it was: modes, buffers, hooks, random numbers."""
     kept = [(module, dict(vars(module)), _dictionaries(module)) for module in model.modules()]
     inner = [(buffer, buffer.clone()) for module in rotary.modules(model) for buffer in module.buffers()]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec import tree as trees
-from visspec.cache import additive, gathered
+from visspec.cache import additive, gather_rows
 from visspec.distributions import Categorical
 from visspec.models.decoder.target import LAST, describe
 from visspec.sampling import propose, warp
@@ -63,7 +63,7 @@ class SharedCache(Drafter):
             levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True, stored=True
         )
         self.assistant: Any = copy.copy(assistant)  # shares all weights; takes masks as they are
-        self.assistant.create_attention_masks = given  # type: ignore[assignment]
+        self.assistant.create_attention_masks = given_mask  # type: ignore[assignment]
         self.embed = model.get_input_embeddings()  # type: ignore[operator]
 
     def start(self, state: State, scores: Scores) -> None:
@@ -96,9 +96,9 @@ class SharedCache(Drafter):
             logits_BWV, hidden_BWd = read(token_BW, hidden_BWd)
             logits_BWV = warp(logits_BWV, state.request.sampling)
             if state.noise is not None:
-                logits_BWV = state.noise.perturbed(logits_BWV, level)
+                logits_BWV = state.noise.perturb(logits_BWV, level)
             token_BW, above_BW = tree_builder.grow(logits_BWV.log_softmax(dim=-1))
-            hidden_BWd = gathered(hidden_BWd, above_BW)
+            hidden_BWd = gather_rows(hidden_BWd, above_BW)
         return tree_builder.finish(self.nodes)
 
     def _reader(self, state: State) -> Any:
@@ -139,7 +139,7 @@ class SharedCache(Drafter):
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         assert scores.features is not None
         last_B1 = verdict.path.gather(1, verdict.length[:, None] - 1)
-        state.memory = gathered(scores.features, last_B1)[:, 0]
+        state.memory = gather_rows(scores.features, last_B1)[:, 0]
 
     def select(self, state: State, keep: list[int]) -> None:
         state.memory = state.memory[keep]
@@ -148,7 +148,7 @@ class SharedCache(Drafter):
         state.memory = torch.cat([state.memory, other.memory[take]])
 
 
-def given(inputs_embeds: Tensor, attention_mask: Any, shared_kv_states: Any) -> Any:
+def given_mask(inputs_embeds: Tensor, attention_mask: Any, shared_kv_states: Any) -> Any:
     """In place of the assistant's own masks, which are for one row."""
     return attention_mask
 

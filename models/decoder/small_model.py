@@ -19,7 +19,7 @@ from visspec.distributions import Categorical, categorical
 from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder.target import HFDecoder, describe
 from visspec.models.drafting.structure import Chain, StructuredDrafter
-from visspec.models.runner.compiled import compiled
+from visspec.models.runner.compiled import compiled_passes
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
 READS = 4096  # tokens; a long prompt would cost a small model as large a part of the time as it is of the target's size
@@ -54,7 +54,7 @@ class SmallModel(StructuredDrafter):
 
     def compile(self) -> None:
         if self.passes is None:
-            self.passes = self.target.passes = compiled(self.target.model, self.target.decoder)
+            self.passes = self.target.passes = compiled_passes(self.target.model, self.target.decoder)
 
     def record(self) -> None:
         if self.recorder is None:

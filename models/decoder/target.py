@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, gathered, packed, to_device
+from visspec.cache import SlotCache, contiguous_copy, gather_rows, to_device
 from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention import folding, ragged, rotary
@@ -31,8 +31,8 @@ from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argume
 from visspec.models.decoder import probe
 from visspec.models.decoder.layer_subset import LayerSubset
 from visspec.models.layers import depth
-from visspec.models.runner.compiled import compiled
-from visspec.models.runner.graphs import recorded
+from visspec.models.runner.compiled import compiled_passes
+from visspec.models.runner.graphs import graphed_forward
 from visspec.models.runner.target import RunningTarget
 from visspec.sampling import process
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
@@ -53,7 +53,7 @@ class HFDecoder(RunningTarget):
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), concatenated for the
     drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError for a model that can't
     be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
-    that fails `probe`; `check=False` disables the probe. `compile`: see `compiled`.
+    that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class HFDecoder(RunningTarget):
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
         self._pads: bool | None = None
-        self.passes = compiled(model, self.decoder, bool(self.states)) if compile else None
+        self.passes = compiled_passes(model, self.decoder, bool(self.states)) if compile else None
         self.layer_subset = LayerSubset(model, self.decoder)
 
     def record(self, asked: bool | None) -> None:
         text = self.model.config.get_text_config()
-        self.recorder = recorded(asked, self.model, self.decoder, self.masks, text, bool(self.states))
+        self.recorder = graphed_forward(asked, self.model, self.decoder, self.masks, text, bool(self.states))
 
     @property
     def device(self) -> torch.device:
@@ -234,7 +234,7 @@ class HFDecoder(RunningTarget):
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
         turning = self._steps(state.cache, tree) if state.cache.moves else nullcontext()
-        ids = packed(draft.value) if slots.steady else draft.value
+        ids = contiguous_copy(draft.value) if slots.steady else draft.value
         with turning:
             mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth
             return self._forward(model, state.cache, mask, ids, positions)
@@ -299,7 +299,7 @@ def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
     """Entries of a pass by their index, (B, N, X); None: all of them."""
     if at_BN is None:
         return values_BTX
-    return gathered(values_BTX, at_BN)
+    return gather_rows(values_BTX, at_BN)
 
 
 def _last_position(positions: Tensor) -> Tensor:
@@ -318,14 +318,14 @@ def _last_position(positions: Tensor) -> Tensor:
 def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
     """Capabilities of a loaded model, from its configuration. Raises ValueError for unsupported models."""
     try:
-        return _described(model, features)
+        return _capabilities(model, features)
     except AttributeError as error:
         said = str(error).replace(". ", ", ").rstrip(".")
         kind = type(model).__name__
         raise ValueError(f"model: got {kind}, expected a decoder of one stream of tokens ({said})") from error
 
 
-def _described(model: Any, features: tuple[int, ...]) -> Capabilities:
+def _capabilities(model: Any, features: tuple[int, ...]) -> Capabilities:
     config = model.config
     text = config.get_text_config()
     name = type(model).__name__
@@ -406,7 +406,7 @@ def vocabulary(model: Any) -> int:
     return size
 
 
-def adapted(model: Any) -> Any:
+def unwrap_adapter(model: Any) -> Any:
     """The model inside a `PeftModel`, with the adapter in its layers; any other model itself.
 
     Raises ValueError for an adapter that is not in the layers alone, such as virtual tokens before the prompt.
@@ -426,7 +426,7 @@ def driven(model: nn.Module) -> nn.Module:
 
     Raises ValueError for a `generate` that does neither.
     """
-    model = adapted(model)
+    model = unwrap_adapter(model)
     generate = getattr(type(model), "generate", GenerationMixin.generate)
     names = inspect.unwrap(generate).__code__.co_names
     if generate is GenerationMixin.generate or "super" in names:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical
-from visspec.grammar import held
+from visspec.grammar import fixed_ids
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledHead
 from visspec.models.image_codes.drafting import (
     IMPOSSIBLE,
@@ -39,7 +39,7 @@ from visspec.models.image_codes.drafting import (
     warn_of_guidance,
 )
 from visspec.models.image_codes.target import Family
-from visspec.sampling import Gumbel, derived, warp
+from visspec.sampling import Gumbel, child_generator, warp
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -91,7 +91,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         _, stored = self.head(*words(embeds, real_BP, self.head))
         noise = None
         if state.noise is not None and state.noise.samples:
-            noise = Gumbel([derived(g) for g in state.noise.generators], self.config.vocab)
+            noise = Gumbel([child_generator(g) for g in state.noise.generators], self.config.vocab)
         room = (0, 0, 0, self.config.positions)
         state.memory = DistilledMemory(F.pad(stored, room), real_BP, noise)
 
@@ -99,21 +99,21 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         depth = min(depth, state.budget - 1)
         if depth < 1:
             return trees.empty_draft(state.pending)
-        value_BD, distribution = self._drawn(state, depth)
+        value_BD, distribution = self._draw(state, depth)
         if distribution is None:
             return trees.chain_draft(state.pending, value_BD)
         p_BDV = distribution.p
         return trees.chain_draft(state.pending, value_BD, Categorical(p=torch.cat([p_BDV[:, :1], p_BDV], dim=1)))
 
-    def _drawn(self, state: State, depth: int) -> tuple[Tensor, Categorical | None]:
+    def _draw(self, state: State, depth: int) -> tuple[Tensor, Categorical | None]:
         """Codes of the next places (B, D) and, for rules that judge draws, what they were drawn from."""
         known: DistilledMemory = state.memory
         noise, pending, vocab = known.noise or state.noise, state.pending[:, None], self.config.vocab
         numbers_BDV = 0.0 if noise is None else noise.window(depth)[..., :vocab]
-        element_BD, memory, mask = seen(known, [len(state.tokens[row]) - 1 for row in state.rows], depth)
+        element_BD, memory, mask = context_elements(known, [len(state.tokens[row]) - 1 for row in state.rows], depth)
         own_BD = None
         if state.request.fixed is not None:
-            own_BD = held(state, torch.arange(1, depth + 1, device=pending.device)[None])
+            own_BD = fixed_ids(state, torch.arange(1, depth + 1, device=pending.device)[None])
         value_BD = torch.cat([pending, pending.new_zeros(len(pending), depth - 1)], dim=1)
         kind_BD = torch.full_like(value_BD, BLANK)
         kind_BD[:, 0] = KNOWN
@@ -136,7 +136,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         known: DistilledMemory = state.memory
         count = max(map(len, outcome.path))
         first = [len(state.tokens[row]) - len(committed) - 1 for row, committed in zip(state.rows, outcome.tokens)]
-        value_BN, (element_BN, memory, mask) = draft.value[:, :count], seen(known, first, count)
+        value_BN, (element_BN, memory, mask) = draft.value[:, :count], context_elements(known, first, count)
         _, fresh = self.head(self.table[value_BN], torch.full_like(value_BN, KNOWN), element_BN, memory, mask)
         slot_BN = known.prompt.shape[1] + element_BN.clamp(max=self.config.positions - 1)
         known.stored.scatter_(4, slot_BN[None, None, :, None, :, None].expand_as(fresh), fresh)
@@ -159,7 +159,7 @@ def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Ten
     return embeds_BPd, torch.full_like(element, KNOWN), element, head.empty(rows), mask
 
 
-def seen(known: DistilledMemory, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
+def context_elements(known: DistilledMemory, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Elements (B, D) from each row's newest code on, the memory as far as any row has come, and what elements see
     of it and of each other: those before, (B, D, S + D).
     """

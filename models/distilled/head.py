@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import check_fields, check_positive, shown
+from visspec.io.checkpoint import check_fields, check_positive, shorten
 from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
 from visspec.types import MAX_NODES
 
@@ -51,7 +51,7 @@ class DistilledConfig:
 
     def __post_init__(self):
         if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shown(self.family)}, expected a name")
+            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
         check_fields(self, "vocab", "hidden", "rows", "columns", "heads", "intermediate")
         check_fields(self, "codes", high=self.vocab)
         check_fields(self, "target_layers", "layers", high=MOST_LAYERS)
@@ -123,7 +123,7 @@ class DistilledHead(nn.Module):
         embed (B, T, d): of each one's code or word, any where it is BLANK; kind, element (B, T): those of a prompt are
         below 0; memory (layers, 2, B, H, S, E); mask as in `DistilledLayer`.
         """
-        x = embed * (kind != BLANK)[..., None] + self.kinds[kind] + self._asked(element)
+        x = embed * (kind != BLANK)[..., None] + self.kinds[kind] + self._query(element)
         turn, stored = self._turns(element), []
         for layer, own in zip(self.layers, memory):
             x, fresh = layer(x, turn, own, mask_BTS)
@@ -140,7 +140,7 @@ class DistilledHead(nn.Module):
         table = rotations(BEFORE + self.config.positions, size, self.config.rope_theta, element.device)
         return table[(element + BEFORE).clamp(0, len(table) - 1)]
 
-    def _asked(self, element: Tensor) -> Tensor:
+    def _query(self, element: Tensor) -> Tensor:
         """What says which place elements are asked for, nothing for those of a prompt: (B, T) -> (B, T, d)."""
         place = (element + 1).clamp(0, self.config.positions - 1)
         found = self.row(place // self.config.columns) + self.column(place % self.config.columns)

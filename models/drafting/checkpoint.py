@@ -15,7 +15,15 @@ import torch
 from safetensors.torch import save_file
 
 from visspec.io import hub
-from visspec.io.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors, shown
+from visspec.io.checkpoint import (
+    check_folder,
+    check_shapes,
+    load_strictly,
+    read_json,
+    read_shapes,
+    read_tensors,
+    shorten,
+)
 
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
 NAMES = {
@@ -97,7 +105,7 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
     required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
     strange, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
     if strange or missing:
-        found = f"the unknown entry {shown(strange[0])}" if strange else f"no entry {missing[0]!r}"
+        found = f"the unknown entry {shorten(strange[0])}" if strange else f"no entry {missing[0]!r}"
         raise ValueError(
             f"drafter: {CONFIG} of {folder} has {found}, expected the fields of {kind.config_class.__name__}"
         )
@@ -117,7 +125,7 @@ def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None], empt
     """The network of a checkpoint, of this kind, in a folder or by hub id; empty: on `meta`. Weights are read only
     after `check`, and after headers were compared with the configuration.
     """
-    folder = hub.located(folder)
+    folder = hub.resolve_folder(folder)
     config = read_config(folder, kind)
     check(config)
     with torch.device("meta"):
@@ -146,4 +154,4 @@ def check_target(config: Any, **found: Any) -> None:
     for key, value in found.items():
         if (wanted := getattr(config, key)) != value:
             name = NAMES.get(key, key)
-            raise ValueError(f"drafter: made for a target of {name} {shown(wanted)}, got a model of {value!r}")
+            raise ValueError(f"drafter: made for a target of {name} {shorten(wanted)}, got a model of {value!r}")

@@ -31,6 +31,6 @@ def over(
         logits_BWV = logits_BKV[:, level : level + 1] if below is None else below(level, token_BW)
         logits_BWV = warp(logits_BWV, state.request.sampling)
         if state.noise is not None:
-            logits_BWV = state.noise.perturbed(logits_BWV, level)
+            logits_BWV = state.noise.perturb(logits_BWV, level)
         token_BW, _ = tree_builder.grow(logits_BWV.log_softmax(dim=-1).expand(-1, token_BW.shape[1], -1))
     return tree_builder.finish(nodes)

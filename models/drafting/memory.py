@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visspec.cache import first_room, gathered, more_room, moved, to_device, widened
+from visspec.cache import first_room, gather_rows, more_room, move_rows, to_device, widen_store
 from visspec.types import MAX_NODES, Outcome, Scores, Verdict
 
 
@@ -85,7 +85,7 @@ class FeatureMemory:
     def pop_pending(self) -> tuple[Tensor, Tensor, list[int]]:
         """Remove and return all stored elements as one block, each row packed to the left."""
         pending_inputs, self.pending_inputs = self.pending_inputs, []
-        return packed(pending_inputs)
+        return pack_pending(pending_inputs)
 
     def rope(self, rope_table_PC: Tensor, width: int) -> Tensor:
         """Rotations of the next `width` elements, (1|B, T, C)."""
@@ -140,12 +140,12 @@ class FeatureMemory:
         if not self.even:
             slot = torch.arange(extent, device=query_BHE.device)
             mask = (slot < (self._length_B + drafted)[:, None])[:, None, None]
-        keys, values = self._stored(part, extent)
+        keys, values = self._stored_part(part, extent)
         grouped = query_BHE.shape[1] > keys.shape[1]
         mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=mask, enable_gqa=grouped)
         return mixed.reshape(query_BHE.shape[0], -1)
 
-    def _stored(self, part: int | None, extent: int) -> tuple[Tensor, Tensor]:
+    def _stored_part(self, part: int | None, extent: int) -> tuple[Tensor, Tensor]:
         keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
         return (keys, values) if part is None else (keys.chunk(2, dim=1)[part], values.chunk(2, dim=1)[part])
 
@@ -162,7 +162,7 @@ class FeatureMemory:
             inside = (behind >= 0) & (behind < nodes)
             index = behind.clamp(0, nodes - 1)[:, None].expand(rows, width, extent)
             mask = (behind < 0)[:, None] | (seen_BWM.gather(2, index) & inside[:, None])
-        keys, values = self._stored(part, extent)
+        keys, values = self._stored_part(part, extent)
         grouped, query_BWHE = query_NHE.shape[1] > keys.shape[1], query_NHE.unflatten(0, (rows, width))
         mixed = F.scaled_dot_product_attention(
             query_BWHE.transpose(1, 2), keys, values, attn_mask=mask[:, None], enable_gqa=grouped
@@ -171,7 +171,7 @@ class FeatureMemory:
 
     def select(self, keep: list[int]) -> None:
         """Keep only these rows, in this order."""
-        self.kv = moved(self.kv, keep, self.kv[:, : self.end])
+        self.kv = move_rows(self.kv, keep, self.kv[:, : self.end])
         self.spare += len(self.lengths) - len(keep)
         self._view()
         self.lengths, self.positions = ([x[b] for b in keep] for x in (self.lengths, self.positions))
@@ -184,7 +184,7 @@ class FeatureMemory:
         rows, wanted = len(self.lengths), len(self.lengths) + len(take)
         longest = max(other.lengths[b] for b in take)
         if self.spare >= len(take) and self.kv.shape[1] >= longest:
-            self.kv, self.spare = widened(self.kv, wanted), self.spare - len(take)
+            self.kv, self.spare = widen_store(self.kv, wanted), self.spare - len(take)
         else:
             room = max(self.kv.shape[1], other.kv.shape[1])
             grown = self.kv.new_zeros(wanted, room, *self.kv.shape[2:])
@@ -199,8 +199,8 @@ class FeatureMemory:
         self.pending_inputs, other.pending_inputs = [self.pop_pending()], [other.pop_pending()]
         (token, feature, counts), (new_token, new_feature, new_counts) = self.pending_inputs[0], other.pending_inputs[0]
         width = max(token.shape[1], new_token.shape[1])
-        tokens = torch.cat([_padded(t, width) for t in (token, new_token[take])])
-        features = torch.cat([_padded(f, width) for f in (feature, new_feature[take])])
+        tokens = torch.cat([_pad(t, width) for t in (token, new_token[take])])
+        features = torch.cat([_pad(f, width) for f in (feature, new_feature[take])])
         self.pending_inputs = [(tokens, features, counts + [new_counts[b] for b in take])]
         self._measure()
 
@@ -212,7 +212,7 @@ class FeatureMemory:
         return other.image_bias.new_zeros(len(self.lengths), other.image_bias.shape[1])
 
 
-def packed(pending_inputs: list[tuple[Tensor, Tensor, list[int]]]) -> tuple[Tensor, Tensor, list[int]]:
+def pack_pending(pending_inputs: list[tuple[Tensor, Tensor, list[int]]]) -> tuple[Tensor, Tensor, list[int]]:
     """Blocks of (tokens (B, T), features (B, T, F), counts) as one, each row packed to the left."""
     if len(pending_inputs) == 1:
         return pending_inputs[0]
@@ -235,17 +235,17 @@ def prompt_first(token_BT: Tensor, feature_BTF: Tensor, real_BT: Tensor | None) 
     if real_BT is None:
         return token_BT, feature_BTF, [token_BT.shape[1]] * len(token_BT)
     order = (~real_BT).long().argsort(dim=1, stable=True)
-    return token_BT.gather(1, order), gathered(feature_BTF, order), real_BT.sum(dim=1).tolist()
+    return token_BT.gather(1, order), gather_rows(feature_BTF, order), real_BT.sum(dim=1).tolist()
 
 
-def accepted(scores: Scores, verdict: Verdict, outcome: Outcome) -> tuple[Tensor, Tensor, list[int]]:
+def accepted_nodes(scores: Scores, verdict: Verdict, outcome: Outcome) -> tuple[Tensor, Tensor, list[int]]:
     """Of a round's accepted nodes: indices (B, D), the target's features (B, D, F), and how many of D are a row's."""
     assert scores.features is not None
     counts = [len(path) for path in outcome.path]
     path_BD = verdict.path[:, : max(counts)].clamp(min=0)
-    return path_BD, gathered(scores.features, path_BD), counts
+    return path_BD, gather_rows(scores.features, path_BD), counts
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
+def _pad(x: Tensor, width: int) -> Tensor:
     """(B, T, ...) with zeros behind, up to `width` elements."""
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))

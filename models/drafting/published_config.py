@@ -8,17 +8,17 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import Value, check_wholes, shown, unwrapped
+from visspec.io.checkpoint import Value, check_wholes, shorten, unwrap_names
 from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS, depth
 
 VERSION = "0.9.0"  # of speculators, whose layout is written
 
 
-def unprefixed(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
+def strip_prefix(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
     """Tensors of a drafter, or their shapes, by its own names: without the prefixes of wrappers, and without `model.`.
     Raises ValueError if two get the same name.
     """
-    found = unwrapped(tensors, folder)
+    found = unwrap_names(tensors, folder)
     if "model.fc.weight" not in found:
         return found
     bare = {name.removeprefix("model."): value for name, value in found.items()}
@@ -31,7 +31,7 @@ def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
     """An entry that has to be there."""
     if type(data.get(name)) is not kind:
         words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
-        raise ValueError(f"drafter: {name} of {folder} is {shown(data.get(name))}, expected {words}")
+        raise ValueError(f"drafter: {name} of {folder} is {shorten(data.get(name))}, expected {words}")
     return data[name]
 
 
@@ -57,7 +57,7 @@ def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
     ):
         if wanted and not any(one in wanted for one in found):
             got = found[0]
-            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shown(wanted[0])}, got {got!r}")
+            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shorten(wanted[0])}, got {got!r}")
 
 
 def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool, float]:
@@ -66,7 +66,7 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     """
     given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise ValueError(f"drafter: rope_scaling of {folder} is {shown(given)}, expected an object")
+        raise ValueError(f"drafter: rope_scaling of {folder} is {shorten(given)}, expected an object")
     given = {name: value for name, value in given.items() if value is not None}
     theta = given.pop("rope_theta", layer.get("rope_theta", 10000.0))
     old = given.pop("type", "default")
@@ -75,12 +75,12 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     kind = "default" if kind == "mrope" else kind
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         raise ValueError(
-            f"drafter: rope_scaling of {folder} is {shown(kind)}, expected {', '.join([*ROPE_SCALINGS, 'mrope'])}"
+            f"drafter: rope_scaling of {folder} is {shorten(kind)}, expected {', '.join([*ROPE_SCALINGS, 'mrope'])}"
         )
     factors = [*ROPE_SCALINGS[kind], *(name for name in OPTIONAL_FACTORS.get(kind, ()) if name in given)]
     scaling = None if kind == "default" else {"rope_type": kind, **{name: given.get(name) for name in factors}}
     if given.get("truncate", True) is not True:
-        raise ValueError(f"drafter: truncate of {folder} is {shown(given['truncate'])}, expected true")
+        raise ValueError(f"drafter: truncate of {folder} is {shorten(given['truncate'])}, expected true")
     theta = float(theta) if isinstance(theta, int) else theta
     partial = given.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
     partial = 1.0 if partial is None else float(partial) if type(partial) is int else partial

@@ -28,7 +28,7 @@ from visspec import tree as trees
 from visspec.distributions import Categorical
 from visspec.io.checkpoint import read_json
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.sampling import drawn, warp
+from visspec.sampling import sample_distribution, warp
 from visspec.types import MAX_NODES, Draft, Drafter, Outcome, State
 
 TREES = ("chain", "dynamic", "opt", "eagle")
@@ -100,14 +100,14 @@ class Chain:
             if level:
                 self.real[-1] = self.real[-1] & (self.product_B >= self.stop.confidence)
         distribution = Categorical(warp(logits_BV, self.sampling))
-        token_B, q = drawn(distribution, self.state, level)
+        token_B, q = sample_distribution(distribution, self.state, level)
         self.tokens.append(token_B)
         if q is not None:
             self.distributions.append(q)
         if self.stop is not None:
             given_BV = distribution.logits
             if self.noise is not None:
-                given_BV = self.noise.perturbed(given_BV[:, None], level)[:, 0]
+                given_BV = self.noise.perturb(given_BV[:, None], level)[:, 0]
             known = expected_B is not None
             going_B, self.product_B = self.stop.goes_on(given_BV, token_B, self.product_B, known)
             self.real.append(self.real[-1] & going_B)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
+from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shorten
 from visspec.models.layers import MOST_LAYERS, OPTIONAL_FACTORS, ROPE_SCALINGS
 from visspec.types import MAX_NODES
 
@@ -80,7 +80,7 @@ class EagleConfig:
 
     def __post_init__(self):
         if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shown(self.family)}, expected a name")
+            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
         for name in ("vocab", "hidden", "target_hidden", "heads", "kv_heads", "intermediate"):
             check_whole(name, getattr(self, name))
         check_whole("head_size", self.head_size, 2, LARGEST)
@@ -94,14 +94,14 @@ class EagleConfig:
             check_positive(name, getattr(self, name))
         for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected true or false")
+                raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected true or false")
         for name, known in (
             ("fusion", ("sum", "split", "cross")),
             ("images", tuple(IMAGES)),
             ("positions", ("target", "index", "grid")),
         ):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name}: got {shown(getattr(self, name))}, expected one of {', '.join(known)}")
+                raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
         depth = self.target_layers
         for name, low, high in (
             ("feature_layers", -depth - 1, depth),
@@ -126,7 +126,7 @@ class EagleConfig:
             )
         if self.mrope_section and sum(self.mrope_section) != self.rotated // 2:
             expected = f"numbers that sum to {self.rotated // 2}"
-            raise ValueError(f"mrope_section: got {shown(self.mrope_section)}, expected {expected}")
+            raise ValueError(f"mrope_section: got {shorten(self.mrope_section)}, expected {expected}")
         if self.fusion == "cross" and (len(self.feature_layers) > 2 or self.feature_layers[-1] != -1):
             raise ValueError(
                 f"feature_layers: got {list(self.feature_layers)} with fusion 'cross', expected [-1] or [layer, -1]"
@@ -192,7 +192,7 @@ class EagleConfig:
         names = set(scaling) - {"rope_type"}
         if needed is None or not needed <= names <= needed | OPTIONAL_FACTORS.get(str(kind), set()):
             kinds = ", ".join(ROPE_SCALINGS)
-            raise ValueError(f"rope_scaling: got {shown(scaling)}, expected the rope_type {kinds} with its factors")
+            raise ValueError(f"rope_scaling: got {shorten(scaling)}, expected the rope_type {kinds} with its factors")
         for name in names:
             check_positive(name, scaling[name])
 

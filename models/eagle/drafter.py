@@ -84,7 +84,7 @@ class FeatureDrafter(FeatureDrafting):
         if positions.shape[-2] > len(rows):
             positions = positions[..., rows, :]
         positions = self._places(positions, attention)
-        following = self._followed(prompt[:, 1:], embeddings)
+        following = self._shifted_embeddings(prompt[:, 1:], embeddings)
         dtype = self.trained.dtype
         context = self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         given = following, features_BLF, embeddings, positions, context
@@ -158,9 +158,9 @@ class FeatureDrafter(FeatureDrafting):
         """In place of input embeddings, for a drafter that reads none."""
         return features_BLF[..., : self.config.hidden]
 
-    def _followed(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
+    def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
         """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
-        return self.layer.embedded(ids)
+        return self.layer.embed_ids(ids)
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         prompt = lesson.prompt_length
@@ -168,7 +168,7 @@ class FeatureDrafter(FeatureDrafting):
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
         assert lesson.embeddings is not None
-        return self._followed(lesson.ids[:, 1:], lesson.embeddings)
+        return self._shifted_embeddings(lesson.ids[:, 1:], lesson.embeddings)
 
 
 def scaled_section(rope: dict[str, Any], half: int) -> tuple[int, ...]:

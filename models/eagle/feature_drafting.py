@@ -24,7 +24,7 @@ from visspec.models.drafting.static_tree import MOST_CHILDREN
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
-from visspec.models.eagle.feature_head import HeadConfig, staggered
+from visspec.models.eagle.feature_head import HeadConfig, staggered_attention
 from visspec.models.eagle.layer import DraftLayer, FoldedLayer
 from visspec.models.layers import rotations, rotations_at
 from visspec.sampling import warp
@@ -174,7 +174,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
         for level in range(depth):
             token_B = chain.add(self._logits(memory.mixed(feature_Bd, guidance)))
             if level + 1 < depth:
-                entered_B = memory.each(self._entered(token_B, state, level))
+                entered_B = memory.each(self._level_inputs(token_B, state, level))
                 bias_B1d = bias_BTd if bias_BTd is None or bias_BTd.shape[1] == 1 else bias_BTd[:, level : level + 1]
                 turn_B1C = rope_BTC[:, level : level + 1]
                 feature_Bd = self.layer.step(memory, entered_B, feature_Bd, bias_B1d, turn_B1C, level)
@@ -199,7 +199,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
     def select(self, state: State, keep: list[int]) -> None:
         state.memory.select(keep)
 
-    def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
+    def _level_inputs(self, token: Tensor, state: State, level: int) -> Tensor:
         """Drafted ids (B,) or (B, W) of a level as input of the next level."""
         return token
 
@@ -224,7 +224,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
         else:
             row, last = torch.arange(rows, device=x_Nd.device), to_device(counts, x_Nd.device) - 1
             x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
-        return self.layer.attended(x_Bd, query, memory.attend)
+        return self.layer.after_attention(x_Bd, query, memory.attend)
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
         """Grow a tree. With noise, children are ranked by their distribution *given* the noise of their position."""
@@ -234,20 +234,20 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
             logits_BWV = self._logits(memory.mixed(feature_BWd, state.request.sampling.guidance))
             distribution = warp(logits_BWV, state.request.sampling)
             if state.noise is not None:
-                distribution = state.noise.perturbed(distribution, level)
+                distribution = state.noise.perturb(distribution, level)
             token_BW, parent_BW = tree_builder.grow(distribution.log_softmax(dim=-1))
             if level + 1 == depth:
                 break
             width, parent_BW = token_BW.shape[1], memory.each(parent_BW)
             carried = layouts.pick(feature_BWd, parent_BW)
-            entered_BW = memory.each(self._entered(token_BW, state, level))
+            entered_BW = memory.each(self._level_inputs(token_BW, state, level))
             x_Nd = self.layer.join(entered_BW, carried, memory.context_bias_at(level))
             eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
             qkv = self.layer.project(x_Nd, rows, width, memory.rope_at(memory.table, level)[:, None])
             memory.write(qkv[:, :, self.config.heads :], seen.shape[2] - width)
             query_NHE = qkv[:, :, : self.config.heads].flatten(0, 1)
-            feature_Nd = self.layer.attended(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
+            feature_Nd = self.layer.after_attention(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
             feature_BWd = feature_Nd.view(rows, width, -1)
         return tree_builder.finish(self.nodes)
 
@@ -301,7 +301,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
             query, key, value = self.head.project(x, turn)
             keys.append(key)
             values.append(value)
-            feature = self.head.attended(x, query, partial(staggered, keys=keys, values=values))
+            feature = self.head.after_attention(x, query, partial(staggered_attention, keys=keys, values=values))
             for more, ahead in enumerate(self._spread(feature).unbind(-2)):
                 predicted = layouts.pick(ahead, (answer - more).clamp(min=0))
                 out.append((self._taught(predicted), predicted, (index >= step + more) & (index < count)))

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shown
+from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shorten
 from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, unit
 from visspec.types import MAX_NODES
 
@@ -48,7 +48,7 @@ class HeadConfig:
 
     def __post_init__(self):
         if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shown(self.family)}, expected a name")
+            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
         for name in ("vocab", "hidden", "heads", "intermediate"):
             check_whole(name, getattr(self, name))
         check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
@@ -68,7 +68,7 @@ class HeadConfig:
         if self.hidden != 2 * half * self.heads:
             raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
         if self.mrope_section and sum(self.mrope_section) != half:
-            raise ValueError(f"mrope_section: got {shown(self.mrope_section)}, expected numbers that sum to {half}")
+            raise ValueError(f"mrope_section: got {shorten(self.mrope_section)}, expected numbers that sum to {half}")
 
     @property
     def head_size(self) -> int:
@@ -178,7 +178,7 @@ class FeatureHead(nn.Module):
         kv[:, :, :heads] = rotate(kv[:, :, :heads], turn_BTC)
         return kv
 
-    def attended(self, x_BTd: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def after_attention(self, x_BTd: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The layer behind its queries: `finish` of what they attend to."""
         return self.finish(x_BTd, attend(query))
 
@@ -189,7 +189,7 @@ class FeatureHead(nn.Module):
         return self.norm_out(x + self.down(F.silu(gate) * up))
 
 
-def staggered(query: Tensor, part: int | None = None, *, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+def staggered_attention(query: Tensor, part: int | None = None, *, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Attention of self-fed step k = len(keys) - 1, all (B, T, H, E) -> (B, T, H * E). part: the half of the keys and
     values, by number, if there are twice as many as queries.
 
@@ -204,7 +204,7 @@ def staggered(query: Tensor, part: int | None = None, *, keys: list[Tensor], val
     index = torch.arange(size, device=query.device)
     past = index[None, :] <= index[:, None] - step
     score = score.masked_fill(~past, torch.finfo(score.dtype).min)
-    ahead_key, ahead_value = ([_delayed(x, step - i) for i, x in enumerate(p) if i] for p in (keys, values))
+    ahead_key, ahead_value = ([_delay(x, step - i) for i, x in enumerate(p) if i] for p in (keys, values))
     own = [(query * k).sum(-1).transpose(1, 2)[..., None] * scale for k in ahead_key]
     weight = torch.cat([score, *own], dim=-1).float().softmax(dim=-1).to(query.dtype)
     mixed = torch.einsum("bhts,bshe->bthe", weight[..., :size], values[0])
@@ -213,7 +213,7 @@ def staggered(query: Tensor, part: int | None = None, *, keys: list[Tensor], val
     return mixed.flatten(2)
 
 
-def _delayed(x_BTHE: Tensor, by: int) -> Tensor:
+def _delay(x_BTHE: Tensor, by: int) -> Tensor:
     """Shift: element t of the result is element t - by of x, or zero for t < by."""
     if by == 0:
         return x_BTHE

@@ -291,7 +291,7 @@ class EagleHead(nn.Module):
         d = self.config.hidden
         return image_Bd @ self.img_fc.weight[:, d:].T @ self.fc.weight[:, d:].T
 
-    def normed(self, x: Tensor) -> Tensor:
+    def attention_inputs(self, x: Tensor) -> Tensor:
         """What queries, keys and values read."""
         if self.config.fusion == "sum":
             return self.layer.input_layernorm(x) if self.config.norm_input else x
@@ -300,9 +300,9 @@ class EagleHead(nn.Module):
             return self.layer.input_layernorm(embed)
         return torch.cat([self.layer.input_layernorm(embed), self.layer.hidden_norm(feature)], dim=-1)
 
-    def parted(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E); behind them those of cross-attention."""
-        attention, size, read = self.layer.self_attn, self.config.head_size, self.normed(x_BTX)
+        attention, size, read = self.layer.self_attn, self.config.head_size, self.attention_inputs(x_BTX)
         query, key, value = (
             f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
@@ -318,15 +318,15 @@ class EagleHead(nn.Module):
 
     def project(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The same with a key and a value for every head, each (B, T, H, E); for training."""
-        query, key, value = self.parted(x_BTX, turn_BTC)
+        query, key, value = self.project_qkv(x_BTX, turn_BTC)
         group = self.config.heads // self.config.kv_heads
         return query, key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
 
     def keys_values(self, x_BTX: Tensor, turn_BTC: Tensor) -> Tensor:
         """Rotated keys, and values, (B, T, 2K, E)."""
-        return torch.cat(self.parted(x_BTX, turn_BTC)[1:], dim=2)
+        return torch.cat(self.project_qkv(x_BTX, turn_BTC)[1:], dim=2)
 
-    def attended(self, x: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def after_attention(self, x: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The layer behind its queries: the next feature (..., d), or those of `feature_layers` (..., F).
 
         attend: of queries to keys and values, of which it takes the half with a number, or all.

@@ -146,7 +146,7 @@ class EagleDrafter(FeatureDrafter):
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
         real = None if attention_BL is None else attention_BL.tolist()
         image_ids, latents = frozenset(self.config.image_ids), self.config.image_latents
-        return layouts.shifted(ids_BL.tolist(), real, image_ids, self.config.images, latents)
+        return layouts.shift_published(ids_BL.tolist(), real, image_ids, self.config.images, latents)
 
     def _context(
         self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
@@ -179,11 +179,11 @@ class EagleDrafter(FeatureDrafter):
         places = self._places(lesson.positions, lesson.attention)
         return places if places.dim() == 3 else places.expand(len(lesson.lengths), -1)
 
-    def _followed(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
+    def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
         if self.config.images != "slots":
-            return super()._followed(ids, embeddings_BLd)
+            return super()._shifted_embeddings(ids, embeddings_BLd)
         known_BLd = embeddings_BLd[:, 1:]
-        return torch.cat([known_BLd, self.layer.embedded(ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
+        return torch.cat([known_BLd, self.layer.embed_ids(ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
 
     # --- several tokens a pass ------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class EagleDrafter(FeatureDrafter):
         qkv = self.layer.project(x_Nd, rows, width, memory.rope(memory.table[done:], width))
         memory.write(qkv[:, :, heads:], done)
         x_Bd = x_Nd.view(rows, width, -1)[:, -1]
-        return self.layer.attended(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
+        return self.layer.after_attention(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
 
     def _spread(self, feature: Tensor) -> Tensor:
         return self.head.spread(feature)

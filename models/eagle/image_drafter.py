@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec import tree as trees
-from visspec.grammar import held
+from visspec.grammar import fixed_ids
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import sequence as layouts
@@ -31,7 +31,7 @@ from visspec.models.image_codes.drafting import (
     warn_of_guidance,
 )
 from visspec.models.image_codes.target import Family, ImageAR
-from visspec.sampling import Gumbel, derived
+from visspec.sampling import Gumbel, child_generator
 from visspec.types import FREE, Draft, Outcome, Request, Scores, State, TrainingBatch, Verdict
 
 TREES = ("chain", "dynamic", "static")
@@ -149,7 +149,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
         """The random numbers of a static tree, if the rule judges draws."""
         if self.counts is None or state.noise is None or not state.noise.samples:
             return None
-        return Gumbel([derived(g) for g in state.noise.generators], self.vocab)
+        return Gumbel([child_generator(g) for g in state.noise.generators], self.vocab)
 
     def _like(self, target: Family) -> Tensor:
         return next(target.decoder.parameters())
@@ -188,10 +188,10 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
             state.pending, self.counts[:depth], None if noise is None else noise.window(depth)
         )
 
-    def _entered(self, token: Tensor, state: State, level: int) -> Tensor:
+    def _level_inputs(self, token: Tensor, state: State, level: int) -> Tensor:
         if state.request.fixed is None:
             return token
-        own_B1 = held(state, torch.full((1, 1), level + 1, device=token.device))
+        own_B1 = fixed_ids(state, torch.full((1, 1), level + 1, device=token.device))
         own = own_B1.view(-1, *[1] * (token.dim() - 1))
         return torch.where(own == FREE, token, own)
 

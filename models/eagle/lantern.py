@@ -21,9 +21,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.io.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors, shown
+from visspec.io.checkpoint import (
+    check_folder,
+    check_shapes,
+    load_strictly,
+    read_json,
+    read_shapes,
+    read_tensors,
+    shorten,
+)
 from visspec.models.drafting.checkpoint import CONFIG, on_meta
-from visspec.models.drafting.published_config import unprefixed
+from visspec.models.drafting.published_config import strip_prefix
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
@@ -37,7 +45,7 @@ GRIDS = {"c2i": 24, "t2i": 16, "t2i2": 32}  # `input_type` of a drafter for Llam
 QUERY, INPUT_NORM = "layers.0.self_attn.q_norm.bias", "layers.0.input_layernorm.weight"
 
 
-def family_named(data: dict, names: set[str]) -> str | None:
+def family_of_layout(data: dict, names: set[str]) -> str | None:
     """The family that a published drafter of image codes is made for, by its configuration and tensors; None: it is no
     such drafter.
     """
@@ -68,7 +76,7 @@ class LanternDrafter(ImageFeatureDrafter):
     def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> Self:
         """Load a published checkpoint, as safetensors, for its target, strictly; `options` as in the constructor."""
         root, family = check_folder(folder), cls.subject(target)
-        data, shapes = read_json(root, CONFIG), unprefixed(read_shapes(root), root)
+        data, shapes = read_json(root, CONFIG), strip_prefix(read_shapes(root), root)
         config = config_of(root, data, shapes, family)
         cls.check_target(config, family)
         with torch.device("meta"):
@@ -77,7 +85,7 @@ class LanternDrafter(ImageFeatureDrafter):
         if on_meta(family):
             return cls(head, family, **options)  # type: ignore[arg-type]
         head = head.to_empty(device="cpu").to(next(family.decoder.parameters()).dtype)
-        load_strictly(head, unprefixed(read_tensors(root), root), root)
+        load_strictly(head, strip_prefix(read_tensors(root), root), root)
         if config.positions == "grid":
             halve(head)
         return cls(head, family, **options)  # type: ignore[arg-type]
@@ -133,13 +141,13 @@ class LanternDrafter(ImageFeatureDrafter):
 
 def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], family: Family) -> EagleConfig:
     """The configuration of a published checkpoint. Raises ValueError for what it asks for and is not there."""
-    named, size = family_named(data, set(shapes)), data.get("input_type")
+    named, size = family_of_layout(data, set(shapes)), data.get("input_type")
     if named != family.name:
-        raise ValueError(f"drafter: {folder} is made for a target of family {shown(named)}, got {family.name!r}")
+        raise ValueError(f"drafter: {folder} is made for a target of family {shorten(named)}, got {family.name!r}")
     rows = family.layout().grid[0]
     if named == "llamagen" and size is not None and GRIDS.get(str(size)) != rows:
         raise ValueError(
-            f"drafter: input_type of {folder} is {shown(size)}, expected that of images of {rows} x {rows} codes, of"
+            f"drafter: input_type of {folder} is {shorten(size)}, expected that of images of {rows} x {rows} codes, of"
             f" {', '.join(f'{name} ({side})' for name, side in GRIDS.items())}"
         )
     try:

@@ -2,8 +2,8 @@
 
 `FoldedLayer` has the weights of our own network (`feature_head.FeatureHead`) with norms folded into the following
 matrices; `PublishedLayer` runs a published one (`head.EagleHead`) as it is. A level of drafting is `join` (the layer's
-input), `project` (queries, keys, values), attention by whoever holds keys and values, `attended` (the rest of the
-layer) and `logits`.
+input), `project` (queries, keys, values), attention by whoever holds keys and values, `after_attention` (the rest of
+the layer) and `logits`.
 
 Shapes: B rows, T elements, N = B * T, H heads, K heads of keys, E head size, C rotations, d hidden size, F features,
 V vocabulary.
@@ -39,7 +39,7 @@ class DraftLayer(nn.Module):
         self.heads, self.dtype = heads, dtype  # of queries; of drafting
         self.grouped = grouped  # whether several heads of queries share keys
 
-    def embedded(self, ids: Tensor) -> Tensor:
+    def embed_ids(self, ids: Tensor) -> Tensor:
         """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
         return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
 
@@ -57,7 +57,7 @@ class DraftLayer(nn.Module):
         """
         raise NotImplementedError
 
-    def attended(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def after_attention(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The layer behind its queries: the predicted feature (N, d). attend: of queries to keys and values."""
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class DraftLayer(nn.Module):
         x_B = self.join(token_B[:, None], feature_Bd[:, None], bias_B1d)
         qkv = self.project(x_B, len(x_B), 1, turn_B1C)
         memory.write(qkv[:, :, self.heads :], level)
-        return self.attended(x_B, qkv[:, 0, : self.heads], partial(memory.attend, drafted=level + 1))
+        return self.after_attention(x_B, qkv[:, 0, : self.heads], partial(memory.attend, drafted=level + 1))
 
     def logits(self, feature: Tensor) -> Tensor:
         """(..., d) -> (..., V)."""
@@ -162,7 +162,7 @@ class FoldedLayer(DraftLayer):
             rotated.copy_(rotate(rotated, turn_BTC))
         return qkv
 
-    def attended(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def after_attention(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         x_N = torch.addmm(x_N, attend(query_NHE), self.out)
         gate, up = torch.mm(direction(x_N), self.gate_up).chunk(2, dim=-1)
         x_N = torch.addmm(x_N, F.silu(gate).mul_(up), self.down)
@@ -183,7 +183,7 @@ class PublishedLayer(DraftLayer):
         self.lm_head = head.lm_head if config.draft_vocab else lm_head
         self.own_head, self.ids = config.draft_vocab > 0, head.ids
 
-    def embedded(self, ids: Tensor) -> Tensor:
+    def embed_ids(self, ids: Tensor) -> Tensor:
         """Rows of the table as they are stored, as the published code reads them."""
         weight = self.embed.weight
         return F.embedding(ids.clamp(max=weight.shape[0] - 1), weight)
@@ -192,15 +192,15 @@ class PublishedLayer(DraftLayer):
         return self.head.shift(global_Bd)
 
     def join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
-        embed = self.embedded(token).to(feature.dtype)
+        embed = self.embed_ids(token).to(feature.dtype)
         x = self.head.join(embed, feature, torch.zeros_like(feature) if self.latents else None)
         return (x + context_bias if self.latents and context_bias is not None else x).flatten(0, -2)
 
     def project(self, x_N: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
-        return torch.cat(self.head.parted(x_N.view(rows, width, -1), turn_BTC), dim=2)
+        return torch.cat(self.head.project_qkv(x_N.view(rows, width, -1), turn_BTC), dim=2)
 
-    def attended(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        return self.head.attended(x_N, query_NHE, attend)
+    def after_attention(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        return self.head.after_attention(x_N, query_NHE, attend)
 
     def logits(self, feature: Tensor) -> Tensor:
         read = self.head.decodable(feature)

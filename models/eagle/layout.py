@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shown
+from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shorten
 from visspec.models.decoder.target import content_ids, vocabulary
 from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
 from visspec.models.drafting.published_config import (
@@ -34,13 +34,13 @@ from visspec.models.drafting.published_config import (
     object_of,
     rope_of,
     speculators_config,
-    unprefixed,
+    strip_prefix,
 )
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.layers import depth
-from visspec.models.published_tensors import rename, renamed
+from visspec.models.published_tensors import rename, rename_tensor
 
 logger = logging.getLogger(__name__)
 FORMS = ("eagle", "eagle3", "speculators")
@@ -98,7 +98,7 @@ def read(
     used = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in names.values())]
 
     def named(own: str) -> str:
-        return renamed(own, [("^" + re.escape(ours), theirs) for theirs, ours in used])
+        return rename_tensor(own, [("^" + re.escape(ours), theirs) for theirs, ours in used])
 
     with torch.device("meta"):
         head = EagleHead(config)
@@ -107,7 +107,7 @@ def read(
     if on_meta(model):
         return EagleDrafter(head, model, **options)
     head = head.to_empty(device="cpu").to(model.dtype)
-    tensors = unprefixed(read_tensors(folder), folder)
+    tensors = strip_prefix(read_tensors(folder), folder)
     if missing and EMBEDDING in tensors:
         rows: Any = model.get_input_embeddings().weight
         context_bias = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
@@ -123,7 +123,7 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
     """
     if asked is not None:
         if not isinstance(asked, bool) or form == "eagle":
-            raise ValueError(f"norm_output: got {shown(asked)}, expected true or false, of an EAGLE-3 head")
+            raise ValueError(f"norm_output: got {shorten(asked)}, expected true or false, of an EAGLE-3 head")
         return {**data, "norm_output": asked}
     if form == "eagle3" and data.get("norm_output") and _architecture(data) not in AUTOMODEL:
         warnings.warn(
@@ -178,7 +178,7 @@ def config_of(
     }
     if form == "eagle":
         if layers is not None:
-            raise ValueError(f"layers: got {shown(layers)}, expected none: the head reads the target's last state")
+            raise ValueError(f"layers: got {shorten(layers)}, expected none: the head reads the target's last state")
         latents = shapes["imadpt.q"][0] - 1 if "imadpt.q" in shapes else 0
         seen = _images(folder, "latents" if latents else None, images, bool(common["image_ids"]))
         return EagleConfig(
@@ -260,7 +260,7 @@ def _check_layer(folder: Path, layer: dict) -> None:
         ("parallel_drafting", bool(layer.get("parallel_drafting")), False),
     ):
         if found != wanted:
-            raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {wanted!r}")
 
 
 def _check_flags(folder: Path, flags: dict) -> None:
@@ -268,7 +268,7 @@ def _check_flags(folder: Path, flags: dict) -> None:
     for name, wanted in MODELOPT.items():
         found = flags.get(name)
         if found is not None and found != wanted:
-            raise ValueError(f"drafter: {name} of {folder} is {shown(found)}, expected {wanted!r}")
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {wanted!r}")
 
 
 def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
@@ -295,7 +295,7 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
         ids = check_wholes(IDS, stated, 0, depth)
         read = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} that it names"
     if asked is not None:
-        ids, convention, read = _asked(asked, depth), "asked", "as asked for"
+        ids, convention, read = _layers_option(asked, depth), "asked", "as asked for"
     given = [i + (convention == "outputs") for i in ids]
     if wrong := [i for i in given if not 0 <= i < depth]:
         found = (
@@ -314,12 +314,12 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
     return tuple(given)
 
 
-def _asked(value: Any, depth: int) -> tuple[int, ...]:
+def _layers_option(value: Any, depth: int) -> tuple[int, ...]:
     """Hidden states of the option `layers`: "2-14-29", one number, or a list."""
     parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
     if not parts or not all(str(part).isdecimal() for part in parts):
         raise ValueError(
-            f"layers: got {shown(value)}, expected numbers of hidden states such as 2-{depth // 2}-{depth - 3}"
+            f"layers: got {shorten(value)}, expected numbers of hidden states such as 2-{depth // 2}-{depth - 3}"
         )
     return check_wholes("layers", [int(part) for part in parts], 0, depth - 1)
 
@@ -358,7 +358,7 @@ def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | 
     """
     config = drafter.config
     check_form(config, form)
-    data, tensors = described(config, drafter.model, form, verifier), dict(drafter.head.state_dict())
+    data, tensors = head_config(config, drafter.model, form, verifier), dict(drafter.head.state_dict())
     if form == "eagle3":
         tensors = {name.replace(LAYER, MIDLAYER, 1): tensor for name, tensor in tensors.items()}
     root = Path(folder)
@@ -404,7 +404,7 @@ def check_form(config: EagleConfig, form: str) -> None:
         )
 
 
-def described(config: EagleConfig, model: PreTrainedModel, form: str, verifier: str | None) -> dict[str, Any]:
+def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier: str | None) -> dict[str, Any]:
     """The configuration of a published form."""
     layer: dict[str, Any] = {
         "model_type": "qwen3" if config.qk_norm else "llama",

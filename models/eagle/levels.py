@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.cache import packed, to_device
+from visspec.cache import contiguous_copy, to_device
 from visspec.kernels.common import next_power_of_2
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle.feature_drafting import FeatureDrafting
@@ -70,7 +70,7 @@ class DraftLevels(nn.Module):
         last_B = count_B - 1
         slot_B, position_B = slot_B + last_B, position_B + last_B
         x_Bd, query_BHE = x_Nd.view(rows, width, -1)[row_B, last_B], qkv[row_B, last_B, :heads]
-        feature_Bd = layer.attended(x_Bd, query_BHE, partial(attended, at_B=slot_B))
+        feature_Bd = layer.after_attention(x_Bd, query_BHE, partial(attended, at_B=slot_B))
         found = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
         for level in range(1, GROUP):
             slot_B, position_B = slot_B + 1, position_B + 1
@@ -78,7 +78,7 @@ class DraftLevels(nn.Module):
             x_Bd = layer.join(found[-1][:, None], feature_Bd[:, None], shift_Bd[:, None])
             qkv = layer.project(x_Bd, rows, 1, turns_PC2[position_B][:, None])
             kv_BSHE[row_B, slot_B] = qkv[:, 0, heads:]
-            feature_Bd = layer.attended(x_Bd, qkv[:, 0, :heads], partial(attended, at_B=slot_B))
+            feature_Bd = layer.after_attention(x_Bd, qkv[:, 0, :heads], partial(attended, at_B=slot_B))
             found.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
         told_3B = torch.stack([torch.ones_like(count_B), slot_B + 1, position_B + 1])
         return torch.stack(found, dim=1), feature_Bd[:, None, -size:], told_3B
@@ -125,7 +125,7 @@ class DraftCalls:
         fixed = self._fixed(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
         found = []
         for start in range(0, length, GROUP):
-            given = map(packed, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
+            given = map(contiguous_copy, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
             ids_BK, feature_BTd, told_3B = self._called(memory, *given, told_3B, *fixed, scale)
             found.append(ids_BK)
             token_BT = ids_BK[:, -1:]
@@ -187,7 +187,7 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
                 block = state.pending[:, None].expand(-1, width), feature_BTd.expand(-1, width, -1), numbers_BKV
                 told_3B = to_device([[width] * rows, memory.lengths, memory.positions], numbers_BKV.device)
                 fixed = self._fixed(memory, memory.kv.clone(), width + GROUP, feature_BTd)
-                given = (*map(packed, block), told_3B, *fixed, scale)
+                given = (*map(contiguous_copy, block), told_3B, *fixed, scale)
                 want, got = (function(*given)[1].float() for function in (self.levels, self.call))
                 close(got, want, feature_BTd.dtype)
 
@@ -241,7 +241,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
             try:
                 made = self.recordings.pop(key, None)
                 if made is None:
-                    made = self._made(held, kv_BSHE, weights)
+                    made = self._record(held, kv_BSHE, weights)
                 else:
                     made.fill(held)
                     made.replay()
@@ -255,7 +255,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
     def _plain(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
         return self.levels(*given[:5], given[4].shape[1], *given[6:])
 
-    def _made(self, held: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:
+    def _record(self, held: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:
         """A recording, replayed once. Raises ValueError if it gives anything else than the function."""
         inputs = [x.clone() for x in held]
         token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale = inputs

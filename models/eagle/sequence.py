@@ -66,7 +66,7 @@ def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozens
     return packed_rows(rows, newest, runs, len(ids[0]))
 
 
-def shifted(
+def shift_published(
     ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], images: str, latents: int
 ) -> PromptLayout:
     """The same for published drafters, which count the element of tokens t and t + 1 to an image if t + 1 is a slot.

@@ -17,11 +17,11 @@ from visspec.models.published_tensors import (
     count,
     llama_fields,
     multipliers,
-    need,
     one_sentence,
     place,
-    read_published,
+    read_all_tensors,
     rename,
+    require,
     stock,
 )
 
@@ -49,11 +49,11 @@ def load_emu3(
     config: inferred from the text folder's config.json and the shapes by default. dtype: default, the text model's.
     Raises ValueError in one sentence before any weight is placed.
     """
-    words, codes = read_published(text), read_published(tokenizer)
+    words, codes = read_all_tensors(text), read_all_tensors(tokenizer)
     if config is None:
         config = config_of(words, codes, read_json(Path(text), "config.json"), text, tokenizer)
     model = stock(
-        Emu3ForConditionalGeneration, config, dtype or need(words, "model.embed_tokens.weight", 2, text).dtype
+        Emu3ForConditionalGeneration, config, dtype or require(words, "model.embed_tokens.weight", 2, text).dtype
     )
     named: Named = rename(words, TEXT_RULES, NOT_WEIGHTS)
     for name, (published, tensor) in rename(codes, CODE_RULES).items():
@@ -78,12 +78,12 @@ def config_of(
 
 
 def _codes(tensors: dict[str, Tensor], where: str | Path) -> Emu3VQVAEConfig:
-    codes, code_size = need(tensors, "quantize.embedding.weight", 2, where).shape
+    codes, code_size = require(tensors, "quantize.embedding.weight", 2, where).shape
     channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
     return Emu3VQVAEConfig(
         codebook_size=codes,
         embed_dim=code_size,
-        latent_channels=need(tensors, "decoder.conv_in.weight", 4, where).shape[1],
+        latent_channels=require(tensors, "decoder.conv_in.weight", 4, where).shape[1],
         temporal_downsample_factor=2 ** count(tensors, "encoder.time_conv."),
         base_channels=channels,
         channel_multiplier=list(steps),

@@ -18,9 +18,9 @@ from visspec.models.image_codes.target import (
     Family,
     ImageLayout,
     Vocabulary,
-    counted,
-    generated,
+    generate_codes,
     left_padded,
+    positions_from_mask,
 )
 from visspec.types import Processor, Sampling
 
@@ -41,7 +41,7 @@ class Emu3(Family):
 
     def __init__(self, model: PreTrainedModel, processor: Processor, negative: str = NEGATIVE):
         self.model, self.processor, self.name, self.negative = model, processor, model.config.model_type, negative
-        inner, tokenizer = model.model, self.asked().tokenizer
+        inner, tokenizer = model.model, self.require_processor().tokenizer
         self.decoder = inner.text_model
         codes = inner.vocabulary_mapping.img2bpe_mapping_tensor.long()
         self.codes, self.grammar = len(codes), 4
@@ -68,22 +68,22 @@ class Emu3(Family):
         layout, count = layout or self.layout(), len(texts)
         others = [self.negative] * count if negative is None else negative
         # the size goes into the negative prompt too, as the authors do; transformers' page leaves it out
-        batch = self._asked([*texts, *others] if guided else texts, layout)
+        batch = self._tokenize([*texts, *others] if guided else texts, layout)
         ids, attention = batch["input_ids"], batch["attention_mask"].bool()
         return self.from_ids(ids[:count], attention[:count], layout, ids[count:], attention[count:])
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
-        given = self._asked(texts, layout)
+        given = self._tokenize(texts, layout)
         guidance: dict[str, Any] = {"guidance_scale": sampling.guidance}
         if sampling.guidance != 1.0:
-            negative = self._asked([self.negative] * len(texts), layout)
+            negative = self._tokenize([self.negative] * len(texts), layout)
             guidance |= {
                 "negative_prompt_ids": negative["input_ids"],
                 "negative_prompt_attention_mask": negative["attention_mask"],
             }
-        return generated(self.model, self.vocabulary, given, layout, sampling, **guidance, **options)
+        return generate_codes(self.model, self.vocabulary, given, layout, sampling, **guidance, **options)
 
-    def _asked(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
+    def _tokenize(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
         rows, columns = layout.grid
         batch = self.processor(
             text=texts,
@@ -111,7 +111,7 @@ class Emu3(Family):
         both, seen = left_padded(rows, self.pad, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
         # `generate` counts the positions of both branches from their first word
-        return EncodedPrompt(both[: len(ids)], embeds, seen, counted(seen, layout.positions))
+        return EncodedPrompt(both[: len(ids)], embeds, seen, positions_from_mask(seen, layout.positions))
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.vocabulary(tokens))

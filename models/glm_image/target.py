@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, generated
+from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, generate_codes
 from visspec.types import FREE, Processor, Sampling
 
 FACTOR = 32  # pixels per code, along a side; fixed in the model's processor
@@ -60,15 +60,15 @@ class GlmImage(Family):
         return int(ratio**0.5 * PREVIEW), int(ratio and (1 / ratio) ** 0.5 * PREVIEW)
 
     def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
-        return self.from_inputs(self._asked(texts, layout or self.layout()))
+        return self.from_inputs(self._tokenize(texts, layout or self.layout()))
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
-        return generated(self.model, self.vocabulary, self._asked(texts, layout), layout, sampling, **options)
+        return generate_codes(self.model, self.vocabulary, self._tokenize(texts, layout), layout, sampling, **options)
 
-    def _asked(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
+    def _tokenize(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
         rows, columns = layout.grid
         size = {"target_h": rows * FACTOR, "target_w": columns * FACTOR}
-        batch = self.asked().apply_chat_template(
+        batch = self.require_processor().apply_chat_template(
             [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts],
             tokenize=True,
             return_dict=True,

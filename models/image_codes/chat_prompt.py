@@ -53,16 +53,16 @@ class ChatPromptFamily(Family):
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> EncodedPrompt:
         if negative is None or not guided:
-            batch = self._asked(texts)
+            batch = self._tokenize(texts)
             return self.from_ids(batch["input_ids"], batch["attention_mask"].bool(), guided)
-        batch, count = self._asked([*texts, *negative]), len(texts)
+        batch, count = self._tokenize([*texts, *negative]), len(texts)
         (ids, other), (seen, real) = (x.split(count) for x in (batch["input_ids"], batch["attention_mask"].bool()))
         worded_B1 = torch.tensor([[bool(text.strip())] for text in negative], device=ids.device)
         other = torch.where(worded_B1, other, self._without_words(ids))
         return self.from_ids(ids, seen, guided, other, torch.where(worded_B1, real, seen))
 
-    def _asked(self, texts: list[str]) -> dict[str, Tensor]:
-        batch = self.asked()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
+    def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        batch = self.require_processor()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
         return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
 
     def from_ids(

@@ -27,8 +27,8 @@ from visspec.loop.output import TokenBuffer
 from visspec.models.attention import folding
 from visspec.models.attention.masks import Masks
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
-from visspec.models.runner.compiled import CompiledPasses, compiled
-from visspec.models.runner.graphs import GraphedForward, recorded
+from visspec.models.runner.compiled import CompiledPasses, compiled_passes
+from visspec.models.runner.graphs import GraphedForward, graphed_forward
 from visspec.models.runner.target import RunningTarget
 from visspec.sampling import process, warp
 from visspec.types import (
@@ -129,7 +129,7 @@ class Family:
     recorder: GraphedForward | None = None  # of the decoder's passes, shared by its targets
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
 
-    def made(self, traits: DrafterTraits, compile: bool) -> Target:
+    def make_target(self, traits: DrafterTraits, compile: bool) -> Target:
         """Its target, for a drafter with these traits."""
         return self.target(self, bool(traits.feature_layers), compile)
 
@@ -146,7 +146,7 @@ class Family:
     @cached_property
     def passes(self) -> CompiledPasses | None:
         """Compiled passes of the decoder, shared by its targets, so that several drafters and rules compile once."""
-        return compiled(self.decoder, self.decoder)
+        return compiled_passes(self.decoder, self.decoder)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         """Layout of an image with this size in pixels. Raises ValueError for an unsupported size."""
@@ -159,7 +159,7 @@ class Family:
         """
         raise NotImplementedError
 
-    def asked(self) -> Any:
+    def require_processor(self) -> Any:
         """The processor, which encodes texts. Raises ValueError if it is None."""
         if self.processor is None:
             raise ValueError(
@@ -260,7 +260,7 @@ def generate_options(sampling: Sampling) -> dict[str, Any]:
     return {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
-def generated(
+def generate_codes(
     model: Any,
     vocabulary: Vocabulary,
     given: dict[str, Tensor],
@@ -295,7 +295,7 @@ def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[
     return ids, torch.arange(length, device=device) >= first[:, None]
 
 
-def counted(attention: Tensor, ahead: int) -> Tensor:
+def positions_from_mask(attention: Tensor, ahead: int) -> Tensor:
     """Position ids that start at each row's first real slot, for the prompt and `ahead` tokens: (R, L + ahead)."""
     ahead_RT = torch.ones(len(attention), ahead, dtype=torch.bool, device=attention.device)
     return (torch.cat([attention, ahead_RT], dim=1).cumsum(dim=1) - 1).clamp(min=0)
@@ -303,7 +303,7 @@ def counted(attention: Tensor, ahead: int) -> Tensor:
 
 class ImageAR(RunningTarget):
     """A `Family` as a `Target`. `features`: provide hidden states, of both guidance rows, concatenated. `compile`: see
-    `compiled`.
+    `compiled_passes`.
     """
 
     def __init__(self, family: Family, features: bool = False, compile: bool = False):
@@ -336,7 +336,7 @@ class ImageAR(RunningTarget):
         self.open(cache.slots)
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
-        pending, output = self._opened(request)
+        pending, output = self._open_buffer(request)
         state = State(request, pending, newest, cache, list(range(rows)), output)
         index = torch.arange(length, device=self.device).expand(prompt.embeds.shape[0], length)
         mask = None
@@ -349,7 +349,7 @@ class ImageAR(RunningTarget):
             cache.slots.padding = prompt.attention
         return state, self._scores(state, trees.empty_draft(state.pending, own=True), hidden[:, -1:], hidden)
 
-    def _opened(self, request: Request) -> tuple[Tensor, Any]:
+    def _open_buffer(self, request: Request) -> tuple[Tensor, Any]:
         """The node before the first, (B, *X), and the output buffer of a request."""
         ids = request.inputs.ids
         return ids[:, -1], TokenBuffer(request, len(ids))
@@ -360,7 +360,7 @@ class ImageAR(RunningTarget):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
-        found = self._recorded(state, draft)
+        found = self._recorded_pass(state, draft)
         hidden = self._eager(state, draft) if found is None else found
         return self._scores(state, draft, hidden, hidden)
 
@@ -369,12 +369,12 @@ class ImageAR(RunningTarget):
         decoder = self.runs(self.family.decoder, state, lambda decoder, dummy: self._pass(decoder, state, dummy))
         return self._pass(decoder, state, draft)
 
-    def _recorded(self, state: State, draft: Draft) -> Tensor | None:
+    def _recorded_pass(self, state: State, draft: Draft) -> Tensor | None:
         """The same of one that is, if it is."""
 
         def given() -> tuple[Tree, tuple[Tensor, Tensor]]:
             twice, index = _twice(state), state.position[:, None] + draft.tree.depth
-            tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeated(draft.tree, twice)
+            tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeat_tree(draft.tree, twice)
             embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
             return tree, (embeds, self.family.places(index.repeat(twice, 1), state))
 
@@ -387,7 +387,7 @@ class ImageAR(RunningTarget):
     def record(self, asked: bool | None) -> None:
         decoder = self.family.decoder
         if self.family.recorder is None:
-            self.family.recorder = recorded(asked, decoder, decoder, self.masks, decoder.config)
+            self.family.recorder = graphed_forward(asked, decoder, decoder, self.masks, decoder.config)
         self.recorder = self.family.recorder
 
     def _pass(self, decoder: Any, state: State, draft: Draft) -> Tensor:
@@ -400,7 +400,7 @@ class ImageAR(RunningTarget):
         slots: SlotCache = state.cache.slots
         twice, index = _twice(state), state.position[:, None] + tree.depth
         if tree.parent.shape[0] > 1:
-            tree = _repeated(tree, twice)
+            tree = _repeat_tree(tree, twice)
         extent = slots.open(tree.size, self.device)
         if twice == 2:
             index = index.repeat(2, 1)
@@ -464,12 +464,12 @@ class ImageAR(RunningTarget):
         rows = len(state.rows)
         if self.family.grammar:
             logits = F.pad(logits, (0, self.family.grammar), value=float("-inf"))
-        features = self._shown(state, hidden)
+        features = self._drafter_features(state, hidden)
         if logits.shape[0] == rows:
             return logits, None, features
         return logits[:rows], logits[rows:], features
 
-    def _shown(self, state: State, hidden: Tensor) -> Tensor | None:
+    def _drafter_features(self, state: State, hidden: Tensor) -> Tensor | None:
         """(B, L, F) hidden states for a drafter, those of both guidance rows in one."""
         if not self.features:
             return None
@@ -482,7 +482,7 @@ def _twice(state: State) -> int:
     return 1 if state.request.sampling.guidance == 1.0 else 2
 
 
-def _repeated(tree: Tree, times: int) -> Tree:
+def _repeat_tree(tree: Tree, times: int) -> Tree:
     """Repeat a tree for copies of the rows."""
     parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
     return Tree(parent, depth, ancestor, tree.levels, tree.chain)

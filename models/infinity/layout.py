@@ -16,7 +16,7 @@ from torch import Tensor
 
 from visspec.models.codecs.vq_layout import stock_rules
 from visspec.models.infinity.network import Infinity, InfinityConfig, schedule
-from visspec.models.published_tensors import Named, count, multipliers, need, place, read_published, rename
+from visspec.models.published_tensors import Named, count, multipliers, place, read_all_tensors, rename, require
 from visspec.models.scales.bsq import BSQVAE, BSQShape
 from visspec.models.scales.multiscale import ScaleSizes
 
@@ -36,7 +36,7 @@ def load_infinity(path: str | Path, scales: ScaleSizes | None = None, dtype: tor
     scales: the size and shape of its images, which weights do not tell; default `infinity.schedule()`, square images of
     a megapixel. dtype: default, that of the file. Raises ValueError in one sentence before any weight is placed.
     """
-    named = _flat(read_published(path), path)
+    named = _flat(read_all_tensors(path), path)
     tensors = {name: tensor for name, (_, tensor) in named.items()}
     model = Infinity(config_of(tensors, scales or schedule(), path))
     model = model.to(dtype or tensors["word_embed.weight"].dtype).eval()
@@ -56,19 +56,19 @@ def _flat(tensors: Mapping[str, Tensor], where: str | Path) -> Named:
 
 def config_of(tensors: Mapping[str, Tensor], scales: ScaleSizes, where: str | Path) -> InfinityConfig:
     """Infer the configuration from the shapes of published weights."""
-    width, code_size = need(tensors, "word_embed.weight", 2, where).shape
-    longest, text = need(tensors, "cfg_uncond", 2, where).shape
+    width, code_size = require(tensors, "word_embed.weight", 2, where).shape
+    longest, text = require(tensors, "cfg_uncond", 2, where).shape
     return InfinityConfig(
         width,
         count(tensors, "blocks."),
-        heads=need(tensors, "blocks.0.sa.scale_mul_1H11", 4, where).shape[1],
+        heads=require(tensors, "blocks.0.sa.scale_mul_1H11", 4, where).shape[1],
         scales=scales,
         code_size=code_size,
         text=text,
-        pool=need(tensors, "text_proj_for_sos.ca.mat_q", 3, where).shape[1],
+        pool=require(tensors, "text_proj_for_sos.ca.mat_q", 3, where).shape[1],
         longest=longest,
-        levels=need(tensors, "lvl_embed.weight", 2, where).shape[0],
-        hidden=need(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
+        levels=require(tensors, "lvl_embed.weight", 2, where).shape[0],
+        hidden=require(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
     )
 
 
@@ -77,7 +77,7 @@ def load_infinity_vae(path: str | Path, patch: int = 1, dtype: torch.dtype | Non
 
     patch: 2 for the 8B model's (`d56_f8_14_patchify`), which weights do not tell. Raises ValueError in one sentence.
     """
-    named = rename(read_published(path), UNWRAPPED, NOT_VAE_WEIGHTS)
+    named = rename(read_all_tensors(path), UNWRAPPED, NOT_VAE_WEIGHTS)
     tensors = {name: tensor for name, (_, tensor) in named.items()}
     shape = shape_of(tensors, patch, path)
     model = BSQVAE(shape).eval().to(dtype or tensors["decoder.conv_in.weight"].dtype)
@@ -88,6 +88,6 @@ def load_infinity_vae(path: str | Path, patch: int = 1, dtype: torch.dtype | Non
 
 def shape_of(tensors: Mapping[str, Tensor], patch: int, where: str | Path) -> BSQShape:
     """Infer the shape of the autoencoder."""
-    bits = need(tensors, "decoder.conv_in.weight", 4, where).shape[1]
+    bits = require(tensors, "decoder.conv_in.weight", 4, where).shape[1]
     channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
     return BSQShape(bits, channels, steps, count(tensors, "encoder.down.0.block."), patch)

@@ -148,7 +148,7 @@ class TextAttention(nn.Module):
         self.mat_kv = nn.Linear(text, 2 * width, bias=False)
         self.proj = nn.Linear(width, width)
 
-    def attended(self, q_RHQE: Tensor, text_RTF: Tensor, real: Tensor) -> Tensor:
+    def after_attention(self, q_RHQE: Tensor, text_RTF: Tensor, real: Tensor) -> Tensor:
         bias = torch.cat([self.zero_k_bias, self.v_bias])
         k, v = F.linear(text_RTF, self.mat_kv.weight, bias).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
         return self.proj(F.scaled_dot_product_attention(q_RHQE, k, v, attn_mask=real).transpose(1, 2).flatten(2))
@@ -164,7 +164,7 @@ class Pooling(TextAttention):
     def forward(self, text_RTF: Tensor, real: Tensor) -> Tensor:
         """(R, C)."""
         q_RHQE = self.mat_q[:, :, None].expand(len(text_RTF), -1, -1, -1)
-        return self.attended(q_RHQE, text_RTF, real)[:, 0]
+        return self.after_attention(q_RHQE, text_RTF, real)[:, 0]
 
 
 class InfinityCrossAttention(TextAttention):
@@ -174,7 +174,7 @@ class InfinityCrossAttention(TextAttention):
 
     def forward(self, x_RQC: Tensor, given: TextConditions) -> Tensor:
         q_RHQE = self.mat_q(x_RQC).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return self.attended(q_RHQE, given.text, given.real)
+        return self.after_attention(q_RHQE, given.text, given.real)
 
 
 class InfinityBlock(nn.Module):

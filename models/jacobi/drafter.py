@@ -27,8 +27,8 @@ from torch import Tensor
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical, categorical, draw, residual
-from visspec.grammar import held
-from visspec.sampling import BufferedNoise, Gumbel, Uniform, derived
+from visspec.grammar import fixed_ids
+from visspec.sampling import BufferedNoise, Gumbel, Uniform, child_generator
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
@@ -94,12 +94,12 @@ class Jacobi(Drafter):
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         width = min(self.window, max(NARROWEST, self.nodes // max(rows, 1)))
         if state.noise is not None and state.noise.samples:
-            generators = [derived(parent) for parent in state.noise.generators]
+            generators = [child_generator(parent) for parent in state.noise.generators]
             coupled = self.redraw == "gumbel"
             noise = Gumbel(generators, vocab) if coupled else Uniform(generators, 1 + self.branch)
             empty_BWV = torch.zeros(rows, 0, vocab, device=state.pending.device)
             window, width = Window(window.tokens, empty_BWV, noise), self.window
-        state.memory = self._extended(state, window, torch.zeros_like(state.pending), vocab, width)
+        state.memory = self._extend_window(state, window, torch.zeros_like(state.pending), vocab, width)
 
     def propose(self, state: State, depth: int) -> Draft:
         window: Window = state.memory
@@ -129,19 +129,19 @@ class Jacobi(Drafter):
         tokens = old.tokens.gather(1, at_BW.clamp(max=width - 1))
         logp_BWV = _take(categorical(scores.distribution).logits, at_BW)
         if old.q is None:
-            window = Window(torch.where(judged_BW, self._coupled(logp_BWV, state), tokens), None, None)
+            window = Window(torch.where(judged_BW, self._coupled_tokens(logp_BWV, state), tokens), None, None)
         else:
             assert old.noise is not None  # it comes with q
             p_BWV, q_BWV = logp_BWV.softmax(dim=-1), _take(old.q, at_BW)
             if self.redraw == "gumbel":  # noise is indexed by position
                 old.noise.advance([len(t) for t in outcome.tokens])
-            drawn = self._drawn(p_BWV, tokens, q_BWV, stands_BW, old.noise)
+            drawn = self._redraw(p_BWV, tokens, q_BWV, stands_BW, old.noise)
             if self.redraw != "gumbel":  # new random numbers in every round
                 old.noise.advance([width] * len(outcome.tokens))
             q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
             window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.noise)
         known_B = (judged_BW | stands_BW).sum(dim=1)
-        state.memory = self._extended(state, window, known_B, scores.distribution.width, width)
+        state.memory = self._extend_window(state, window, known_B, scores.distribution.width, width)
 
     def select(self, state: State, keep: list[int]) -> None:
         old: Window = state.memory
@@ -170,13 +170,13 @@ class Jacobi(Drafter):
             torch.stack(real, 2).flatten(1),
         )
 
-    def _coupled(self, logp_BWV: Tensor, state: State) -> Tensor:
+    def _coupled_tokens(self, logp_BWV: Tensor, state: State) -> Tensor:
         """The token of each position under its current distribution: argmax with the position's noise."""
         if state.noise is None:
             return logp_BWV.argmax(dim=-1)
         return (logp_BWV + state.noise.window(logp_BWV.shape[1])[..., : logp_BWV.shape[-1]]).argmax(dim=-1)
 
-    def _drawn(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, noise: BufferedNoise) -> Tensor:
+    def _redraw(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, noise: BufferedNoise) -> Tensor:
         """Samples from p, coupled to the old draft by `redraw`."""
         u_BWX = noise.window(p_BWV.shape[1])
         if self.redraw == "gumbel":
@@ -188,7 +188,7 @@ class Jacobi(Drafter):
         rest_BWV = torch.where(stands_BW[..., None], residual(p_BWV, q_BWV), p_BWV)
         return torch.where(kept_BW, old_BW, draw(rest_BWV, u_BWX[..., 1]))
 
-    def _extended(self, state: State, window: Window, known_B: Tensor, vocab: int, width: int) -> Window:
+    def _extend_window(self, state: State, window: Window, known_B: Tensor, vocab: int, width: int) -> Window:
         """The window at full width: entries from `known_B` on are initialised by `start`, with their q."""
         rows = len(window.tokens)
         missing = width - window.tokens.shape[1]
@@ -221,7 +221,7 @@ class Jacobi(Drafter):
         end. 0 if there is none.
         """
         place_W = torch.arange(width + 1, device=known_B.device)
-        free_BW = (held(state, place_W[None]) == FREE) & (place_W <= known_B[:, None])
+        free_BW = (fixed_ids(state, place_W[None]) == FREE) & (place_W <= known_B[:, None])
         return (free_BW * place_W).amax(dim=1)
 
     def _random(self, state: State, window: Window, vocab: int, width: int) -> Tensor:

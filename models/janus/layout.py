@@ -24,11 +24,11 @@ from visspec.models.published_tensors import (
     count,
     llama_fields,
     multipliers,
-    need,
     one_sentence,
     place,
-    read_published,
+    read_all_tensors,
     rename,
+    require,
     stock,
 )
 
@@ -80,7 +80,7 @@ def load_janus(folder: str | Path, config: JanusConfig | None = None, dtype: tor
     layout has no generation settings (guidance, token ids): set `generation_config` of the returned model before using
     it in an `ImagePipeline`. Raises ValueError.
     """
-    tensors = read_published(folder)
+    tensors = read_all_tensors(folder)
     settings = None
     if config is None:
         published = read_json(Path(folder), "config.json")
@@ -90,14 +90,14 @@ def load_janus(folder: str | Path, config: JanusConfig | None = None, dtype: tor
     config = copy.deepcopy(config)
     # both matrices are stored; with tied weights one would overwrite the other
     config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    dtype = dtype or need(tensors, "language_model.model.embed_tokens.weight", 2, folder).dtype
+    dtype = dtype or require(tensors, "language_model.model.embed_tokens.weight", 2, folder).dtype
     model = stock(JanusForConditionalGeneration, config, dtype)
-    place(model, _named(tensors), folder)
+    place(model, _rename(tensors), folder)
     model.generation_config = settings or model.generation_config
     return model
 
 
-def _named(tensors: dict[str, Tensor]) -> Named:
+def _rename(tensors: dict[str, Tensor]) -> Named:
     named: Named = {}
     for name, (published, tensor) in rename(tensors, RULES, NOT_WEIGHTS).items():
         if ".self_attn.qkv." in name:
@@ -122,8 +122,8 @@ def config_of(tensors: dict[str, Tensor], published: dict, where: str | Path) ->
 
 
 def _vision(tensors: dict[str, Tensor], published: dict, where: str | Path) -> JanusVisionConfig:
-    hidden, channels, patch, _ = need(tensors, VISION + "patch_embed.proj.weight", 4, where).shape
-    places = need(tensors, VISION + "pos_embed", 3, where).shape[1]
+    hidden, channels, patch, _ = require(tensors, VISION + "patch_embed.proj.weight", 4, where).shape
+    places = require(tensors, VISION + "pos_embed", 3, where).shape[1]
     size = published.get("image_size", patch * round(places**0.5))
     return JanusVisionConfig(
         hidden_size=hidden,
@@ -133,8 +133,8 @@ def _vision(tensors: dict[str, Tensor], published: dict, where: str | Path) -> J
         image_size=size,
         num_image_tokens=places,
         num_hidden_layers=count(tensors, VISION + "blocks."),
-        mlp_ratio=need(tensors, VISION + "blocks.0.mlp.fc1.weight", 2, where).shape[0] / hidden,
-        projection_dim=need(tensors, "aligner.layers.0.weight", 2, where).shape[0],
+        mlp_ratio=require(tensors, VISION + "blocks.0.mlp.fc1.weight", 2, where).shape[0] / hidden,
+        projection_dim=require(tensors, "aligner.layers.0.weight", 2, where).shape[0],
         depth=count(tensors, "aligner.layers."),
     )
 
@@ -155,16 +155,16 @@ def _heads(published: dict, hidden: int, where: str | Path) -> int:
 
 
 def _codes(tensors: dict[str, Tensor], where: str | Path) -> JanusVQVAEConfig:
-    codes, code_size = need(tensors, CODES + "quantize.embedding.weight", 2, where).shape
+    codes, code_size = require(tensors, CODES + "quantize.embedding.weight", 2, where).shape
     channels, steps = multipliers(tensors, CODES + "encoder.", "conv_blocks.{}.res", where)
-    middle, hidden = need(tensors, "gen_head.output_mlp_projector.weight", 2, where).shape
-    aligned = need(tensors, "gen_aligner.layers.0.weight", 2, where).shape[0]
+    middle, hidden = require(tensors, "gen_head.output_mlp_projector.weight", 2, where).shape
+    aligned = require(tensors, "gen_aligner.layers.0.weight", 2, where).shape[0]
     if middle != aligned:
         raise ValueError(f"checkpoint: {where} has heads of {middle} and aligners of {aligned}, expected one width")
     return JanusVQVAEConfig(
         embed_dim=code_size,
         num_embeddings=codes,
-        latent_channels=need(tensors, CODES + "encoder.conv_out.weight", 4, where).shape[0],
+        latent_channels=require(tensors, CODES + "encoder.conv_out.weight", 4, where).shape[0],
         base_channels=channels,
         channel_multiplier=list(steps),
         num_res_blocks=count(tensors, CODES + "encoder.conv_blocks.0.res."),

@@ -25,7 +25,7 @@ class Janus(ChatPromptFamily):
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
         scale, own = sampling.guidance, generate_options(sampling)
         return self.model.generate(
-            **self._asked(texts), generation_mode="image", guidance_scale=scale, **own, **options
+            **self._tokenize(texts), generation_mode="image", guidance_scale=scale, **own, **options
         )
 
     def embed(self, tokens: Tensor) -> Tensor:

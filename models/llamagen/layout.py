@@ -15,7 +15,7 @@ from torch import Tensor
 from visspec.io.checkpoint import read_json
 from visspec.models.llamagen.network import SIZES, LlamaGen, LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
-from visspec.models.published_tensors import count, need, place, read_published, rename
+from visspec.models.published_tensors import count, place, read_all_tensors, rename, require
 
 CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "llamagen"
 IMAGENET = 1000  # classes of the published models
@@ -39,7 +39,7 @@ def load_llamagen(
     null class, and the model does not support guidance. A folder written by `save_llamagen` needs none of these. Raises
     ValueError before any weight is placed.
     """
-    tensors = read_published(path)
+    tensors = read_all_tensors(path)
     config = _saved_config(Path(path))
     if config is None:
         if grid is None:
@@ -52,7 +52,7 @@ def load_llamagen(
         raise ValueError(f"grid, heads: got {found}, expected {config.grid} and {config.heads} as {path} says")
     named = rename(tensors, (), NOT_WEIGHTS)
     kind = RandAR if QUERIES in tensors else LlamaGen
-    model = kind(config).to(dtype or need(tensors, "tok_embeddings.weight", 2, path).dtype).eval()
+    model = kind(config).to(dtype or require(tensors, "tok_embeddings.weight", 2, path).dtype).eval()
     place(model, named, path)
     return model
 
@@ -69,9 +69,9 @@ def config_of(
     tensors: dict[str, Tensor], grid: int, heads: int | None, where: str | Path, classes: int | None = None
 ) -> LlamaGenConfig:
     """Infer the configuration from the shapes of published weights."""
-    codes, hidden = need(tensors, "tok_embeddings.weight", 2, where).shape
-    rows = need(tensors, "layers.0.attention.wqkv.weight", 2, where).shape[0]
-    intermediate = need(tensors, "layers.0.feed_forward.w1.weight", 2, where).shape[0]
+    codes, hidden = require(tensors, "tok_embeddings.weight", 2, where).shape
+    rows = require(tensors, "layers.0.attention.wqkv.weight", 2, where).shape[0]
+    intermediate = require(tensors, "layers.0.feed_forward.w1.weight", 2, where).shape[0]
     layers = count(tensors, "layers.")
     if heads is None:
         heads = {(n, d): h for n, h, d in SIZES.values()}.get((layers, hidden))
@@ -83,9 +83,9 @@ def config_of(
         LlamaGenConfig, layers, heads, hidden, grid, kv_heads=kv // 2, codes=codes, intermediate=intermediate
     )
     if "cls_embedding.uncond_embedding" in tensors:
-        prefix, width = need(tensors, "cls_embedding.uncond_embedding", 2, where).shape
+        prefix, width = require(tensors, "cls_embedding.uncond_embedding", 2, where).shape
         return sized(condition="caption", prefix=prefix, caption_width=width)
-    table = need(tensors, "cls_embedding.embedding_table.weight", 2, where).shape[0]
+    table = require(tensors, "cls_embedding.embedding_table.weight", 2, where).shape[0]
     classes = classes or (IMAGENET if table == IMAGENET else table - 1)
     if table not in (classes, classes + 1):
         raise ValueError(f"classes: got {classes} for a table of {table} rows, expected {table - 1} or {table}")

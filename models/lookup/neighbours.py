@@ -57,22 +57,22 @@ class Patchwork:
         """Codes of all places, FREE where there is none."""
         for place, code in enumerate(codes):
             if code != FREE:
-                self._put(place, code)
+                self._add(place, code)
         self.given = len(self.codes)
 
     def extend(self, tokens: list[int]) -> None:
         """All codes drawn so far, in the order; those that are new are added."""
         for number in range(len(self.codes) - self.given, len(tokens)):
-            self._put(self.order[self.given + number], tokens[number])
+            self._add(self.order[self.given + number], tokens[number])
 
-    def _put(self, place: int, code: int) -> None:
+    def _add(self, place: int, code: int) -> None:
         self.codes[place] = code
-        for side, beside in self._beside(place):
+        for side, beside in self._neighbours(place):
             if (other := self.codes.get(beside)) is not None:
                 self.seen[side, other][code] += 1
                 self.seen[(side + 2) % 4, code][other] += 1
 
-    def _beside(self, place: int) -> list[tuple[int, int]]:
+    def _neighbours(self, place: int) -> list[tuple[int, int]]:
         """(side, place) of the neighbours that there are."""
         row, column = divmod(place, self.grid[1])
         around = [(side, row + i, column + j) for side, (i, j) in enumerate(SIDES)]
@@ -82,7 +82,7 @@ class Patchwork:
         """Guesses of the next places' codes, up to the first place that has no known neighbour."""
         drafted: dict[int, int] = {}
         for place in self.order[len(self.codes) : len(self.codes) + depth]:
-            known = [(s, self.codes.get(at, drafted.get(at))) for s, at in self._beside(place)]
+            known = [(s, self.codes.get(at, drafted.get(at))) for s, at in self._neighbours(place)]
             beside = [(side, code) for side, code in known if code is not None]
             if not beside:
                 break

@@ -29,7 +29,7 @@ from visspec.models.drafting import checkpoint as feature_checkpoint
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR
 from visspec.models.lowres.upsampler import Upsampler
-from visspec.sampling import derived as spending
+from visspec.sampling import child_generator as spending
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
 
 UPSAMPLERS = ("bicubic", "latent")
@@ -55,7 +55,7 @@ class LowRes(Drafter):
             raise ValueError(f"window: got {window}, expected at least 1")
         self.family, self.upsample = family, upsample
         self.traits = DrafterTraits(levels=window, whole_images=True)
-        self.learned = None if upsample in UPSAMPLERS else learned(upsample, family)
+        self.learned = None if upsample in UPSAMPLERS else load_upsampler(upsample, family)
         self.layout = family.layout()
         self.target: Family | None = None
         if target is not None:
@@ -91,7 +91,7 @@ class LowRes(Drafter):
             raise ValueError("drafter: got output without a grid, expected an image")
         if self.target is None:
             raise ValueError("target: got None, expected attach(family) first")
-        return self.enlarged(self.small(state), request.grid)
+        return self.upsample_codes(self.small(state), request.grid)
 
     @torch.inference_mode()
     def small(self, state: State) -> Tensor:
@@ -103,12 +103,12 @@ class LowRes(Drafter):
         if bool((layout.fixed != FREE).any()):
             request.fixed = layout.fixed.to(prompt.ids.device)
         if state.noise is not None:
-            request.generators = [derived(parent) for parent in state.noise.generators]
+            request.generators = [child_generator(parent) for parent in state.noise.generators]
         drawn = decode(ImageAR(self.family), None, Exact(), request, FixedLength(1))
         return torch.tensor(drawn.tokens, device=prompt.ids.device)[:, layout.free.to(prompt.ids.device)]
 
     @torch.inference_mode()
-    def enlarged(self, small_BS: Tensor, grid: tuple[int, int]) -> Tensor:
+    def upsample_codes(self, small_BS: Tensor, grid: tuple[int, int]) -> Tensor:
         """(B, rows * columns) codes of a larger grid from those of a small image."""
         rows, columns = self.layout.grid
         if self.learned is not None:
@@ -138,12 +138,12 @@ class LowRes(Drafter):
         return self.family.from_ids(given.ids[state.rows], given.attention[state.rows], guided)
 
 
-def derived(parent: torch.Generator) -> torch.Generator:
+def child_generator(parent: torch.Generator) -> torch.Generator:
     """A generator seeded by the next number of `parent`, which is not consumed: the row's noise is unchanged."""
     return spending(parent.clone_state())
 
 
-def learned(name: str | Path, family: Family) -> Upsampler:
+def load_upsampler(name: str | Path, family: Family) -> Upsampler:
     """The up-sampler of a checkpoint folder, on the family's device, for its codebook."""
     folder = Path(name)
     if not folder.is_dir():

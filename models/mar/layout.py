@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visspec.models.codecs.kl_layout import load_kl
 from visspec.models.mar.network import MAR, SIZES, MARConfig
-from visspec.models.published_tensors import count, need, place, read_published, rename
+from visspec.models.published_tensors import count, place, read_all_tensors, rename, require
 
 SCALING = 0.2325  # of the published latents
 HEAD = "diffloss.net."
@@ -25,7 +25,7 @@ def load_mar(path: str | Path, heads: int | None = None, dtype: torch.dtype | No
     heads: of the attention, only for widths that were not published. dtype: default, that of the file. Raises
     ValueError in one sentence before any weight is placed.
     """
-    tensors = read_published(path)
+    tensors = read_all_tensors(path)
     config = config_of(tensors, heads, path)
     model = MAR(config).to(dtype or tensors["z_proj.weight"].dtype).eval()
     place(model, rename(tensors, ()), path)
@@ -39,9 +39,9 @@ def load_mar_vae(path: str | Path, dtype: torch.dtype | None = None) -> Autoenco
 
 def config_of(tensors: Mapping[str, Tensor], heads: int | None, where: str | Path) -> MARConfig:
     """Infer the configuration from the shapes of published weights."""
-    width, size = need(tensors, "z_proj.weight", 2, where).shape
-    slots = need(tensors, "encoder_pos_embed_learned", 3, where).shape[1]
-    tokens = need(tensors, "diffusion_pos_embed_learned", 3, where).shape[1]
+    width, size = require(tensors, "z_proj.weight", 2, where).shape
+    slots = require(tensors, "encoder_pos_embed_learned", 3, where).shape[1]
+    tokens = require(tensors, "diffusion_pos_embed_learned", 3, where).shape[1]
     if heads is None:
         heads = {config.width: config.heads for config in SIZES.values()}.get(width)
         if heads is None:
@@ -50,11 +50,11 @@ def config_of(tensors: Mapping[str, Tensor], heads: int | None, where: str | Pat
         width,
         count(tensors, "encoder_blocks."),
         heads,
-        head_width=need(tensors, HEAD + "input_proj.weight", 2, where).shape[0],
+        head_width=require(tensors, HEAD + "input_proj.weight", 2, where).shape[0],
         head_depth=count(tensors, HEAD + "res_blocks."),
         size=size,
         tokens=tokens,
         buffer=slots - tokens,
-        classes=need(tensors, "class_emb.weight", 2, where).shape[0],
-        hidden=need(tensors, "encoder_blocks.0.mlp.fc1.weight", 2, where).shape[0],
+        classes=require(tensors, "class_emb.weight", 2, where).shape[0],
+        hidden=require(tensors, "encoder_blocks.0.mlp.fc1.weight", 2, where).shape[0],
     )

@@ -8,7 +8,7 @@ import torch
 
 from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
-from visspec.models.mar.target import MARTarget, revealed, revealing
+from visspec.models.mar.target import MARTarget, revealed_counts, revealing
 from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
 
 
@@ -25,7 +25,7 @@ class ParallelMAR(Order):
             raise ValueError(f"iterations: got {iterations}, expected at least 1")
         self.iterations = iterations
 
-    def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
+    def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is not None:
             raise ValueError("drafter: got one beside the order parallel, expected none: nothing is drafted in it")
         return self
@@ -38,8 +38,8 @@ class ParallelMAR(Order):
         if not isinstance(target, MARTarget):
             raise ValueError(f"order: got parallel for a {type(target).__name__}, expected a MAR")
         tokens = target.model.config.tokens
-        revealed(tokens, self.iterations)
-        state = target.opened(request)
+        revealed_counts(tokens, self.iterations)
+        state = target.open_state(request)
         assert request.generators is not None
         state.noise = noise = rule.make_noise(request.generators, 0)
         trace, known, rows, passes = state.trace, state.cache, state.rows, []
@@ -57,7 +57,7 @@ class ParallelMAR(Order):
             if step:  # the first is the prefill's, as elsewhere
                 trace.rounds.append(Round(0, [len(numbers)] * len(rows), [False] * len(rows)))
             if numbers.stop == tokens:
-                state.memory = [state.output.reordered(row, passes) for row in rows]
+                state.memory = [state.output.in_generation_order(row, passes) for row in rows]
             if request.on_round is not None:
                 request.on_round(state)
         return state

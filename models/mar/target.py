@@ -26,8 +26,8 @@ from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.mar.network import MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule
-from visspec.models.vectors.head_distribution import HeadLaws
-from visspec.models.vectors.latents import pixels, unpatched
+from visspec.models.vectors.head_distribution import HeadDistributions
+from visspec.models.vectors.latents import pixels, unpatchify
 from visspec.models.vectors.target import check_vectors
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
@@ -89,7 +89,7 @@ class MARImages(Family):
             raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
         self.model = self.decoder = model
         self.processor, self.autoencoder, self.scale, self.together = processor, autoencoder, scale, together
-        self.distributions = HeadLaws(model.head, plan or schedule(STEPS, learned=model.head.learned))
+        self.distributions = HeadDistributions(model.head, plan or schedule(STEPS, learned=model.head.learned))
         self.default_guidance = GUIDANCE.get(model.config.width, 1.0)
         self.side = math.isqrt(model.config.tokens)
         if self.side**2 != model.config.tokens:
@@ -120,7 +120,7 @@ class MARImages(Family):
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         if self.autoencoder is None:
             return super().pixels(tokens, layout)
-        return pixels(self.autoencoder, unpatched(tokens, layout.grid, self.patch))
+        return pixels(self.autoencoder, unpatchify(tokens, layout.grid, self.patch))
 
 
 @dataclass(eq=False)
@@ -158,7 +158,7 @@ class UnorderedBuffer(VectorBuffer):
         """(n, d) vectors that a row gained in the latest round."""
         return torch.cat(self.held[row][-2:])
 
-    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def in_generation_order(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
         by_place = dict(zip(self.order[row].tolist(), items))
         return [by_place[place] for place in sorted(by_place)]
 
@@ -188,10 +188,10 @@ class MARTarget(Target):
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """`request.inputs` is a `ClassPrompt`. Scores: distributions (B, 1) of the first tokens."""
-        state = self.opened(request)
+        state = self.open_state(request)
         return state, self._scores(state, state.position[:, None], range(1))
 
-    def opened(self, request: Request) -> State:
+    def open_state(self, request: Request) -> State:
         """The state of a checked request before any pass."""
         self.family.check_sampling(request.sampling)
         prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
@@ -305,7 +305,7 @@ def scales(kind: str, guidance: float, number: Tensor, tokens: int) -> Tensor:
     return 1 + (guidance - 1) * number.clamp(max=tokens - 1) / tokens
 
 
-def revealed(tokens: int, iterations: int) -> list[int]:
+def revealed_counts(tokens: int, iterations: int) -> list[int]:
     """How many tokens are known after each step of published MAR, a cosine schedule with at least one token a step.
 
     Raises ValueError for more steps than tokens.
@@ -347,7 +347,7 @@ def revealing(
 ) -> Iterator[range]:
     """The steps of `parallel`, which put tokens into `known`: after each of them the numbers of its tokens."""
     rows, count = len(known.classes), 0
-    for after in revealed(target.model.config.tokens, iterations):
+    for after in revealed_counts(target.model.config.tokens, iterations):
         number_BP = torch.arange(count, after, device=target.device).expand(rows, -1)
         distribution = target.after(
             known, number_BP[:, :1], number_BP, range(count, count + 1), sampling, calls, step=after - count

@@ -22,7 +22,7 @@ from visspec.models.vectors.diffusion_head import Schedule
 QUIET = 0.00625  # deviation of the last step, where the published one has none: that of MAR's heads
 
 
-def shifted(times: Tensor, shift: float) -> Tensor:
+def shift_times(times: Tensor, shift: float) -> Tensor:
     """A grid of times with more of its points near 0 (shift > 1) or near 1."""
     return times / (shift - (shift - 1) * times)
 
@@ -35,7 +35,7 @@ def flow_schedule(count: int, shift: float = 1.0, last: float = 0.04, noisy: boo
     _check(count, shift)
     if not 0 < last < 1:
         raise ValueError(f"last: got {last}, expected the size of the last step, between 0 and 1")
-    t = shifted(torch.linspace(0, 1 - last, count, dtype=torch.float64), shift)
+    t = shift_times(torch.linspace(0, 1 - last, count, dtype=torch.float64), shift)
     before, dt = t[:-1], t.diff()
     keep = torch.cat([1 - 2 * dt / (1 - before), 1 - last / (1 - t[-1:])])
     move = torch.cat([(1 + before) * dt / (1 - before), last / (1 - t[-1:])])
@@ -48,7 +48,7 @@ def flow_schedule_v11(count: int, shift: float = 1.0, level: float = 0.8) -> Sch
     _check(count, shift)
     if not 0 < level < math.inf:
         raise ValueError(f"level: got {level}, expected a finite number above 0")
-    t = shifted(torch.arange(count, dtype=torch.float64) / count, shift)
+    t = shift_times(torch.arange(count, dtype=torch.float64) / count, shift)
     after = torch.cat([t[1:], t.new_ones(1)])
     dt, rest = after - t, 1 - t
     deviation = level * (rest / torch.where(t == 0, 1 - t[-1], t)).sqrt()

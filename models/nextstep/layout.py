@@ -22,11 +22,11 @@ from visspec.models.published_tensors import (
     Rules,
     count,
     llama_fields,
-    need,
     one_sentence,
     place,
-    read_published,
+    read_all_tensors,
     rename,
+    require,
 )
 
 RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
@@ -42,10 +42,10 @@ def load_nextstep(folder: str | Path, normalised: bool, dtype: torch.dtype | Non
     normalised: see `NextStep`; the folder does not tell. dtype: default, that of the file. Raises ValueError in one
     sentence before any weight is placed.
     """
-    tensors = read_published(folder)
+    tensors = read_all_tensors(folder)
     published = read_json(Path(folder), "config.json")
     config, decoder = config_of(tensors, published, folder)
-    dtype = dtype or need(tensors, "embed_tokens.weight", 2, folder).dtype
+    dtype = dtype or require(tensors, "embed_tokens.weight", 2, folder).dtype
     model = NextStep(config, decoder, normalised, dtype).eval()
     unused = NOT_WEIGHTS if config.positions else rf"{NOT_WEIGHTS}|{TABLE}$"
     place(model, rename(tensors, RULES, unused), folder)
@@ -65,12 +65,12 @@ def config_of(
         raise ValueError(f"checkpoint: config.json of {where} has no {missing!r}, expected that of NextStep-1")
     table = published.get("use_gen_pos_embed", False)
     return NextStepConfig(
-        size=need(tensors, "image_in_projector.weight", 2, where).shape[1],
+        size=require(tensors, "image_in_projector.weight", 2, where).shape[1],
         patch=patch,
-        head_width=need(tensors, HEAD + "input_proj.weight", 2, where).shape[0],
+        head_width=require(tensors, HEAD + "input_proj.weight", 2, where).shape[0],
         head_depth=count(tensors, HEAD + "res_blocks."),
         image_start=published["boi"],
-        positions=need(tensors, TABLE, 3, where).shape[1] if table else 0,
+        positions=require(tensors, TABLE, 3, where).shape[1] if table else 0,
     ), decoder
 
 

@@ -79,13 +79,13 @@ class NextStep(nn.Module):
         assert isinstance(head, DiffusionHead)
         return head
 
-    def drawn(self, values: Tensor) -> Tensor:
+    def as_values(self, values: Tensor) -> Tensor:
         """What stands in the image for values (..., d) of the head's chains."""
         return F.layer_norm(values, values.shape[-1:], eps=EPSILON) if self.normalised else values
 
     def embed(self, values: Tensor) -> Tensor:
         """Inputs of the decoder (..., D) for values (..., d) of the head's chains."""
-        return self.image_in_projector(self.drawn(values).to(self.dtype))
+        return self.image_in_projector(self.as_values(values).to(self.dtype))
 
     def conditions(self, hidden_BND: Tensor, index_BN: Tensor) -> Tensor:
         """Conditions of the head (B, N, D) for an image's tokens `index`, from hidden states of those before them."""

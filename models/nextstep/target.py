@@ -18,8 +18,8 @@ from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 from visspec.models.nextstep.flow import flow_schedule
 from visspec.models.nextstep.network import NextStep
 from visspec.models.vectors.diffusion_head import Schedule
-from visspec.models.vectors.head_distribution import HeadLaws
-from visspec.models.vectors.latents import pixels, unpatched
+from visspec.models.vectors.head_distribution import HeadDistributions
+from visspec.models.vectors.latents import pixels, unpatchify
 from visspec.models.vectors.target import ContinuousAR, check_vectors
 from visspec.types import Draft, Sampling, Scores, State
 
@@ -43,7 +43,7 @@ class NextStepImages(Family):
         self, model: NextStep, processor: Callable[..., Any], autoencoder: Any = None, plan: Schedule | None = None
     ):
         self.model, self.decoder, self.processor, self.autoencoder = model, model.model, processor, autoencoder
-        self.distributions = HeadLaws(model.head, plan or flow_schedule(STEPS))
+        self.distributions = HeadDistributions(model.head, plan or flow_schedule(STEPS))
         self.steps, self.size = self.distributions.steps, model.config.size
         self.factor = 8 * model.config.patch
         if autoencoder is None:
@@ -63,7 +63,7 @@ class NextStepImages(Family):
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> EncodedPrompt:
-        tokenizer, layout = self.asked(), layout or self.layout()
+        tokenizer, layout = self.require_processor(), layout or self.layout()
         words = [*texts, *(negative or [""] * len(texts))] if guided else texts
         batch = tokenizer(words, padding=True, padding_side="left", return_tensors="pt")
         rows, columns = layout.grid
@@ -78,7 +78,7 @@ class NextStepImages(Family):
     def check_sampling(self, sampling: Sampling) -> None:
         check_vectors(sampling)
 
-    def conditioned(
+    def token_distributions(
         self, hidden_RND: Tensor, index_RN: Tensor, sampling: Sampling, calls: Counter[str], name: str = "head"
     ) -> Denoising:
         """Laws of an image's tokens `index`, from hidden states of those before them, unconditional rows last."""
@@ -91,7 +91,7 @@ class NextStepImages(Family):
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         if self.autoencoder is None:
             return super().pixels(tokens, layout)
-        return pixels(self.autoencoder, unpatched(self.model.drawn(tokens), layout.grid, self.model.config.patch))
+        return pixels(self.autoencoder, unpatchify(self.model.as_values(tokens), layout.grid, self.model.config.patch))
 
 
 class NextStepAR(ContinuousAR):
@@ -105,8 +105,8 @@ class NextStepAR(ContinuousAR):
         request = state.request
         index_BN = state.position[:, None] + draft.tree.depth - request.inputs.ids.shape[1] + 1
         index_RN = index_BN.repeat(len(last) // len(index_BN), 1)
-        distribution = family.conditioned(last, index_RN, request.sampling, state.trace.calls)
-        return Scores(distribution, self._shown(state, hidden))
+        distribution = family.token_distributions(last, index_RN, request.sampling, state.trace.calls)
+        return Scores(distribution, self._drafter_features(state, hidden))
 
 
 NextStepImages.target = NextStepAR

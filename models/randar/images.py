@@ -28,7 +28,7 @@ class PromptedRandARImages(RandARImages):
         self.default_guidance = 1.0 if found is None else float(found)
 
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
-        batch = self.asked()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
+        batch = self.require_processor()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
         ids, real = (batch[part].to(self.image_model.device) for part in ("input_ids", "attention_mask"))
         try:
             return self.image_model.features(ids, real.bool())

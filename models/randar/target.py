@@ -27,7 +27,7 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention.slot_layers import SlotLayers
-from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeated, _twice
+from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tree, _twice
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
 from visspec.sampling import warp
@@ -42,7 +42,7 @@ class RandARImages(LlamaGenImages):
     default_drafter, default_order = "ahead", "halton"
     model: RandAR
 
-    def made(self, traits: DrafterTraits, compile: bool) -> Target:
+    def make_target(self, traits: DrafterTraits, compile: bool) -> Target:
         return RandARTarget(self, bool(traits.feature_layers), compile, traits.ahead)
 
     @property
@@ -68,7 +68,7 @@ class RankBuffer(TokenBuffer):
         self.orders = [request.visits(row) for row in range(rows)]
         self.given = [0] * rows if request.known is None else (request.known != FREE).sum(dim=1).tolist()
 
-    def reordered(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def in_generation_order(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
         order, drawn = self.orders[row], items[: len(self.orders[row]) - self.given[row]]
         found = [given] * len(order)
         for place, item in zip(order[self.given[row] :], drawn):
@@ -76,7 +76,7 @@ class RankBuffer(TokenBuffer):
         return found
 
     def values(self, row: int) -> Tensor:
-        drawn_T = torch.tensor(self.reordered(row, self.tokens[row], FREE), dtype=torch.long)
+        drawn_T = torch.tensor(self.in_generation_order(row, self.tokens[row], FREE), dtype=torch.long)
         known = self.request.known
         return drawn_T if known is None else torch.where(known[row] == FREE, drawn_T, known[row])
 
@@ -121,7 +121,7 @@ class RandARTarget(ImageAR):
         given_B = torch.tensor(output.given, device=self.device)
         state = State(request, torch.zeros_like(given_B), given_B - 1, cache, list(range(rows)), output)
 
-        codes_BK, places_BK, real_BK = self._given(request, output, cache.order)
+        codes_BK, places_BK, real_BK = self._given_codes(request, output, cache.order)
         queries_BQ = self._places(cache.order, state.position[:, None], 1)[:, 0]
         image = torch.cat([self.family.model.paired(codes_BK, places_BK), self.family.model.query(queries_BQ)], dim=1)
         at_BS = self.family.prefix + torch.cat([places_BK.repeat_interleave(2, dim=1), queries_BQ], dim=1)
@@ -133,14 +133,14 @@ class RandARTarget(ImageAR):
 
         length, padded = real_RS.shape[1], not bool(real_RS.all())
         cache.slots.open(embeds.shape[1], self.device)
-        mask = self.masks.additive(started(real_RS, self.ahead)) if padded or self.ahead else None
+        mask = self.masks.additive(prefill_mask(real_RS, self.ahead)) if padded or self.ahead else None
         hidden = self._run(embeds, mask, index, cache)
         cache.slots.commit([list(range(length))] * len(embeds))
         if padded:
             cache.slots.padding = real_RS
         return state, self._read(state, trees.empty_draft(state.pending, own=True), hidden[:, length - 1 :], 1)
 
-    def _given(self, request: Request, output: RankBuffer, order_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _given_codes(self, request: Request, output: RankBuffer, order_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Given codes (B, K) in the order, their places, and which are real: rows with fewer are padded on the left."""
         most = max(output.given)
         real_BK = to_device([[False] * (most - n) + [True] * n for n in output.given], self.device).bool()
@@ -163,9 +163,9 @@ class RandARTarget(ImageAR):
         pairs = torch.stack([model.embed(draft.value), model.query(next_BN1[..., 0])], dim=2).flatten(1, 2)
         embeds = torch.cat([pairs, model.query(later_BA)], dim=1).repeat(copies, 1, 1)
         at_BS = torch.cat([torch.cat([own_BN1, next_BN1], dim=2).flatten(1), later_BA], dim=1)
-        tree: Tree = trees.cached(draft.tree, asking(self.ahead))
+        tree: Tree = trees.tree_cache(draft.tree, asking(self.ahead))
         if tree.parent.shape[0] > 1:
-            tree = _repeated(tree, copies)
+            tree = _repeat_tree(tree, copies)
         extent = slots.open(tree.size, self.device)
         mask = self.masks(slots, tree, extent)
         hidden = self._run(embeds, mask, (self.family.prefix + at_BS).repeat(copies, 1), cache)
@@ -198,7 +198,7 @@ class RandARTarget(ImageAR):
         return replace(scores, aux={"ahead": warp(logits[:rows].contiguous(), state.request.sampling, uncond)})
 
 
-def started(real_RS: Tensor, ahead: int) -> Tensor:
+def prefill_mask(real_RS: Tensor, ahead: int) -> Tensor:
     """What a prefill's inputs see, (R, S + A, S + A) bool: inputs S, the last of them a query, and A queries more."""
     rows, length = real_RS.shape
     seen = torch.zeros(rows, length + ahead, length + ahead, dtype=torch.bool, device=real_RS.device)

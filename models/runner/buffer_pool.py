@@ -132,10 +132,10 @@ class GraphBufferPool(Recordings):
                 return stores
         self._drop(len(self.idle) - MAX_IDLE)
         try:
-            return allocated(kind)
+            return allocated_bytes(kind)
         except torch.OutOfMemoryError:
             self._drop(len(self.idle))
-        return allocated(kind)
+        return allocated_bytes(kind)
 
     def _drop(self, count: int) -> None:
         """Free the idle stores that were not used for the longest, and their recordings."""
@@ -144,7 +144,7 @@ class GraphBufferPool(Recordings):
         self.recordings = {key: held for key, held in self.recordings.items() if key[0] not in gone}
 
 
-def allocated(kind: tuple) -> KVBuffers:
+def allocated_bytes(kind: tuple) -> KVBuffers:
     rows, slots, _, parts = kind
     made = [torch.empty(rows, *ahead, slots, *behind, dtype=dtype, device=dev) for ahead, behind, dtype, dev in parts]
     return KVBuffers(kind, made)

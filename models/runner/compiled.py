@@ -127,7 +127,7 @@ class CompiledPasses(CompiledFunctions):
         if self.refused or (now := form(self.decoder)) == self.form:
             return
         self.form, self.ready = now, set()
-        if hooked := _hooked(self.decoder):
+        if hooked := _hooked_module(self.decoder):
             self.refuse(f"hooks on {hooked}, which would not be called")
             return
         self.view = view(self.stock, self.decoder, self.compile(self.decoder.forward))
@@ -164,10 +164,10 @@ def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
     """
     new = copy.copy(decoder)
     object.__setattr__(new, "forward", forward)
-    return replaced(model, decoder, new)
+    return replace_decoder(model, decoder, new)
 
 
-def replaced(model: nn.Module, decoder: nn.Module, new: nn.Module) -> Any:
+def replace_decoder(model: nn.Module, decoder: nn.Module, new: nn.Module) -> Any:
     """A copy of the modules from `model` down to `decoder`, in whose place is another one. None as for `view`."""
     names = next((name for name, module in model.named_modules() if module is decoder), None)
     if names is None:
@@ -219,7 +219,7 @@ def foreign(module: nn.Module) -> list:
     return [hook for hook in hooks if not (getattr(hook, "__module__", None) or "").startswith("transformers.")]
 
 
-def _hooked(decoder: nn.Module) -> str:
+def _hooked_module(decoder: nn.Module) -> str:
     """The first module inside a decoder with a foreign hook; empty if there is none. Those of the decoder itself are
     called as ever, outside the graph.
     """
@@ -251,7 +251,7 @@ def refusal(name: str, why: str) -> str:
     return f"compile: got {name} with {why}, expected one without; it runs uncompiled"
 
 
-def compiled(model: nn.Module, decoder: nn.Module, states: bool = False) -> CompiledPasses | None:
+def compiled_passes(model: nn.Module, decoder: nn.Module, states: bool = False) -> CompiledPasses | None:
     """`CompiledPasses` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass or
     layers keep `states`.
     """

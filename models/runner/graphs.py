@@ -48,7 +48,7 @@ class GraphedForward(GraphBufferPool):
         """Before a request's prefill: start anew where the model is not the one that was recorded."""
         if self.refused:
             return
-        if hooked := self._hooked():
+        if hooked := self._hooked_module():
             with REPLAYING:
                 self.refuse(f"got {self.name} with hooks on {hooked}, expected one without: they would not be called")
             return
@@ -83,7 +83,9 @@ class GraphedForward(GraphBufferPool):
                     held.fill(attn_metadata)
                     held.replay()
                 elif self.due(state.request):
-                    held = self._made(record, state.cache, stores, tree.size, attn_metadata, len(given), forward, eager)
+                    held = self._record(
+                        record, state.cache, stores, tree.size, attn_metadata, len(given), forward, eager
+                    )
                 else:
                     return None
             except Exception as error:
@@ -121,7 +123,7 @@ class GraphedForward(GraphBufferPool):
             attn_metadata.append(F.pad(slots.padding, (0, stores.slots - slots.padding.shape[1]), value=True))
         return attn_metadata
 
-    def _made(
+    def _record(
         self,
         record: Callable[[Call], tuple],
         cache: SlotLayers,
@@ -156,7 +158,7 @@ class GraphedForward(GraphBufferPool):
     def _head(self) -> Any:
         return getattr(self.model, "get_output_embeddings", lambda: None)()
 
-    def _hooked(self) -> str:
+    def _hooked_module(self) -> str:
         """The first module that a pass goes through with a hook that is not ours; empty if there is none."""
         named = dict(self.model.named_modules())
         names = {id(module): name for name, module in named.items()}
@@ -191,7 +193,7 @@ def unfit(model: PreTrainedModel, decoder: nn.Module, attention: str, states: bo
     return None
 
 
-def recorded(
+def graphed_forward(
     asked: bool | None, model: PreTrainedModel, decoder: nn.Module, masks: Masks, text: Any, states: bool = False
 ) -> GraphedForward | None:
     """`GraphedForward` passes of a model whose configuration of text is `text`; None where they can't be, which a

@@ -1,4 +1,4 @@
-"""How a target's passes over drafts run: eager, compiled (`compiled`), or recorded as CUDA graphs (`graphs`)."""
+"""How a target's passes over drafts run: eager, compiled (`compiled_passes`), or recorded as CUDA graphs (`graphs`)."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class RunningTarget(Target):
         forward: Forward,
         eager: Callable[[], Tensor],
     ) -> list[Tensor | None] | None:
-        """What `forward` gives in a recording, for a tree and inputs that `given` makes; None where the pass is to run
-        as `eager`.
+        """What `forward` gives in a recording, for a tree and inputs that `encode_draft` makes; None where the pass is
+        to run as `eager`.
         """
         return None if self.recorder is None else self.recorder.run(state, *given(), forward, eager)
 

@@ -55,7 +55,7 @@ class ScaleCache:
             keys.scatter_(2, at, k)
             values.scatter_(2, at, v)
         if self.several and self.mask is None:
-            self.mask = self._seen(q.device)
+            self.mask = self._visible(q.device)
         return F.scaled_dot_product_attention(q, keys[:, :, :end], values[:, :, :end], attn_mask=self.mask, scale=1.0)
 
     def _store(self, layer: int, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class ScaleCache:
             store = self.stores[layer] = (made[0], made[1])
         return store
 
-    def _seen(self, device: torch.device) -> Tensor:
+    def _visible(self, device: torch.device) -> Tensor:
         """(1|R, 1, Q, end) bool."""
         if self.level is None:
             self.level = to_device(list(self.scales.levels), device)
@@ -77,11 +77,11 @@ class ScaleCache:
         return (level_L[:end] <= own_RQ[..., None])[:, None]
 
     def select(self, rows: list[int]) -> None:
-        self.stores = [None if store is None else kept(store, rows) for store in self.stores]
+        self.stores = [None if store is None else select_rows(store, rows) for store in self.stores]
         self.mask = self.slots = None
 
 
-def kept(store: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, Tensor]:
+def select_rows(store: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, Tensor]:
     """Keys and values of these rows."""
     index = to_device(rows, store[0].device)
     return store[0][index], store[1][index]

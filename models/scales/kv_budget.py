@@ -24,7 +24,7 @@ from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.bsq import BitQuantizer
-from visspec.models.scales.cache import ScaleCache, kept
+from visspec.models.scales.cache import ScaleCache, select_rows
 from visspec.models.scales.multiscale import Quantizer, ScaleSizes
 from visspec.models.scales.reading import ConditionState
 
@@ -169,7 +169,7 @@ class BudgetedCache:
         places = self._places(layer, q)
         window = to_device(centres(self.scales.grids[self.scale], self.budget.window), q.device)
         score = attention(q[:, :, window], store[0]).mean(dim=2)
-        score = pooled(score, places, self.scales, self.scale)
+        score = pool_scores(score, places, self.scales, self.scale)
         score[:, :, window - q.shape[2]] = math.inf
         index = score.topk(budget, dim=2).indices.sort(dim=2).values
         at = index[..., None].expand(-1, -1, -1, q.shape[-1])
@@ -177,7 +177,7 @@ class BudgetedCache:
         self.places[layer] = places.gather(2, index)
 
     def select(self, rows: list[int]) -> None:
-        self.stores = [None if store is None else kept(store, rows) for store in self.stores]
+        self.stores = [None if store is None else select_rows(store, rows) for store in self.stores]
         self.places = [None if places is None else places[to_device(rows, places.device)] for places in self.places]
 
 
@@ -199,7 +199,7 @@ def centres(grid: tuple[int, int], window: int) -> tuple[int, ...]:
     return tuple(i * columns + j for i in down for j in across)
 
 
-def pooled(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale: int) -> Tensor:
+def pool_scores(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale: int) -> Tensor:
     """Scores averaged over the kept neighbours on the grid of their own scale."""
     size = (*score_RHM.shape[:2], scales.begins[scale + 1])
     dense = score_RHM.new_zeros(size).scatter(2, places_RHM, score_RHM)

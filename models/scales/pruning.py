@@ -79,7 +79,7 @@ class PrunedState(ConditionState):
         if kept_BM.shape[1] == size:
             out = super().hidden(x_RQC, places)
         else:
-            out = x_RQC + enlarged(self.added, *self.scales.grids[scale - 1 : scale + 1])
+            out = x_RQC + resize_grid(self.added, *self.scales.grids[scale - 1 : scale + 1])
         if 0 < kept_BM.shape[1] < size:
             index_RM = kept_BM.repeat(self.copies, 1)
             at = index_RM[..., None].expand(-1, -1, x_RQC.shape[2])
@@ -95,7 +95,7 @@ class PrunedState(ConditionState):
         now, before = (
             self.quantizer.shrink(*of, self.scales) for of in ((self.after[-1], scale), (self.features, scale - 1))
         )
-        moved = (now - enlarged(before, *self.scales.grids[scale - 1 : scale + 1])).norm(dim=-1)
+        moved = (now - resize_grid(before, *self.scales.grids[scale - 1 : scale + 1])).norm(dim=-1)
         return moved.topk(count, dim=1).indices.sort(dim=1).values
 
     def keep(self, counts: list[int]) -> None:
@@ -110,7 +110,7 @@ class PrunedState(ConditionState):
             self.full.select(images)
 
 
-def enlarged(x_RQC: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
+def resize_grid(x_RQC: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
     """Tokens of a grid on another one (bilinear)."""
     x = x_RQC.transpose(1, 2).unflatten(2, grid)
     return F.interpolate(x, size=size, mode="bilinear").flatten(2).transpose(1, 2)

@@ -178,7 +178,7 @@ class ConditionState:
         return x_RQC, places
 
 
-def stacked(groups: list[DistanceGroup], images: int, nodes: int, warped: Any) -> tuple[Tensor, Tensor]:
+def stack_groups(groups: list[DistanceGroup], images: int, nodes: int, warped: Any) -> tuple[Tensor, Tensor]:
     """Logits (B, N, S, V) of all images, and how many codes each node has (B, N).
 
     warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes behind the last scale have none.

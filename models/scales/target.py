@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visspec.accept.local import settled
+from visspec.accept.local import sampled_distributions
 from visspec.distributions import Maps, maps
 from visspec.loop.decode import measure
 from visspec.loop.output import ScaleBuffer
@@ -34,7 +34,7 @@ from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.pruning import PrunedState, TokenPruning
-from visspec.models.scales.reading import ConditionState, DistanceGroup, stacked
+from visspec.models.scales.reading import ConditionState, DistanceGroup, stack_groups
 from visspec.sampling import warp
 from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
 
@@ -160,7 +160,7 @@ class ScaleImages(Family):
         last = len(self.scales) - 1
         return guidance if self.ramp == "constant" or last == 0 else 1 + (guidance - 1) * scale / last
 
-    def warped(self, sampling: Sampling, logits_RSV: Tensor, scale: int) -> Tensor:
+    def warp(self, sampling: Sampling, logits_RSV: Tensor, scale: int) -> Tensor:
         """(B, S, V): guidance, then the scale's temperature and cuts."""
         own = self.per_scale.of(sampling, scale)
         if sampling.guidance == 1.0:
@@ -203,7 +203,7 @@ class ScaleTarget(Target):
             )
         self.family, self.model, self.scales = family, family.model, family.scales
         self.capabilities = Capabilities(
-            trees=False, vocab=family.codes, distribution=Maps, scales=family.sizes, **declared(family)
+            trees=False, vocab=family.codes, distribution=Maps, scales=family.sizes, **declared_distribution(family)
         )
 
     @property
@@ -257,7 +257,7 @@ class ScaleTarget(Target):
     def _audit(self, state: State, found: Scores, wanted: Scores) -> None:
         """Drift of a scale: the total variation of its codes' distributions to those wanted, on average."""
         greedy = state.request.sampling.greedy
-        p, q = (settled(maps(scores.distribution).p, greedy) for scores in (found, wanted))
+        p, q = (sampled_distributions(maps(scores.distribution).p, greedy) for scores in (found, wanted))
         measure(state, "drift", (p - q).abs().sum(dim=-1).mean(dim=(1, 2)) / 2)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
@@ -287,10 +287,12 @@ class ScaleTarget(Target):
 
     def _scores(self, state: State, groups: list[DistanceGroup], nodes: int) -> Scores:
         sampling = state.request.sampling
-        return Scores(Maps(*stacked(groups, len(state.rows), nodes, lambda x, k: self.family.warped(sampling, x, k))))
+        return Scores(
+            Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: self.family.warp(sampling, x, k)))
+        )
 
 
-def declared(family: ScaleImages) -> dict[str, Any]:
+def declared_distribution(family: ScaleImages) -> dict[str, Any]:
     """What a setup may promise of the target, and the target's distribution in words."""
     count = len(family.scales)
     if family.refiner is not None:

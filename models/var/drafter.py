@@ -17,7 +17,7 @@ from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Maps
 from visspec.models.scales.blocks import NextScale
-from visspec.models.scales.reading import ConditionState, DistanceGroup, ReadingPosition, stacked
+from visspec.models.scales.reading import ConditionState, DistanceGroup, ReadingPosition, stack_groups
 from visspec.models.scales.target import ScaleImages, check_alike
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -109,7 +109,7 @@ class SmallVAR(Drafter):
     def _law(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
         family, sampling = self.family, state.request.sampling
         assert family is not None
-        return Maps(*stacked(groups, len(state.rows), nodes, lambda x, k: family.warped(sampling, x, k)))
+        return Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: family.warp(sampling, x, k)))
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep what was read of accepted scales; the others, and the next, are to be read."""

@@ -44,7 +44,7 @@ class LabelledVARImages(VARImages):
         if isinstance(budget, (bool, str)):
             raise ValueError(f"budget: got {budget!r}, expected a `Budget` or the share of the cache, a number")
         if isinstance(budget, (int, float)):
-            budget = calibrated(model, float(budget))
+            budget = calibrate_budget(model, float(budget))
         super().__init__(
             model.var, processor, model.autoencoder, per_scale, ramp, small(refiner, model), handover, budget, pruning
         )
@@ -57,10 +57,10 @@ class LabelledVARImages(VARImages):
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> Any:
         """Raises ValueError for a text that is no name and no number of a class."""
-        own = None if negative is None else self._numbered(negative, "negative_prompt")
-        return super().prompt(self._numbered(texts, "prompt"), guided, layout, own)
+        own = None if negative is None else self._class_numbers(negative, "negative_prompt")
+        return super().prompt(self._class_numbers(texts, "prompt"), guided, layout, own)
 
-    def _numbered(self, texts: list[str], name: str) -> list[str]:
+    def _class_numbers(self, texts: list[str], name: str) -> list[str]:
         nothing = name == "negative_prompt"
         for text in texts:
             if text not in self.numbers and not text.strip().isdecimal() and not (nothing and not text.strip()):
@@ -87,7 +87,7 @@ def small(other: Any, model: VARImageModel) -> Any:
     return other.var
 
 
-def calibrated(model: VARImageModel, share: float) -> CacheBudget:
+def calibrate_budget(model: VARImageModel, share: float) -> CacheBudget:
     """A budget by selectivity, measured on a few images of classes from all over. Raises ValueError as `allot`, before
     any is drawn for a share that is none.
     """

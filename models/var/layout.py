@@ -17,8 +17,8 @@ from torch import Tensor
 
 from visspec.io.checkpoint import check_folder, check_whole, check_wholes, load_strictly, read_json, read_tensors
 from visspec.io.files import write_json
-from visspec.models.codecs.vq_layout import CODEBOOK, fitted, stock_rules
-from visspec.models.published_tensors import count, multipliers, need, place, read_published, rename
+from visspec.models.codecs.vq_layout import CODEBOOK, conv_to_linear, stock_rules
+from visspec.models.published_tensors import count, multipliers, place, read_all_tensors, rename, require
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import VAR, VARConfig
 
@@ -34,7 +34,7 @@ def load_var(path: str | Path, scales: ScaleSizes | None = None, dtype: torch.dt
     scales: only for maps that are not square. dtype: default, that of the file. Raises ValueError in one sentence
     before any weight is placed.
     """
-    tensors = read_published(path)
+    tensors = read_all_tensors(path)
     config = config_of(tensors, scales, path)
     model = VAR(config).to(dtype or tensors["word_embed.weight"].dtype).eval()
     place(model, rename(tensors, (), NOT_WEIGHTS), path)
@@ -43,16 +43,16 @@ def load_var(path: str | Path, scales: ScaleSizes | None = None, dtype: torch.dt
 
 def config_of(tensors: Mapping[str, Tensor], scales: ScaleSizes | None, where: str | Path) -> VARConfig:
     """Infer the configuration from the shapes of published weights, the scales from the level of each position."""
-    width, code_size = need(tensors, "word_embed.weight", 2, where).shape
+    width, code_size = require(tensors, "word_embed.weight", 2, where).shape
     return VARConfig(
         width,
         count(tensors, "blocks."),
-        heads=need(tensors, "blocks.0.attn.scale_mul_1H11", 4, where).shape[1],
-        scales=_scales(need(tensors, "lvl_1L", 2, where)[0], scales, where),
-        codes=need(tensors, "head.weight", 2, where).shape[0],
+        heads=require(tensors, "blocks.0.attn.scale_mul_1H11", 4, where).shape[1],
+        scales=_scales(require(tensors, "lvl_1L", 2, where)[0], scales, where),
+        codes=require(tensors, "head.weight", 2, where).shape[0],
         code_size=code_size,
-        classes=need(tensors, "class_emb.weight", 2, where).shape[0] - 1,
-        hidden=need(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
+        classes=require(tensors, "class_emb.weight", 2, where).shape[0] - 1,
+        hidden=require(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
         shared="shared_ada_lin.1.weight" in tensors,
     )
 
@@ -76,15 +76,19 @@ def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiSca
     """VAR's autoencoder, another of its layout, or a folder of `save_vae`, in evaluation mode."""
     if (shape := saved_shape(path)) is not None:
         tensors = read_tensors(check_folder(path))
-        model = MultiScaleVAE(shape).eval().to(dtype or need(tensors, CODEBOOK, 2, path).dtype)
+        model = MultiScaleVAE(shape).eval().to(dtype or require(tensors, CODEBOOK, 2, path).dtype)
         load_strictly(model, tensors, Path(path))
         return model
-    named = rename(_split(read_published(path), path), (), NOT_VQ_WEIGHTS)
+    named = rename(_split(read_all_tensors(path), path), (), NOT_VQ_WEIGHTS)
     tensors = {name: tensor for name, (_, tensor) in named.items()}
     shape = shape_of(tensors, path)
     model = MultiScaleVAE(shape).eval().to(dtype or tensors[CODEBOOK].dtype)
     rules = stock_rules(len(shape.multipliers))
-    place(model, {name: (old, fitted(name, tensor)) for name, (old, tensor) in rename(tensors, rules).items()}, path)
+    place(
+        model,
+        {name: (old, conv_to_linear(name, tensor)) for name, (old, tensor) in rename(tensors, rules).items()},
+        path,
+    )
     return model
 
 
@@ -131,7 +135,7 @@ def _entries(path: str | Path) -> dict | None:
 
 def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:
     """Infer the shape of the autoencoder."""
-    codes, size = need(tensors, CODEBOOK, 2, where).shape
+    codes, size = require(tensors, CODEBOOK, 2, where).shape
     channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
     shared = count(tensors, SMOOTH)
     if not shared:
@@ -143,7 +147,7 @@ def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShap
         steps,
         count(tensors, "encoder.down.0.block."),
         shared,
-        kernel=need(tensors, "quant_conv.weight", 4, where).shape[2],
+        kernel=require(tensors, "quant_conv.weight", 4, where).shape[2],
     )
 
 

@@ -162,7 +162,7 @@ class DiffusionHead(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, t: Tensor, condition: Tensor) -> Tensor:
-        return self.modulated(x, self.modulations(self.time_embed(t) + self.cond_embed(condition)))
+        return self.run_modulated(x, self.modulations(self.time_embed(t) + self.cond_embed(condition)))
 
     def modulations(self, y: Tensor) -> Tensor:
         """Shifts, scales (one added) and gates of the blocks, shift and scale of the last layer, side by side, from the
@@ -174,7 +174,7 @@ class DiffusionHead(nn.Module):
             parts += [shift, scale + 1, *gate]
         return torch.cat(parts, dim=-1)
 
-    def modulated(self, x: Tensor, modulations: Tensor) -> Tensor:
+    def run_modulated(self, x: Tensor, modulations: Tensor) -> Tensor:
         """The head at x (..., d), whose modulations are known."""
         blocks: Any = self.res_blocks
         *parts, shift, scale = modulations.split(self.final_layer.linear.in_features, dim=-1)

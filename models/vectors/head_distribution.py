@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.distributions import Denoising, DenoisingSteps, asked
+from visspec.distributions import Denoising, DenoisingSteps
+from visspec.distributions.denoising import evaluated_steps
 from visspec.models.vectors.diffusion_head import DiffusionHead, Schedule
 
 MOST_ROWS = 1 << 14  # steps of chains whose modulations are computed together, which is faster than one by one
 
 
-class HeadLaws:
+class HeadDistributions:
     """Laws of a head's chains on a schedule. `steps` are those at temperature 1.
 
     What does not depend on a chain is computed once for a device: times, coefficients, steps by temperature.
@@ -57,7 +58,7 @@ class HeadLaws:
         ends = chains.ends if whole and steps.fixed and steps.noisy else None
         return Denoising(chains, steps, shape, self.head.size, calls, name, skip, ends)
 
-    def prepared(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    def schedule_tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Embedded times (S, width), and coefficients (S, 1) of a point and of the head's output in its estimate."""
         if self._prepared is None or self._prepared[0] != device:
             of_point, of_output = (part.float().to(device)[:, None] for part in self.schedule.estimate())
@@ -80,7 +81,12 @@ class _Chains:
     """
 
     def __init__(
-        self, distributions: HeadLaws, condition: Tensor, count: int, guidance: Tensor | float | None, skip: float
+        self,
+        distributions: HeadDistributions,
+        condition: Tensor,
+        count: int,
+        guidance: Tensor | float | None,
+        skip: float,
     ):
         self.distributions, self.guidance = distributions, guidance
         self.halves = 1 if guidance is None else 2
@@ -89,9 +95,9 @@ class _Chains:
         head = distributions.head
         own = head.cond_embed(condition.to(head.cond_embed.weight.dtype))
         self.condition_GM1C = own.view(self.halves, count, 1, -1)
-        self.time_SC, self.of_point, self.of_output = distributions.prepared(condition.device)
+        self.time_SC, self.of_point, self.of_output = distributions.schedule_tables(condition.device)
         self.ahead_GMSV: Tensor | None = None
-        here = asked(len(self.time_SC), skip)
+        here = evaluated_steps(len(self.time_SC), skip)
         self.place = {step: place for place, step in enumerate(here)}  # of a step among those that are made ahead
         if len(condition) * len(here) <= MOST_ROWS:
             times_SC = self.time_SC if len(here) == len(self.time_SC) else self.time_SC[here]
@@ -99,7 +105,7 @@ class _Chains:
 
     def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
         head, x_Ud = self.distributions.head, x_MWd.flatten(0, 1)  # matrices are the fastest
-        own, *other = self._said(x_Ud, self._modulations(step, chains_M))
+        own, *other = self._predict(x_Ud, self._modulations(step, chains_M))
         share = None
         if head.learned:  # log sigma lies between the bounds at a share of (1 + what is said) / 2
             own, said = own.split(head.size, dim=-1)
@@ -117,17 +123,17 @@ class _Chains:
         scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
         noise_MSd = normal_MSd * steps.low.exp()[:, None]
         for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), modulations, self.distributions.moves):
-            said, *other = self._said(x_Md, own)
+            said, *other = self._predict(x_Md, own)
             mixed = torch.lerp(other[0], said, scale) if other else said
             x_Md = torch.add(noise_Md, x_Md, alpha=of_point).add_(mixed, alpha=of_output)
         return x_Md
 
-    def _said(self, x_Ud: Tensor, modulations: Tensor) -> Sequence[Tensor]:
+    def _predict(self, x_Ud: Tensor, modulations: Tensor) -> Sequence[Tensor]:
         """What the head says at points, and under guidance without their prompts: (U, d or 2 d) each."""
         inputs = x_Ud.to(modulations.dtype)
         if self.halves == 1:
-            return (self.distributions.head.modulated(inputs, modulations).float(),)
-        return self.distributions.head.modulated(torch.cat((inputs, inputs)), modulations).float().chunk(2)
+            return (self.distributions.head.run_modulated(inputs, modulations).float(),)
+        return self.distributions.head.run_modulated(torch.cat((inputs, inputs)), modulations).float().chunk(2)
 
     def _scale(self, chains_M: Tensor | None, points: int) -> Any:
         if not isinstance(self.guidance, Tensor):

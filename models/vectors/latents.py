@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 
-def unpatched(values_BTd: Tensor, grid: tuple[int, int], patch: int = 1) -> Tensor:
+def unpatchify(values_BTd: Tensor, grid: tuple[int, int], patch: int = 1) -> Tensor:
     """Latents (B, channels, rows patch, columns patch) of tokens in raster order: d = channels patch^2, as MAR and
     NextStep-1 have them.
     """

@@ -38,7 +38,7 @@ class ContinuousAR(ImageAR):
             self.capabilities, trees=False, distribution=Denoising, steps=family.steps, size=family.size, codebook=None
         )
 
-    def _opened(self, request: Request) -> tuple[Tensor, VectorBuffer]:
+    def _open_buffer(self, request: Request) -> tuple[Tensor, VectorBuffer]:
         self.family.check_sampling(request.sampling)
         rows, guidance = len(request.inputs.ids), request.sampling.guidance
         found, wanted = len(request.inputs.embeds), rows if guidance == 1.0 else 2 * rows
@@ -58,7 +58,9 @@ class ContinuousAR(ImageAR):
         return model.embed(values.to(model.z_proj.weight.dtype), index - state.request.inputs.ids.shape[1], features)
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
-        return Scores(self.family.distributions(last, state.request, state.trace.calls), self._shown(state, hidden))
+        return Scores(
+            self.family.distributions(last, state.request, state.trace.calls), self._drafter_features(state, hidden)
+        )
 
     def read(self, state: State, draft: Draft, features_RNF: Tensor | None) -> Tensor:
         """Hidden states (R, N, C) of a drafter's own pass over a chain; features: the target's, where known."""

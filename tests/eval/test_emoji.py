@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
-from visspec.eval.metrics.geneval import judge, kept
+from visspec.eval.metrics.geneval import judge, select_detections
 from visspec.toys.recipes.captioner import Naming
 from visspec.toys.recipes.captioner_build import build_tokenizer
 from visspec.toys.recipes.captioner_vision import patch_labels
@@ -46,7 +46,7 @@ def truth(scene: EmojiScene) -> dict[str, list[Detection]]:
     """The scene itself as GenEval's objects."""
     boxes = [(p.name, (p.x - p.side / 2, p.y - p.side / 2, p.x + p.side / 2, p.y + p.side / 2)) for p in scene.things]
     found = tuple(Detection(name, 1.0, tuple(v * 96 for v in box)) for name, box in boxes)
-    return kept(DetectionResult(found), 0.0)
+    return select_detections(DetectionResult(found), 0.0)
 
 
 # --- atlas ---
@@ -56,7 +56,7 @@ def test_atlas_has_distinct_pictures_and_plain_names():
     assert len(atlas.names()) == len(set(atlas.names())) == 819
     assert all(name == " ".join(name.split()) and 1 <= len(name.split()) <= 4 for name in atlas.names())
     assert not {"large", "small", "left", "right"} & set(" ".join(atlas.names()).split())
-    pictures = atlas.premultiplied()
+    pictures = atlas.premultiplied_tiles()
     assert pictures.shape == (819, atlas.TILE, atlas.TILE, 4) and 0.05 < pictures[..., 3].mean((1, 2)).min()
     assert "SIL OPEN FONT LICENSE Version 1.1" in (atlas.FOLDER / "OFL.txt").read_text()
     assert (atlas.FOLDER / atlas.IMAGE).stat().st_size < 4e6
@@ -93,7 +93,7 @@ def test_a_picture_stands_where_the_scene_says_and_turns_clockwise():
     pixels, left, top = stamp("rocket", 50.5, 30.25, 24, 0)
     rows, columns = np.indices(pixels.shape[:2]) + 0.5
     weight = pixels[..., 3] / pixels[..., 3].sum()
-    full = atlas.premultiplied()[atlas.numbers()["rocket"]][..., 3]
+    full = atlas.premultiplied_tiles()[atlas.numbers()["rocket"]][..., 3]
     at = np.indices(full.shape) + 0.5
     centre = (at * full).sum((1, 2)) / full.sum() / atlas.TILE - 0.5
     found = np.array([(weight * rows).sum() + top - 30.25, (weight * columns).sum() + left - 50.5])
@@ -176,7 +176,7 @@ def test_the_interface_holds_in_both_worlds(name):
     row = each.prompt(np.random.default_rng(0))
     drawn = each.render(row, np.random.default_rng(1), 96)
     found = each.detector().detect(Image.fromarray(drawn))
-    assert judge(None, kept(found, 0.0), row, DetectedColours())[0]
+    assert judge(None, select_detections(found, 0.0), row, DetectedColours())[0]
     assert {row["tag"] for row in each.prompts()} <= set(each.tasks)
 
 

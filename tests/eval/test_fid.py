@@ -23,7 +23,7 @@ from visspec.eval.metrics.features import (
     pair,
     table,
 )
-from visspec.eval.metrics.statistics import GaussianStats, merged
+from visspec.eval.metrics.statistics import GaussianStats, merge_parts
 
 
 def draws(n: int, d: int, seed: int, shift: float = 0.0) -> torch.Tensor:
@@ -48,7 +48,7 @@ def test_eight_shards_equal_one_pass_in_any_order(offset: float, n: int):
     whole = GaussianStats(64).update(x)
     parts = [GaussianStats(64).update(shard) for shard in x.tensor_split(8)]
     for order in (parts, parts[::-1], [parts[i] for i in (3, 1, 4, 0, 5, 7, 2, 6)]):
-        one = merged(order)
+        one = merge_parts(order)
         assert one.n == n
         assert torch.allclose(one.mean, whole.mean, rtol=1e-12, atol=1e-12)
         assert (one.covariance - whole.covariance).abs().max() < 1e-9 * whole.covariance.abs().max()

@@ -19,7 +19,7 @@ def thing(label: str, score: float = 0.95, box=(0, 0, 10, 10), colour: str | Non
 
 
 def verdict(metadata: dict, *things: Detection) -> tuple[bool, str]:
-    objects = geneval.kept(DetectionResult(tuple(things)), geneval.THRESHOLD)
+    objects = geneval.select_detections(DetectionResult(tuple(things)), geneval.THRESHOLD)
     return geneval.judge(None, objects, metadata, DetectedColours())
 
 
@@ -41,7 +41,7 @@ LEFT = {
 def test_presence_ignores_extra_objects_and_strict_does_not():
     assert verdict(ONE, thing("dog"), thing("dog"), thing("cat")) == (True, "")
     assert verdict(ONE, thing("cat")) == (False, "expected dog>=1, found 0")
-    objects = geneval.kept(DetectionResult((thing("dog"), thing("cat"))), 0.3)
+    objects = geneval.select_detections(DetectionResult((thing("dog"), thing("cat"))), 0.3)
     assert not geneval.strictly(objects, ONE)
     assert geneval.strictly({"dog": [thing("dog")]}, ONE)
     assert not geneval.strictly({"dog": [thing("dog"), thing("dog")]}, ONE)
@@ -62,7 +62,7 @@ def test_only_the_best_instance_is_asked_for_its_colour():
 
 def test_thresholds_are_strict_and_at_most_sixteen_objects_are_kept():
     found = DetectionResult((thing("dog", 0.3), thing("cat", 0.31), *(thing("cow", 0.9 - i / 100) for i in range(20))))
-    objects = geneval.kept(found, 0.3)
+    objects = geneval.select_detections(found, 0.3)
     assert "dog" not in objects and len(objects["cat"]) == 1 and len(objects["cow"]) == 16
     assert [d.score for d in objects["cow"]] == sorted((d.score for d in objects["cow"]), reverse=True)
 
@@ -70,9 +70,9 @@ def test_thresholds_are_strict_and_at_most_sixteen_objects_are_kept():
 def test_overlapping_boxes_are_kept_unless_the_detector_asks():
     pair = DetectionResult((thing("dog", 0.9, (0, 0, 9, 9)), thing("dog", 0.8, (0, 0, 9, 4))))
     assert geneval.overlap((0, 0, 9, 9), (0, 0, 9, 4)) == pytest.approx(0.5)  # corners are inclusive
-    assert len(geneval.kept(pair, 0.3)["dog"]) == 2
-    assert len(geneval.kept(pair, 0.3, 0.4)["dog"]) == 1
-    assert len(geneval.kept(pair, 0.3, 0.6)["dog"]) == 2
+    assert len(geneval.select_detections(pair, 0.3)["dog"]) == 2
+    assert len(geneval.select_detections(pair, 0.3, 0.4)["dog"]) == 1
+    assert len(geneval.select_detections(pair, 0.3, 0.6)["dog"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -247,10 +247,14 @@ def test_what_was_accepted():
     kinds = np.array(
         [[ORIGINS.index(o) for o in ("plain", "drafted")], [ORIGINS.index(o) for o in ("bonus", "corrected")]]
     )
-    assert bench_image.numbers(bench_image.accepted(kinds, False)) == [[None, 1.0], [None, 0.0]]
-    assert bench_image.numbers(bench_image.accepted(kinds, True)) == [[0.0, 1.0], [0.0, 0.0]], "all was drafted at once"
+    assert bench_image.numbers(bench_image.acceptance_map(kinds, False)) == [[None, 1.0], [None, 0.0]]
+    assert bench_image.numbers(bench_image.acceptance_map(kinds, True)) == [[0.0, 1.0], [0.0, 0.0]], (
+        "all was drafted at once"
+    )
     assert (
-        bench_image.accepted(np.zeros((2, 2), int), False) is bench_image.accepted(np.zeros((2, 2), int), True) is None
+        bench_image.acceptance_map(np.zeros((2, 2), int), False)
+        is bench_image.acceptance_map(np.zeros((2, 2), int), True)
+        is None
     )
     mean, count = bench_image.mean_map([np.array([[1.0, np.nan]]), np.array([[0.0, np.nan]]), None])
     assert (mean, count) == ([[0.5, None]], [[2, 0]]) and bench_image.mean_map([None]) == (None, None)

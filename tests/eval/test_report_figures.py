@@ -46,7 +46,7 @@ def test_heat_map_by_hand():
 
 
 def test_large_grids_are_pooled():
-    small = figures.pooled([[1] * 70 for _ in range(33)])
+    small = figures.pool_grid([[1] * 70 for _ in range(33)])
     assert len(small) == 11 and len(small[0]) == 24 and small[0][0] == 9 and small[0][23] == 3
     assert sum(map(sum, small)) == 70 * 33
 

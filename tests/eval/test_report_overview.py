@@ -60,7 +60,7 @@ def test_bars_stand_in_order_with_the_colour_of_their_guarantee():
 def test_names_do_not_overlap(places):
     taken = []
     for k, (x, y) in enumerate(places):
-        overview.written(f"some method {k}", 40 + 60 * x, 26 + 100 * y, 10, figures.INK, taken)
+        overview.place_label(f"some method {k}", 40 + 60 * x, 26 + 100 * y, 10, figures.INK, taken)
     assert not any(overview.overlap(a, b) for i, a in enumerate(taken) for b in taken[:i])
     assert all(box[0] >= figures.LEFT and box[2] <= figures.RIGHT + 4 for box in taken)
 

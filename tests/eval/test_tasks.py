@@ -11,7 +11,7 @@ from PIL import Image
 from tests.children import forked
 from tests.eval.test_geneval import Counting, make_root
 from visspec.eval.metrics import geneval, readers, tasks, text_scores
-from visspec.eval.metrics.text_scores import bleu, cider_d, letter, normalised, rouge_l, vqa_accuracy, yes_no
+from visspec.eval.metrics.text_scores import bleu, cider_d, letter, normalise_answer, rouge_l, vqa_accuracy, yes_no
 from visspec.toys import scenes as shapes
 from visspec.toys.world import captions
 
@@ -41,7 +41,7 @@ def write(path: Path, data: object) -> Path:
     ],
 )
 def test_answers_are_normalised(answer: str, expected: str):
-    assert normalised(answer) == expected
+    assert normalise_answer(answer) == expected
 
 
 def test_vqa_accuracy_leaves_one_out():

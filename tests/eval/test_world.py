@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
-from visspec.eval.metrics.geneval import judge, kept, strictly
+from visspec.eval.metrics.geneval import judge, select_detections, strictly
 from visspec.toys.world import detector, robustness, suite
 from visspec.toys.world.detector import Analysis, ShapeDetector, _moments, components, noise_level
 from visspec.toys.world.palette import GROUNDS
@@ -45,7 +45,7 @@ def truth(scene: Scene, side: int, seen: tuple[Detection, ...] = ()) -> dict[str
         box = ((s.x + x0) * side, (s.y + y0) * side, (s.x + x1) * side, (s.y + y1) * side)
         rank = min(seen, key=lambda d: abs(d.box[0] - box[0]) + abs(d.box[1] - box[1])).score if seen else 1.0
         found.append(Detection(s.kind, rank, box, None, s.colour))
-    return kept(DetectionResult(tuple(found)), 0.0)
+    return select_detections(DetectionResult(tuple(found)), 0.0)
 
 
 # --- suite and grammar ---
@@ -134,7 +134,7 @@ def test_no_wrong_prompt_passes_on_a_thousand_clean_images():
         scene = suite.free_scene(row, rng)
         found = detector.detect(render_image(scene, side))
         assert not found.refused
-        objects, real = kept(found, 0.0), truth(scene, side, found.detections)
+        objects, real = select_detections(found, 0.0), truth(scene, side, found.detections)
         assert strictly(objects, row)
         for other in [row, *(ROWS[int(rng.integers(368))] for _ in range(3)), *neighbours(row, rng)]:
             got, want = judge(None, objects, other, colours)[0], judge(None, real, other, colours)[0]

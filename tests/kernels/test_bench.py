@@ -38,7 +38,7 @@ def test_the_published_loop_decides_as_the_compatible_rule(rule, drawn):
     apart, lengths = 0, set()
     for own in (False, True):
         text = rule if own else rule + ",compat=repository"
-        ours, theirs = kernels_rules.compared(zoo.acceptance(text), (4, 6, 5), drawn, V=400, features=3)
+        ours, theirs = kernels_rules.rule_and_loop(zoo.acceptance(text), (4, 6, 5), drawn, V=400, features=3)
         for i in range(kernels_rules.DRAWS):
             verdict, (path, following) = ours(i), theirs(i)
             same = (verdict.path[0, : len(path) + 1].tolist(), verdict.next.item()) == ([*path, -1][:4], following)
@@ -96,7 +96,7 @@ def job_of(name="add", broken=False, **changes):
 def two_rows(monkeypatch):
     """A run of one kernel that works, with all figures that a row can have, and one that does not."""
     monkeypatch.setattr(bench, "jobs", lambda *_, **__: [job_of(flops=100), job_of("div", broken=True)])
-    monkeypatch.setattr(bench, "dispatched", lambda case: (12, 0))
+    monkeypatch.setattr(bench, "count_dispatches", lambda case: (12, 0))
 
 
 def test_a_kernel_that_fails_is_listed_and_costs_no_other_row(two_rows, tmp_path, capsys):
@@ -131,7 +131,7 @@ def test_a_gpu_is_asked_for_before_work_starts(monkeypatch):
 def test_run_writes_a_complete_table(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels_clock, "BEST_OF", 1)
     monkeypatch.setattr(kernels_clock.ProcessorClock, "fewest", 2)
-    monkeypatch.setattr(kernels_rules, "compared", partial(kernels_rules.compared, V=2048))
+    monkeypatch.setattr(kernels_rules, "rule_and_loop", partial(kernels_rules.rule_and_loop, V=2048))
     monkeypatch.setattr(kernels_jobs, "VOCABULARY", 2048)
     result = bench.run("cpu", tmp_path / "kernels.json", quick=True)
     assert json.loads((tmp_path / "kernels.json").read_text()) == result

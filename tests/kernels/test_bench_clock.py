@@ -56,7 +56,7 @@ class Simulated(clocks.Device):
 def test_the_replay_is_timed_after_a_flush_and_nothing_else():
     clock = Simulated()
     assert clock.over.size == 2000
-    (mine, how), (theirs, eager_how) = bench.paired(clock.call("ours"), clock.call("eager"), clock, 30, draws=4)
+    (mine, how), (theirs, eager_how) = bench.time_pair(clock.call("ours"), clock.call("eager"), clock, 30, draws=4)
     assert mine == pytest.approx([REPLAY] * 30) and theirs == pytest.approx([REPLAY] * 30)
     assert how == eager_how == "events around a CUDA graph"
     measured = clock.log[clock.log.index("flush") :]
@@ -69,7 +69,7 @@ def test_the_replay_is_timed_after_a_flush_and_nothing_else():
 
 def test_a_call_that_waits_is_never_recorded_and_its_row_says_so():
     clock = Simulated(waits=("eager",))
-    (mine, how), (theirs, eager_how) = bench.paired(clock.call("ours"), clock.call("eager"), clock, 30, draws=3)
+    (mine, how), (theirs, eager_how) = bench.time_pair(clock.call("ours"), clock.call("eager"), clock, 30, draws=3)
     assert mine == pytest.approx([REPLAY] * 30) and theirs == pytest.approx([PLAIN] * 30)
     assert how == "events around a CUDA graph"
     assert eager_how == "events around plain calls (called a synchronizing CUDA operation)"
@@ -107,9 +107,9 @@ def test_a_row_has_device_time_host_time_and_shares():
         "verification round", "s", "bfloat16", lambda: (clock.call("ours"), clock.call("eager")), 4000, "a loop",
         flops=2000, whole_round=True,
     )  # fmt: skip
-    row = bench.described(job, torch.device("cuda", 0), 30)
+    row = bench.row_description(job, torch.device("cuda", 0), 30)
     assert row["device"] == "cuda" and row["time_us"] == "not measured"
-    row |= bench.measured(job, clock, 30, bandwidth=4e12, rate=1e9)
+    row |= bench.measure_row(job, clock, 30, bandwidth=4e12, rate=1e9)
     assert set(row) == {*bench.MEASURED, "kernel", "shape", "dtype", "device", "bytes", "eager", "repeats"}
     assert row["time_us"] == pytest.approx(10) and row["time_us_quartiles"] == pytest.approx([10, 10])
     assert row["eager_us"] == pytest.approx(50) and row["host_us"] >= 0 and row["eager_host_us"] >= 0
@@ -208,6 +208,6 @@ def test_the_clock_is_the_devices():
 def test_a_gpu_records_and_times():
     x = torch.ones(1 << 20, device="cuda")
     clock = clocks.clock_of(torch.device("cuda"))
-    (mine, how), (theirs, eager_how) = bench.paired(lambda i: x + 1, lambda i: float(x.sum()), clock, 30)
+    (mine, how), (theirs, eager_how) = bench.time_pair(lambda i: x + 1, lambda i: float(x.sum()), clock, 30)
     assert how == "events around a CUDA graph" and eager_how.startswith("events around plain calls")
     assert min(mine) > 0 and min(theirs) > 0

@@ -127,7 +127,7 @@ def test_a_rule_dispatches_at_most_sixty_operations(name, kind):
     assert moved > 0 or rule.traits.guarantee == "exact"
 
 
-@pytest.mark.parametrize("body", [published.walk, published.batched], ids=["cpu", "device"])
+@pytest.mark.parametrize("body", [published.walk, published.walk_batch], ids=["cpu", "device"])
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
 def test_the_published_residuals_do_not_wait_either(drawn, body, monkeypatch):
     rule = Lantern(k=20, delta=0.3, compat="repository")
@@ -175,7 +175,7 @@ def test_the_displacement_of_a_device_is_that_of_the_walk(drawn, shared, feature
         gain, (tokens, parent, p, q), (branch, space) = gains(case), case[:4], case[-2:]
         with Count() as count:
             path, *_, walked = accept.accept_tree_host(*case)
-            found.append((walked, displacement.batched(tokens, parent, p, q, path, gain, space, branch)))
+            found.append((walked, displacement.batched_displacement(tokens, parent, p, q, path, gain, space, branch)))
         assert not count.waits
     walks, batches = map(torch.stack, zip(*found))
     assert torch.allclose(walks, batches, atol=1e-5) and int((walks > 1e-3).sum()) >= 4

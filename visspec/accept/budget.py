@@ -127,7 +127,7 @@ class Budget(Rejection):
         self.clusters: Clusters | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
-        self.codes = codebook.required(capabilities, "Budget").float()
+        self.codes = codebook.require_codebook(capabilities, "Budget").float()
         self.count = len(self.codes)
         self.clusters = Clusters.of(self.codes)
 
@@ -139,12 +139,12 @@ class Budget(Rejection):
             return self.greedy(draft, scores)
         assert isinstance(noise, BudgetedNoise)
         declared = self.declare(draft, categorical(scores.distribution).p, noise.reserve)
-        verdict = self.settled(draft, declared, *noise.accept_uniforms(draft.tree))
+        verdict = self.within_budget(draft, declared, *noise.accept_uniforms(draft.tree))
         assert verdict.drift is not None
         noise.spend(verdict.drift, verdict.length)
         return verdict
 
-    def settled(self, draft: Draft, declared: DeclaredTarget, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
+    def within_budget(self, draft: Draft, declared: DeclaredTarget, coins_BN: Tensor, draw_B: Tensor) -> Verdict:
         """The verdict under the declared distributions, with the drift and displacement of the nodes on the path."""
         verdict = self.judge(draft, declared.p, coins_BN, draw_B)
         path_BD, on_BD = verdict.path.clamp(min=0), verdict.path >= 0
@@ -163,7 +163,11 @@ class Budget(Rejection):
         reach_BN = (
             ((left_B1 + self.drift) / (self.drift * HORIZON)).clamp(max=self.reach) * self.clusters.unit * worth_BN
         )
-        moves = self.gathered(draft, p_BNV, reach_BN) if draft.q is None else self.transported(draft, p_BNV, reach_BN)
+        moves = (
+            self.move_to_nearest(draft, p_BNV, reach_BN)
+            if draft.q is None
+            else self.transport_to_sample(draft, p_BNV, reach_BN)
+        )
         allowed_BN = left_B1 + self.drift * (depth_BN + 1)
         spent_BN = within(moves.drift, allowed_BN, draft.tree.ancestor, draft.tree.parent)
         share_BN = spent_BN / moves.drift.clamp(min=TINY)
@@ -171,7 +175,7 @@ class Budget(Rejection):
         law_BNV[..., : self.count] = (p_BNV[..., : self.count] + share_BN[..., None] * moves.mass).clamp(min=0.0)
         return DeclaredTarget(law_BNV, spent_BN, share_BN * moves.cost)
 
-    def transported(self, draft: Draft, p_BNV: Tensor, reach_BN: Tensor) -> MassMoves:
+    def transport_to_sample(self, draft: Draft, p_BNV: Tensor, reach_BN: Tensor) -> MassMoves:
         """Sampled drafts: mass moves towards the distribution that each node's first child was drawn from."""
         assert draft.q is not None and self.clusters is not None
         rows, nodes, _ = p_BNV.shape
@@ -184,7 +188,7 @@ class Budget(Rejection):
         gap_BNK = gap_BNK[..., : self.count] * (first_BN < nodes)[..., None]
         return transport(gap_BNK, self.clusters, reach_BN)
 
-    def gathered(self, draft: Draft, p_BNV: Tensor, reach_BN: Tensor) -> MassMoves:
+    def move_to_nearest(self, draft: Draft, p_BNV: Tensor, reach_BN: Tensor) -> MassMoves:
         """Point masses: each code within reach gives all that it has to the nearest child."""
         assert self.codes is not None
         rows, nodes, _ = p_BNV.shape

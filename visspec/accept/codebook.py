@@ -19,7 +19,7 @@ ROUNDS = 20  # of Lloyd's iteration, which changes little after about 12
 _tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # codebook, what was asked of it, the table
 
 
-def required(capabilities: Capabilities, rule: str, k: int = 1, itself: bool = False) -> Tensor:
+def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: bool = False) -> Tensor:
     """The target's codebook. Raises ValueError where it has none, or none with k neighbours for each code, which counts
     among them where `itself`.
     """
@@ -39,7 +39,7 @@ def neighbours(codebook_KE: Tensor, k: int, vocab: int) -> Tensor:
         near_Kk = kernels.codebook_neighbours(codebook_KE.float(), k).int()
         return torch.cat([near_Kk, _grammar(codebook_KE, vocab)[:, None].expand(-1, k).int()])
 
-    return _kept(codebook_KE, ("neighbours", k, vocab), build)
+    return _cached_on_device(codebook_KE, ("neighbours", k, vocab), build)
 
 
 def clusters(codebook_KE: Tensor, count: int, vocab: int) -> Tensor:
@@ -55,7 +55,7 @@ def clusters(codebook_KE: Tensor, count: int, vocab: int) -> Tensor:
             centre = torch.where(size > 0, mean, centre)
         return torch.cat([torch.cdist(codes, centre).argmin(dim=1), _grammar(codes, vocab) - len(codes) + count])
 
-    return _kept(codebook_KE, ("clusters", count, vocab), build)
+    return _cached_on_device(codebook_KE, ("clusters", count, vocab), build)
 
 
 def hierarchy(codebook_KE: Tensor) -> Tensor:
@@ -78,10 +78,10 @@ def hierarchy(codebook_KE: Tensor) -> Tensor:
             order = order.gather(1, along).reshape(2 * len(order), -1)
         return order.flatten()
 
-    return _kept(codebook_KE, ("hierarchy",), build)
+    return _cached_on_device(codebook_KE, ("hierarchy",), build)
 
 
-def padded(codebook_KE: Tensor, vocab: int) -> Tensor:
+def pad_codebook(codebook_KE: Tensor, vocab: int) -> Tensor:
     """(V, E) float32 code vectors; grammar ids have infinite distance to all codes."""
     rest = codebook_KE.new_full((len(_grammar(codebook_KE, vocab)), codebook_KE.shape[1]), float("inf"))
     return torch.cat([codebook_KE, rest]).float()
@@ -91,7 +91,7 @@ def _grammar(codebook_KE: Tensor, vocab: int) -> Tensor:
     return torch.arange(len(codebook_KE), max(vocab, len(codebook_KE)), device=codebook_KE.device)
 
 
-def _kept(codebook_KE: Tensor, what: tuple, build: Callable[[], Tensor]) -> Tensor:
+def _cached_on_device(codebook_KE: Tensor, what: tuple, build: Callable[[], Tensor]) -> Tensor:
     for known_KE, kind, table in tuple(_tables):  # other threads may add theirs meanwhile
         if kind == what and known_KE.device == codebook_KE.device and torch.equal(known_KE, codebook_KE):
             return table

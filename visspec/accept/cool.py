@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from visspec.accept.rejection import Rejection, drafted
+from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.sampling import place
-from visspec.tree import cached
+from visspec.tree import tree_cache
 from visspec.types import Draft, RuleTraits
 
 
@@ -29,5 +29,5 @@ class Cool(Rejection):
         self.omega, self.nu = omega, nu
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        excess_BN = (self.omega - 1.0) * self.nu ** cached(draft.tree, place).to(p_BNV.dtype)
-        return drafted(draft, p_BNV) * excess_BN
+        excess_BN = (self.omega - 1.0) * self.nu ** tree_cache(draft.tree, place).to(p_BNV.dtype)
+        return draft_probabilities(draft, p_BNV) * excess_BN

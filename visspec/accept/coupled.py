@@ -60,13 +60,14 @@ class Coupled(Acceptance[Normals]):
         numbers = noise.numbers(nodes)
         if draft.q is None and self.window == 1:
             ends = distribution.value(numbers.start, numbers.steps)
-            return followed(draft, ends, torch.zeros_like(ends[:, 0], dtype=torch.bool))
-        return followed(
-            draft, *denoise.run(distribution, numbers, denoise.below(draft), nodes, self.window, self.merge)
+            return accepted_path(draft, ends, torch.zeros_like(ends[:, 0], dtype=torch.bool))
+        return accepted_path(
+            draft,
+            *denoise.run(distribution, numbers, denoise.child_trajectories(draft), nodes, self.window, self.merge),
         )
 
 
-def followed(draft: Draft, ends_Md: Tensor, accepted_M: Tensor) -> Verdict:
+def accepted_path(draft: Draft, ends_Md: Tensor, accepted_M: Tensor) -> Verdict:
     """The path of a chain up to the first node after which the value is not the drafted one, for M = B N nodes."""
     size = draft.tree.size
     index = torch.arange(size, device=ends_Md.device)

@@ -12,7 +12,9 @@ from torch import Tensor
 TINY = torch.finfo(torch.float32).tiny
 
 
-def reflected(normal: Tensor, other: Tensor, mean: Tensor, log_sigma: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def reflection_coupling(
+    normal: Tensor, other: Tensor, mean: Tensor, log_sigma: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
     """Maximal coupling of Gaussians of one deviation, by reflection (Bou-Rabee, Eberle, Zimmer 2020; for denoising
     chains: De Bortoli et al., arXiv 2501.05370, algorithm 4).
 
@@ -28,7 +30,7 @@ def reflected(normal: Tensor, other: Tensor, mean: Tensor, log_sigma: Tensor, un
     return torch.addcmul(mean, sigma, mirror), same
 
 
-def bounded(
+def candidate_coupling(
     point: Tensor,
     other: Tensor,
     log_other: Tensor,
@@ -50,7 +52,7 @@ def bounded(
     """
     draws = mean[..., None, :] + log_sigma.exp()[..., None, :] * candidates
     ratio, ratios = log_ratios(point, draws, other, log_other, mean, log_sigma)
-    same, taken = selected(uniform <= ratio, chances <= ratios)
+    same, taken = select_candidate(uniform <= ratio, chances <= ratios)
     return candidate(draws, taken), same
 
 
@@ -63,7 +65,7 @@ def log_ratios(
     return ratio, ratios - log_density(draws, mean[..., None, :], log_sigma[..., None, :])
 
 
-def selected(overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
+def select_candidate(overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
     """Whether the point is kept, and the index of the candidate in its place (...), by which of them are of the overlap
     of their two distributions: the point (...), the candidates (..., K).
     """

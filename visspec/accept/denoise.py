@@ -27,7 +27,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from visspec.accept.couplings import bounded, reflected
+from visspec.accept.couplings import candidate_coupling, reflection_coupling
 from visspec.cache import to_device
 from visspec.distributions import Denoising, DenoisingSteps, Trajectory
 from visspec.sampling import TrajectoryNumbers
@@ -103,7 +103,7 @@ class DraftTrajectories(NamedTuple):
     there: Tensor  # (M,) bool
 
 
-def below(draft: Draft) -> DraftTrajectories | None:
+def child_trajectories(draft: Draft) -> DraftTrajectories | None:
     """The trajectory drafted below each node of a chain, for M = B N chains; its last node has none."""
     if draft.q is None:
         return None
@@ -222,11 +222,11 @@ def advance(
     mean, log_sigma, value = distribution.kernel(before, index, chosen)
     uniform = at_steps(numbers.uniforms[..., 0], index)
     if steps.fixed:
-        drawn, same = reflected(own.normal, own.mean, mean, log_sigma, uniform)
+        drawn, same = reflection_coupling(own.normal, own.mean, mean, log_sigma, uniform)
         if drafted is not None:  # of other deviations: an exact draw that never is the same point
             same = same & (own.log_sigma == log_sigma).all(dim=-1)
     else:
-        drawn, same = bounded(
+        drawn, same = candidate_coupling(
             own.points,
             own.mean,
             own.log_sigma,
@@ -329,7 +329,7 @@ def merging(
     for k in range(index.shape[1]):
         mean = keeps[:, k, None] * x + moves[:, k, None] * chains.mean
         log_sigma, close = log_sigmas[:, k], near[:, k]
-        drawn, same = reflected(on.normal[:, k], on.mean[:, k], mean, log_sigma, uniform[:, k])
+        drawn, same = reflection_coupling(on.normal[:, k], on.mean[:, k], mean, log_sigma, uniform[:, k])
         ends = final[:, k]
         same = (same | ends) & close
         drawn = torch.where(close[:, None], drawn, torch.addcmul(mean, log_sigma.exp(), away.normal[:, k]))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from visspec.distributions import Categorical, categorical
 from visspec.replay import REPLAYING, Call, Recording, Recordings, stream
-from visspec.tree import bounded, branch
+from visspec.tree import branch, limit_children
 from visspec.types import Acceptance, Draft, Noise, Scores, Tree, Verdict
 
 
@@ -63,7 +63,7 @@ class GraphedRule(Recordings, Acceptance[Noise]):
         queue = stream(logits.device)
         key = (shapes, tree.levels, tree.chain, branch(tree), has, kind, queue)  # all the host tells it
         with REPLAYING:
-            held = self._held(record, given, key)
+            held = self._recording(record, given, key)
             if held is not None:
                 held.fill(given)
                 held.replay()
@@ -71,11 +71,11 @@ class GraphedRule(Recordings, Acceptance[Noise]):
                 return Verdict(*parts)
         return self.rule(draft, scores, noise)
 
-    def _held(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording | None:
+    def _recording(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording | None:
         """The graph for these shapes, captured if needed; None if the limit is reached or the capture failed."""
         if key not in self.recordings and len(self.recordings) < self.most:
             try:
-                self.recordings[key] = self._recorded(record, given, key)
+                self.recordings[key] = self._record(record, given, key)
             except RuntimeError as error:
                 warnings.warn(
                     f"acceptance: not captured, the rule runs without a graph: {error}", RuntimeWarning, stacklevel=3
@@ -83,13 +83,13 @@ class GraphedRule(Recordings, Acceptance[Noise]):
                 self.most = 0
         return self.recordings.get(key)
 
-    def _recorded(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
+    def _record(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
         _, levels, chain, most, has, kind, _ = key
         inputs = [x.clone() for x in given]
         value, parent, depth, ancestor, logits, *rest = inputs
         real, p, numbers = (rest.pop(0) if there else None for there in has)
         q = None if p is None else Categorical(p=p)
-        draft = Draft(value, bounded(Tree(parent, depth, ancestor, levels, chain), most), q, real)
+        draft = Draft(value, limit_children(Tree(parent, depth, ancestor, levels, chain), most), q, real)
         noise = None if numbers is None else kind.of(numbers)
         with torch.cuda.device_of(logits):
             verdict, replay = record(lambda: self.rule(draft, Scores(Categorical(logits)), noise))

@@ -48,9 +48,9 @@ class Grouped(Rejection):
     def bind(self, capabilities: Capabilities) -> None:
         super().bind(capabilities)
         if self.reads_codes:
-            codes = codebook.required(capabilities, "Grouped")
+            codes = codebook.require_codebook(capabilities, "Grouped")
             if self.count is None:
-                self.embedding_VE = codebook.padded(codes, capabilities.vocab)
+                self.embedding_VE = codebook.pad_codebook(codes, capabilities.vocab)
             elif self.count > len(codes):
                 raise ValueError(f"clusters: got {self.count}, expected at most the codebook's {len(codes)} codes")
             else:

@@ -22,7 +22,7 @@ from torch import Tensor
 from visspec import kernels
 from visspec.accept import codebook, published
 from visspec.accept.exact import deepest
-from visspec.accept.rejection import Rejection, drafted
+from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.distributions import categorical
 from visspec.kernels import displacement
 from visspec.tree import above, roots
@@ -53,7 +53,7 @@ class Lantern(Rejection):
         self.wide_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
-        codes = codebook.required(capabilities, type(self).__name__, self.k)
+        codes = codebook.require_codebook(capabilities, type(self).__name__, self.k)
         super().bind(capabilities)
         self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
         if self.compat is not None:  # the published code zeroes one more code than it uses
@@ -65,13 +65,13 @@ class Lantern(Rejection):
         return self.table_Vk
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        return self.borrowed(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
+        return self.borrowed_mass(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
 
     def relaxation(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor) -> dict[str, Any]:
         """The kernel sums the neighbours' mass itself, for the tested nodes only."""
         return {"neighbours": self.table(), self.bound: self.value}
 
-    def borrowed(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
+    def borrowed_mass(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
         """(B, D) mass added to codes x under the distributions of their parents."""
         rows, size, _ = p_BNV.shape
         law_BD = above_BD + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
@@ -87,7 +87,7 @@ class Lantern(Rejection):
         p_BNV, best_BN = distribution.p, distribution.logits.argmax(dim=-1)
         above_BN = above(draft.tree).expand_as(draft.value)
         wanted_BN, top_BN = best_BN.gather(1, above_BN), p_BNV.amax(dim=-1).gather(1, above_BN)
-        kept_BN = (draft.value == wanted_BN) | (drafted(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN)
+        kept_BN = (draft.value == wanted_BN) | (draft_probabilities(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN)
         if draft.real is not None:
             kept_BN &= draft.real
         kept_BN = kept_BN | roots(draft.tree)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from visspec.accept.coupled import followed
+from visspec.accept.coupled import accepted_path
 from visspec.accept.surrogate import Surrogate
 from visspec.types import Draft, Verdict
 
@@ -39,10 +39,12 @@ class Legacy(Surrogate):
         if not stop:
             self.traits = replace(self.traits, unmetered="vectors are judged below drafted ones that were replaced")
 
-    def weighed(self, ratio: Tensor, ratios: Tensor, log_product: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+    def log_acceptance(
+        self, ratio: Tensor, ratios: Tensor, log_product: Tensor, log_scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return (ratio - log_scale) / self.softness + log_scale - log_product, ratios + log_product[:, None]
 
-    def selected(self, overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
+    def select(self, overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
         return overlap, (~overlaps).long().argmax(dim=-1)  # the first of the residual
 
     def replacement(self, drawn: Tensor, missed: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ class Legacy(Surrogate):
         size, shape = draft.tree.size, draft.value.shape[:2]
         real = torch.ones(shape, dtype=torch.bool, device=ends.device) if draft.real is None else draft.real
         following = torch.cat([real[:, 1:], torch.zeros_like(real[:, :1])], dim=1)  # a drafted node comes next
-        kept = followed(draft, ends, following.flatten())
+        kept = accepted_path(draft, ends, following.flatten())
         values = torch.cat([draft.value[:, :1], ends.view(*shape, -1)[:, : size - 1]], dim=1)
         moved, missed = (part.view(shape).sum(dim=1) for part in (moved, missed))
         return replace(kept, displacement=moved, capped=missed, values=values)

@@ -52,7 +52,7 @@ class Local(Acceptance[Gumbel]):
         self.near_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
-        self.codes = codebook.required(capabilities, "Local", self.k, itself=True).float()
+        self.codes = codebook.require_codebook(capabilities, "Local", self.k, itself=True).float()
         ids_V1 = torch.arange(capabilities.vocab, device=self.codes.device)[:, None]
         near_Vk = codebook.neighbours(self.codes, self.k - 1, capabilities.vocab) if self.k > 1 else ids_V1[:, :0]
         self.near_Vk = torch.cat([ids_V1, near_Vk.long()], dim=1)
@@ -60,7 +60,7 @@ class Local(Acceptance[Gumbel]):
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Gumbel:
         return Gumbel(generators, width)
 
-    def trusted(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
+    def within_tolerance(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
         """(B, N) whether codes x are accepted under the distributions of their positions; never grammar ids."""
         if self.near_Vk is None or self.codes is None:
             raise ValueError("acceptance: Local has no codebook, expected bind(capabilities) first")
@@ -69,7 +69,7 @@ class Local(Acceptance[Gumbel]):
 
     def again(self, p_BNV: Tensor, x_BN: Tensor, real_BN: Tensor, columns: int) -> Tensor:
         """(B, N) places of whole image rows, in raster order, that must be generated again."""
-        rejected_BRC = ~(self.trusted(p_BNV, x_BN) & real_BN).unflatten(1, (-1, columns))
+        rejected_BRC = ~(self.within_tolerance(p_BNV, x_BN) & real_BN).unflatten(1, (-1, columns))
         return spread(rejected_BRC, self.radius).flatten(1)
 
     def cost(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ class Local(Acceptance[Gumbel]):
         above_BN = above(tree).expand_as(x_BN)
         p_BNV = distribution.p.gather(1, above_BN[..., None].expand(-1, -1, distribution.width))
         certain_BN = x_BN >= len(self.codes if self.codes is not None else ())
-        kept_BN = self.trusted(p_BNV, x_BN) | (certain_BN & (x_BN == chosen_BN.gather(1, above_BN)))
+        kept_BN = self.within_tolerance(p_BNV, x_BN) | (certain_BN & (x_BN == chosen_BN.gather(1, above_BN)))
         if draft.real is not None:
             kept_BN = kept_BN & draft.real
         verdict = deepest(tree, kept_BN | roots(tree), chosen_BN)
@@ -94,13 +94,13 @@ class Local(Acceptance[Gumbel]):
             return verdict
         node_BD = verdict.path.clamp(min=0)
         law_BDV = p_BNV.gather(1, node_BD[..., None].expand(-1, -1, p_BNV.shape[-1]))
-        law_BDV = settled(law_BDV, noise is None)
+        law_BDV = sampled_distributions(law_BDV, noise is None)
         stays_BD = (verdict.path > 0) & ~certain_BN.gather(1, node_BD)
         drift_B, far_B = self.cost(law_BDV, x_BN.gather(1, node_BD), stays_BD)
         return Verdict(verdict.path, verdict.length, verdict.next, drift_B, far_B)
 
 
-def settled(p_BNV: Tensor, greedy: bool) -> Tensor:
+def sampled_distributions(p_BNV: Tensor, greedy: bool) -> Tensor:
     """The distributions that tokens are sampled from; point masses at the argmax for greedy decoding."""
     if not greedy:
         return p_BNV

@@ -8,7 +8,7 @@ coupling is an optimal transport (SpecTr, Sun et al., arXiv 2310.15141). By dual
 
 since drafts that are all in H can only become tokens of H; the maximum is over the sets of largest q/p alone (Hu et
 al., "Towards optimal multi-draft speculative decoding", arXiv 2502.18779). `sequential` is what `rejection` reaches,
-`coupled` what `exact` reaches with the k best by the drafter's distribution given the noise of the position.
+`gumbel_agreement` what `exact` reaches with the k best by the drafter's distribution given the noise of the position.
 
 Laws are float64 tensors (V,), all tuples of drafts are enumerated: for small V and k, to judge rules by.
 """
@@ -67,7 +67,7 @@ def sequential(p: Tensor, q: Tensor, k: int, replacement: bool) -> float:
     return total
 
 
-def coupled(p: Tensor, q: Tensor, k: int, draws: int, generator: torch.Generator) -> float:
+def gumbel_agreement(p: Tensor, q: Tensor, k: int, draws: int, generator: torch.Generator) -> float:
     """The share of `draws` Gumbel vectors under which the best of p is among the k best of q."""
     uniform = torch.rand(draws, p.shape[0], dtype=p.dtype, generator=generator)
     gumbel = -(-uniform.clamp(min=torch.finfo(p.dtype).tiny).log()).log()

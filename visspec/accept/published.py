@@ -48,11 +48,11 @@ class Bounds(NamedTuple):
 def walk(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bounds: Bounds, logs: bool = False) -> Verdict:
     """The verdict of the published rule. logs: p holds log-distributions."""
     if p_BNV.device.type == "cpu":
-        return walked(draft, p_BNV, coins_BN, draw_B, bounds, logs)
-    return batched(draft, p_BNV.softmax(-1) if logs else p_BNV, coins_BN, draw_B, bounds)
+        return walk_rows(draft, p_BNV, coins_BN, draw_B, bounds, logs)
+    return walk_batch(draft, p_BNV.softmax(-1) if logs else p_BNV, coins_BN, draw_B, bounds)
 
 
-def walked(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bounds: Bounds, logs: bool) -> Verdict:
+def walk_rows(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bounds: Bounds, logs: bool) -> Verdict:
     """The CPU path: tested nodes only, on numpy views of the tensors."""
     x_BN, over_BN = host(draft.value), host(draft.tree.parent.expand_as(draft.value))
     real_BN = np.ones_like(x_BN, bool) if draft.real is None else host(draft.real)
@@ -108,7 +108,7 @@ def _point_on_host(x, law_V, near, lend):
 
 
 def _drawn_on_host(x, law_V, q_V, near, lend):
-    """As `_drawn`, over the codes R that can be rejected, for which q exceeds p plus the neighbours' mass."""
+    """As `_draw_correction`, over the codes R that can be rejected, for which q exceeds p plus the neighbours' mass."""
     plain_V, shared_V = np.maximum(law_V - q_V, 0.0), np.minimum(law_V, q_V)
     over_R = np.flatnonzero(q_V > law_V)
     short_V, some_V = np.zeros_like(q_V), np.zeros(len(q_V), bool)
@@ -152,10 +152,10 @@ def _lent_on_host(k, codes, delta, lam, law_V, ids, near_Rk):
     return (summed_Rk * within_Rk).max(1), within_Rk[:, 0], within_Rk[:, -1]
 
 
-def batched(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bounds: Bounds) -> Verdict:
+def walk_batch(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bounds: Bounds) -> Verdict:
     """The CUDA path: all rows at once, node by node, without synchronisation."""
     parent_BN, size = draft.tree.parent.expand_as(draft.value), draft.tree.size
-    lend = partial(_lent, bounds.table.long(), *bounds[1:])
+    lend = partial(_borrowed_mass, bounds.table.long(), *bounds[1:])
     law_BV, current_B = p_BNV[:, 0].double(), torch.zeros_like(parent_BN[:, 0])
     kept_BN, drift_B = torch.zeros_like(parent_BN, dtype=torch.bool), torch.zeros_like(law_BV[:, 0])
     kept_BN[:, 0] = True
@@ -167,7 +167,7 @@ def batched(draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, bound
             f_B, rest_BV, moved_B = _point(x_B, law_BV, lend)
         else:
             q_BV = categorical(draft.q).p[:, n].double()
-            trials = [_drawn(x, law, q, lend) for x, law, q in zip(x_B, law_BV, q_BV)]
+            trials = [_draw_correction(x, law, q, lend) for x, law, q in zip(x_B, law_BV, q_BV)]
             f_B, rest_BV, moved_B = (torch.stack(part) for part in zip(*trials))
         kept_BN[:, n] = tried_B & (coins_BN[:, n] < f_B)
         drift_B += moved_B * tried_B
@@ -185,13 +185,13 @@ def _point(x_B, law_BV, lend):
     near_Bk, lent_B, some_B = lend(law_BV, x_B)
     f_B = (law_BV.gather(1, x_B[:, None])[:, 0] + lent_B).clamp(max=1.0)
     rest_BV = law_BV.scatter(1, x_B[:, None], 0.0)
-    rest_BV = _normalised(torch.where(some_B[:, None], rest_BV.scatter(1, near_Bk, 0.0), rest_BV))
+    rest_BV = _normalise(torch.where(some_B[:, None], rest_BV.scatter(1, near_Bk, 0.0), rest_BV))
     output_BV = (1 - f_B)[:, None] * rest_BV
     output_BV.scatter_add_(1, x_B[:, None], f_B[:, None])
     return f_B, rest_BV, 0.5 * (output_BV - law_BV).abs().sum(1)
 
 
-def _drawn(x, law_V, q_V, lend):
+def _draw_correction(x, law_V, q_V, lend):
     """The same for one row's draw x ~ q. The total variation is that of the distribution averaged over x."""
     every = torch.arange(len(law_V), device=law_V.device)
     near_Vk, lent_V, some_V = lend(law_V.expand(len(law_V), -1), every)
@@ -206,10 +206,10 @@ def _drawn(x, law_V, q_V, lend):
     # a plain index x would synchronise
     f, near_k, some = (each.index_select(0, x[None])[0] for each in (f_V, near_Vk, some_V))
     rest_V = torch.where(some, plain_V.scatter(0, near_k, law_V[near_k]), plain_V)
-    return f, _normalised(rest_V), 0.5 * (output_V - law_V).abs().sum()
+    return f, _normalise(rest_V), 0.5 * (output_V - law_V).abs().sum()
 
 
-def _lent(table, k, codes, delta, lam, law_RV, x_R):
+def _borrowed_mass(table, k, codes, delta, lam, law_RV, x_R):
     """Of codes x under their distributions: the k + 1 neighbours, the mass they lend, and whether any was within the
     bound.
     """
@@ -220,6 +220,6 @@ def _lent(table, k, codes, delta, lam, law_RV, x_R):
     return near_Rk, (summed_Rk * within_Rk).amax(1), within_Rk.any(1)
 
 
-def _normalised(law):
+def _normalise(law):
     total = law.sum(-1, keepdim=True)
     return torch.where(total > 0, law / total.clamp(min=TINY), 1.0 / law.shape[-1])

@@ -93,7 +93,7 @@ class Rejection(Acceptance[AcceptanceNoise]):
         return Verdict(path, length, following, drift if self.relaxed else None, *displaced)
 
 
-def drafted(draft: Draft, p_BNV: Tensor) -> Tensor:
+def draft_probabilities(draft: Draft, p_BNV: Tensor) -> Tensor:
     """(B, N): each node's probability under its parent's distribution; the root's entry is undefined."""
     rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
     return p_BNV[rows, above(draft.tree), draft.value]

@@ -19,7 +19,7 @@ import copy
 import torch
 from torch import Tensor
 
-from visspec.accept.rejection import Rejection, drafted
+from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.distributions import categorical
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits
 
@@ -50,7 +50,7 @@ class RunProduct(Rejection):
         if not draft.tree.chain:
             raise ValueError(f"acceptance: RunProduct got a tree of {draft.tree.size} nodes, expected chains")
         absent_BN = draft.tree.parent < 0 if draft.real is None else ~draft.real
-        p_BN = drafted(draft, p_BNV).double().masked_fill(absent_BN, 0.0)
+        p_BN = draft_probabilities(draft, p_BNV).double().masked_fill(absent_BN, 0.0)
         q_BN = torch.ones_like(p_BN)
         if draft.q is not None:
             q_BN = categorical(draft.q).at(draft.value).double().clamp(min=TINY)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.accept.coupled import followed
+from visspec.accept.coupled import accepted_path
 from visspec.distributions import Maps, draw, maps, residual
 from visspec.sampling import ScaleAcceptanceNoise, ScaleGumbel, ScaleNoise
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
@@ -36,22 +36,24 @@ class Scales(Acceptance[ScaleNoise]):
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> ScaleNoise:
         return ScaleGumbel(generators, width, self.sizes)
 
-    def chosen(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
+    def target_maps(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
         """(B, N, S): the target's map after each node."""
         return (distribution.logits + _wide(noise.codes(draft.tree.size), distribution)).argmax(dim=-1)
 
     def __call__(self, draft: Draft, scores: Scores, noise: ScaleNoise | None) -> Verdict:
         distribution, size = maps(scores.distribution), draft.value.shape[-1]
-        codes_BNS = distribution.logits.argmax(dim=-1) if noise is None else self.chosen(draft, distribution, noise)
+        codes_BNS = (
+            distribution.logits.argmax(dim=-1) if noise is None else self.target_maps(draft, distribution, noise)
+        )
         codes_BNS = codes_BNS.masked_fill(~distribution.real, 0)
         codes_BNS = F.pad(codes_BNS, (0, size - codes_BNS.shape[-1]))
         same_BN = torch.zeros_like(distribution.count, dtype=torch.bool)
         if draft.tree.size > 1:
             found = codes_BNS[:, :-1, : distribution.logits.shape[2]]
-            same_BN[:, :-1] = (below(draft, distribution) == found).all(dim=-1) & (distribution.count[:, :-1] > 0)
+            same_BN[:, :-1] = (child_maps(draft, distribution) == found).all(dim=-1) & (distribution.count[:, :-1] > 0)
             if draft.real is not None:
                 same_BN[:, :-1] &= draft.real[:, 1:]
-        return followed(draft, codes_BNS.flatten(0, 1), same_BN.flatten())
+        return accepted_path(draft, codes_BNS.flatten(0, 1), same_BN.flatten())
 
 
 class Repaired(Scales):
@@ -64,23 +66,23 @@ class Repaired(Scales):
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> ScaleNoise:
         return ScaleAcceptanceNoise(generators, self.sizes)
 
-    def chosen(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
+    def target_maps(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
         uniform, fresh, _ = _wide(noise.codes(draft.tree.size), distribution).unbind(dim=-1)
         p_BNSV = distribution.p
         if draft.tree.size == 1:
             return draw(p_BNSV, fresh)
-        drafted, head = below(draft, distribution), p_BNSV[:, :-1]
+        drafted, head = child_maps(draft, distribution), p_BNSV[:, :-1]
         if draft.q is None:
             q = torch.zeros_like(head).scatter_(-1, drafted[..., None], 1.0)
         else:
             q = maps(draft.q).p[:, 1:, : head.shape[2]]
-        own = mended(drafted, head, q, uniform[:, :-1], fresh[:, :-1])
+        own = repair_codes(drafted, head, q, uniform[:, :-1], fresh[:, :-1])
         if draft.real is not None:
             own = torch.where(draft.real[:, 1:, None], own, draw(head, fresh[:, :-1]))
         return torch.cat([own, draw(p_BNSV[:, -1:], fresh[:, -1:])], dim=1)
 
 
-def mended(drafted: Tensor, p: Tensor, q: Tensor, uniform: Tensor, fresh: Tensor) -> Tensor:
+def repair_codes(drafted: Tensor, p: Tensor, q: Tensor, uniform: Tensor, fresh: Tensor) -> Tensor:
     """Draws from distributions p (..., V), equal to codes (...) drawn from q as often as can be; coin, fresh (...) in
     [0, 1).
     """
@@ -89,7 +91,7 @@ def mended(drafted: Tensor, p: Tensor, q: Tensor, uniform: Tensor, fresh: Tensor
     return torch.where(kept, drafted, draw(residual(p, q), fresh))
 
 
-def below(draft: Draft, distribution: Maps) -> Tensor:
+def child_maps(draft: Draft, distribution: Maps) -> Tensor:
     """(B, N - 1, S): the map drafted below each node but the last, zero at padding."""
     drafted = draft.value[:, 1:, : distribution.logits.shape[2]]
     return drafted.masked_fill(~distribution.real[:, :-1], 0)

@@ -7,8 +7,8 @@ Gaussians of the last step, a drafted value y is accepted with probability
 
 and after a rejection a value is drawn from the residual [Sigma p_0 - q_0]+, as the first of some candidates from p_0
 that is of it. Given the earlier noise, y is a draw from q_0, so with Sigma = 1 the result is an exact draw from p_0,
-for any number of candidates (`couplings.bounded`); Sigma, meant as the ratio of the earlier steps, makes it only
-approximate.
+for any number of candidates (`couplings.candidate_coupling`); Sigma, meant as the ratio of the earlier steps, makes it
+only approximate.
 All in log space; where no candidate is of the residual, the first is taken, and counted (`Verdict.capped`).
 
 drift: number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1, residual
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from visspec.accept import denoise
-from visspec.accept.coupled import followed
-from visspec.accept.couplings import candidate, log_ratios, selected
+from visspec.accept.coupled import accepted_path
+from visspec.accept.couplings import candidate, log_ratios, select_candidate
 from visspec.distributions import Denoising, denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
@@ -50,7 +50,9 @@ class Surrogate(Acceptance[Normals]):
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
         return Normals(generators, *self.capabilities.chains, (1, self.tries))
 
-    def weighed(self, ratio: Tensor, ratios: Tensor, log_product: Tensor, log_scale: Tensor) -> tuple[Tensor, Tensor]:
+    def log_acceptance(
+        self, ratio: Tensor, ratios: Tensor, log_product: Tensor, log_scale: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """log of the acceptance probability, before it is capped at 1 (M,), and of q_0's share in Sigma p_0 (M, K).
 
         ratio: log p_0/q_0 of the drafted value. ratios: log q_0/p_0 of the candidates. log_product: log Sigma.
@@ -58,9 +60,9 @@ class Surrogate(Acceptance[Normals]):
         """
         return ratio + log_product, ratios - log_product[:, None]
 
-    def selected(self, overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
-        """As `couplings.selected`, by the above."""
-        return selected(overlap, overlaps)
+    def select(self, overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
+        """As `couplings.select_candidate`, by the above."""
+        return select_candidate(overlap, overlaps)
 
     def replacement(self, drawn: Tensor, missed: Tensor) -> Tensor:
         """Values (M, d) after a rejection. missed (M,): no candidate was of the residual, and `drawn` has the first."""
@@ -69,7 +71,7 @@ class Surrogate(Acceptance[Normals]):
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
         distribution, nodes = denoising(scores.distribution), draft.tree.size
-        numbers, drafted = noise.numbers(nodes), denoise.below(draft)
+        numbers, drafted = noise.numbers(nodes), denoise.child_trajectories(draft)
         if drafted is None:
             own = distribution.value(numbers.start, numbers.steps)
             none = torch.zeros_like(own[:, 0], dtype=torch.bool)
@@ -88,12 +90,12 @@ class Surrogate(Acceptance[Normals]):
         draws = torch.addcmul(mean_p, log_sigma.exp(), numbers.candidates[:, 0])
         uniform, chances = numbers.uniforms[:, -1, 0], numbers.chances[:, 0]
         ratio, ratios = log_ratios(y, draws, *last_q, *last_p)
-        log_f, log_shares = self.weighed(ratio, ratios, log_scales[:, :-1].sum(dim=1), log_scales[:, -1])
+        log_f, log_shares = self.log_acceptance(ratio, ratios, log_scales[:, :-1].sum(dim=1), log_scales[:, -1])
         overlaps = chances <= log_shares
-        kept, taken = self.selected(uniform <= log_f, overlaps)
+        kept, taken = self.select(uniform <= log_f, overlaps)
         missed = ~kept & overlaps.all(dim=1) & there
         ends = torch.where(kept[:, None], y, self.replacement(candidate(draws, taken), missed))
-        same, index = selected(uniform <= ratio, chances <= ratios)
+        same, index = select_candidate(uniform <= ratio, chances <= ratios)
         drift = (ends != torch.where(same[:, None], y, candidate(draws, index))).any(dim=1) & there
         ends = torch.where(there[:, None], ends, own)
         return self.verdict(draft, ends, kept & there, drift.float(), (ends - own).norm(dim=1) * there, missed)
@@ -102,7 +104,7 @@ class Surrogate(Acceptance[Normals]):
         self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor, moved: Tensor, missed: Tensor
     ) -> Verdict:
         """The verdict for M = B N tested nodes: their values, and which of them are the drafted ones."""
-        found = followed(draft, ends, accepted)
+        found = accepted_path(draft, ends, accepted)
         tested = torch.arange(draft.tree.size, device=ends.device) < found.length[:, None]
         drift, moved, missed = (part.view(tested.shape) * tested for part in (drift, moved, missed))
         return replace(found, drift=drift.sum(dim=1), displacement=moved.sum(dim=1), capped=missed.sum(dim=1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visspec.accept.rejection import Rejection, drafted
+from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.tree import above
 from visspec.types import Draft, RuleTraits
 
@@ -34,4 +34,4 @@ class Typical(Rejection):
         entropy_BN = torch.special.entr(p_BNV).sum(dim=-1)
         threshold_BN = (self.delta * torch.exp(-entropy_BN)).clamp(max=self.epsilon)
         above_BN = above(draft.tree).expand_as(draft.value)
-        return (drafted(draft, p_BNV) >= threshold_BN.gather(1, above_BN)).float()
+        return (draft_probabilities(draft, p_BNV) >= threshold_BN.gather(1, above_BN)).float()

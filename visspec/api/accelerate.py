@@ -19,7 +19,7 @@ from visspec.api import queueing, requests, saving, zoo
 from visspec.api.copies import Rebuildable
 from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
-from visspec.loop.bandit import among
+from visspec.loop.bandit import bandit_of
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import DecodingSetup, build_setup
@@ -27,7 +27,7 @@ from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
 from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
-from visspec.models.decoder.target import HFDecoder, adapted, driven
+from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
 from visspec.types import Acceptance, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class Accelerated(Rebuildable):
         from visspec.api.loading import load_saved
 
         remote = options.pop("trust_remote_code", False)
-        folder = str(hub.located(zoo.located(str(where))))
+        folder = str(hub.resolve_folder(zoo.included_folder(str(where))))
         settings = saving.read(folder, options)
         strange = [name for name in ("parts", "order") if settings.pop(name, None)]
         if strange:
@@ -254,15 +254,15 @@ class Accelerated(Rebuildable):
 
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
             setups = [build(spec) for spec in each_of(options.drafter)]
-            return among(setups) if isinstance(options.drafter, (list, tuple)) else setups[0]
+            return bandit_of(setups) if isinstance(options.drafter, (list, tuple)) else setups[0]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in self.__dict__:  # called by copy and pickle on an empty object
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.model, name)
-        return self._returned(found) if getattr(found, "__self__", None) is self.model else found
+        return self._return_self(found) if getattr(found, "__self__", None) is self.model else found
 
-    def _returned(self, method: Callable) -> Callable:
+    def _return_self(self, method: Callable) -> Callable:
         @wraps(method)
         def call(*args, **kwargs):
             result = method(*args, **kwargs)
@@ -290,7 +290,7 @@ class Accelerated(Rebuildable):
 
     def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
         """Like `generate`, but returns a `Result` with the final state and statistics of this call."""
-        kwargs = requests.named(adapted(self.model).generate, args, kwargs)
+        kwargs = requests.arguments_by_name(unwrap_adapter(self.model).generate, args, kwargs)
         streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
         kwargs.pop("custom_generate", None)

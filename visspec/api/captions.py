@@ -61,10 +61,10 @@ def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
 def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:
     """A model's inputs for a batch of PIL images, under one request or one each; left-padded, on its device."""
     requests = [request] * len(images) if isinstance(request, str) else request
-    return moved(processed(processor, images, requests), model)
+    return move_inputs(process_batch(processor, images, requests), model)
 
 
-def processed(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
+def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
     """A processor's output for a batch of PIL images, left-padded, on the CPU. Raises ValueError for a request with an
     image token, as its image has one.
     """
@@ -79,7 +79,7 @@ def processed(processor, images: Sequence, requests: Sequence[str]) -> dict[str,
     return dict(processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True))
 
 
-def moved(inputs: dict[str, Any], model) -> dict[str, Any]:
+def move_inputs(inputs: dict[str, Any], model) -> dict[str, Any]:
     """Inputs on a model's device, pixels in its dtype. Copies from pinned memory don't block."""
     there = {k: v.to(model.device, non_blocking=True) for k, v in inputs.items()}
     return {k: v.to(model.dtype) if torch.is_floating_point(v) else v for k, v in there.items()}
@@ -165,7 +165,7 @@ class Captions:
         if self._closed:
             raise ValueError("captions: got a call after close(), expected one before it")
         raised: list[Exception] = []
-        read = prefetched(self._prepared, _until_raised(records, raised), self.workers, 2 * self.slots)
+        read = prefetch_map(self._prepare, _until_error(records, raised), self.workers, 2 * self.slots)
         options = {k: v for k, v in self.generate.items() if k != "seed"}
         answers = self.fast.stream(map(self._entry, read), slots=self.slots, **options)
         run = self._run(answers, read, raised)
@@ -195,7 +195,7 @@ class Captions:
     def __exit__(self, *error: BaseException | type | TracebackType | None) -> None:
         self.close()
 
-    def _prepared(self, record: Record) -> Prepared:
+    def _prepare(self, record: Record) -> Prepared:
         """In a worker: a record without its pixels, and the processor's output or what went wrong."""
         label = str(record.image) if isinstance(record.image, (str, Path)) else None
         bare = replace(record, image=label, prompt=record.prompt or self.request)
@@ -208,7 +208,7 @@ class Captions:
             elif isinstance(image, (str, Path)):
                 image = open_image(image, self.max_pixels)
             with self._processing:
-                inputs = processed(self.processor, [image], [bare.prompt or ""])
+                inputs = process_batch(self.processor, [image], [bare.prompt or ""])
             length, new = inputs["input_ids"].shape[1], self.generate.get("max_new_tokens") or 0
             if self.context is not None and length + new > self.context:
                 raise ValueError(
@@ -227,7 +227,7 @@ class Captions:
             return record, inputs
         run = self.generate.get("seed")
         seed = {} if run is None else {"seed": seed_of(run, record.id)}
-        return moved(inputs, self.fast.model) | seed | {"id": record}
+        return move_inputs(inputs, self.fast.model) | seed | {"id": record}
 
     def _caption(self, answer: Answer) -> Caption:
         record, error = answer.id, answer.error
@@ -248,7 +248,7 @@ class Captions:
         )
 
 
-def _until_raised(records: Iterable[Record | str | Path], raised: list[Exception]) -> Iterator[Record]:
+def _until_error(records: Iterable[Record | str | Path], raised: list[Exception]) -> Iterator[Record]:
     """Records, up to the exception that ends them, which is kept."""
     try:
         for record in records:
@@ -257,7 +257,7 @@ def _until_raised(records: Iterable[Record | str | Path], raised: list[Exception
         raised.append(error)
 
 
-def prefetched(
+def prefetch_map(
     make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int
 ) -> Generator[Made, None, None]:
     """`map` in threads, in order, at most `ahead` items before they are asked for."""

@@ -63,7 +63,7 @@ class RequestError(ValueError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def refused(name: str, found: Json, expected: str, code: str | None = None) -> RequestError:
+def refusal(name: str, found: Json, expected: str, code: str | None = None) -> RequestError:
     """An error about an argument of a body."""
     shown = repr(found)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
@@ -180,13 +180,13 @@ def read(kind: type[Read], body: Json, neutral: Mapping[str, tuple]) -> Read:
         same = (found == value and isinstance(found, bool) == isinstance(value, bool) for value in values)
         if found is not None and not any(same):
             wanted = " or ".join(repr(value) for value in values) or "none"
-            raise refused(name, found, f"{wanted}: this server has nothing else", code="unsupported_value")
+            raise refusal(name, found, f"{wanted}: this server has nothing else", code="unsupported_value")
     only(body, {*kind.model_fields, *neutral})
     try:
         return kind.model_validate({name: found for name, found in body.items() if name in kind.model_fields})
     except ValidationError as error:
         name = str(error.errors(include_url=False)[0]["loc"][0])
-    raise refused(name, body.get(name), kind.model_fields[name].description or "another value")
+    raise refusal(name, body.get(name), kind.model_fields[name].description or "another value")
 
 
 def only(given: Mapping[str, Json], known: Collection[str], where: str = "") -> None:
@@ -194,7 +194,7 @@ def only(given: Mapping[str, Json], known: Collection[str], where: str = "") -> 
     for name, found in given.items():
         if found is not None and name not in known and name not in NO_MATTER:
             shown = name if name.isidentifier() and len(name) <= 60 else ascii(name[:60])
-            raise refused(where + shown, found, "none: this server does not know it", code="unknown_parameter")
+            raise refusal(where + shown, found, "none: this server does not know it", code="unknown_parameter")
 
 
 def chat(body: Json, limits: RequestLimits) -> ChatRequest:
@@ -206,7 +206,7 @@ def chat(body: Json, limits: RequestLimits) -> ChatRequest:
         where = f"messages[{i}]"
         role = message.get("role") if isinstance(message, Mapping) else message
         if not isinstance(role, str) or role not in ROLES or not isinstance(message, Mapping):
-            raise refused(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+            raise refusal(f"{where}.role", role, f"one of {', '.join(ROLES)}")
         only(message, ("role", "content"), f"{where}.")
         parts = content(message.get("content"), f"{where}.content", images, limits)
         messages.append({"role": ROLES[role], "content": parts})
@@ -251,7 +251,7 @@ def content(given: Json, where: str, images: list[Picture], limits: RequestLimit
     if isinstance(given, str):
         return [{"type": "text", "text": given}]
     if not isinstance(given, list) or not given:
-        raise refused(where, given, "a text or a list of parts")
+        raise refusal(where, given, "a text or a list of parts")
     found: list[dict[str, Any]] = []
     for i, part in enumerate(given):
         at, part = f"{where}[{i}]", part if isinstance(part, dict) else {}
@@ -264,14 +264,14 @@ def content(given: Json, where: str, images: list[Picture], limits: RequestLimit
             if isinstance(url, dict):
                 only(url, ("url", "detail"), f"{at}.image_url.")
                 if (detail := url.get("detail")) not in (None, "auto", "high"):  # a model sees what its processor makes
-                    raise refused(f"{at}.image_url.detail", detail, "'auto' or 'high': this server has nothing else")
+                    raise refusal(f"{at}.image_url.detail", detail, "'auto' or 'high': this server has nothing else")
                 url = url.get("url")
             if len(images) >= limits.images:
-                raise refused(at, "one image more", f"at most {limits.images} images in a request")
+                raise refusal(at, "one image more", f"at most {limits.images} images in a request")
             images.append(picture(url, f"{at}.image_url.url", limits.pixels))
             found.append({"type": "image"})
         else:
-            raise refused(f"{at}.type", kind, "text with its text, or image_url")
+            raise refusal(f"{at}.type", kind, "text with its text, or image_url")
     return found
 
 
@@ -281,10 +281,10 @@ def picture(url: Json, where: str, most: int) -> Picture:
     scheme, _, kind = head.lower().partition(":")
     if not comma or scheme != "data":
         shown = url[:40] if isinstance(url, str) else url
-        raise refused(where, shown, "a data URL (data:image/png;base64,...): this server fetches nothing")
+        raise refusal(where, shown, "a data URL (data:image/png;base64,...): this server fetches nothing")
     kind, *how = kind.split(";")
     if kind not in MEDIA or how[-1:] != ["base64"]:
-        raise refused(where, head, f"base64 of {', '.join(MEDIA)}")
+        raise refusal(where, head, f"base64 of {', '.join(MEDIA)}")
     try:
         content = base64.b64decode(data, validate=True)
         width, height = image_size(content, where, most)
@@ -313,7 +313,7 @@ def prompt_of(
             images.append(tensor_of(image) if tensors else image)
             del image
         with lock:
-            return _processed(processor, asked.messages, images)
+            return _process(processor, asked.messages, images)
     except RequestError:
         raise
     except Exception as error:  # of chat templates and processors, which raise anything
@@ -324,7 +324,7 @@ def prompt_of(
     raise RequestError(f"messages: got what the model's processor can't read ({said}), expected a chat")
 
 
-def _processed(processor: Processor, messages: list[dict[str, Any]], images: list[Any]) -> dict[str, Any]:
+def _process(processor: Processor, messages: list[dict[str, Any]], images: list[Any]) -> dict[str, Any]:
     given = {"images": [images]} if images else {}
     return dict(processor(text=[chat_text(processor, messages)], **given, return_tensors="pt"))
 
@@ -345,7 +345,7 @@ def takes_tensors(processor: Processor) -> bool:
         for size in TRIED:
             noise = torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
             image = Image.fromarray(noise.numpy())
-            want, got = (_processed(processor, messages, [given]) for given in (image, tensor_of(image)))
+            want, got = (_process(processor, messages, [given]) for given in (image, tensor_of(image)))
             if want.keys() != got.keys() or not all(torch.equal(want[name], got[name]) for name in want):
                 return False
     except Exception:  # of chat templates and processors, which raise anything

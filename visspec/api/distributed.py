@@ -95,7 +95,7 @@ class Claims:
         """A shard's record is about to be made."""
         self.latest[shard] = id
 
-    def ended(self, shard: str) -> None:
+    def mark_done(self, shard: str) -> None:
         """A shard is there."""
         self.latest.pop(shard, None)
 
@@ -115,7 +115,7 @@ def groups(
         yield kept
 
 
-def packed(records: Sequence[Record]) -> Any:
+def pack_records(records: Sequence[Record]) -> Any:
     """Records as one row of an arrow table. Images are paths or the bytes of files."""
     arrow = importlib.import_module("pyarrow")
     told, pixels = [], []
@@ -127,7 +127,7 @@ def packed(records: Sequence[Record]) -> Any:
     return arrow.table({"records": [json.dumps(told)], "pixels": row})
 
 
-def unpacked(row: Mapping[str, Any]) -> list[Record]:
+def unpack_records(row: Mapping[str, Any]) -> list[Record]:
     """The records of such a row."""
     return [
         Record(id, pixels or (None if path is None else Path(path)), prompt, error)
@@ -150,7 +150,7 @@ class ReadTask:
                 return ray.get(self.claims.claim.remote(number, first, ids))
 
             for records in groups(self.readers[number], claim, self.size):
-                yield packed(records)
+                yield pack_records(records)
 
 
 class RayWorker:
@@ -169,10 +169,10 @@ class RayWorker:
         self._ask("loading", -1)
 
     def __call__(self, batch: Table) -> Table:
-        told = [json.dumps(self.written(unpacked(row))) for row in batch.to_pylist()]
+        told = [json.dumps(self.write(unpack_records(row))) for row in batch.to_pylist()]
         return importlib.import_module("pyarrow").table({"told": told})
 
-    def written(self, records: list[Record]) -> dict[str, Any]:
+    def write(self, records: list[Record]) -> dict[str, Any]:
         """Make the shard of these records, if it is not there. Returns what it holds, and when it was made (unix
         seconds) by which process.
         """
@@ -182,7 +182,7 @@ class RayWorker:
             before, deaths = self._ask("begin", path.name)
             rows = list(self._one_by_one(path.name, records, deaths) if before else self.making(records))
             self.shards.write(rows)
-            self._ask("ended", path.name)
+            self._ask("mark_done", path.name)
         told: dict[str, Any] = {"shard": path.name, "records": len(records), "process": os.getpid()}
         sums = {name: sum(row.get(name) or 0 for row in rows) for name in ("tokens", "rounds")}
         return told | sums | {"errors": [r["error"] for r in rows if r["error"]], "began": began, "ended": time.time()}
@@ -263,7 +263,7 @@ def run(
         try:
             yield from _shards(readers, claims, make, shards, pool, size)
         except ray.exceptions.RayError as error:
-            raise ValueError(said(error)) from None
+            raise ValueError(error_text(error)) from None
         for id in ray.get(claims.doubles.remote()):
             complain(f"{id}: got this id twice, expected one record of each")
 
@@ -291,7 +291,7 @@ def _shards(readers, claims, make, shards: Shards, pool: WorkerPool, size: int) 
             yield json.loads(row["told"])
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """What went wrong in an actor, in one sentence."""
     found = [error]
     for one in found:  # grows

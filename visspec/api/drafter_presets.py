@@ -30,7 +30,7 @@ def frequent(target, prompts: Callable[[int], Request], count: int, batches: int
 
 
 @torch.no_grad()
-def focused(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
+def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     """The hidden state behind the layer whose attention over these prompts has the smallest entropy, the mean of heads
     and tokens; the last layer aside (DREAM). Needs a pass that returns its attention weights; of a model that returns
     none it is the middle one.
@@ -55,7 +55,7 @@ def focused(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
 
 def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any], TrainedPreset]:
     """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
-    found = zoo.trained(name)
+    found = zoo.training_preset(name)
     text = model.config.get_text_config()
     network, depth = {**found.network, **options}, text.num_hidden_layers
     if "layers" in network and "layers" not in options:
@@ -76,7 +76,7 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
 
 def check_preset(preset: str | None, asked: dict[str, Any]) -> None:
     """Raises ValueError for an unknown preset, or for values that it has no place for."""
-    found = None if preset is None else zoo.trained(preset)
+    found = None if preset is None else zoo.training_preset(preset)
     known = (
         {"image_latents"}
         if found is None

@@ -20,7 +20,7 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: i
     width, height = images[0].size
     font = ImageFont.load_default(max(9, width // 9))
     assert isinstance(font, ImageFont.FreeTypeFont)  # as of every font that is asked for by size
-    lines = [wrapped(text, font, width) for text in captions]
+    lines = [wrap_text(text, font, width) for text in captions]
     line = sum(font.getmetrics())
     below = max(map(len, lines), default=0) * line
     rows = -(-len(images) // columns)
@@ -34,7 +34,7 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: i
     return sheet
 
 
-def wrapped(text: str, font, width: int) -> list[str]:
+def wrap_text(text: str, font, width: int) -> list[str]:
     """Words in lines of at most `width` pixels; a longer word stands alone."""
     lines: list[str] = []
     for word in text.split():

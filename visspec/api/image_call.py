@@ -116,7 +116,7 @@ class ImageRequest:
         for those of nobody.
         """
         known = {one.name for one in fields(cls)}
-        refuse_others({name: value for name, value in options.items() if name not in known})
+        refuse_diffusers_arguments({name: value for name, value in options.items() if name not in known})
         return cls(prompt, **{name: value for name, value in options.items() if name in known})
 
     def __post_init__(self) -> None:
@@ -240,7 +240,7 @@ def pass_numbers(origin: list[str]) -> list[int]:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def refuse_others(others: Mapping[str, Any]) -> None:
+def refuse_diffusers_arguments(others: Mapping[str, Any]) -> None:
     """Raises ValueError for arguments of diffusers that have no meaning here, TypeError for those of nobody."""
     for name, value in others.items():
         if name not in MEANINGLESS:
@@ -291,7 +291,7 @@ def image_seeds(generator, seed, count: int) -> list[int]:
     return requests.seeds(generator, seed, count, "an image")
 
 
-def encoded(
+def encode_prompts(
     family: Family, texts: list[str], negatives: list[str] | None, layout: ImageLayout, guidance: float
 ) -> EncodedPrompt:
     """Prompts and negative prompts as the family reads them. Raises ValueError, as `family.check`, for those that can't

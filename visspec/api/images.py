@@ -117,7 +117,7 @@ class ImagePipeline(Rebuildable):
         """What it was made from: `ImagePipeline(**pipe.components)` is another one that shares the weights."""
         return {name: getattr(self, name) for name in PARTS}
 
-    def parted(self, parts: dict[str, Any]) -> ImagePipeline:
+    def with_parts(self, parts: dict[str, Any]) -> ImagePipeline:
         """A pipeline of the same weights with these parts in place of its own; itself for none."""
         return type(self)(**self.components | {"parts": self.parts | parts}) if parts else self
 
@@ -272,7 +272,7 @@ class ImagePipeline(Rebuildable):
         parts = [slice(start, start + size) for start in range(0, len(each), size)]
         of_each = None if negatives is None else request.each(negatives)
         prompts = [
-            image_call.encoded(family, each[part], of_each and of_each[part], layout, sampling.guidance)
+            image_call.encode_prompts(family, each[part], of_each and of_each[part], layout, sampling.guidance)
             for part in parts
         ]
         image_call.warn_of_words(self.processor, prompt=texts, negative_prompt=negatives or [])
@@ -323,7 +323,7 @@ class ImagePipeline(Rebuildable):
             *self._drafter(drafter),
             rule,
             self.family,
-            lambda traits: self.family.made(traits, self.compile),
+            lambda traits: self.family.make_target(traits, self.compile),
             order=zoo.order(self.family.default_order if order is None else order),
             levels=self.levels,
             length=length,
@@ -352,7 +352,7 @@ class ImagePipeline(Rebuildable):
             )
         sibling = load_image_model(own, device=str(self.device), dtype=dtype)
         if "upsample" in options:
-            options["upsample"] = str(zoo.located(zoo.made_for(str(options["upsample"]), self.model)))
+            options["upsample"] = str(zoo.included_folder(zoo.made_for(str(options["upsample"]), self.model)))
         return zoo.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
     def _batch(self, job: ImageJob, batch: ImageBatch, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
@@ -402,9 +402,11 @@ class ImagePipeline(Rebuildable):
         codes = job.layout.codes(torch.stack([state.output.values(b) for b in done]).cpu())
         out.tokens = list(codes)
         origins = list(enumerate(state.trace.origin))
-        out.maps = [origin_map(state.output.reordered(*origins[b], "given"), job.layout) for b in done]
+        out.maps = [origin_map(state.output.in_generation_order(*origins[b], "given"), job.layout) for b in done]
         raster = job.setup.order.raster
-        passes = [state.output.reordered(b, pass_numbers(o), 0) for b, o in origins] if raster else state.memory
+        passes = (
+            [state.output.in_generation_order(b, pass_numbers(o), 0) for b, o in origins] if raster else state.memory
+        )
         out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in done]
         kind = job.request.output_type
         if kind == "latent":

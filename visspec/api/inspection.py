@@ -22,7 +22,7 @@ from visspec.io.checkpoint import LARGEST, PICKLED, check_folder, read_json, rea
 from visspec.models import assistants, published
 from visspec.models.decoder import mtp_layer, target
 from visspec.models.drafting import checkpoint
-from visspec.models.drafting.published_config import object_of, rope_of, unprefixed
+from visspec.models.drafting.published_config import object_of, rope_of, strip_prefix
 from visspec.models.eagle import lantern
 from visspec.models.layers import MOST_LAYERS
 
@@ -61,7 +61,7 @@ def inspect(drafter: str | Path, model: str | None = None) -> Inspection:
     Raises ValueError where there is nothing to judge: no configuration, broken files, no such target.
     """
     name, options = (str(drafter), {}) if Path(drafter).is_dir() else zoo.parse(str(drafter))
-    root, shapes = opened(name)
+    root, shapes = open_checkpoint(name)
     data = read_json(root, checkpoint.CONFIG)
     alone = "kind" not in data and str(data.get("model_type")) in KINDS
     whole = None if model is None or alone else loading.without_weights(model)
@@ -78,19 +78,19 @@ def inspect(drafter: str | Path, model: str | None = None) -> Inspection:
     return found
 
 
-def opened(name: str) -> tuple[Path, Shapes]:
+def open_checkpoint(name: str) -> tuple[Path, Shapes]:
     """The folder of a checkpoint, with its configuration at least, and the shapes of its tensors; {}: no weights."""
     if hub.names(name):
         root, shapes = hub.headers(name)
         if "kind" in read_json(root, checkpoint.CONFIG):
-            root = hub.fetched(name)  # the networks of ours are small
+            root = hub.fetch(name)  # the networks of ours are small
     else:
-        root = zoo.located(name)
+        root = zoo.included_folder(name)
         if not root.is_dir():
             raise ValueError(f"drafter: got {name!r}, expected a folder, a hub id or the name of an included drafter")
         weights = any(path.suffix == ".safetensors" for path in root.iterdir())
         shapes = read_shapes(check_folder(root)) if weights else {}
-    return root, unprefixed(shapes, root) if shapes else {}
+    return root, strip_prefix(shapes, root) if shapes else {}
 
 
 def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
@@ -101,22 +101,22 @@ def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
     depth = _whole(object_of(data.get("text_config", data)).get("num_hidden_layers"))
     if "kind" in data or kind in KINDS:
         return _own(found, root, data, kind, model, options)
-    if "speculators_model_type" not in data and mtp_layer.named(shapes, depth or 0):
+    if "speculators_model_type" not in data and mtp_layer.layer_names(shapes, depth or 0):
         found.form, found.layers, found.convention, found.hidden_states = "mtp", [-1], "defaults", [-1]
         model = model or loading.without_weights(str(root))
         model.config._name_or_path = str(root)
         found.vocabulary = {"target": model.config.get_text_config().vocab_size, "draft": None}
         mtp_layer.check(model, shapes)
         return True
-    if lantern.family_named(data, set(shapes)):
+    if lantern.family_of_layout(data, set(shapes)):
         found.form, found.layers, found.convention, found.hidden_states = "lantern", [-1], "defaults", [-1]
-        _configured(found, root, data, "slots")
+        _fill_sizes(found, root, data, "slots")
         lantern.layer_fields(root, data, shapes)
         if model is None:
             return None
         zoo.from_folder(root, model, options)
         return True
-    return _published(found, root, data, shapes, model, options)
+    return _is_drafter(found, root, data, shapes, model, options)
 
 
 def _own(found: Inspection, root: Path, data: dict, kind: str, model: Any, options: dict) -> bool | None:
@@ -125,7 +125,7 @@ def _own(found: Inspection, root: Path, data: dict, kind: str, model: Any, optio
     found.layers = found.hidden_states = data.get("feature_layers")
     found.convention = found.layers and "inputs"
     counted = "slots" if data.get("positions") == "index" else "target"
-    _configured(found, root, data, counted, data.get("draft_vocab"))
+    _fill_sizes(found, root, data, counted, data.get("draft_vocab"))
     found.positions = found.positions if "rope_theta" in data else None
     if "kind" not in data:
         found.notes.append("a model by itself, which is judged when it is loaded")
@@ -138,12 +138,12 @@ def _own(found: Inspection, root: Path, data: dict, kind: str, model: Any, optio
     return True
 
 
-def _published(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
+def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
     """A drafter that someone else has made, or a model that can draft."""
     layer = object_of(data.get("transformer_layer_config", data.get("text_config", data)))
     row = published.not_read(data, shapes)
     found.form = row and row[1][0]
-    _configured(found, root, layer, "slots")
+    _fill_sizes(found, root, layer, "slots")
     reader, form = published.form_of(root, data, shapes)
     found.form = published.kind_of(reader, form, data, shapes)
     heads = reader == "eagle" and form != "eagle"
@@ -191,7 +191,7 @@ def _model(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
     return True
 
 
-def _configured(found: Inspection, root: Path, layer: dict, counted: str, draft: Any = None) -> None:
+def _fill_sizes(found: Inspection, root: Path, layer: dict, counted: str, draft: Any = None) -> None:
     """Fill in positions, as the target counts them or by slots, and vocabulary, of which `draft` ids are predicted."""
     found.vocabulary = {"target": layer.get("vocab_size", layer.get("vocab")), "draft": draft or None}
     with suppress(ValueError):  # which the reader says

@@ -48,11 +48,11 @@ def load_image_model(
     import transformers
 
     where = str(spec or included.image_model())
-    folder = zoo.located(where)
+    folder = zoo.included_folder(where)
     config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
     named = config.get("architectures")
     if reader := LOADERS.get(str(config.get("model_type"))):
-        return _load_own(folder, reader, device, dtype)
+        return _load_included(folder, reader, device, dtype)
     kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
 
@@ -75,7 +75,7 @@ def without_weights(spec: str | None = None) -> Any:
     import transformers
 
     where = str(spec or included.text_model())
-    shipped = zoo.located(where)
+    shipped = zoo.included_folder(where)
     where = str(shipped) if shipped.is_relative_to(included.FOLDER) else where
     local = Path(where).exists() or where.startswith((".", "/"))
     if not local and "/" not in where:
@@ -109,7 +109,7 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _load_own(folder: Path, reference: str, device: str, dtype: str | torch.dtype):
+def _load_included(folder: Path, reference: str, device: str, dtype: str | torch.dtype):
     """(model, processor) of a folder with a network of ours."""
     from transformers import AutoProcessor
 
@@ -132,7 +132,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
-    shipped = zoo.located(where)
+    shipped = zoo.included_folder(where)
     where = str(shipped) if shipped.is_relative_to(included.FOLDER) else where  # a hub id stays as it was written
     local = Path(where).exists() or where.startswith((".", "/"))
     if local:

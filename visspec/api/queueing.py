@@ -118,7 +118,7 @@ class RequestBuilder:
             shape = None if ids is None else tuple(ids.shape)
             raise ValueError(f"input_ids: got shape {shape}, expected (1, length), one prompt a request")
         prompt.setdefault("attention_mask", torch.ones_like(ids))
-        found = self._prepared(prompt, options)
+        found = self._prepare_options(prompt, options)
         more = {name: value for name, value in options.items() if name in self.named or name in found.inputs}
         found.prompt, found.inputs = ids, prompt | more
         if not found.sampling.greedy:
@@ -130,7 +130,7 @@ class RequestBuilder:
             self.streamers[index] = streamer
         return found
 
-    def _prepared(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Request:
+    def _prepare_options(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Request:
         """What generate makes of options for a prompt. Plain ones that name a number of new tokens, and give neither
         processors nor criteria, are prepared once: generate takes milliseconds to read them.
         """

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from visspec.api import zoo
 from visspec.api.accelerate import accelerate
-from visspec.api.tuning import described
+from visspec.api.tuning import preset_target
 from visspec.io.files import write_json
 from visspec.models.drafting.structure import RANKS, StructuredDrafter
 from visspec.types import ConfiguredModel, Draft, Drafter, Outcome, Scores, State, Verdict
@@ -77,4 +77,4 @@ def measure(
 def write(path: str | Path, model: ConfiguredModel, spec: str, watched: RankMeter) -> None:
     """Write what the option `tree=FILE` of a drafter reads."""
     rates = [[round(rate, 5) for rate in row] for row in watched.rates]
-    write_json(path, {RANKS: rates, "reached": watched.reached, "drafter": spec, "made_for": described(model)})
+    write_json(path, {RANKS: rates, "reached": watched.reached, "drafter": spec, "made_for": preset_target(model)})

@@ -64,7 +64,7 @@ def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
     return caught[0]
 
 
-def named(generate: Callable, given: Sequence, options: dict[str, Any]) -> dict[str, Any]:
+def arguments_by_name(generate: Callable, given: Sequence, options: dict[str, Any]) -> dict[str, Any]:
     """All arguments of a call of `generate` by name, without those that are None by position."""
     names = list(signature(generate).parameters)[: len(given)] if given else []
     twice = sorted(set(names) & set(options))

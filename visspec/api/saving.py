@@ -74,12 +74,12 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     A folder without the file, or a hub id, says nothing. Raises ValueError as the other readers of checkpoints.
     """
-    folder, found = zoo.located(where), dict(given)
+    folder, found = zoo.included_folder(where), dict(given)
     if not (folder / FILE).is_file():
         return found
     settings = checkpoint.read_json(folder, FILE)
     if strange := sorted(settings.keys() - set(ENTRIES)):
-        entry = checkpoint.shown(strange[0])
+        entry = checkpoint.shorten(strange[0])
         raise ValueError(f"checkpoint: {FILE} of {folder} has the unknown entry {entry}, expected {', '.join(ENTRIES)}")
     readers = {"drafter": _drafter, "acceptance": _rule, "order": _order, "levels": _levels}
     for name, reader in readers.items():
@@ -102,34 +102,34 @@ def drafter_of(folder: str | Path) -> DrafterSpec:
 def _drafter(folder: Path, entry: Json) -> DrafterSpec:
     if isinstance(entry, list):
         texts = [one if one is None else _text("drafter", folder, one, "a name or null") for one in entry]
-        return [one if one is None else named("drafter", zoo.DRAFTERS | zoo.SHIPPED, one) for one in texts]
+        return [one if one is None else portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, one) for one in texts]
     if isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
             raise ValueError(
-                f"checkpoint: options of {folder / FILE} is {checkpoint.shown(options)}, expected key=value,..."
+                f"checkpoint: options of {folder / FILE} is {checkpoint.shorten(options)}, expected key=value,..."
             )
         root = str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
         return f"{root}:{options}" if options else root
     if entry is None:
         return None
     text = _text("drafter", folder, entry, f"a name, null or {{'folder': {DRAFTER!r}}}")
-    return named("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
+    return portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
 
 
 def _rule(folder: Path, entry: Json) -> str:
-    return named("acceptance", zoo.ACCEPTANCE, _text("acceptance", folder, entry, "the name of a rule"))
+    return portable_name("acceptance", zoo.ACCEPTANCE, _text("acceptance", folder, entry, "the name of a rule"))
 
 
 def _order(folder: Path, entry: Json) -> str | None:
     if entry is None:
         return None
-    return named("order", zoo.ORDERS, _text("order", folder, entry, "the name of an order or null"))
+    return portable_name("order", zoo.ORDERS, _text("order", folder, entry, "the name of an order or null"))
 
 
 def _text(name: str, folder: Path, entry: Json, expected: str) -> str:
     if not isinstance(entry, str):
-        where, found = folder / FILE, checkpoint.shown(entry)
+        where, found = folder / FILE, checkpoint.shorten(entry)
         raise ValueError(f"checkpoint: {name} of {where} is {found}, expected {expected}")
     return entry
 
@@ -144,7 +144,8 @@ def _levels(folder: Path, entry: Json) -> int | None:
 def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(entry, dict) or not all(isinstance(part, str | None) for part in entry.values()):
         raise ValueError(
-            f"checkpoint: parts of {folder / FILE} is {checkpoint.shown(entry)}, expected an object of texts and nulls"
+            f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected an object of texts and"
+            " nulls"
         )
     parts = {**entry, **given}
     if lost := [name for name in entry if entry[name] is None and name not in given]:
@@ -167,13 +168,13 @@ def _drafter_entry(drafter: DrafterSpec, model: nn.Module, staged: Path) -> Json
     if isinstance(drafter, (list, tuple)):
         if strange := [one for one in drafter if not isinstance(one, str | None)]:
             raise ValueError(f"drafter: got a {type(strange[0]).__name__}, expected a name or None in a list to write")
-        return [one if one is None else named("drafter", zoo.DRAFTERS | zoo.SHIPPED, one) for one in drafter]
+        return [one if one is None else portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, one) for one in drafter]
     if isinstance(drafter, (str, Path)):
         text, whole = str(drafter), Path(str(drafter)).is_dir()
         name, options = (text, {}) if whole else zoo.parse(text)
         if name in zoo.DRAFTERS | zoo.SHIPPED or not (Path(name).is_dir() or hub.names(name)):
-            return named("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
-        source = hub.located(name)
+            return portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
+        source = hub.resolve_folder(name)
         known = (source / PROVENANCE).is_file()
         record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
         made = zoo.drafter(drafter, model)[0]
@@ -211,13 +212,13 @@ def _drafter_entry(drafter: DrafterSpec, model: nn.Module, staged: Path) -> Json
 
 def _rule_entry(rule: str | Acceptance) -> str:
     if isinstance(rule, str):
-        return named("acceptance", zoo.ACCEPTANCE, rule)
+        return portable_name("acceptance", zoo.ACCEPTANCE, rule)
     return _described_as(rule, "acceptance", zoo.ACCEPTANCE)
 
 
 def _order_entry(order: str | Order | None) -> str | None:
     if order is None or isinstance(order, str):
-        return None if order is None else named("order", zoo.ORDERS, order)
+        return None if order is None else portable_name("order", zoo.ORDERS, order)
     return _described_as(order, "order", zoo.ORDERS)
 
 
@@ -241,20 +242,20 @@ def _options(drafter: Drafter) -> dict[str, Any]:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def named(what: str, table: Mapping[str, Any], text: str) -> str:
+def portable_name(what: str, table: Mapping[str, Any], text: str) -> str:
     """A name with options that means the same on any machine. Raises ValueError for one that the table does not know,
     for options that name a path, and for a rule's options that it does not take.
     """
     name, options = zoo.parse(text)
     if name not in table:
-        raise ValueError(f"{what}: got {checkpoint.shown(text)}, expected one of {', '.join(table)}")
+        raise ValueError(f"{what}: got {checkpoint.shorten(text)}, expected one of {', '.join(table)}")
     for option, value in options.items():
         word = isinstance(value, str) and re.fullmatch(r"[\w+-]+", value)
-        shipped = word and zoo.located(value) != Path(value)
+        shipped = word and zoo.included_folder(value) != Path(value)
         if isinstance(value, str) and not shipped and (not word or Path(value).exists()):
             raise ValueError(
-                f"{option}: got {checkpoint.shown(value)}, expected no path: a saved pipeline names no file outside its"
-                " own folder"
+                f"{option}: got {checkpoint.shorten(value)}, expected no path: a saved pipeline names no file outside"
+                " its own folder"
             )
     if table is zoo.ACCEPTANCE:
         zoo.acceptance(text)

@@ -189,13 +189,13 @@ class Service:
             return JSONResponse({"created": int(time.time()), "data": files, "output_format": "png"})
 
     async def model(self, id: str) -> dict[str, Any]:
-        return self._told(self.named(id, self.workers))
+        return self._model_info(self.named(id, self.workers))
 
-    def _told(self, worker: QueueWorker) -> dict[str, Any]:
+    def _model_info(self, worker: QueueWorker) -> dict[str, Any]:
         return {"id": worker.name, "object": "model", "created": self.began, "owned_by": "visspec"}
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._told(worker) for worker in self.workers]}
+        return {"object": "list", "data": [self._model_info(worker) for worker in self.workers]}
 
     async def metrics(self) -> PlainTextResponse:
         running = sum(len(worker.running) for worker in self.workers)

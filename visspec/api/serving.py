@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from visspec.api import completions
 from visspec.api.accelerate import Accelerated
-from visspec.api.captions import moved
+from visspec.api.captions import move_inputs
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
@@ -347,7 +347,7 @@ class TextWorker(QueueWorker[QueuedChat]):
         inputs = completions.prompt_of(self.processor, asked, self.processing, self.tensors)
         length = inputs["input_ids"].shape[1]
         most = completions.room(length, asked, self.limits)
-        inputs = moved(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
+        inputs = move_inputs(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
         writer = StopTextFilter(self._decode, asked.stops) if asked.stops or asked.stream else None
         return QueuedChat(tell, asked=asked, inputs=inputs, prompt=length, writer=writer)
 

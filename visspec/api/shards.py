@@ -26,7 +26,7 @@ class Shards:
     def __init__(self, folder: str | Path, columns: Mapping[str, str]):
         self.folder, self.columns = Path(folder), dict(columns)
 
-    def opened(self, about: dict[str, Any]) -> Any:
+    def lock(self, about: dict[str, Any]) -> Any:
         """Keep the folder for this run, until what is returned is closed. Raises ValueError if another run writes to it
         or its records were made with other settings.
         """

@@ -60,7 +60,7 @@ def reader(source: str) -> Callable[[], Iterator[Record]]:
         return _files(image_files(path, unlisted=unlisted), unlisted)
     if not path.exists() and glob.has_magic(source):
         found = sorted(p for p in glob.glob(source, recursive=True) if Path(p).suffix.lower() in SUFFIXES)
-        unlisted = _unlisted(path)
+        unlisted = _unreadable_folders(path)
         if not found and not unlisted:
             raise ValueError(f"{source}: got no image, expected files that end in {', '.join(SUFFIXES)}")
         return _files(map(Path, found), unlisted)
@@ -75,7 +75,7 @@ def reader(source: str) -> Callable[[], Iterator[Record]]:
     return lambda: _to_the_end(source, read(path))
 
 
-def _unlisted(pattern: Path) -> list[OSError]:
+def _unreadable_folders(pattern: Path) -> list[OSError]:
     """Errors of the folders that a glob has to list and can't: `glob` passes them by."""
     found: dict[str, OSError] = {}
     for number, part in enumerate(pattern.parts):

@@ -20,8 +20,8 @@ from tqdm import tqdm
 from visspec.accept.exact import Exact
 from visspec.api import loading as targets
 from visspec.api import requests, sources, zoo
-from visspec.api.captions import PROMPT, chat_text, moved, prepare
-from visspec.api.drafter_presets import check_preset, focused, frequent, of_preset
+from visspec.api.captions import PROMPT, chat_text, move_inputs, prepare
+from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
 from visspec.api.train_processes import workers
 from visspec.eval.report import training
 from visspec.io.checkpoint import read_json
@@ -91,7 +91,7 @@ def check_out(out: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"out: got {out}, which holds a drafter, expected a folder of its own or {how}")
 
 
-def opened(image: str | Path | bytes) -> Image.Image:
+def as_image(image: str | Path | bytes) -> Image.Image:
     """A PIL image, from a path or the bytes of a file."""
     return read_image(image, "data", MAX_PIXELS) if isinstance(image, bytes) else open_image(image)
 
@@ -120,8 +120,8 @@ class Prompts:
         order = torch.randperm(len(self.items), generator=shuffle)[place * self.rows :][: self.rows].tolist()
         texts = [self.items[i][1] for i in order]
         if self.pictures(number):
-            return prepare(self.processor, [opened(self.items[i][0]) for i in order], texts, self.model)
-        return worded(self.processor, texts, self.model)
+            return prepare(self.processor, [as_image(self.items[i][0]) for i in order], texts, self.model)
+        return text_inputs(self.processor, texts, self.model)
 
     def pictures(self, number: int) -> bool:
         """Whether a batch has pictures."""
@@ -133,12 +133,12 @@ class Prompts:
         return bool(torch.rand((), generator=uniform) < share)
 
 
-def worded(processor, texts: list[str], model) -> dict[str, Any]:
+def text_inputs(processor, texts: list[str], model) -> dict[str, Any]:
     """A model's inputs for requests without a picture, left-padded."""
     processor.tokenizer.padding_side = "left"
     messages = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts]
     chats = [chat_text(processor, message) for message in messages]
-    return moved(dict(processor(text=chats, return_tensors="pt", padding=True)), model)
+    return move_inputs(dict(processor(text=chats, return_tensors="pt", padding=True)), model)
 
 
 def run(
@@ -206,7 +206,7 @@ def run(
         drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
     else:
         if network.get("fusion") == "cross" and not resumed:
-            network["feature_layers"] = (focused(model, prompts.inputs(0)), -1)
+            network["feature_layers"] = (focused_state(model, prompts.inputs(0)), -1)
         drafter = fresh_or_resumed(model, out, resume, seed, zoo.drafter_class(found.kind), found.draft, **network)
         if drafter.ids is not None and not resumed:
             target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)

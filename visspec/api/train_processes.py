@@ -50,7 +50,7 @@ class Workers(SingleProcess):
         self.rank, self.world, self.sharded = self.accelerator.process_index, self.accelerator.num_processes, sharded
         self.device = self.accelerator.device
 
-    def prepared(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
         module, wrapped = self.accelerator.prepare(module, optimiser)
         return module, wrapped.optimizer
 

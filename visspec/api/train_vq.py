@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from visspec.api.train_drafter import items_of, opened
+from visspec.api.train_drafter import as_image, items_of
 from visspec.io.files import Json, write_json
 from visspec.io.provenance import provenance
 from visspec.models.scales.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
@@ -39,7 +39,7 @@ PATIENCE = 50  # steps between restarts; a code that was not used since the last
 HELD_OUT, MOST_HELD = 0.05, 64  # share of the images that only validates, at least one of them, at most 64
 
 
-def quantised(quantize: Quantizer, features: Tensor, scales: ScaleSizes) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
+def quantise(quantize: Quantizer, features: Tensor, scales: ScaleSizes) -> tuple[Tensor, Tensor, list[Tensor], Tensor]:
     """Features (B, c, H, W) -> their sum of maps, with the gradient going to the features; the loss; what each map was
     to bring, (B, S, c) of each; and all codes (B, T).
     """
@@ -71,7 +71,7 @@ class Images:
     def __call__(self, numbers: list[int]) -> Tensor:
         for i in numbers:
             if i not in self.kept:
-                self.kept[i] = square(opened(self.items[i][0]), self.side)
+                self.kept[i] = square(as_image(self.items[i][0]), self.side)
         pixels = torch.from_numpy(np.stack([self.kept[i] for i in numbers]))
         return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
@@ -114,12 +114,12 @@ class MultiScaleVQStage(Stage):
         warm = int(WARM * self.steps)
         if self.step < warm:
             return self.pixel_loss(features, true)
-        summed, loss, brought, codes = quantised(quantize, features, self.scales)
+        summed, loss, brought, codes = quantise(quantize, features, self.scales)
         self.used[codes.flatten()] = True
         first = self.step == warm
         if first or ((self.step - warm) % PATIENCE == 0 and self.step < RESTARTS * self.steps):
             self.restart(brought, all_of_them=first)
-            summed, loss, _, _ = quantised(quantize, features, self.scales)
+            summed, loss, _, _ = quantise(quantize, features, self.scales)
         self.notes["codes"] = round(loss.item(), 4)
         return self.pixel_loss(summed, true) + loss
 
@@ -173,13 +173,13 @@ class MultiScaleVQStage(Stage):
         options = {name: value for name, value in vars(self.options).items() if name not in ("run", "command", "what")}
         record = provenance(device=self.device, recipe="train_vq", step=self.step, measured=figures)
         write_json(
-            self.options.out / "provenance.json", record | {"options": {k: _said(v) for k, v in options.items()}}
+            self.options.out / "provenance.json", record | {"options": {k: _as_json(v) for k, v in options.items()}}
         )
         self.model.train()
         return figures
 
 
-def _said(value: Any) -> Json:
+def _as_json(value: Any) -> Json:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 

@@ -95,7 +95,7 @@ def observe(
     return MeasuredBatch(whole - inside, rounds, [list(row) for row in state.tokens])
 
 
-def predicted(seen: DrafterMeasurement, plain: DrafterMeasurement, seed: int = 0) -> list[dict[str, Any]]:
+def predict_speed(seen: DrafterMeasurement, plain: DrafterMeasurement, seed: int = 0) -> list[dict[str, Any]]:
     """A row for each length: speed-up over plain decoding of the same batches, 95 % interval, images a second, tau."""
     draws = np.random.default_rng(seed)
     count = len(seen.batches)
@@ -158,7 +158,7 @@ def best(rows: Sequence[dict[str, Any]], least: float, count: int = 1) -> list[d
     return sorted(paying, key=lambda row: -row["images_per_second"])[:count]
 
 
-def described(model: ConfiguredModel) -> dict[str, Any]:
+def preset_target(model: ConfiguredModel) -> dict[str, Any]:
     """What a preset is made for."""
     text = model.config.get_text_config()
     return {name: getattr(model.config if name == "model_type" else text, name, None) for name in SIZES}
@@ -166,7 +166,7 @@ def described(model: ConfiguredModel) -> dict[str, Any]:
 
 def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, Any], **more: Any) -> None:
     """Write what `accelerate(model, path)` reads."""
-    write_json(path, {**{name: choice[name] for name in KEPT}, "made_for": described(model), **more})
+    write_json(path, {**{name: choice[name] for name in KEPT}, "made_for": preset_target(model), **more})
 
 
 def read_preset(path: str | Path, model: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def read_preset(path: str | Path, model: Any) -> dict[str, Any]:
     missing = [name for name in (*KEPT, "made_for") if name not in found]
     if missing:
         raise ValueError(f"drafter: {path} has no {missing[0]}, expected a preset that `visspec tune` wrote")
-    for name, value in described(model).items():
+    for name, value in preset_target(model).items():
         if found["made_for"].get(name) != value:
             raise ValueError(
                 f"drafter: {path} is made for a model with {name} {found['made_for'].get(name)!r}, got {value!r}"

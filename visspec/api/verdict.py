@@ -82,7 +82,7 @@ class Panel:
         """Ask all members, and the judge (greedily). seed: for draws among drafts of equal score; with `do_sample`
         also for what is drafted. generate: arguments of generate.
         """
-        said = [self._drafted(member, image, question, generate | {"seed": seed}) for member in self.members]
+        said = [self._draft_answer(member, image, question, generate | {"seed": seed}) for member in self.members]
         table = [
             [None if draft.error is not None else likelihood(member, image, question, draft.answer) for draft in said]
             for member in self.members
@@ -96,12 +96,14 @@ class Panel:
         paths = "\n".join(PATH.format(number=n, text=drafts[i].text) for n, i in enumerate(chosen, 1))
         prompt = self.template.format(question=question, paths=paths) if chosen else question
         decided = {k: v for k, v in generate.items() if k not in SAMPLED} | {"do_sample": False}
-        text, tokens = asked(self.judge, image, prompt, decided)
+        text, tokens = ask(self.judge, image, prompt, decided)
         return AgreementResult(text, answer_of(text), drafts, table, prompt, tokens)
 
-    def _drafted(self, member: Member, image: Image.Image, question: str, generate: dict[str, Any]) -> CandidateAnswer:
+    def _draft_answer(
+        self, member: Member, image: Image.Image, question: str, generate: dict[str, Any]
+    ) -> CandidateAnswer:
         try:
-            text = asked(member, image, question, generate)[0]
+            text = ask(member, image, question, generate)[0]
         except (ValueError, RuntimeError) as error:
             return CandidateAnswer(member.name, "", "", error=f"{member.name}: {str(error).splitlines()[0]}")
         answer = answer_of(text)
@@ -111,7 +113,7 @@ class Panel:
 SAMPLED = ("do_sample", "temperature", "top_k", "top_p", "seed")
 
 
-def asked(member: Member, image: Image.Image, question: str, generate: Mapping[str, Any]) -> tuple[str, int]:
+def ask(member: Member, image: Image.Image, question: str, generate: Mapping[str, Any]) -> tuple[str, int]:
     """What a model answers, and its number of tokens."""
     inputs = prepare(member.processor, [image], question, member.fast.model)
     tokens = member.fast.run(**inputs, **generate).state.tokens[0]

@@ -35,7 +35,7 @@ VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a con
 CHECKPOINTS = included.FOLDER  # of the included models, a folder each
 
 
-def located(name: str) -> Path:
+def included_folder(name: str) -> Path:
     """The folder of an included checkpoint by its name; any other name is a path. Raises ValueError for the name of an
     included one that this installation lacks.
     """
@@ -129,7 +129,7 @@ def included_drafter(model: nn.Module, kind: str = "eagle") -> str | None:
     return own if own and included.present(own) else None
 
 
-def trained(name: str) -> TrainedPreset:
+def training_preset(name: str) -> TrainedPreset:
     """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
     return _pick(TRAINED, "preset", name)
 
@@ -186,7 +186,7 @@ def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
     if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
         return from_folder(Path(name), model, options), Path(name).name
     if name not in ORDERS and hub.names(name):
-        return from_folder(hub.fetched(name), model, options), name.rpartition("/")[2]
+        return from_folder(hub.fetch(name), model, options), name.rpartition("/")[2]
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in KINDS.values():

@@ -73,7 +73,7 @@ class StockCaptionArm:
         torch.manual_seed(self.seed + index)
         seconds, out = seconds_of(partial(self.model.generate, **inputs, **self.options))
         first, _ = seconds_of(partial(self.model.generate, **inputs, **(self.options | {"max_new_tokens": 1})))
-        return ArmRun(seconds, trimmed(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
+        return ArmRun(seconds, trim_rows(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
 
 
 class CaptionArm:
@@ -97,7 +97,7 @@ def row_seeds(seed: int, prompt: int, rows: int) -> list[int]:
     return [1000 * (seed + prompt) + row for row in range(rows)]
 
 
-def trimmed(new: torch.Tensor, config) -> list[list[int]]:
+def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
     """Rows of new ids up to and including their first end token."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     stops = [next((i for i, t in enumerate(row) if t in ends), len(row) - 1) for row in new.tolist()]

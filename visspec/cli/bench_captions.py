@@ -19,7 +19,7 @@ from rich.table import Table
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import CaptioningOptions, Positive, load
-from visspec.cli.bench import BenchOptions, groups_of, measured_on, trimmed
+from visspec.cli.bench import BenchOptions, groups_of, measured_on, trim_rows
 from visspec.eval.bench.clock import peak_mb
 from visspec.eval.bench.paired import turns
 from visspec.eval.bench.table import Cell, table
@@ -46,7 +46,7 @@ def run(arguments: Options) -> None:
     arguments.end(record, view(record))
 
 
-def asked(questions: Sequence[Sequence[str]], request: str, share: float = SHARE) -> list[str]:
+def scene_questions(questions: Sequence[Sequence[str]], request: str, share: float = SHARE) -> list[str]:
     """What is asked of each scene: a description, or one of its questions. The same for the same number of scenes."""
     lot = random.Random(0)
     return [request if lot.random() < share else lot.choice(some) for some in questions]
@@ -57,7 +57,7 @@ def bench_captions(arguments: Options) -> dict[str, Any]:
     model, processor, drafter = load(arguments)
     images, slots, scenes = arguments.images, arguments.slots, included.scenes(None, processor)
     pixels = scenes.images(images)
-    texts = asked(scenes.questions(images), arguments.prompt or PROMPT, arguments.share)
+    texts = scene_questions(scenes.questions(images), arguments.prompt or PROMPT, arguments.share)
     base = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     single = [prepare(processor, [image], text, model) for image, text in zip(pixels, texts)]
@@ -80,13 +80,13 @@ def bench_captions(arguments: Options) -> dict[str, Any]:
         found: dict[Any, Any] = {}
         for group, inputs in by_length:
             out = model.generate(**inputs, **base)[:, inputs["input_ids"].shape[1] :]
-            found.update(zip(group, trimmed(out, model.generation_config)))
+            found.update(zip(group, trim_rows(out, model.generation_config)))
         return found
 
     arms = {"stream": streamed, "fixed_batches": fixed, "transformers_sorted": stock}
     for _, inputs in in_order[:1] + by_length[:1]:
         fast.run(**inputs, **base), model.generate(**inputs, **base)
-    measured = timed(arms, arguments.passes)
+    measured = time_arms(arms, arguments.passes)
     expected = [fast.run(**one, **base).state.tokens[0] for one in single if not arguments.skip_alone]
     rows = []
     for name, own in measured.items():
@@ -116,7 +116,7 @@ class ArmPasses:
     peak: float = 0.0
 
 
-def timed(arms: dict[str, Callable[[], dict[int, list[int]]]], passes: int) -> dict[str, ArmPasses]:
+def time_arms(arms: dict[str, Callable[[], dict[int, list[int]]]], passes: int) -> dict[str, ArmPasses]:
     """Every arm over all prompts, so many times, in turns."""
     found = {name: ArmPasses() for name in arms}
     for _, order in turns(list(arms), passes):

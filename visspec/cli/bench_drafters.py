@@ -43,11 +43,11 @@ class Options(ScenesOptions, TargetOptions):
 
 def run(arguments: Options) -> None:
     arguments.begin()
-    record = bench_drafters(parsed(arguments.drafters), arguments)
+    record = bench_drafters(parse_drafters(arguments.drafters), arguments)
     arguments.end(record, table(f"{record['n_prompts']} images, greedy, batch 1", record["rows"], COLUMNS, CAPTION))
 
 
-def parsed(given: Sequence[str]) -> dict[str, str]:
+def parse_drafters(given: Sequence[str]) -> dict[str, str]:
     """Drafters by name. Raises ValueError for one without a name, or a name that comes twice."""
     named: dict[str, str] = {}
     for text in given:
@@ -99,7 +99,7 @@ def about(spec: str) -> dict[str, Any]:
     picture; None where it has none, or does not say.
     """
     name = zoo.parse(spec)[0]
-    folder = zoo.located(name)
+    folder = zoo.included_folder(name)
     if not (folder / "config.json").is_file():
         return dict.fromkeys(("parameters", "training_s", "sees_image"))
     told = folder / "provenance.json"

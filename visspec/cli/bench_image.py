@@ -24,7 +24,7 @@ from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, groups_of, measured_on, row_seeds
 from visspec.cli.bench_image_table import tables
-from visspec.cli.bench_others import compiled_family, compiled_record, other_targets, taught, undrafted
+from visspec.cli.bench_others import compiled_family, compiled_record, other_targets, plain_setup, taught
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
@@ -81,7 +81,7 @@ def run(arguments: Options) -> None:
     draws = pipe.family.draws
     named = arguments.method or presets.IMAGES[draws]
     others = other_targets(pipe, named, vars(arguments))
-    methods = dict(chosen(m, draws, pipe.model) for m in named if m not in others)
+    methods = dict(parse_method(m, draws, pipe.model) for m in named if m not in others)
     if not arguments.method and arguments.sweep is None:
         methods = fitting(pipe, methods)
     if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
@@ -113,7 +113,7 @@ def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] |
     return rows[:: max(1, len(rows) // count)][:count]
 
 
-def chosen(method: str, draws: str = "any order", model: PreTrainedModel | None = None) -> tuple[str, str]:
+def parse_method(method: str, draws: str = "any order", model: PreTrainedModel | None = None) -> tuple[str, str]:
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
@@ -161,7 +161,7 @@ class ImageArm:
         self.pipe, self.seed, self.options = pipe, seed, options
         self.method: dict[str, Any] = {**zoo.method(method)}
         self.setup = setup = pipe.setup(**self.method)  # what can't be is refused here
-        plain = pipe.setup(**zoo.method(undrafted(pipe)))
+        plain = pipe.setup(**zoo.method(plain_setup(pipe)))
         same = type(setup.order) is type(plain.order)  # another is another distribution
         self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
@@ -194,10 +194,10 @@ def bench(
     prompts = list(enumerate(groups_of(list(texts), batch_size)))
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
     ours = {name: ImageArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
-    ours = ({} if "plain" in ours else {"plain": ImageArm(pipe, undrafted(pipe), options, seed, sampling)}) | ours
+    ours = ({} if "plain" in ours else {"plain": ImageArm(pipe, plain_setup(pipe), options, seed, sampling)}) | ours
     for name, other in (others or {}).items():
         other.set_progress_bar_config(disable=True)
-        ours[name] = ImageArm(other, undrafted(other), options, seed, sampling)
+        ours[name] = ImageArm(other, plain_setup(other), options, seed, sampling)
     caches = [StockImageArm(pipe.family, sampling, seed, cache) for cache in CACHES]
     try:
         stock = speed.fastest(caches, prompts[: max(1, warmup)])
@@ -236,7 +236,7 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     row |= {"trunk_passes": sum(each) / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(each), 1)}
     row |= {f"{part}_calls": sum(trace.calls[part] for trace in traces) / tokens for part in HEAD_CALLS}
     row |= {f"{part}_bytes": max(one.get(part, 0) for one in memory) for part in ("cache", "pass") if memory}
-    maps = mean_map([accepted(grid, arm.whole) for out in outputs for grid in out.maps])
+    maps = mean_map([acceptance_map(grid, arm.whole) for out in outputs for grid in out.maps])
     row |= dict(zip(("acceptance_map", "acceptance_map_n"), maps))
     row |= {"drift_per_token": speed.drift(found), "unmetered": stats.unmetered}
     row["latent_displacement"] = float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None
@@ -244,7 +244,7 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     return row | costs | {"time_s": speed.time_by_stage(found)}
 
 
-def accepted(origins: np.ndarray, whole: bool) -> np.ndarray | None:
+def acceptance_map(origins: np.ndarray, whole: bool) -> np.ndarray | None:
     """(rows, columns) float: 1 where a drafted code stayed, 0 where the target put another in its place, NaN where
     nothing was drafted; None for an image without drafts. `whole`: all of it was drafted at once, or nothing.
     """
@@ -288,8 +288,8 @@ def judge(
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
             source = (others or {}).get(line["name"], pipe)
-            drawn = draw(source, methods.get(line["name"], undrafted(pipe)), prompts, options, seed, root)
-            reference = reference or rendered(extractor, open_image(drawn[0][0]).width, scenes, tasks)
+            drawn = draw(source, methods.get(line["name"], plain_setup(pipe)), prompts, options, seed, root)
+            reference = reference or render_references(extractor, open_image(drawn[0][0]).width, scenes, tasks)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
             distance = fid.from_folder(root, reference, extractor)
             line |= scores(report.summary) | {"right": report.summary["correct_images"], "quality_n": len(prompts)}
@@ -299,7 +299,7 @@ def judge(
                 line |= passes_of([path for path, _ in drawn], record["rows"][0])
             judged = {r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}
             seen = [(path, replace(one, verdict=judged[str(path.relative_to(root))])) for path, one in drawn[:SHOWN]]
-            line["images"] = [shown(path, picture, home).entry() for path, picture in seen]
+            line["images"] = [record_image(path, picture, home).entry() for path, picture in seen]
 
 
 def scores(summary: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ def scores(summary: dict[str, Any]) -> dict[str, Any]:
     return found | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
 
 
-def shown(path: Path, picture: RecordImage, home: Path | None) -> RecordImage:
+def record_image(path: Path, picture: RecordImage, home: Path | None) -> RecordImage:
     """A picture as the record holds it, with the map of its tokens where that was kept beside it."""
     sidecar = path.with_suffix(".json")
     if sidecar.is_file():
@@ -340,14 +340,14 @@ def draw(
         texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
         out = pipe(texts, seed=seeds, batch_size=16, **zoo.method(method), **options)
         for row, ((path, _), image, origins) in enumerate(zip(group, out.images, out.maps)):
-            grid = accepted(origins, whole)
+            grid = acceptance_map(origins, whole)
             found = {"acceptance": None if grid is None else numbers(grid)} | sidecar(out, row)
             write_json(path.with_suffix(".json"), found)
             save(image, path)  # last: what is there is whole
     return entries
 
 
-def rendered(
+def render_references(
     extractor: RandomConv, side: int, scenes: included.Scenes, tasks: Sequence[str] | None = None
 ) -> references.Reference:
     """Several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""

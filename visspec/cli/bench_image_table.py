@@ -8,13 +8,13 @@ from rich.table import Table
 
 from visspec.eval.bench import table as harness
 from visspec.eval.bench.table import Cell, cell
-from visspec.loop.stats import drift_said
+from visspec.loop.stats import drift_text
 
 CELLS: dict[str, Cell] = {
     "method": "{name}", "NFE": "{nfe:.1f}", "head calls / token": "{head_calls:.1f}", "fewer by": "{nfe_reduction:.2f}",
     "ms / NFE": "{ms_per_nfe:.1f}", "over stock": "{speedup:.2f}",
     "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}", "GenEval": "{geneval:.3f}", "FD": "{fd:.3f}",
-    "drift / token": lambda row: "" if "stock" in row else drift_said(row["drift_per_token"]).replace(" ", "\n"),
+    "drift / token": lambda row: "" if "stock" in row else drift_text(row["drift_per_token"]).replace(" ", "\n"),
     "displacement": lambda row: "" if "stock" in row else cell(FAR, row) or "not\nmeasured",
     "guarantee": "{guarantee}",
 }  # fmt: skip

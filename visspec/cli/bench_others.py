@@ -41,11 +41,11 @@ def other_targets(
     options = (  # its name, whether it fits, what a family that it doesn't fit draws, the name of a row, its pipeline
         (steps, family.draws == "vectors", "codes", "plain, {} steps", lambda n: make(parts=pipe.parts | {steps: n})),
         ("iterations", family.parallel, "a token at a time", "plain, {} iterations", several_at_once),
-        ("handover", scales, "no scales", "code, {} scales", lambda n: pipe.parted(code | {"handover": n})),
-        ("share", scales, "no scales", "scalekv, {:g}", lambda share: pipe.parted({"budget": share})),
+        ("handover", scales, "no scales", "code, {} scales", lambda n: pipe.with_parts(code | {"handover": n})),
+        ("share", scales, "no scales", "scalekv, {:g}", lambda share: pipe.with_parts({"budget": share})),
     )
     table = presets.IMAGES[family.draws]
-    found = {name: pipe.parted(table[name].parts) for name in named if name in table and table[name].parts}
+    found = {name: pipe.with_parts(table[name].parts) for name in named if name in table and table[name].parts}
     for option, fits, what, row, pipeline in options:
         for value in given.get(option, ()):
             if not fits:
@@ -71,6 +71,6 @@ def compiled_record(
     return {"baselines": {"transformers_compiled": {"seconds_per_image": sum(r.seconds for r in stock) / prompts}}}
 
 
-def undrafted(pipe: ImagePipeline) -> str:
+def plain_setup(pipe: ImagePipeline) -> str:
     """The "drafter/rule" of plain decoding."""
     return str(zoo.preset("plain", pipe.family.draws))

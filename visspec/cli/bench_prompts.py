@@ -23,7 +23,7 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.cli.arguments import Positive
 from visspec.cli.bench import BenchOptions
-from visspec.eval.bench.clock import alternated, seconds_of, waiter
+from visspec.eval.bench.clock import median_seconds, seconds_of, waiter
 from visspec.eval.bench.oracle import Oracle, erring_every
 from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option
@@ -198,8 +198,8 @@ class PromptRun:
 
     def rows(self, nodes: Sequence[int], tau: int, repeats: int) -> list[dict[str, Any]]:
         wait = waiter(self.target.device)
-        passes = alternated({0: self.stock_pass()} | {n: self.our_pass(n) for n in nodes}, repeats, wait)
-        attention = alternated({n: self.attention(n) for n in (0, *nodes)}, repeats, wait)
+        passes = median_seconds({0: self.stock_pass()} | {n: self.our_pass(n) for n in nodes}, repeats, wait)
+        attention = median_seconds({n: self.attention(n) for n in (0, *nodes)}, repeats, wait)
         about = {"prompt": self.length, "heads": str(self.layout), "layers": self.layout.layers}
         found = []
         for n in nodes:

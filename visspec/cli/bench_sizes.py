@@ -25,7 +25,7 @@ from visspec.cli.arguments import Positive, Probability
 from visspec.cli.bench import BenchOptions
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.clock import alternated, issued, seconds_of, waiter
+from visspec.eval.bench.clock import issue_times, median_seconds, seconds_of, waiter
 from visspec.eval.bench.kernels import copy_bandwidth
 from visspec.eval.bench.kernels_clock import clock_of
 from visspec.eval.bench.oracle import Oracle, erring
@@ -198,14 +198,14 @@ class SizeCase:
         found = (self.fast if drafted else self.plain).run(**self.options(ids, new))
         return found.output, found.state
 
-    def drafted(self, acceptance: float, prompt: int) -> speed.ArmRun:
+    def time_drafted(self, acceptance: float, prompt: int) -> speed.ArmRun:
         self.drafter.drafts_BT = erring(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
-        return self.timed(partial(self.ours, drafted=True), prompt)
+        return self.time_calls(partial(self.ours, drafted=True), prompt)
 
     def options(self, ids: Tensor, new: int) -> dict[str, Any]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
 
-    def timed(self, call: Callable[[Tensor, int], Answer], prompt: int) -> speed.ArmRun:
+    def time_calls(self, call: Callable[[Tensor, int], Answer], prompt: int) -> speed.ArmRun:
         """A call for one token and one for all of them."""
         ids = self.ids(prompt)
         first, _ = seconds_of(partial(call, ids, 1), self.wait)
@@ -215,11 +215,11 @@ class SizeCase:
 
     def rows(self, acceptance: Sequence[float], repeats: int) -> list[dict[str, Any]]:
         arms: dict[str, Callable[[int], speed.ArmRun]] = {
-            STOCK: partial(self.timed, self.stock),
-            STATIC: partial(self.timed, self.with_static_cache),
-            PLAIN: partial(self.timed, self.ours),
+            STOCK: partial(self.time_calls, self.stock),
+            STATIC: partial(self.time_calls, self.with_static_cache),
+            PLAIN: partial(self.time_calls, self.ours),
         }
-        arms |= {f"oracle {a:g}": partial(self.drafted, a) for a in acceptance}
+        arms |= {f"oracle {a:g}": partial(self.time_drafted, a) for a in acceptance}
         runs, failures = speed.interleave(arms, list(range(repeats)), warmup=1)
         if not runs[STOCK]:
             raise RuntimeError(failures[0])
@@ -267,14 +267,14 @@ class SizeCase:
         spread = (whole - whole.mean(dim=-1, keepdim=True)).norm(dim=-1)
         error = ((found - whole).norm(dim=-1) / spread).max()
         calls = {1: lambda: target.verify(state, single), 2: lambda: target.verify(state, chain)}
-        seconds = alternated(calls, 9, self.wait)
+        seconds = median_seconds(calls, 9, self.wait)
         record: dict[str, Any] = dict.fromkeys(("pass_ms", "host_share", "over_bytes"))
         record |= {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
         if self.cuda:
             weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
             bandwidth = copy_bandwidth(self.model.device, clock_of(self.model.device))
             record |= {"pass_ms": 1e3 * seconds[1], "over_bytes": seconds[1] * bandwidth / weights}
-            record["host_share"] = min(1.0, median(issued(lambda _: calls[1](), self.wait)) / seconds[1])
+            record["host_share"] = min(1.0, median(issue_times(lambda _: calls[1](), self.wait)) / seconds[1])
         return record
 
 

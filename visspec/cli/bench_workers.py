@@ -44,7 +44,7 @@ def run(arguments: Options) -> None:
             image.save(Path(home) / f"{i:05}.png")
         for number, order in turns(list(rates), arguments.passes):
             for workers in order:
-                rate, found = captioned(arguments, workers, Path(home), f"{workers}-{number}")
+                rate, found = time_run(arguments, workers, Path(home), f"{workers}-{number}")
                 rates[workers].append(rate)
                 texts.append(found)
                 print(f"{workers} workers: {rate:.2f} images a second", flush=True)
@@ -61,14 +61,14 @@ def run(arguments: Options) -> None:
     write_json(arguments.json, record)
 
 
-def captioned(arguments: Options, workers: int, home: Path, name: str) -> tuple[float, dict[str, str]]:
+def time_run(arguments: Options, workers: int, home: Path, name: str) -> tuple[float, dict[str, str]]:
     """Images a second of one run, and its captions."""
     named = {field: getattr(arguments, field) for field in ("model", "drafter", "acceptance", "slots", "threads")}
     given = caption.Options(image=[home], workers=workers, **named, **arguments.hardware)
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
     make = partial(caption_records.worker, given, arguments.prompt or PROMPT, options)
     shards, totals = Shards(home / "out" / name, caption_records.COLUMNS), Totals()
-    with shards.opened({}):
+    with shards.lock({}):
         for told in distributed.run(readers([home]), make, shards, pool=pool_of(given), size=arguments.shard):
             totals.add(told)
     return totals.rate, {row["id"]: row["caption"] for row in shards.read(["id", "caption"])}

@@ -63,7 +63,7 @@ def run(arguments: Options) -> int:
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
     request = arguments.prompt or PROMPT
-    about = described(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
+    about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments)
     reading = {name: getattr(arguments, name) for name in ("batch_size", "max_pixels")}
     stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options)
@@ -84,7 +84,7 @@ def run(arguments: Options) -> int:
     return exit_code(len(results.found), failed)
 
 
-def described(arguments: Options, fast: Accelerated, request: str, options: dict[str, Any]) -> dict[str, Any]:
+def run_settings(arguments: Options, fast: Accelerated, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """How captions are made, for their records."""
     from visspec.io.provenance import provenance
 

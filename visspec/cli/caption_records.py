@@ -27,17 +27,17 @@ COLUMNS |= {"ended": "string", "drift": "double", "error": "string"}
 
 def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     """Finished records are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
-    out = checked(arguments)
+    out = output_path(arguments)
     found = sources.records(arguments.image)
     request = arguments.prompt or PROMPT
-    fast, captions = loaded(arguments, request, options, arguments.workers)
+    fast, captions = load_captioner(arguments, request, options, arguments.workers)
     caption.warn_of_foreign(arguments)
-    about = caption.described(arguments, fast, request, options)
+    about = caption.run_settings(arguments, fast, request, options)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
     with Journal(lines, about, retry=arguments.retry_failed) as journal:
         run = CaptionRun(journal)
         try:
-            for made in run.shown(captions(run.new(found))):
+            for made in run.with_bar(captions(run.new(found))):
                 run.add(made)
         finally:
             if lines != out:
@@ -62,11 +62,11 @@ def run_ray(arguments: caption.Options, options: dict[str, Any]) -> int:
 
 def worker(arguments: caption.Options, request: str, options: dict[str, Any]) -> distributed.Making:
     """In an actor: load the model. What is returned makes the captions of records."""
-    _, captions = loaded(arguments, request, options, 1)
+    _, captions = load_captioner(arguments, request, options, 1)
     return lambda records: map(row_of, captions(records))
 
 
-def loaded(
+def load_captioner(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
 ) -> tuple[Accelerated, Captions]:
     """The model, and what makes the captions of records, whose images so many threads read ahead."""
@@ -76,7 +76,7 @@ def loaded(
     return fast, Captions(fast, processor, request=request, workers=workers, **reading, **options)
 
 
-def checked(arguments: caption.Options) -> Path:
+def output_path(arguments: caption.Options) -> Path:
     """The path of --out. Raises ValueError for arguments that don't go together."""
     out = arguments.out
     if out is None:
@@ -121,7 +121,7 @@ class CaptionRun:
                 self.pictures.look(record)
                 yield record
 
-    def shown(self, captions: Iterator[Caption]) -> Iterator[Caption]:
+    def with_bar(self, captions: Iterator[Caption]) -> Iterator[Caption]:
         """The captions, with a bar: images per second, tau, failures."""
         hidden = not sys.stderr.isatty()
         with tqdm(captions, unit=" images", disable=hidden, smoothing=0.05) as self.bar:

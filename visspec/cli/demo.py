@@ -66,7 +66,7 @@ def run(arguments: Options) -> int:
     out.mkdir(parents=True, exist_ok=True)
     threads, same, sections = torch.get_num_threads(), True, []
     for name in [arguments.world] if arguments.world else WORLDS:
-        section = captioned(name, count, console)
+        section = caption_section(name, count, console)
         section.summary = (
             f"{count} captions of {name} against transformers' generate on {threads} threads: "
             f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {count} word for word the same."
@@ -76,7 +76,7 @@ def run(arguments: Options) -> int:
         same = same and section.equal == count
     origins = {name: MEANING[name] for name in COLOURS if name != "given"}
     console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
-    summary, picture, width, alike = ("", "", 0, True) if arguments.world else drawn(out, console)
+    summary, picture, width, alike = ("", "", 0, True) if arguments.world else draw_pictures(out, console)
     same = same and alike
     values = {"sections": sections, "summary": summary, "picture": picture, "width": width}
     write_page(out / "index.html", "demo", values)
@@ -84,7 +84,7 @@ def run(arguments: Options) -> int:
     return 0 if same else 1
 
 
-def captioned(name: str, count: int, console: Console) -> Section:
+def caption_section(name: str, count: int, console: Console) -> Section:
     """Captions of a world's held-out scenes by transformers' generate and by ours, printed one by one."""
     import torch
     from rich.table import Table
@@ -118,7 +118,7 @@ def captioned(name: str, count: int, console: Console) -> Section:
     return section
 
 
-def drawn(out: Path, console: Console) -> tuple[str, str, int, bool]:
+def draw_pictures(out: Path, console: Console) -> tuple[str, str, int, bool]:
     """Pictures of PAINTERS, each beside the map of its tokens' origins, in `out`/drawn.png: a sentence, the page as a
     data URI, its width, and whether they are those of plain decoding.
     """

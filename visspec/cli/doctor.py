@@ -73,7 +73,7 @@ def kernel_lines(cuda: bool) -> list[str]:
         device = torch.device("cuda")
         lines.append(f"driver {driver_version() or 'unknown'}, CUDA {torch.version.cuda}, {date.today()}")
         lines.append(f"kernels: {'Triton' if triton else 'triton is MISSING: needed on a CUDA device'}")
-        place, room = ("will not run", None) if not triton else placed(torch.cuda)
+        place, room = ("will not run", None) if not triton else triton_device(torch.cuda)
         lines += [f"  {name}: {on_device(name, place, room)}" for name in names]
     took = ragged.takes(ragged.varlen_attn)
     form = [name for name in ("seqused_k", "enable_gqa") if name in took]
@@ -88,7 +88,7 @@ def kernel_lines(cuda: bool) -> list[str]:
     ]
 
 
-def placed(cuda: ModuleType) -> tuple[str, int | None]:
+def triton_device(cuda: ModuleType) -> tuple[str, int | None]:
     """(where Triton runs kernels, the bytes of shared memory that one program may have there)."""
     major, minor = cuda.get_device_capability()
     room = getattr(cuda.get_device_properties(0), "shared_memory_per_block_optin", None)

@@ -278,7 +278,7 @@ def caption_scores(arguments: CaptionScoresOptions) -> Row:
     return {"name": "CIDEr-D", "value": found["cider_d"]} | counts | found | {"problems": problems}
 
 
-def answered(arguments: VqaOptions) -> Row:
+def answer_row(arguments: VqaOptions) -> Row:
     from visspec.eval.metrics import readers, tasks
 
     if made := included.table().tasks.get(arguments.task):  # they need no files
@@ -397,6 +397,6 @@ METRICS: dict[str, tuple[type[MetricOptions], Callable[[Any], Row]]] = {
     "geneval": (GenEvalOptions, gen_eval),
     "dpg": (DpgOptions, dense_prompts),
     "captions": (CaptionScoresOptions, caption_scores),
-    "vqa": (VqaOptions, answered),
+    "vqa": (VqaOptions, answer_row),
 }
 OPTIONS = {f"eval {name}": kind for name, (kind, _) in METRICS.items()}

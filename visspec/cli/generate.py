@@ -61,10 +61,10 @@ def run(arguments: Options) -> int | None:
     if arguments.retry_failed:
         raise ValueError("--retry-failed: got it without --ray, expected both")
     from visspec.api.grid import grid
-    from visspec.cli.generate_best import picked, scorer
+    from visspec.cli.generate_best import pick_best, scorer
     from visspec.io.provenance import provenance
 
-    texts, given = asked(arguments), inpainted(arguments)
+    texts, given = read_prompts(arguments), read_inpainting(arguments)
     score = scorer(arguments, texts)
     pipe = pipeline(arguments)
     chosen = method(arguments, pipe)
@@ -78,7 +78,7 @@ def run(arguments: Options) -> int | None:
     first = first_number(arguments.out)
     with Results(arguments.json, about) as results:
         try:
-            for newest, picks in picked(stream, arguments.best_of, score):
+            for newest, picks in pick_best(stream, arguments.best_of, score):
                 if first and picks and not shown:
                     print(f"visspec: {arguments.out} has images up to number {first - 1}, going on", file=sys.stderr)
                 for part, i, chosen_by in picks:
@@ -102,7 +102,7 @@ def run(arguments: Options) -> int | None:
     return None
 
 
-def asked(arguments: Options) -> list[str]:
+def read_prompts(arguments: Options) -> list[str]:
     """The prompts. Raises ValueError if there is none, or for a line without one."""
     from visspec.api.sources import prompts
 
@@ -116,7 +116,7 @@ def asked(arguments: Options) -> list[str]:
     return texts
 
 
-def inpainted(arguments: Options) -> dict[str, Any]:
+def read_inpainting(arguments: Options) -> dict[str, Any]:
     """The picture of --image and the mask of --mask, read, as a pipeline takes them. Raises ValueError for one without
     the other, and for a file that is no image.
     """
@@ -143,7 +143,7 @@ def pipeline(arguments: Options) -> ImagePipeline:
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
     if arguments.preset is not None:
         found = zoo.preset(arguments.preset, pipe.family.draws)
-        pipe = pipe.parted(found.parts)
+        pipe = pipe.with_parts(found.parts)
     return pipe
 
 

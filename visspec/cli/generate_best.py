@@ -25,7 +25,7 @@ def scorer(arguments: Options, prompts: Sequence[str]) -> Score | None:
     return best_of.scorer(arguments.scorer, prompts, arguments.device)
 
 
-def picked(
+def pick_best(
     stream: Iterable[ImageOutput], count: int, score: Score | None
 ) -> Iterator[tuple[ImageOutput, list[tuple[ImageOutput, int, dict[str, Any]]]]]:
     """Each batch, and the images to keep since the last one: all, or the best of every `count` in turn, which are of

@@ -26,10 +26,10 @@ def run_ray(arguments: Options) -> int:
     sources.need("ray", "--ray", EXTRA)
     if not arguments.prompt and arguments.prompts is None:
         raise ValueError("prompt: got none, expected at least one")
-    readers = [partial(wanted, arguments.prompt, None, arguments.n)] if arguments.prompt else []
+    readers = [partial(image_records, arguments.prompt, None, arguments.n)] if arguments.prompt else []
     if arguments.prompts is not None:
         sources.prompts(arguments.prompts)
-        readers.append(partial(wanted, [], arguments.prompts, arguments.n))
+        readers.append(partial(image_records, [], arguments.prompts, arguments.n))
     drawing, about = settings(arguments), {"model": arguments.model or included.image_model()}
     about |= {name: getattr(arguments, name) for name in ("preset", "seed", *CHOSEN)}
     about |= {name: value for name, value in drawing.items() if name != "batch_size"}
@@ -37,7 +37,7 @@ def run_ray(arguments: Options) -> int:
     return write(readers, make, Shards(arguments.out, COLUMNS), about, arguments)
 
 
-def wanted(texts: list[str], file: Path | None, n: int) -> Iterator[Record]:
+def image_records(texts: list[str], file: Path | None, n: int) -> Iterator[Record]:
     """A record for each image: `n` of a prompt are ID#0, ID#1, ..."""
     read = chain((Record(text, prompt=text) for text in texts), () if file is None else sources.prompts(file))
     for record in read:

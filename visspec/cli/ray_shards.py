@@ -63,7 +63,7 @@ def write(
 ) -> int:
     """Make and write all records that are not there, under a bar. Returns the exit code."""
     totals, twice = Totals(), 0
-    with shards.opened(about), tqdm(unit=" records", disable=not sys.stderr.isatty(), smoothing=0.05) as bar:
+    with shards.lock(about), tqdm(unit=" records", disable=not sys.stderr.isatty(), smoothing=0.05) as bar:
         if arguments.retry_failed:
             shards.take_failed_out()
         before, lost = len(shards.ids()), len(shards.failed())

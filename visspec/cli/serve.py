@@ -47,7 +47,7 @@ def run(arguments: Options) -> int:
     with suppress(OSError, AttributeError):  # else each thread keeps the memory of the pictures that it decoded
         ctypes.CDLL("libc.so.6").mallopt(MMAP_THRESHOLD, 1 << 20)
     key = os.environ.get(KEY) or None
-    service = made(arguments, key, arguments.host in LOCAL)
+    service = make_service(arguments, key, arguments.host in LOCAL)
     if key is None and not service.local:
         print(f"visspec: anybody who reaches {arguments.host} can use this server; {KEY} sets a key", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when all is done
@@ -58,7 +58,7 @@ def run(arguments: Options) -> int:
     return 0
 
 
-def made(arguments: Options, key: str | None, local: bool) -> Any:
+def make_service(arguments: Options, key: str | None, local: bool) -> Any:
     """The service: models loaded, threads started."""
     from visspec.api.accelerate import accelerate
     from visspec.api.completions import RequestLimits

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api import loading, ranks, sources, tuning, zoo
 from visspec.api.accelerate import Accelerated, accelerate, default_drafter, each_of
-from visspec.api.captions import PROMPT, moved, processed
+from visspec.api.captions import PROMPT, move_inputs, process_batch
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm
 from visspec.eval.bench import paired
@@ -112,7 +112,9 @@ def tune(
 
     def grouped(some: Sequence, size: int) -> list[dict[str, Any]]:
         groups = [zip(*some[i : i + size]) for i in range(0, len(some) - size + 1, size)]
-        return [moved(processed(processor, list(i), [p or request for p in asked]), model) for i, asked in groups]
+        return [
+            move_inputs(process_batch(processor, list(i), [p or request for p in asked]), model) for i, asked in groups
+        ]
 
     if trees is not None:
         growing = [spec for spec in drafters if grows(spec, model)][:1]
@@ -134,7 +136,7 @@ def tune(
     left = {size: half % size + (len(images) - half) % size for size in batches}
     for size in batches:
         seen = measured(arms, firsts[size], checks[size][0], size, arguments)
-        rows += [row for one in seen.values() for row in tuning.predicted(one, seen[PLAIN], seed)]
+        rows += [row for one in seen.values() for row in tuning.predict_speed(one, seen[PLAIN], seed)]
     for row in rows:
         row["acceptance"] = arguments.acceptance
     finalists = tuning.best(rows, PAYS, FINALISTS)

@@ -7,7 +7,7 @@ The loop passes distributions between target, drafter and rule without reading t
 
 from visspec.distributions.base import Distribution, check_tensor
 from visspec.distributions.categorical import Categorical, categorical, draw, residual
-from visspec.distributions.denoising import Denoising, DenoisingSteps, Trajectory, asked, denoising
+from visspec.distributions.denoising import Denoising, DenoisingSteps, Trajectory, denoising
 from visspec.distributions.maps import Maps, maps
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "Distribution",
     "Maps",
     "Trajectory",
-    "asked",
     "categorical",
     "check_tensor",
     "denoising",

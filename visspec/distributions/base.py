@@ -21,7 +21,7 @@ class Distribution:
 
     @classmethod
     def limits(cls, capabilities: Any, device: torch.device | str) -> Any:
-        """Data about a target (`types.Capabilities`) for `drafted` and `checked`, computed once."""
+        """Data about a target (`types.Capabilities`) for `drafted` and `sanitize`, computed once."""
         raise NotImplementedError
 
     @classmethod
@@ -32,7 +32,7 @@ class Distribution:
         """
         raise NotImplementedError
 
-    def checked(self, value: Tensor, limits: Any) -> tuple[Distribution, Tensor]:
+    def sanitize(self, value: Tensor, limits: Any) -> tuple[Distribution, Tensor]:
         """(the distribution of drafts, sanitised; at which nodes it is valid (B, N) bool).
 
         Raises ValueError for a distribution of the wrong shape or dtype.

@@ -68,7 +68,7 @@ class Categorical(Distribution):
         safe = value.clamp(0, len(limits) - 1)
         return safe, safe == value, limits[safe]
 
-    def checked(self, value: Tensor, limits: Tensor) -> tuple[Categorical, Tensor]:
+    def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Categorical, Tensor]:
         q, shape = self.p, (*value.shape, len(limits))
         check_tensor("q", q, None, limits)
         if q.shape != shape:

@@ -88,8 +88,9 @@ class Denoising(Distribution):
     predict: (points (M, W, d), their steps (M, W) int64, or one for a point of each of all chains, indices (M,) of the
     chains among the B N, row by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log
     sigma between its bounds, or None if deviations are fixed). calls: counts calls of `predict` under `name`. skip: see
-    `asked`; the estimate is kept in between, which makes another, cheaper distribution of sampled chains. ends: (start
-    (M, d), normal numbers (M, S, d), steps) -> values (M, d), where one function knows them faster than step by step.
+    `evaluated_steps`; the estimate is kept in between, which makes another, cheaper distribution of sampled chains.
+    ends: (start (M, d), normal numbers (M, S, d), steps) -> values (M, d), where one function knows them faster than
+    step by step.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Denoising(Distribution):
     def _walk(self, x_Md: Tensor, normal_MSd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Next point, its mean and log sigma (None: fixed), step by step."""
         steps = self.steps
-        last, here = len(steps) - 1, set(asked(len(steps), self.skip))
+        last, here = len(steps) - 1, set(evaluated_steps(len(steps), self.skip))
         for i, (normal_Md, (keep, move, sigma)) in enumerate(zip(normal_MSd.unbind(1), steps.each)):
             if i in here:
                 value, share = (None if part is None else part[:, 0] for part in self.estimate(x_Md[:, None], i))
@@ -200,7 +201,7 @@ class Trajectory(Distribution):
         stacks = zip(*((level.points, level.mean, level.log_sigma) for level in levels))
         return cls(*(torch.stack([torch.zeros_like(stack[0]), *stack], dim=1) for stack in stacks))
 
-    def checked(self, value: Tensor, limits: Tensor) -> tuple[Trajectory, Tensor]:
+    def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Trajectory, Tensor]:
         steps, size = limits.shape
         parts = (("points", self.points, 1), ("mean", self.mean, 0), ("log_sigma", self.log_sigma, 0))
         for name, tensor, more in parts:
@@ -221,7 +222,7 @@ class Trajectory(Distribution):
 Denoising.drafts = Trajectory
 
 
-def asked(count: int, skip: float) -> list[int]:
+def evaluated_steps(count: int, skip: float) -> list[int]:
     """Steps at which a sampled chain's head is asked: from one to the next, a share `skip` of the steps that are left.
 
     Late steps have little noise, and a kept estimate differs by much of it.

@@ -57,7 +57,7 @@ class Maps(Distribution):
         possible_BN = (safe == value).all(dim=-1)
         return safe, possible_BN, torch.ones_like(possible_BN)
 
-    def checked(self, value: Tensor, limits: Tensor) -> tuple[Maps, Tensor]:
+    def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Maps, Tensor]:
         check_tensor("q.logits", self.logits, None, limits)
         check_tensor("q.count", self.count, torch.long, limits)
         shapes, wanted = (self.logits.shape, self.count.shape), ((*value.shape, limits.shape[1]), value.shape[:2])

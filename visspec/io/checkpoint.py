@@ -26,7 +26,7 @@ LARGEST = 1 << 24  # upper limit of sizes in a configuration; products of two do
 Value = TypeVar("Value")  # a tensor, or its shape
 
 
-def shown(value: Any) -> str:
+def shorten(value: Any) -> str:
     """A value for an error message: on one line, truncated if long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -35,7 +35,7 @@ def shown(value: Any) -> str:
 def check_whole(name: str, value: Any, low: int = 1, high: int = LARGEST) -> None:
     """Raises ValueError if an entry of a configuration is not an integer from low to high."""
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name}: got {shown(value)}, expected a whole number from {low} to {high}")
+        raise ValueError(f"{name}: got {shorten(value)}, expected a whole number from {low} to {high}")
 
 
 def check_fields(record: Any, *names: str, check: Callable[..., None] = check_whole, **limits: int) -> None:
@@ -47,7 +47,7 @@ def check_fields(record: Any, *names: str, check: Callable[..., None] = check_wh
 def check_wholes(name: str, values: Any, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
     """A list of at most `most` integers, as a tuple. Raises ValueError as `check_whole` does."""
     if not isinstance(values, (list, tuple)) or len(values) > most:
-        raise ValueError(f"{name}: got {shown(values)}, expected a list of at most {most} whole numbers")
+        raise ValueError(f"{name}: got {shorten(values)}, expected a list of at most {most} whole numbers")
     for value in values:
         check_whole(name, value, low, high)
     return tuple(values)
@@ -56,7 +56,7 @@ def check_wholes(name: str, values: Any, low: int, high: int, most: int = 1024) 
 def check_positive(name: str, value: Any) -> None:
     """Raises ValueError if an entry of a configuration is not a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}: got {shown(value)}, expected a finite number above 0")
+        raise ValueError(f"{name}: got {shorten(value)}, expected a finite number above 0")
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -94,7 +94,7 @@ def weight_files(folder: Path) -> list[Path]:
         named = read_json(folder, index[0]).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
             raise ValueError(
-                f"checkpoint: weight_map of {folder / index[0]} is {shown(named)}, expected an object of file names"
+                f"checkpoint: weight_map of {folder / index[0]} is {shorten(named)}, expected an object of file names"
             )
         return [inside(folder, name) for name in sorted(set(named.values()))]
     found = sorted(folder.glob("*.safetensors"))
@@ -143,7 +143,7 @@ def _each_tensor(
     return found
 
 
-def unwrapped(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
+def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
     """Tensors by the model's own names, without the prefixes added by torch.compile (`_orig_mod.`), data parallelism
     (`module.`) and weight averaging (`ema.`).
 
@@ -164,14 +164,14 @@ def weight_sets(tensors: Mapping[str, Value], where: str | Path) -> tuple[dict[s
     Averaged weights have one of the prefixes AVERAGED; LITEMA is kept, for `with_dots`. Raises ValueError if two
     tensors get the same name.
     """
-    named = _stripped(tensors, where)
+    named = _strip_prefixes(tensors, where)
     prefix = next((p for p in AVERAGED if any(name.startswith(p) for name in named)), None)
     if prefix is None:
         return named, {}
     plain = {name: tensor for name, tensor in named.items() if not name.startswith(prefix)}
     kept = prefix if prefix == LITEMA else ""
     averaged = {kept + name.removeprefix(prefix): t for name, t in named.items() if name.startswith(prefix)}
-    return plain, _stripped(averaged, where)
+    return plain, _strip_prefixes(averaged, where)
 
 
 def with_dots(averaged: Mapping[str, Value], plain: Iterable[str], where: str | Path) -> dict[str, Value]:
@@ -194,7 +194,7 @@ def with_dots(averaged: Mapping[str, Value], plain: Iterable[str], where: str | 
     )
 
 
-def _stripped(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
+def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
     """Remove `_orig_mod.` everywhere, and `module.` if all names begin with it."""
     found: dict[str, Value] = {}
     for name, tensor in tensors.items():

@@ -37,7 +37,7 @@ def convert(path: str | Path, out: str | Path, ema: bool = False) -> str:
         raise ValueError(f"out: got {out}, expected a new file that ends in .safetensors")
     if not out.parent.is_dir():
         raise ValueError(f"out: the folder {out.parent} does not exist, expected one that does")
-    plain, averaged = found(content_of(path), path)
+    plain, averaged = state_dicts(content_of(path), path)
     chosen = with_dots(averaged, plain, path) if ema or not plain else plain
     if not chosen:
         where = ", ".join(AVERAGES if plain else (*WRAPPERS, *AVERAGES))
@@ -79,7 +79,7 @@ def reason(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def found(content: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def state_dicts(content: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(weights, averaged weights) of what a file holds; either may be empty."""
     beside: dict[str, Tensor] = {}
     while isinstance(content, Mapping):
@@ -95,7 +95,7 @@ def found(content: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 def averages_of(content: Mapping, path: Path) -> dict[str, Tensor]:
     """Averaged weights under a key of their own; those of LitEma, which counts its updates, by LITEMA before each."""
-    plain, averaged = found(content, path)
+    plain, averaged = state_dicts(content, path)
     if "num_updates" in plain:
         return {LITEMA + name: tensor for name, tensor in plain.items()}
     return plain or averaged

@@ -17,7 +17,7 @@ def names(text: str) -> bool:
     return ID.fullmatch(text) is not None and not Path(text).exists()
 
 
-def fetched(name: str, wanted: list[str] = WANTED) -> Path:
+def fetch(name: str, wanted: list[str] = WANTED) -> Path:
     """The folder of a repository in the local cache, which is filled with files of these patterns if the hub can be
     asked.
 
@@ -48,17 +48,17 @@ def fetched(name: str, wanted: list[str] = WANTED) -> Path:
 
 def headers(name: str) -> tuple[Path, dict[str, tuple[int, ...]]]:
     """The folder of a repository with its JSON files, and the shapes of its tensors ({}: none as safetensors); of one
-    that is cached, without asking the hub. No weights are fetched. Raises ValueError as `fetched`.
+    that is cached, without asking the hub. No weights are fetched. Raises ValueError as `fetch`.
     """
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError
 
     from visspec.io.checkpoint import read_shapes
 
-    there = cached(name)
+    there = cached_folder(name)
     if there is not None and any(there.glob("*.safetensors")):
         return there, read_shapes(there)
-    folder = fetched(name, ["*.json"])
+    folder = fetch(name, ["*.json"])
     try:
         files = get_safetensors_metadata(name).files_metadata.values()
     except NotASafetensorsRepoError:
@@ -66,7 +66,7 @@ def headers(name: str) -> tuple[Path, dict[str, tuple[int, ...]]]:
     return folder, {key: tuple(tensor.shape) for file in files for key, tensor in file.tensors.items()}
 
 
-def cached(name: str, revision: str | None = None) -> Path | None:
+def cached_folder(name: str, revision: str | None = None) -> Path | None:
     """The folder of a repository in the local cache; None: it is not there. The hub is not asked."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -77,9 +77,9 @@ def cached(name: str, revision: str | None = None) -> Path | None:
         return None
 
 
-def located(where: str | Path) -> Path:
+def resolve_folder(where: str | Path) -> Path:
     """A folder, or that of a repository by its hub id."""
-    return fetched(str(where)) if names(str(where)) else Path(where)
+    return fetch(str(where)) if names(str(where)) else Path(where)
 
 
 def push(name: str, save: Callable[[Path], Any], private: bool | None = None, message: str | None = None) -> str:

@@ -34,12 +34,12 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise FileNotFoundError(f"there is no image file {path}")
     if not path.is_file():
         raise ValueError(f"{path} is not a file, so it cannot be read as an image")
-    return _opened(path, path, max_pixels)
+    return _open(path, path, max_pixels)
 
 
 def read_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """As `open_image`, from the content of a file; `name` is used in errors."""
-    return _opened(io.BytesIO(data), name, max_pixels)
+    return _open(io.BytesIO(data), name, max_pixels)
 
 
 def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
@@ -50,7 +50,7 @@ def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[in
         return found.size
 
 
-def _opened(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
+def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
     with _errors(path, max_pixels):
         return _decode(file, path, max_pixels)
 

@@ -52,7 +52,7 @@ def driver_version() -> str | None:
     """The version of the GPU driver from `nvidia-smi`; torch only has the supported CUDA version."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = _said(query, timeout=30)
+        said = _output_of(query, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
     return said.splitlines()[0].strip() if said else None
@@ -80,9 +80,9 @@ def git_revision() -> str:
 
 
 def _git(root: Path, *command: str) -> str:
-    return _said(["git", *command], cwd=root)
+    return _output_of(["git", *command], cwd=root)
 
 
-def _said(command: list[str], cwd: Path | None = None, timeout: float = 10) -> str:
+def _output_of(command: list[str], cwd: Path | None = None, timeout: float = 10) -> str:
     run = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=True)
     return run.stdout.strip()

@@ -83,7 +83,7 @@ class Arms(DecodingSetup[TargetT]):
         return self.arms[self.bandit.choose()]
 
 
-def among(setups: Sequence[DecodingSetup[TargetT]]) -> Arms[TargetT]:
+def bandit_of(setups: Sequence[DecodingSetup[TargetT]]) -> Arms[TargetT]:
     """Setups of one target with several drafters. Raises ValueError for rules whose tokens depend on the draft."""
     values = [{f.name: vars(setup)[f.name] for f in fields(DecodingSetup)} for setup in setups]
     if not values:

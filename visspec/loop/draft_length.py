@@ -167,7 +167,7 @@ class AdaptiveLength(DraftLengthPolicy):
         with self._lock:
             costs = self.at(state.trace.context)
             cooling = costs.cooling
-            best = self._chosen(limit, costs)
+            best = self._choose(limit, costs)
             state.trace.cooldown, state.trace.doubted = costs.cooling, costs.doubted
         state.trace.requested = best
         state.trace.gave_up += best == 0 and max(cooling, costs.cooling) > 0
@@ -182,7 +182,7 @@ class AdaptiveLength(DraftLengthPolicy):
             self.costs[doublings] = RoundCosts(verify, draft, plain, rounds=WARM_UP, measured=nearest.measured)
         return self.costs[doublings]
 
-    def _chosen(self, limit: int, costs: RoundCosts) -> int:
+    def _choose(self, limit: int, costs: RoundCosts) -> int:
         if costs.cooling > 0:
             costs.cooling -= 1
             return 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept.exact import Exact
-from visspec.accept.local import Local, settled
+from visspec.accept.local import Local, sampled_distributions
 from visspec.loop.decode import decode
 from visspec.loop.out_of_order import OutOfOrder, OutOfOrderDecoder, Places
 from visspec.types import Acceptance, Drafter, Order
@@ -37,7 +37,7 @@ class ZipAR(OutOfOrder):
             raise ValueError(f"window: got {window}, expected at least 1")
         self.window, self.audit = window, audit
 
-    def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
+    def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is not None:
             raise ValueError("drafter: got one beside the order zipar, expected none: nothing is drafted in it")
         if not isinstance(rule.inner, Exact):
@@ -78,7 +78,7 @@ class RejectedRegions(OutOfOrder):
     def __init__(self, rule: Local | None = None, drafter: Drafter | None = None, audit: bool = True):
         self.rule, self.drafter, self.audit = rule, drafter, audit
 
-    def joined(self, rule: Acceptance, drafter: Drafter | None) -> Order:
+    def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is None or not drafter.traits.whole_images:
             raise ValueError("drafter: got none that drafts whole images, expected lowres for the order islands")
         inner = rule.inner
@@ -90,14 +90,14 @@ class RejectedRegions(OutOfOrder):
         assert self.rule is not None
         state, columns = decoder.state, decoder.columns
         with state.trace.stage("draft"):
-            drafted_BN, real_BN = self._drafted(decoder)
+            drafted_BN, real_BN = self._draft_codes(decoder)
         high = len(decoder.free) // columns
         step = self.rule.rows or high
         for top in range(0, high, step):
             block = slice(top * columns, (top + step) * columns)
             self._block(decoder, decoder.free[block], drafted_BN[:, block], real_BN[:, block])
 
-    def _drafted(self, decoder: OutOfOrderDecoder) -> tuple[Tensor, Tensor]:
+    def _draft_codes(self, decoder: OutOfOrderDecoder) -> tuple[Tensor, Tensor]:
         """(codes (B, places), which of them are drafted). No code is drafted if the drafter failed."""
         assert self.drafter is not None
         drafted_BN = self.drafter.sketch(decoder.state)
@@ -113,7 +113,7 @@ class RejectedRegions(OutOfOrder):
         with state.trace.stage("accept"):
             p_BNV = logits_BNV.softmax(-1)
             again_BN = self.rule.again(p_BNV, drafted_BN, real_BN, decoder.columns)
-            costs = self.rule.cost(settled(p_BNV, greedy), drafted_BN, ~again_BN)
+            costs = self.rule.cost(sampled_distributions(p_BNV, greedy), drafted_BN, ~again_BN)
             for name, gained_B in zip(("drift", "displacement"), costs):
                 state.meters[name] = state.meters.get(name, 0.0) + gained_B
             decoder.accepted_mask[:, places] = ~again_BN

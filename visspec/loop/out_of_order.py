@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visspec.accept.local import settled
+from visspec.accept.local import sampled_distributions
 from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.sampling import Gumbel
@@ -194,7 +194,7 @@ class OutOfOrderDecoder:
             noise_FV = 0.0 if self.noise_BTV is None else self.noise_BTV[b_F, u_F]
             self.tokens_BT[b_F, u_F] = (logits_FV + noise_FV).argmax(-1)
             if self.used_BTV is not None:
-                self.used_BTV[b_F, u_F] = settled(logits_FV.softmax(-1), self.noise_BTV is None)
+                self.used_BTV[b_F, u_F] = sampled_distributions(logits_FV.softmax(-1), self.noise_BTV is None)
         for b, u in pairs:
             self.known[b][u], self.passes[b][u] = True, now
 
@@ -248,7 +248,7 @@ def audit(decoder: OutOfOrderDecoder) -> Tensor:
     seen_BT = torch.ones(decoder.rows, decoder.total, dtype=torch.bool, device=device)
     scores = decoder.target.revise(state, decoder.tokens_BT[:, :last], where_BN, seen_BT)
     full_BTV = torch.cat([decoder.first_BV[:, None], categorical(scores.distribution).logits], dim=1).softmax(-1)
-    full_BTV = settled(full_BTV, decoder.noise_BTV is None)[:, decoder.free]
+    full_BTV = sampled_distributions(full_BTV, decoder.noise_BTV is None)[:, decoder.free]
     here_BT = full_BTV.gather(2, decoder.tokens_BT[:, decoder.free, None])[..., 0]
     moved_BT = 0.5 * (decoder.used_BTV[:, decoder.free] - full_BTV).abs().sum(-1)
     return torch.where(decoder.accepted_mask[:, decoder.free], 1 - here_BT, moved_BT).sum(1)

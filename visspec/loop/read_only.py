@@ -20,17 +20,17 @@ from visspec.distributions import Categorical
 from visspec.types import Noise, Request, State, Target
 
 
-def deep_copied(value: Any) -> Any:
+def copy_tensors(value: Any) -> Any:
     """Copy the tensors of a value, also in lists, tuples, mappings and dataclasses; other objects are not copied."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, Mapping):
         return CopyOnRead(lambda: value)
     if type(value) in (list, tuple, set):
-        return type(value)(map(deep_copied, value))
+        return type(value)(map(copy_tensors, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return replace(
-            value, **{f.name: deep_copied(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+            value, **{f.name: copy_tensors(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         )
     return value
 
@@ -44,7 +44,7 @@ class CopyOnRead(Mapping):
         self._read = read
 
     def __getitem__(self, key: str) -> Any:
-        return deep_copied(self._read()[key])
+        return copy_tensors(self._read()[key])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._read())
@@ -115,13 +115,13 @@ class ReadOnlyNoise:
         """As `Noise.draft`."""
         return self._noise.draft(distribution, level)
 
-    def perturbed(self, logits_BWV: Tensor, level: int) -> Tensor:
-        """As `Noise.perturbed`."""
-        return self._noise.perturbed(logits_BWV, level)
+    def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
+        """As `Noise.perturb`."""
+        return self._noise.perturb(logits_BWV, level)
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Copies of the rows' generators, to derive numbers from (`noise.derived`).
+        """Copies of the rows' generators, to derive numbers from (`sampling.child_generator`).
 
         A rule's own random numbers must be unknown to the drafter, so its generator skips the first number of the copy,
         once per request. Noise indexed by position is not changed.
@@ -141,7 +141,7 @@ def lent_request(request: Request) -> Request:
     own, named = request.sampling, isinstance(request.inputs, Mapping)
     return replace(
         request,
-        inputs=CopyOnRead(lambda: request.inputs) if named else deep_copied(request.inputs),
+        inputs=CopyOnRead(lambda: request.inputs) if named else copy_tensors(request.inputs),
         prompt=request.prompt.clone(),
         sampling=replace(own, processors=tuple(map(_callable, own.processors))) if own.processors else own,
         stop=None,
@@ -149,8 +149,8 @@ def lent_request(request: Request) -> Request:
         on_tokens=None,
         on_round=None,
         media=CopyOnRead(lambda: request.media),
-        fixed=deep_copied(request.fixed),
-        known=deep_copied(request.known),
+        fixed=copy_tensors(request.fixed),
+        known=copy_tensors(request.known),
         each=[],
     )
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import check_tensor
-from visspec.grammar import fill, held
-from visspec.loop.read_only import ReadOnlyState, deep_copied
+from visspec.grammar import fill, fixed_ids
+from visspec.loop.read_only import ReadOnlyState, copy_tensors
 from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Target, Tree, Verdict
 
 LEAD = 16  # plain rounds before drafts are made again that a drafter of `observes="drafted"` is told of
@@ -48,10 +48,10 @@ class SafeDrafter(Drafter):
 
     def start(self, state: State, scores: Scores) -> None:
         state.refused = torch.zeros((), dtype=torch.long, device=self.limits.device)
-        self._try(state, self.inner.start, replace(scores, aux=deep_copied(scores.aux)))
+        self._try(state, self.inner.start, replace(scores, aux=copy_tensors(scores.aux)))
 
     def propose(self, state: State, depth: int) -> Draft:
-        draft = self._try(state, self._checked, state, depth, target=self.target_access)
+        draft = self._try(state, self._propose_checked, state, depth, target=self.target_access)
         return trees.empty_draft(state.pending, own=True) if draft is None else draft
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
@@ -68,10 +68,10 @@ class SafeDrafter(Drafter):
         assert state.request.grid is not None
         rows, columns = state.request.grid
         shape = len(state.rows), rows * columns
-        codes = self._try(state, self._sketched, shape)
+        codes = self._try(state, self._sketch, shape)
         return torch.full(shape, -1, device=self.limits.device) if codes is None else codes
 
-    def _sketched(self, lent: State, shape: tuple[int, int]) -> Tensor:
+    def _sketch(self, lent: State, shape: tuple[int, int]) -> Tensor:
         codes = self.inner.sketch(lent)
         if codes.shape != shape or codes.dtype != torch.long:
             raise ValueError(f"codes: got shape {tuple(codes.shape)} of {codes.dtype}, expected {shape} of torch.int64")
@@ -115,10 +115,10 @@ class SafeDrafter(Drafter):
         except Exception as error:
             state.drafting, state.memory, state.lent = False, None, None  # frees what an out-of-memory drafter holds
             state.trace.faults += 1
-            self._warn(_said(error))
+            self._warn(_error_text(error))
             return None
 
-    def _checked(self, lent: State, state: State, depth: int) -> Draft:
+    def _propose_checked(self, lent: State, state: State, depth: int) -> Draft:
         """The drafter's draft, validated and copied."""
         draft = self.inner.propose(lent, depth)
         rows, like = len(state.rows), state.pending
@@ -145,12 +145,12 @@ class SafeDrafter(Drafter):
                 raise ValueError(f"real: got shape {tuple(draft.real.shape)}, expected {(rows, tree.size)}")
             wrong, real = wrong & draft.real, real & draft.real
         if state.request.fixed is not None:  # positions fixed by grammar are valid with any id: `fill` overwrites it
-            allowed = allowed | (held(state, tree.depth) != FREE)
+            allowed = allowed | (fixed_ids(state, tree.depth) != FREE)
         real, q = real & allowed, draft.q
         if q is not None:
             if type(q) is not self.distribution.drafts:
                 raise TypeError(f"q: got {type(q).__name__}, expected {self.distribution.drafts.__name__} or None")
-            q, lawful = q.checked(value, self.limits)
+            q, lawful = q.sanitize(value, self.limits)
             wrong, real = wrong | ~lawful & real, real & lawful
         assert state.refused is not None  # since `start`
         state.refused += wrong[:, 1:].sum()
@@ -201,7 +201,7 @@ class SafeDrafter(Drafter):
         return mended, sound
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """An exception as text; its `__str__` may raise."""
     try:
         return f"{type(error).__name__}: {error}"

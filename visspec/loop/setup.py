@@ -133,7 +133,7 @@ def build_setup(
     if not traits.adaptive_depth and not isinstance(length_policy, FixedLength):
         kind = type(length_policy).__name__
         raise ValueError(f"length: got {kind} for {type(drafter).__name__}, expected 'fixed', as its drafts are")
-    return DecodingSetup(target, guarded, name, rule, length_policy, order.joined(rule, guarded))
+    return DecodingSetup(target, guarded, name, rule, length_policy, order.bind(rule, guarded))
 
 
 def check_order(order: Order, target: Target) -> None:

@@ -49,7 +49,7 @@ class Stats:
         passes = sum(len(r.committed) for r in trace.rounds)
         committed = sum(sum(r.committed) for r in trace.rounds)
         tokens = sum(map(len, state.tokens))
-        drift, far = (measured(state, name, setup.guarantee) for name in ("drift", "displacement"))
+        drift, far = (meter_total(state, name, setup.guarantee) for name in ("drift", "displacement"))
         return cls(
             tokens=tokens,
             rounds=len(trace.rounds),
@@ -72,7 +72,7 @@ class Stats:
 
     def __str__(self) -> str:
         declared = f" ({self.declared})" if self.declared else ""
-        drift = drift_said(self.drift_per_token, self.unmetered)
+        drift = drift_text(self.drift_per_token, self.unmetered)
         depth = " ".join(f"{a:.2f}" for a in self.acceptance_by_depth) or "-"
         spent = "  ".join(f"{k} {1e3 * v:.1f}" for k, v in self.times.items())
         lines = [
@@ -91,28 +91,28 @@ class Stats:
 
     def _repr_html_(self) -> str:
         legend = " · ".join(f'<b style="color:{COLOURS[o]}">{MEANING[o]}</b>' for o in COLOURS)
-        rows = "".join(f"<p>{coloured(row)}</p>" for row in self.pieces)
+        rows = "".join(f"<p>{html_spans(row)}</p>" for row in self.pieces)
         return f'<div style="font-family:sans-serif">{rows}<p>{legend}</p><pre>{html.escape(str(self))}</pre></div>'
 
 
-def measured(state: State, name: str, guarantee: str) -> float | None:
+def meter_total(state: State, name: str, guarantee: str) -> float | None:
     """The sum of a meter: 0 where an exact rule has none, None where an approximate one has none."""
     if name in state.meters:
         return float(state.meters[name].sum())
     return None if guarantee == "approximate" else 0.0
 
 
-def drift_said(drift: float | None, why: str = "") -> str:
+def drift_text(drift: float | None, why: str = "") -> str:
     """A drift in words; why: it is not measured."""
     return (f"not measured ({why})" if why else "not measured") if drift is None else f"{drift:.4f}"
 
 
 def ended_by(state: State, row: int) -> str:
     """Why a finished row ended, as `why_ended`."""
-    return why_ended(state.tokens[row], state.request.of(row)[0])
+    return finish_reason(state.tokens[row], state.request.of(row)[0])
 
 
-def why_ended(tokens: list[int], request: Request) -> str:
+def finish_reason(tokens: list[int], request: Request) -> str:
     """Why a row ended: "eos" (a token that ends text), "length" (max_new_tokens) or "stop" (a criterion)."""
     if tokens[-1] in request.eos:
         return "eos"
@@ -132,7 +132,7 @@ def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[s
     return pieces
 
 
-def coloured(pieces: list[tuple[str, str]]) -> str:
+def html_spans(pieces: list[tuple[str, str]]) -> str:
     """Text pieces as HTML spans, coloured by origin, escaped."""
     return "".join(f'<span style="color:{COLOURS[origin]}">{html.escape(text)}</span>' for text, origin in pieces)
 

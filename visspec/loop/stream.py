@@ -21,7 +21,7 @@ from torch import Tensor
 from visspec.cache import to_device
 from visspec.loop.decode import advance, select, start
 from visspec.loop.setup import DecodingSetup
-from visspec.loop.stats import why_ended
+from visspec.loop.stats import finish_reason
 from visspec.types import Drafter, Request, Round, Sampling, State, Target
 
 Together = Callable[[Sequence[Request]], Request]  # puts requests of one row into one batch
@@ -66,19 +66,19 @@ class Row:
         """A function that ends the row where it returns true or raises."""
 
         def caught(argument: Any) -> Any:
-            found = None if call is None else self._tried(call, argument)
+            found = None if call is None else self._call_user(call, argument)
             return found if self.error is None else True
 
         return caught
 
     def _processor(self, processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         def caught(ids: Tensor, scores: Tensor) -> Tensor:
-            found = self._tried(processor, ids, scores)
+            found = self._call_user(processor, ids, scores)
             return scores if found is None else found
 
         return caught
 
-    def _tried(self, call: Callable, *arguments: Any) -> Any:
+    def _call_user(self, call: Callable, *arguments: Any) -> Any:
         """What a call of the user's returns; None if it raises, or something has before."""
         if self.error is None:
             try:
@@ -110,7 +110,7 @@ class RunningBatch:
         return Answer(
             row.id,
             tokens,
-            None if row.error else why_ended(tokens, request),
+            None if row.error else finish_reason(tokens, request),
             self.state.trace.origin[number],
             row.rounds,
             0.0 if drift is None else float(drift[number]),
@@ -155,7 +155,7 @@ class Stream:
         levels, committed, had_rejection = state.trace.rounds.pop()  # each row keeps its own: lanes run for days
         for row, count, missed in zip(rows, committed, had_rejection):
             row.rounds.append(Round(levels, [count], [missed]))
-        if (keep := filled([row not in state.finished for row in state.rows])) is not None:
+        if (keep := fill_places([row not in state.finished for row in state.rows])) is not None:
             select(state, setup.target, setup.drafter, keep)
         yield from lane.leavers()
 
@@ -239,7 +239,7 @@ class Stream:
         join(lane.state, self.setup.target, self.setup.drafter, ready.state, take, places)
 
 
-def filled(stay: list[bool]) -> list[int] | None:
+def fill_places(stay: list[bool]) -> list[int] | None:
     """The rows of a batch that stay, the last of them in the places of those that leave, so that few are moved. None if
     all stay.
     """
@@ -267,7 +267,7 @@ def join(
     if state.noise is not None:
         state.noise.join(other.noise, take)
     for name in {*state.meters, *other.meters}:
-        state.meters[name] = _metered(state, other, name, rows, places)
+        state.meters[name] = _merge_meter(state, other, name, rows, places)
     target.join(state, other, take)
     state.rows = state.rows + places
     if drafter is not None:
@@ -276,7 +276,7 @@ def join(
     state.trace.context = max(request.prompt.shape[1] + len(tokens) for request, tokens in asked)
 
 
-def _metered(state: State, other: State, name: str, rows: list[int], places: list[int]) -> Tensor:
+def _merge_meter(state: State, other: State, name: str, rows: list[int], places: list[int]) -> Tensor:
     """A meter with the values of joined rows at their places."""
     old, new = state.meters.get(name), other.meters.get(name)
     meter = state.position.new_zeros(len(state.trace.origin), dtype=torch.float32 if old is None else old.dtype)

@@ -40,7 +40,7 @@ def by_detector(images: Sequence[Image.Image], prompt: str) -> list[float]:
     detector, colours, metadata = ShapeDetector(), DetectedColours(), suite.parse(prompt)
     found = []
     for image in images:
-        correct, strict, reasons, _ = geneval.judged(image, metadata, detector, colours)
+        correct, strict, reasons, _ = geneval.judge_image(image, metadata, detector, colours)
         found.append(1.0 + bool(strict) if correct else -1.0 - reasons.count("\n"))
     return found
 

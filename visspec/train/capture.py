@@ -31,13 +31,15 @@ class Recorder(Drafter):
         return trees.empty_draft(state.pending)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        self.rounds.append((list(state.rows), told(scores, draft)[:, 0], categorical(scores.distribution).logits[:, 0]))
+        self.rounds.append(
+            (list(state.rows), draft_features(scores, draft)[:, 0], categorical(scores.distribution).logits[:, 0])
+        )
 
     def select(self, state: State, keep: list[int]) -> None:
         """Nothing to do: each round is stored with its rows."""
 
 
-def told(scores: Scores, draft: Draft) -> Tensor:
+def draft_features(scores: Scores, draft: Draft) -> Tensor:
     """The features (B, N, F) after the nodes of a draft; F = 0 where the target gives none."""
     if scores.features is None:
         return draft.value.new_zeros(*draft.value.shape, 0, dtype=torch.float32)

@@ -95,7 +95,7 @@ class SingleProcess:
     def __init__(self, rank: int = 0):
         self.rank = rank
 
-    def prepared(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
+    def prepare(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
         """The module and its optimiser as they are trained."""
         return module, optimiser
 
@@ -172,7 +172,7 @@ class Trainer:
         vectors = [p for p in module.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98))
-        self.module, self.optimiser = workers.prepared(module, optimiser)
+        self.module, self.optimiser = workers.prepare(module, optimiser)
         self.step, self.seconds = 0, 0.0
         self.history: list[dict[str, Any]] = []
         self.curve: list[dict[str, float]] = []
@@ -196,7 +196,7 @@ class Trainer:
                 self.seconds = time.time() - start
                 last = self.step == self.plan.steps
                 if self.plan.validate_every and (self.step % self.plan.validate_every == 0 or last):
-                    record |= self._validated()
+                    record |= self._validate()
                 if self.step % self.plan.save_every == 0 or last:
                     self.save()
                 if report is not None:
@@ -253,7 +253,7 @@ class Trainer:
             self.optimiser.step()
         return {"loss": round(loss.item(), 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
 
-    def _named(self) -> list[tuple[str, Tensor]]:
+    def _trained_weights(self) -> list[tuple[str, Tensor]]:
         """The trained weights by their names in the head."""
         named = self.module.named_parameters()
         return [(name.removeprefix("module.").removeprefix("head."), p) for name, p in named]
@@ -263,10 +263,10 @@ class Trainer:
         """Whole weights for the drafter, if they are spread over processes."""
         if self.workers.sharded:
             own = dict(self.head.named_parameters())
-            for name, p in self._named():
+            for name, p in self._trained_weights():
                 own[name].copy_(whole(p))
 
-    def _validated(self) -> dict[str, float]:
+    def _validate(self) -> dict[str, float]:
         if self.validate is None:
             return {}
         if self._coming is not None:
@@ -290,7 +290,9 @@ class Trainer:
         """
         self._gather()
         state = self.optimiser.state
-        entries = [(f"{name}/{key}", value) for name, p in self._named() for key, value in state.get(p, {}).items()]
+        entries = [
+            (f"{name}/{key}", value) for name, p in self._trained_weights() for key, value in state.get(p, {}).items()
+        ]
         tensors = {name: whole(value.detach()).contiguous() for name, value in entries}
         if self.workers.rank:
             return
@@ -336,7 +338,7 @@ class Trainer:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         if len(steps) > 1:
             raise ValueError(f"resume: got parts of the steps {sorted(steps)} in {saved}, expected those of one step")
-        for name, p in self._named():
+        for name, p in self._trained_weights():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if entries:
                 self.optimiser.state[p] = {key: spread(value, p) for key, value in entries.items()}

@@ -21,20 +21,20 @@ Steps = Sequence[tuple[Tensor, Tensor, Tensor]]
 
 def tv(q_logits: Tensor, p_logits: Tensor) -> Tensor:
     """Total variation, half of sum |p - q|: (..., V) -> (...)."""
-    return _each(q_logits, p_logits)[0]
+    return _per_token(q_logits, p_logits)[0]
 
 
 def kl(q_logits: Tensor, p_logits: Tensor) -> Tensor:
     """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 contribute 0: (..., V) -> (...)."""
-    return _each(q_logits, p_logits)[1]
+    return _per_token(q_logits, p_logits)[1]
 
 
 def soft_ce(q_logits: Tensor, p_logits: Tensor) -> Tensor:
     """Cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
-    return _each(q_logits, p_logits)[2]
+    return _per_token(q_logits, p_logits)[2]
 
 
-def _each(q_logits: Tensor, p_logits: Tensor) -> tuple[Tensor, ...]:
+def _per_token(q_logits: Tensor, p_logits: Tensor) -> tuple[Tensor, ...]:
     kind = torch.promote_types(q_logits.dtype, torch.float32)
     q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
     p = p.clone() if p.is_inference() else p  # autograd can't save inference tensors

@@ -28,18 +28,18 @@ from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_build import PROMPT, build_processor
 from visspec.toys.recipes.painter_data import FIRST_SEED, SIDE, pair, pixels
 from visspec.toys.recipes.painter_draw import DROPPED
-from visspec.toys.recipes.painter_score import geneval, piped, shown, to_uint8
+from visspec.toys.recipes.painter_score import draw_pictures, geneval, pictures_of, to_uint8
 from visspec.toys.recipes.painter_vq import encode
 from visspec.toys.recipes.recipe import (
     Coder,
     PairOptions,
     Recipe,
     TrainingStage,
-    coded,
+    coding_stage,
     in_batches,
     read_coded,
     shards,
-    trained,
+    training_stage,
 )
 from visspec.toys.world.suite import Metadata, suite
 
@@ -117,10 +117,10 @@ def score(
     pipeline's.
     """
     begun = time.time()
-    out = piped(ImagePipeline(model, processor), [row["prompt"] for row in rows], guidance, seed, 23, **options)
+    out = draw_pictures(ImagePipeline(model, processor), [row["prompt"] for row in rows], guidance, seed, 23, **options)
     passes = [(int(numbers.max()) + 1) / numbers.size for numbers in out.passes]
     record = {"guidance": guidance, "passes": round(sum(passes) / len(passes), 4)}
-    return record | geneval(to_uint8(shown(out)), rows) | {"seconds": round(time.time() - begun, 1)}
+    return record | geneval(to_uint8(pictures_of(out)), rows) | {"seconds": round(time.time() - begun, 1)}
 
 
 class AnyOrderStage(TrainingStage):
@@ -208,6 +208,6 @@ PAINTER = Recipe(
     NAME,
     "Train an any-order painter on the codes of the included painter's VQ model.",
     PairOptions,
-    {"tokens": coded(coders), "draw": trained(AnyOrderStage), "finish": finish},
+    {"tokens": coding_stage(coders), "draw": training_stage(AnyOrderStage), "finish": finish},
     {"pairs": 6000, "steps": 4500, "every_prompt": 8},
 )

@@ -32,7 +32,7 @@ from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor
 from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
 from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, trained
+from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, training_stage
 from visspec.toys.world.captions import REQUESTS
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.worlds import WORLDS, World, world
@@ -310,7 +310,7 @@ def finish(options: argparse.Namespace) -> None:
     saved, stages = cards.read_stages(options.out, files)
     model = build_model(saved["vision"]["tower"], place, small)
     model.load_state_dict(saved["caption"]["model"])
-    model = cards.stored(model, build_processor(place), folder)
+    model = cards.half_precision_copy(model, build_processor(place), folder)
     processor = AutoProcessor.from_pretrained(folder)
     torch.manual_seed(0)
     measured = {
@@ -362,8 +362,8 @@ class CaptionerOptions(Options):
     rate: float = option("peak learning rate of the text model", 1.5e-3)
 
 
-DESCRIBING = {"caption": trained(CaptionStage), "finish": finish}
-STAGES = {"vision": trained(VisionStage)} | DESCRIBING
+DESCRIBING = {"caption": training_stage(CaptionStage), "finish": finish}
+STAGES = {"vision": training_stage(VisionStage)} | DESCRIBING
 CAPTIONER = Recipe("captioner", "Train the captioner of shapes.", CaptionerOptions, STAGES, threads=2)
 SMALL = Recipe(
     "captioner-small",

@@ -80,7 +80,7 @@ def cores(count: int | None) -> str:
     return "one CPU core" if count == 1 else "two CPU cores"
 
 
-def stored(model: Model, processor: ProcessorMixin, folder: Path, attention: str | None = None) -> Model:
+def half_precision_copy(model: Model, processor: ProcessorMixin, folder: Path, attention: str | None = None) -> Model:
     """A model as its folder gives it, where it is written in half precision; with transformers' `attention`."""
     save(model, processor, folder, torch.float16)
     return type(model).from_pretrained(folder, dtype=torch.float32, attn_implementation=attention).eval()

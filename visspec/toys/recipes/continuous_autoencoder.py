@@ -20,10 +20,10 @@ from diffusers import AutoencoderKL
 
 from visspec.toys.recipes import painter_data
 from visspec.toys.recipes.painter_build import build_tokenizer, prompt_ids
-from visspec.toys.recipes.painter_data import crowded, held_out, pixels, rows_of
+from visspec.toys.recipes.painter_data import crowded_scene, held_out, pixels, rows_of
 from visspec.toys.recipes.painter_draw import progress
 from visspec.toys.recipes.painter_score import geneval, to_uint8
-from visspec.toys.recipes.painter_vq import inked, picture_loss
+from visspec.toys.recipes.painter_vq import ink_mask, picture_loss
 from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.suite import Metadata, sample_prompt
@@ -48,7 +48,7 @@ CONFIG = {
 }
 DECODER = ("post_quant_conv", "decoder")
 
-painted = partial(painter_data.painted, grounds=("plain",), step=STEP, radii=RADII)
+painted = partial(painter_data.paint_scene, grounds=("plain",), step=STEP, radii=RADII)
 
 
 def pair(seed: int) -> tuple[Metadata, Scene]:
@@ -58,10 +58,10 @@ def pair(seed: int) -> tuple[Metadata, Scene]:
     return metadata, painted(metadata, rng)
 
 
-def mixed(first: int, count: int) -> torch.Tensor:
+def mixed_pictures(first: int, count: int) -> torch.Tensor:
     """Pictures (count, 3, SIDE, SIDE) number `first` and on: scenes of prompts and crowded ones by turns."""
     scenes = [
-        dataclasses.replace(crowded(FIRST_SEED["crowded"] + i), ground="plain") if i % 2 else pair(i)[1]
+        dataclasses.replace(crowded_scene(FIRST_SEED["crowded"] + i), ground="plain") if i % 2 else pair(i)[1]
         for i in range(first, first + count)
     ]
     return pixels(scenes, SIDE)
@@ -79,7 +79,7 @@ def coders(options: argparse.Namespace, autoencoder: AutoencoderKL | None = None
     def coded(numbers: range) -> dict[str, torch.Tensor]:
         pairs = [pair(FIRST_SEED["tokens"] + i) for i in numbers]
         pictures = pixels([scene for _, scene in pairs], SIDE)
-        ink = F.avg_pool2d(inked(pictures), PATCH)[:, 0] > 0
+        ink = F.avg_pool2d(ink_mask(pictures), PATCH)[:, 0] > 0
         return {
             "ids": prompt_ids(tokenizer, [row["prompt"] for row, _ in pairs]).short(),
             "means": codec.encode(pictures).latent_dist.mean.flatten(2).mT.half(),  # in raster order
@@ -108,7 +108,7 @@ class AutoencoderStage(TrainingStage):
     def loss(self) -> torch.Tensor:
         """Picture loss of the next batch, decoded from normalised means with noise."""
         rows = self.options.rows
-        true = mixed(FIRST_SEED["autoencoder"] + (self.step * self.workers + self.rank) * rows, rows)
+        true = mixed_pictures(FIRST_SEED["autoencoder"] + (self.step * self.workers + self.rank) * rows, rows)
         mean = moments(self.model, true)
         centre, spread = mean.mean((0, 2, 3), keepdim=True), mean.std((0, 2, 3), keepdim=True)
         latents = (mean - centre) / spread
@@ -117,13 +117,13 @@ class AutoencoderStage(TrainingStage):
         self.notes["grey"] = round((made.detach() - true).abs().mean().item() * 127.5, 2)
         return picture_loss(made, true)
 
-    def finished(self) -> AutoencoderKL:
+    def as_stock_model(self) -> AutoencoderKL:
         """The model in the stock class's own terms."""
         return normalize_latents(self.model)
 
     def figures(self) -> dict:
         """Figures of the reconstructions."""
-        return measure(self.finished(), self.options.every_prompt * (8 if self.step < self.steps else 1))
+        return measure(self.as_stock_model(), self.options.every_prompt * (8 if self.step < self.steps else 1))
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def normalize_latents(trained: AutoencoderKL, count: int = 512) -> AutoencoderKL
     model = AutoencoderKL(**CONFIG)
     model.load_state_dict(trained.state_dict())
     model.eval()
-    mean = torch.cat([moments(model, mixed(first, 64)) for first in range(0, count, 64)])
+    mean = torch.cat([moments(model, mixed_pictures(first, 64)) for first in range(0, count, 64)])
     noise = NOISE * mean.std((0, 2, 3))
     scenes = [pair(FIRST_SEED["tokens"] - 1 - i)[1] for i in range(count)]
     own = torch.cat([moments(model, pixels(scenes[first : first + 64], SIDE)) for first in range(0, count, 64)])

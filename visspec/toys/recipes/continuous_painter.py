@@ -43,7 +43,7 @@ from visspec.toys.recipes.painter_build import PROMPT, build_tokenizer, prompt_i
 from visspec.toys.recipes.painter_data import rows_of
 from visspec.toys.recipes.painter_draw import DROPPED, NEAR_WEIGHT, beside
 from visspec.toys.recipes.painter_score import score, to_uint8
-from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, coded, trained
+from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, coding_stage, training_stage
 from visspec.toys.world.palette import CLASSES, COLOURS
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -183,7 +183,7 @@ class ContinuousStage(TokenStage):
 
     def figures(self) -> dict:
         """GenEval on a sixth of the prompts of its tasks."""
-        painter = assembled(self.options.out, self.model)
+        painter = assemble(self.options.out, self.model)
         rows = rows_of(TASKS, 6 * self.options.every_prompt)
         return score(partial(draw, painter, seed=SEED), rows, guidance=2.0, temperature=1.0)
 
@@ -236,7 +236,7 @@ def drafter_of(painter: ContinuousImageModel, sizes: dict | None = None) -> Cont
     return model
 
 
-def assembled(folder: Path, model: ContinuousImageModel) -> ContinuousImageModel:
+def assemble(folder: Path, model: ContinuousImageModel) -> ContinuousImageModel:
     """A copy of a trained painter with the autoencoder of `folder`, ready to draw."""
     painter = build("painter", CONFIG)
     painter.load_state_dict(model.state_dict(), strict=False)
@@ -271,7 +271,7 @@ def finish(options: argparse.Namespace) -> None:
     made.load_state_dict(saved["draw"]["model"])
     drafter.load_state_dict(saved["drafter"]["model"])
     folder = options.out / NAMES["painter"]
-    save(assembled(options.out, made), painter_build.build_processor(side=SIDE), folder, torch.float16)
+    save(assemble(options.out, made), painter_build.build_processor(side=SIDE), folder, torch.float16)
     model, rows = load(folder), rows_of(TASKS, options.every_prompt)
     half = partial(score, partial(draw, model, seed=SEED + 1), rows[::2])
     sweep = [half(guidance=guidance, temperature=1.0) for guidance in GUIDANCES]
@@ -319,11 +319,11 @@ PAINTER = Recipe(
     "Train the continuous painter and its drafter.",
     ContinuousOptions,
     {
-        "autoencoder": trained(AutoencoderStage),
-        "decoder": trained(AutoencoderDecoderStage),
-        "tokens": coded(coders),
-        "draw": trained(ContinuousStage),
-        "draft": trained(ContinuousDraftStage),
+        "autoencoder": training_stage(AutoencoderStage),
+        "decoder": training_stage(AutoencoderDecoderStage),
+        "tokens": coding_stage(coders),
+        "draw": training_stage(ContinuousStage),
+        "draft": training_stage(ContinuousDraftStage),
         "finish": finish,
     },
     DEFAULTS | {"steps": 3200, "every": 1000},

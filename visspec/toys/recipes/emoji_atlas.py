@@ -30,7 +30,7 @@ ALIKE = 0.1  # share of its energy by which a picture must differ, at CODED pixe
 CODED = 20
 
 
-def drawn(point: int, font: ImageFont.FreeTypeFont) -> Image.Image | None:
+def draw_emoji(point: int, font: ImageFont.FreeTypeFont) -> Image.Image | None:
     """The picture of a code point, its longer side filling a square tile; None where the font has none."""
     page = Image.new("RGBA", (136, 128), (0, 0, 0, 0))
     ImageDraw.Draw(page).text((0, 0), chr(point), font=font, embedded_color=True)
@@ -53,13 +53,13 @@ def name_of(point: int) -> str | None:
     return name if 0 < len(words) <= LONGEST and not LEFT_OUT & set(words) else None
 
 
-def chosen(font: ImageFont.FreeTypeFont) -> dict[str, Image.Image]:
+def choose_tiles(font: ImageFont.FreeTypeFont) -> dict[str, Image.Image]:
     """Tiles by name, in the order of the code points; none looks like one before it."""
     out: dict[str, Image.Image] = {}
     seen = np.zeros((0, CODED * CODED * 4), np.float32)
     for point in POINTS:
         name = name_of(point)
-        tile = drawn(point, font) if name else None
+        tile = draw_emoji(point, font) if name else None
         if name is None or tile is None:
             continue
         code = np.asarray(tile.convert("RGBa").resize((CODED, CODED), Image.Resampling.BOX), np.float32).reshape(1, -1)
@@ -79,7 +79,7 @@ class AtlasOptions:
 
 def write(options: argparse.Namespace) -> None:
     """Draw the tiles, and write the page and the names."""
-    tiles = chosen(ImageFont.truetype(options.font, STRIKE, layout_engine=ImageFont.Layout.BASIC))
+    tiles = choose_tiles(ImageFont.truetype(options.font, STRIKE, layout_engine=ImageFont.Layout.BASIC))
     page = Image.new("RGBA", (COLUMNS * TILE, -(-len(tiles) // COLUMNS) * TILE), (0, 0, 0, 0))
     for i, tile in enumerate(tiles.values()):
         page.paste(tile, (i % COLUMNS * TILE, i // COLUMNS * TILE))

@@ -32,19 +32,19 @@ from visspec.toys.recipes.painter_build import (
     prompt_ids,
 )
 from visspec.toys.recipes.painter_data import held_out
-from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, drawn
+from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, draw_codes
 from visspec.toys.recipes.painter_score import score, verdicts
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, latents, load_vq, nearest, redrawn
 from visspec.toys.recipes.recipe import (
     CodedOptions,
     Coder,
     Recipe,
-    coded,
+    coding_stage,
     evaluating,
     in_batches,
     read_coded,
     shards,
-    trained,
+    training_stage,
 )
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
@@ -61,7 +61,7 @@ TOLD, TOLD_UNTIL = 0.3, 0.6  # weight of telling the animal at the first step; s
 SEED = 0  # of the measured pictures
 
 
-def painted(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
+def paint_scene(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
     """A scene of one animal near the middle, on the prompt's ground or a random one."""
     x, y = (0.5 + float(v) for v in rng.uniform(-OFFSET, OFFSET, size=2))
     side, turn = float(rng.uniform(*SIDES)), float(rng.uniform(-MOST_TURN, MOST_TURN))
@@ -77,7 +77,7 @@ def pair(seed: int) -> tuple[Metadata, EmojiScene]:
     metadata = world(OF).prompt(rng)
     if rng.random() < 0.5:
         metadata = world(OF).suite.make("single_object", metadata["include"])
-    return metadata, painted(metadata, rng)
+    return metadata, paint_scene(metadata, rng)
 
 
 def pixels(scenes: list[EmojiScene]) -> torch.Tensor:
@@ -94,7 +94,7 @@ def codes_of(vq: JanusVQVAE, scenes: list[EmojiScene], batch: int = 16) -> torch
 
 def reconstruction(vq: JanusVQVAE, rows: list[Metadata]) -> dict:
     """Pixel error and codes in use on held-out scenes, and the detector's verdict on the decoded pictures."""
-    scenes = held_out(rows, painted)
+    scenes = held_out(rows, paint_scene)
     with evaluating(vq):
         made, figures = redrawn(vq, codes_of(vq, scenes), pixels(scenes), 16)
     right = verdicts(made, rows, world(OF).detector())
@@ -142,13 +142,13 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
     """Of the distribution of a code after those of held-out scenes, guidance 1: mean entropy in nats, top-1, top-10 and
     top-100 mass, and loss.
     """
-    codes = codes_of(model.model.vqmodel, held_out(rows, painted)).flatten(1)
+    codes = codes_of(model.model.vqmodel, held_out(rows, paint_scene)).flatten(1)
     ids = prompt_ids(build_tokenizer(OF), [row["prompt"] for row in rows], PROMPT)
     pad = model.config.get_text_config().pad_token_id
     sums, count = torch.zeros(5), 0
     for start in range(0, len(rows), batch):
         part = slice(start, start + batch)
-        out = drawn(model, ids[part], (ids[part] != pad).long(), codes[part])
+        out = draw_codes(model, ids[part], (ids[part] != pad).long(), codes[part])
         log_p = out.logits.float().log_softmax(-1)
         top = log_p.exp().topk(100).values.flatten(0, 1)
         entropy = -(log_p.exp() * log_p).sum(-1).flatten()
@@ -201,7 +201,7 @@ def finish(options: argparse.Namespace) -> None:
     saved, stages = cards.read_stages(options.out, {"draw": "draw.pt", "vq": "vq.pt"})
     model = build_model(load_vq(options.out, False).state_dict(), of=OF)
     model.load_state_dict(saved["draw"]["model"])
-    model = cards.stored(model, build_processor(of=OF), folder, attention="eager")
+    model = cards.half_precision_copy(model, build_processor(of=OF), folder, attention="eager")
     processor = JanusProcessor.from_pretrained(folder)
     half = drawing(model, processor, SEED + 1)
     sweep = [half(rows[::2], guidance=guidance) for guidance in GUIDANCES]
@@ -240,6 +240,11 @@ PAINTER = Recipe(
     NAME,
     "Train the painter of emoji.",
     CodedOptions,
-    {"vq": trained(EmojiVQStage), "tokens": coded(coders), "draw": trained(EmojiDrawStage), "finish": finish},
+    {
+        "vq": training_stage(EmojiVQStage),
+        "tokens": coding_stage(coders),
+        "draw": training_stage(EmojiDrawStage),
+        "finish": finish,
+    },
     {"every": 250},
 )

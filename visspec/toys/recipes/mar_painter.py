@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.api import zoo
-from visspec.cache import gathered
+from visspec.cache import gather_rows
 from visspec.models.continuous import model as continuous_painter
 from visspec.models.mar.images import LabelledMARImages
 from visspec.models.mar.model import MARImageConfig, MARImageModel, load
@@ -33,7 +33,7 @@ from visspec.toys.recipes.continuous_autoencoder import CONFIG, GRID, SIZE, meas
 from visspec.toys.recipes.continuous_painter import DEFAULTS, NEARNESS, TokenStage, VectorOptions
 from visspec.toys.recipes.painter_data import LABELS, rows_of_labels
 from visspec.toys.recipes.painter_score import score, to_uint8
-from visspec.toys.recipes.recipe import Coder, Recipe, coded, trained
+from visspec.toys.recipes.recipe import Coder, Recipe, coding_stage, training_stage
 from visspec.types import Sampling
 
 NAMES = {"painter": "painter-mar", "drafter": "painter-mar-drafter"}
@@ -61,10 +61,10 @@ def build(name: str, autoencoder: dict | None = None, sizes: dict | None = None)
 
 def included_autoencoder() -> AutoencoderKL:
     """The autoencoder of `painter-continuous`."""
-    return continuous_painter.load(zoo.located("painter-continuous")).autoencoder.requires_grad_(False)
+    return continuous_painter.load(zoo.included_folder("painter-continuous")).autoencoder.requires_grad_(False)
 
 
-def assembled(trained: MARImageModel, autoencoder: AutoencoderKL) -> MARImageModel:
+def assemble(trained: MARImageModel, autoencoder: AutoencoderKL) -> MARImageModel:
     """A copy of a trained painter with an autoencoder, ready to draw."""
     network = {name: value for name, value in trained.config.network.items() if name in MARConfig.__annotations__}
     painter = build("painter", CONFIG, network | {"denoising_steps": trained.config.denoising_steps})
@@ -138,7 +138,7 @@ class MARStage(MaskedStage):
         """
         values, classes, known, hidden = self.batch()
         conditions = self.conditions(self.model, values, classes, known)
-        values, conditions = (gathered(part, hidden) for part in (values, conditions))
+        values, conditions = (gather_rows(part, hidden) for part in (values, conditions))
         x, times, velocity = self.noised(values, TIMES)
         made, said = self.model.mar.head(x, times, conditions).chunk(2, dim=-1)
         error = made - velocity
@@ -157,7 +157,7 @@ class MARStage(MaskedStage):
 
     def figures(self) -> dict:
         """GenEval on a fourth of the prompts."""
-        painter, rows = assembled(self.model, self.autoencoder), rows_of_labels(4 * self.options.every_prompt)
+        painter, rows = assemble(self.model, self.autoencoder), rows_of_labels(4 * self.options.every_prompt)
         return score(partial(draw, painter, seed=SEED), rows, guidance=2.0, iterations=GRID**2)
 
 
@@ -181,7 +181,7 @@ class MARDraftStage(MaskedStage):
         """Squared distance of what both heads say, and of the conditions."""
         values, classes, known, hidden = self.batch()
         made, wanted = (self.conditions(model, values, classes, known) for model in (self.model, self.painter))
-        values, made, wanted = (gathered(part, hidden) for part in (values, made, wanted))
+        values, made, wanted = (gather_rows(part, hidden) for part in (values, made, wanted))
         x, times, _ = self.noised(values)
         with torch.no_grad():
             said = self.painter.mar.head(x, times, wanted)
@@ -216,7 +216,7 @@ def finish(options: argparse.Namespace) -> None:
     made.load_state_dict(saved["draw"]["model"])
     drafter.load_state_dict(saved["drafter"]["model"])
     folder = options.out / NAMES["painter"]
-    save(assembled(made, included_autoencoder()), None, folder, torch.float16)
+    save(assemble(made, included_autoencoder()), None, folder, torch.float16)
     model, rows = load(folder), rows_of_labels(options.every_prompt)
     half, tokens = partial(score, partial(draw, model, seed=SEED + 1), rows[::2]), model.config.network["tokens"]
     sweep = [half(guidance=guidance, iterations=tokens) for guidance in GUIDANCES]
@@ -256,6 +256,11 @@ PAINTER = Recipe(
     NAMES["painter"],
     "Train the MAR painter and its drafter.",
     VectorOptions,
-    {"tokens": coded(coders), "draw": trained(MARStage), "draft": trained(MARDraftStage), "finish": finish},
+    {
+        "tokens": coding_stage(coders),
+        "draw": training_stage(MARStage),
+        "draft": training_stage(MARDraftStage),
+        "finish": finish,
+    },
     DEFAULTS | {"drafter_steps": 1000, "rate": 1e-3},
 )

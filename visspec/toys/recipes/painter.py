@@ -50,7 +50,7 @@ from visspec.toys.recipes.painter_vq import (
     load_vq,
     measure,
 )
-from visspec.toys.recipes.recipe import CodedOptions, Recipe, coded, trained
+from visspec.toys.recipes.recipe import CodedOptions, Recipe, coding_stage, training_stage
 from visspec.toys.world.suite import TASKS, suite
 
 NAMES = {False: "painter", True: "painter-lowres"}
@@ -122,7 +122,7 @@ def finish(options: argparse.Namespace) -> None:
     model = build_model(load_vq(options.out, low).state_dict(), low)
     model.load_state_dict(text["model"])
     model.model.vqmodel.load_state_dict(load_vq(options.out, low).state_dict())  # its decoder may be newer
-    model = cards.stored(model, build_processor(low), folder)
+    model = cards.half_precision_copy(model, build_processor(low), folder)
     processor = JanusProcessor.from_pretrained(folder)
     rows = suite()[:: options.every_prompt]
     measure_half = partial(score, partial(draw, model, processor, seed=SEED + 1), rows[::2])
@@ -176,8 +176,17 @@ def remeasure(options: argparse.Namespace) -> None:
     cards.say(folder, **measured)
 
 
-CODING = {"vq": trained(PainterVQStage), "composed": trained(ComposedStage), "decoder": trained(VQDecoderStage)}
-DRAWING = {"tokens": coded(coders), "draw": trained(PainterStage), "finish": finish, "remeasure": remeasure}
+CODING = {
+    "vq": training_stage(PainterVQStage),
+    "composed": training_stage(ComposedStage),
+    "decoder": training_stage(VQDecoderStage),
+}
+DRAWING = {
+    "tokens": coding_stage(coders),
+    "draw": training_stage(PainterStage),
+    "finish": finish,
+    "remeasure": remeasure,
+}
 DEFAULTS = {"vq_steps": 1700, "steps": 5000, "workers": 2}
 PAINTER = Recipe(
     NAMES[False],

@@ -32,7 +32,7 @@ FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 2
 Drawn = TypeVar("Drawn")
 
 
-def settled(scene: Scene, step: float = STEP, radii: tuple[float, ...] = RADII) -> Scene | None:
+def snap_to_grid(scene: Scene, step: float = STEP, radii: tuple[float, ...] = RADII) -> Scene | None:
     """The scene with shapes on the nearest places of a grid and one of TEXTURES; None where two come too close."""
     shapes: list[Shape] = []
     for shape in scene.things:
@@ -45,7 +45,7 @@ def settled(scene: Scene, step: float = STEP, radii: tuple[float, ...] = RADII) 
     return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), scene.ground, scene.texture_seed % TEXTURES)
 
 
-def painted(
+def paint_scene(
     metadata: Metadata,
     rng: np.random.Generator,
     grounds: tuple[str, ...] = GROUNDS_DRAWN,
@@ -54,7 +54,7 @@ def painted(
 ) -> Scene:
     """A settled scene that shows what a prompt asks for."""
     while True:
-        if (scene := settled(free_scene(metadata, rng, grounds), step, radii)) is not None:
+        if (scene := snap_to_grid(free_scene(metadata, rng, grounds), step, radii)) is not None:
             return scene
 
 
@@ -64,13 +64,13 @@ def pair(seed: int, tag: str | None = None) -> tuple[Metadata, Scene]:
     """
     rng = np.random.default_rng(seed)
     metadata = sample_prompt(rng, tag=tag)
-    return metadata, painted(metadata, rng)
+    return metadata, paint_scene(metadata, rng)
 
 
 bound_pair = partial(pair, tag="color_attr")  # of the task that binds two colours to two classes
 
 
-def crowded(seed: int, tries: int = 24) -> Scene:
+def crowded_scene(seed: int, tries: int = 24) -> Scene:
     """A scene of up to about ten shapes that do not touch: what the VQ model has to learn, with little ground."""
     rng = np.random.default_rng(seed)
     shapes: list[Shape] = []

@@ -42,7 +42,7 @@ from visspec.models.janus.target import Janus
 from visspec.sampling import Gumbel
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_drafter import Pictures, held_out, painter, request_of, temperature_of
-from visspec.toys.recipes.recipe import Coder, Options, Recipe, TrainingStage, coded, joined, trained
+from visspec.toys.recipes.recipe import Coder, Options, Recipe, TrainingStage, coding_stage, concatenate, training_stage
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
 from visspec.train.capture import capture
@@ -65,7 +65,7 @@ FEW = 16  # pictures that these, and `rejection`, are measured on
 
 
 @torch.no_grad()
-def recorded(family: Janus, request: Request, first: int) -> dict[str, Tensor]:
+def record_pictures(family: Janus, request: Request, first: int) -> dict[str, Tensor]:
     """Pictures of a request whose row b draws from the seed `first + b`, all on the CPU: `seed` (B,), `words` (B, P)
     bool, `prompt` (B, P, d) the painter's inputs, `codes` (B, T), `likely` and `law` (B, T - 1, K) the
     distributions after all codes but the last: the likely codes, and logarithms.
@@ -101,16 +101,18 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
     draw = Pictures(family, seen, BATCH, guidance, FIRST_SEED)
 
     def drawn(number: int) -> dict[str, Tensor]:
-        return recorded(family, draw(number), FIRST_SEED + number * BATCH)
+        return record_pictures(family, draw(number), FIRST_SEED + number * BATCH)
 
     def held() -> dict[str, Tensor]:
-        return recorded(family, request_of(family, held_out(seen, BATCH), HELD_OUT_SEED, guidance), HELD_OUT_SEED)
+        return record_pictures(
+            family, request_of(family, held_out(seen, BATCH), HELD_OUT_SEED, guidance), HELD_OUT_SEED
+        )
 
     others = {options.out / file: partial(drawn, number) for number, file in enumerate(files(options.pictures))}
     return {options.out / HELD_OUT: held, **others}
 
 
-write_pictures = coded(coders, keep=True)
+write_pictures = coding_stage(coders, keep=True)
 
 
 def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
@@ -121,7 +123,7 @@ def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
         missing = longest - part["words"].shape[1]
         part["words"] = F.pad(part["words"], (missing, 0))
         part["prompt"] = F.pad(part["prompt"], (0, 0, missing, 0))
-    return joined(parts)
+    return concatenate(parts)
 
 
 @torch.no_grad()
@@ -179,7 +181,7 @@ class DistilStage(TrainingStage):
         rng = np.random.default_rng((7, self.step, self.rank))
         batch = self.batch()
         with torch.autocast("cpu", torch.bfloat16):
-            logits, weight_BT = attempted(self.head, self.drafter.table, batch, rng)
+            logits, weight_BT = read_batch(self.head, self.drafter.table, batch, rng)
         cross_BT, apart_BT = distances(logits.float() / self.head.config.temperature, batch)
         sure = weight_BT == 1
         self.notes |= {"cross": round(cross_BT[sure].mean().item(), 4), "apart": round(apart_BT[sure].mean().item(), 4)}
@@ -199,7 +201,7 @@ class DistilStage(TrainingStage):
         return {"tau": round(found.tau, 3), "passes": round(passes, 2), "by_depth": found.by_depth[:8]}
 
 
-def attempted(
+def read_batch(
     head: DistilledHead, table: Tensor, batch: dict[str, Tensor], rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
     """Logits (B, T, V) of a batch of `read_pictures`, and the weight of each element, (B, T); see the module."""
@@ -365,5 +367,5 @@ DRAFTER = Recipe(
     NAME,
     "Train the distilled drafter of the included painter.",
     DistilledOptions,
-    {"pictures": write_pictures, "draw": trained(DistilStage), "finish": finish},
+    {"pictures": write_pictures, "draw": training_stage(DistilStage), "finish": finish},
 )

@@ -131,11 +131,11 @@ def figures(family: Janus, world: World, head, count: int, guidance: float) -> d
             entry = {"tau": found.tau, "passes": passes, "fewer": positions / passes}
             table[label] = {k: round(v, 2) for k, v in entry.items()} | {"by_depth": found.by_depth}
     settings = {"prompts": count, "guidance": guidance, "temperature": temperature_of(family), "positions": positions}
-    timed = clocked(family, ImageFeatureDrafter(head, family, **SHAPES[TIMED]), texts, guidance)
+    timed = time_pair(family, ImageFeatureDrafter(head, family, **SHAPES[TIMED]), texts, guidance)
     return settings | {"table": table} | timed
 
 
-def clocked(family: Janus, drafter, texts: list[str], guidance: float) -> dict[str, Any]:
+def time_pair(family: Janus, drafter, texts: list[str], guidance: float) -> dict[str, Any]:
     """Plain decoding against drafted, one picture at a time, in alternation; geometric mean of the ratios."""
     plain, fed = ImageAR(family), ImageAR(family, features=True)
     guarded, seconds = SafeDrafter(drafter, fed.capabilities), []

@@ -26,7 +26,7 @@ from visspec.toys.recipes.painter_vq import KINDS, load_vq, read_tokens
 from visspec.toys.recipes.recipe import TrainingStage
 from visspec.toys.world.palette import CLASSES, COLOURS
 from visspec.toys.world.scene import Scene
-from visspec.toys.world.suite import NUMBERS, RELATIONS, Metadata, every, make, suite, wanted
+from visspec.toys.world.suite import NUMBERS, RELATIONS, Metadata, every, make, required_objects, suite
 
 HUES = tuple(COLOURS)
 DROPPED = 0.1  # share of rows whose prompt is replaced by padding, for classifier-free guidance
@@ -134,7 +134,7 @@ def progress(metadata: Metadata, scene: Scene, shown: np.ndarray) -> np.ndarray:
         box[top : bottom + 1, left : right + 1] = shown[top : bottom + 1, left : right + 1]
         starts.append(int(box.argmax()))
     first = {shape.kind: start for shape, start in zip(scene.things, starts)}
-    place, kinds = np.arange(shown.size), [kind for kind, _ in wanted(metadata)]
+    place, kinds = np.arange(shown.size), [kind for kind, _ in required_objects(metadata)]
     begun = [place > first[kinds[k]] if k < len(kinds) else np.zeros_like(place) for k in (0, 1)]
     count = sum((place > start).astype(np.int8) for start in starts)
     following, newest = np.zeros((len(place), 2)), np.zeros((len(place), 2))
@@ -158,7 +158,7 @@ def beside(ink: torch.Tensor, side: int) -> torch.Tensor:
     return (left | above[..., :-2] | above[..., 1:-1] | above[..., 2:]).flatten(1)
 
 
-def exchanged(metadata: Metadata) -> Metadata:
+def swap_pairs(metadata: Metadata) -> Metadata:
     """A prompt of two colours and two classes in the other pairs, which no picture of this prompt shows."""
     first, second = metadata["include"]
     return make(metadata["tag"], [first | {"color": second["color"]}, second | {"color": first["color"]}])
@@ -174,7 +174,7 @@ class PainterOutput(NamedTuple):
     looks: torch.Tensor  # where one head of the middle layer looks, shares (B, image tokens, prompt)
 
 
-def drawn(
+def draw_codes(
     model: JanusForConditionalGeneration, ids: torch.Tensor, mask: torch.Tensor, codes: torch.Tensor
 ) -> PainterOutput:
     """Teacher-forced codes (B, image tokens) after prompts, ids and mask (B, prompt), that are padded on the left.
@@ -243,7 +243,7 @@ class DrawStage(TrainingStage):
     def output(self, ids: torch.Tensor, codes: torch.Tensor, dropped: torch.Tensor) -> PainterOutput:
         """That of codes after prompts; padding on the left is masked, padding that stands for words is not."""
         words = torch.where(dropped[:, None], without_words(self.tokenizer, ids), ids)
-        return drawn(self.model, words, (ids != self.tokenizer.pad_token_id).long(), codes)
+        return draw_codes(self.model, words, (ids != self.tokenizer.pad_token_id).long(), codes)
 
 
 class PainterStage(DrawStage):
@@ -271,7 +271,7 @@ class PainterStage(DrawStage):
         self.brief, bound = BRIEF * grid(low), len(kinds["tokens"]["ids"])
         early = self.begun[bound:, self.brief - self.reading.span, 2] > 0
         self.bound = bound + early.nonzero().flatten().numpy()
-        wrong = [exchanged(metadata)["prompt"] for metadata, _ in pairs[bound:]]
+        wrong = [swap_pairs(metadata)["prompt"] for metadata, _ in pairs[bound:]]
         self.wrong = F.pad(prompt_ids(self.tokenizer, wrong), (0, 0, bound, 0))
         return {"model": self.model, "reading": self.reading}
 
@@ -285,7 +285,7 @@ class PainterStage(DrawStage):
         chosen = rng.choice(self.bound, rows)
         ids, codes = self.data["ids"][chosen].long(), self.data["codes"][chosen, : self.brief].long()
         both = torch.cat([ids, self.wrong[chosen]])
-        out = drawn(self.model, both, (both != self.tokenizer.pad_token_id).long(), torch.cat([codes, codes]))
+        out = draw_codes(self.model, both, (both != self.tokenizer.pad_token_id).long(), torch.cat([codes, codes]))
         own, other = out.losses.chunk(2)
         evidence = (other - own).sum(1)
         self.notes["evidence"] = round(evidence.mean().item(), 2)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.eval.metrics.detection import DetectedColours, Detector
-from visspec.eval.metrics.geneval import judge, kept, summarise
+from visspec.eval.metrics.geneval import judge, select_detections, summarise
 from visspec.toys.world.detector import ShapeDetector
 from visspec.toys.world.suite import Metadata
 
@@ -32,7 +32,7 @@ def verdicts(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector 
         if image.width < JUDGED_AT:
             image = image.resize((JUDGED_AT, JUDGED_AT), Image.Resampling.BICUBIC)
         found = detector.detect(image, ())
-        out.append(not found.refused and judge(None, kept(found, 0.0), row, colours)[0])
+        out.append(not found.refused and judge(None, select_detections(found, 0.0), row, colours)[0])
     return out
 
 
@@ -57,7 +57,7 @@ def score(
     return settings | found | {"seconds": round(time.time() - begun, 1)}
 
 
-def piped(
+def draw_pictures(
     pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: int, batch: int, **options
 ) -> ImageOutput:
     """Pictures of prompts as the pipeline draws them, floats (B, 3, S, S); `options` are its own."""
@@ -66,6 +66,6 @@ def piped(
     return pipe(prompts, guidance_scale=guidance, seed=seeds, batch_size=batch, output_type="pt", **options)
 
 
-def shown(out: ImageOutput) -> torch.Tensor:
+def pictures_of(out: ImageOutput) -> torch.Tensor:
     """The pictures of a pipeline in -1..1, (B, 3, S, S)."""
     return torch.stack(list(out.images)) * 2 - 1

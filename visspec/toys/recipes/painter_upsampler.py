@@ -18,7 +18,7 @@ from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_build import CODES, grid
 from visspec.toys.recipes.painter_vq import read_tokens
-from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, trained
+from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, training_stage
 from visspec.train.stages import OneCycleStage
 
 NAME = "painter-upsampler"
@@ -92,6 +92,6 @@ UPSAMPLER = Recipe(
     NAME,
     "Train the up-sampler of low-resolution drafts.",
     UpsamplerOptions,
-    {"train": trained(UpsamplerStage), "finish": finish},
+    {"train": training_stage(UpsamplerStage), "finish": finish},
     {"pairs": 64_000, "steps": 900, "rows": 64, "rate": 2e-3, "every": 100},
 )

@@ -26,7 +26,16 @@ import torch.nn.functional as F
 from transformers import JanusVQVAE
 
 from visspec.toys.recipes.painter_build import PATCH, build_tokenizer, prompt_ids, vq_config
-from visspec.toys.recipes.painter_data import FIRST_SEED, SIDE, bound_pair, crowded, held_out, painted, pair, pixels
+from visspec.toys.recipes.painter_data import (
+    FIRST_SEED,
+    SIDE,
+    bound_pair,
+    crowded_scene,
+    held_out,
+    paint_scene,
+    pair,
+    pixels,
+)
 from visspec.toys.recipes.painter_score import geneval, to_uint8
 from visspec.toys.recipes.recipe import Coder, TrainingStage, evaluating, in_batches, read_coded, shards
 from visspec.toys.world.scene import Scene, Shape
@@ -54,7 +63,7 @@ def latents(vq: JanusVQVAE, pictures: torch.Tensor) -> torch.Tensor:
     return F.normalize(raw.float().permute(0, 2, 3, 1), dim=-1)
 
 
-def decoded(vq: JanusVQVAE, codes: torch.Tensor) -> torch.Tensor:
+def decode_codes(vq: JanusVQVAE, codes: torch.Tensor) -> torch.Tensor:
     """Pictures float32 (B, 3, S, S) of unit codes (B, rows, columns, embed_dim), for any grid."""
     with torch.autocast("cpu", torch.bfloat16, enabled=vq.training):
         return vq.decoder(vq.post_quant_conv(codes.permute(0, 3, 1, 2).contiguous())).float()
@@ -65,7 +74,7 @@ def nearest(vq: JanusVQVAE, unit: torch.Tensor) -> torch.Tensor:
     return (unit @ vq.quantize.embedding.weight.T).argmax(-1)
 
 
-def inked(true: torch.Tensor) -> torch.Tensor:
+def ink_mask(true: torch.Tensor) -> torch.Tensor:
     """Where pictures (B, 3, S, S) show a shape: 1.0 or 0.0, (B, 1, S, S).
 
     Grounds stay within 30 grey levels of the canvas grey and no colour of a shape does.
@@ -73,7 +82,7 @@ def inked(true: torch.Tensor) -> torch.Tensor:
     return ((true - 0.2).abs().amax(1, keepdim=True) > 0.26).float()
 
 
-def windowed(shape: Shape, side: int) -> tuple[int, int, Scene]:
+def crop_window(shape: Shape, side: int) -> tuple[int, int, Scene]:
     """First row and column (in patches) of a window of WINDOW pixels around a shape, and the scene in that window."""
     most = (side - WINDOW) // PATCH
     row, column = (min(most, max(0, round((at * side - WINDOW / 2) / PATCH))) for at in (shape.y, shape.x))
@@ -90,14 +99,14 @@ def compose(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tenso
     grid, window = side // PATCH, WINDOW // PATCH
     textured = [i for i, scene in enumerate(scenes) if scene.ground != "plain"]
     grounds = [Scene(())] + [Scene((), scenes[i].ground, scenes[i].texture_seed) for i in textured]
-    cut = [(i, *windowed(shape, side)) for i, scene in enumerate(scenes) for shape in scene.things]
+    cut = [(i, *crop_window(shape, side)) for i, scene in enumerate(scenes) for shape in scene.things]
     alone = pixels([scene for *_, scene in cut], WINDOW)
     of_ground, of_shape = latents(vq, pixels(grounds, side)), latents(vq, alone)
     plain = F.normalize(of_ground[0].mean((0, 1)), dim=-1)
     out = plain.expand(len(scenes), grid, grid, -1).clone()
     out[textured] = of_ground[1:]
     most = torch.zeros(out.shape[:3])
-    share = F.avg_pool2d(inked(alone), PATCH)[:, 0]
+    share = F.avg_pool2d(ink_mask(alone), PATCH)[:, 0]
     for (i, row, column, _), latent, ink in zip(cut, of_shape, share):
         here = (i, slice(row, row + window), slice(column, column + window))
         larger = ink > most[here]
@@ -107,7 +116,7 @@ def compose(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tenso
 
 
 @torch.no_grad()
-def composed(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def compose_codes(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int64 (B, grid, grid) of scenes, and where they show part of a shape."""
     with torch.autocast("cpu", torch.bfloat16):
         unit, ink = compose(vq, scenes, low)
@@ -126,7 +135,7 @@ def redrawn(vq: JanusVQVAE, codes: torch.Tensor, true: torch.Tensor, batch: int)
     """Pictures uint8 (B, S, S, 3) of codes (B, rows, columns), and figures: their distance from the true ones (B, 3, S,
     S) in grey levels, and codes in use.
     """
-    made = torch.cat([decoded(vq, vq.quantize.embedding(part)) for part in codes.split(batch)]).clamp(-1, 1)
+    made = torch.cat([decode_codes(vq, vq.quantize.embedding(part)) for part in codes.split(batch)]).clamp(-1, 1)
     error = round(float((made - true).abs().mean()) * 127.5, 2)
     return to_uint8(made), {"grey_levels": error} | usage(codes, len(vq.quantize.embedding.weight))
 
@@ -135,15 +144,15 @@ def redrawn(vq: JanusVQVAE, codes: torch.Tensor, true: torch.Tensor, batch: int)
 def measure(vq: JanusVQVAE, low: bool, every: int = 4) -> dict:
     """GenEval of decoded held-out scenes of the suite's prompts [::every], pixel error, codes in use."""
     rows = suite()[::every]
-    scenes = held_out(rows, painted)
+    scenes = held_out(rows, paint_scene)
     with evaluating(vq):
-        made, figures = redrawn(vq, composed(vq, scenes, low)[0], pixels(scenes, SIDE[low]), 32)
+        made, figures = redrawn(vq, compose_codes(vq, scenes, low)[0], pixels(scenes, SIDE[low]), 32)
     return geneval(made, rows) | figures
 
 
 def picture_loss(made: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
     """L1 and half L2 of pixels, L1 of their differences along both axes; shapes and one pixel around weigh fourfold."""
-    weight = 1 + 3 * F.max_pool2d(inked(true), 3, 1, 1)
+    weight = 1 + 3 * F.max_pool2d(ink_mask(true), 3, 1, 1)
     error = made - true
     loss = (weight * (error.abs() + 0.5 * error.square())).mean()
     loss = loss + (weight[..., 1:, :] * error.diff(dim=-2).abs()).mean()
@@ -203,7 +212,7 @@ class Codebook:
         return int(dead.sum())
 
 
-def quantised(vq: JanusVQVAE, book: Codebook, unit: torch.Tensor, restart: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(vq: JanusVQVAE, book: Codebook, unit: torch.Tensor, restart: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes of unit vectors (B, rows, columns, embed_dim) with straight-through gradients, and the commitment loss.
 
     The codebook follows the vectors; with `restart` its unused codes start again.
@@ -240,7 +249,7 @@ class PainterVQStage(TrainingStage):
         rows = rows if whole and not low else 2 * rows
         first = FIRST_SEED["vq"] + (self.step * self.workers + self.rank) * 2 * self.options.vq_rows
         crowd = not whole or (self.step % 2 == 0 and self.step < CROWDED * self.steps)
-        scenes = [crowded(first + i) if crowd else pair(first + i)[1] for i in range(rows)]
+        scenes = [crowded_scene(first + i) if crowd else pair(first + i)[1] for i in range(rows)]
         if whole or low:
             return pixels(scenes, SIDE[low])
         top, left = (int(v) for v in np.random.default_rng(first).integers(SIDE[False] - SIDE[True], size=2))
@@ -252,12 +261,12 @@ class PainterVQStage(TrainingStage):
         unit = latents(self.vq, true)
         flat, warm = unit.detach().flatten(0, 2), int(WARM * self.steps)
         if self.step < warm:
-            return picture_loss(decoded(self.vq, unit), true)
+            return picture_loss(decode_codes(self.vq, unit), true)
         if self.step == warm:
             self.book.start(flat)
         restart = self.step % 20 == 10 and self.step < RESTARTS * self.steps
-        chosen, commitment = quantised(self.vq, self.book, unit, restart)
-        return picture_loss(decoded(self.vq, chosen), true) + commitment
+        chosen, commitment = quantise(self.vq, self.book, unit, restart)
+        return picture_loss(decode_codes(self.vq, chosen), true) + commitment
 
     def figures(self) -> dict:
         """Figures of the reconstructions."""
@@ -296,8 +305,8 @@ class ComposedStage(PainterVQStage):
         scenes, low = self.scenes()
         unit, _ = compose(self.vq, scenes, low)
         restart = self.step % 20 == 10 and self.step < COMPOSED_RESTARTS * self.steps
-        chosen, commitment = quantised(self.vq, self.book, unit, restart)
-        return picture_loss(decoded(self.vq, chosen), pixels(scenes, SIDE[low])) + commitment
+        chosen, commitment = quantise(self.vq, self.book, unit, restart)
+        return picture_loss(decode_codes(self.vq, chosen), pixels(scenes, SIDE[low])) + commitment
 
 
 class VQDecoderStage(ComposedStage):
@@ -314,8 +323,8 @@ class VQDecoderStage(ComposedStage):
     def loss(self) -> torch.Tensor:
         """Picture loss of the next batch."""
         scenes, low = self.scenes()
-        codes = self.vq.quantize.embedding(composed(self.vq, scenes, low)[0])
-        return picture_loss(decoded(self.vq, codes), pixels(scenes, SIDE[low]))
+        codes = self.vq.quantize.embedding(compose_codes(self.vq, scenes, low)[0])
+        return picture_loss(decode_codes(self.vq, codes), pixels(scenes, SIDE[low]))
 
 
 def encode(vq: JanusVQVAE, kind: str, numbers: range, low: bool, batch: int = 64) -> dict[str, torch.Tensor]:
@@ -326,7 +335,7 @@ def encode(vq: JanusVQVAE, kind: str, numbers: range, low: bool, batch: int = 64
 
     def coded(some: range) -> dict[str, torch.Tensor]:
         rows, scenes = zip(*(KINDS[kind](FIRST_SEED[kind] + i) for i in some))
-        codes, ink = composed(vq, list(scenes), low)
+        codes, ink = compose_codes(vq, list(scenes), low)
         ids = prompt_ids(tokenizer, [row["prompt"] for row in rows])
         return {"ids": ids.short(), "codes": codes.flatten(1).short(), "ink": ink.flatten(1)}
 

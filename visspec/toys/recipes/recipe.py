@@ -2,8 +2,8 @@
 
 `python -m visspec.toys NAME --out FOLDER [--stage STAGE ...] [--resume] [options of its own]` runs one of `RECIPES`.
 Its options are the fields of a dataclass: `steps: int = option("...", 800)` is `--steps`. A stage is a function of the
-parsed options, of one of three kinds: `coded` writes what is learnt from, `trained` runs a `TrainingStage`, and the
-last one finishes the folder (`cards`). The first two use `options.workers` processes.
+parsed options, of one of three kinds: `coding_stage` writes what is learnt from, `training_stage` runs a
+`TrainingStage`, and the last one finishes the folder (`cards`). The first two use `options.workers` processes.
 """
 
 import argparse
@@ -142,7 +142,7 @@ class Recipe:
                 stage(options)
 
 
-def trained(stage: Callable[[argparse.Namespace, int], Stage]) -> Callable[[argparse.Namespace], None]:
+def training_stage(stage: Callable[[argparse.Namespace, int], Stage]) -> Callable[[argparse.Namespace], None]:
     """A recipe's stage that trains."""
     return partial(in_workers, stage)
 
@@ -214,7 +214,7 @@ Coder = Callable[[], dict[str, Tensor]]  # makes the tensors of one file, a row 
 Coders = Callable[[argparse.Namespace], dict[Path, Coder]]
 
 
-def coded(coders: Coders, keep: bool | None = None) -> Callable[[argparse.Namespace], None]:
+def coding_stage(coders: Coders, keep: bool | None = None) -> Callable[[argparse.Namespace], None]:
     """A recipe's stage that writes files: `coders` says of the options what makes each. keep: those that are there;
     default where the options say `resume`.
     """
@@ -246,7 +246,7 @@ def _write(rank: int, coders: Coders, options: argparse.Namespace, keep: bool) -
 
 def in_batches(make: Callable[[range], dict[str, Tensor]], numbers: range, batch: int) -> dict[str, Tensor]:
     """What `make` makes of the numbers, so many at a time."""
-    return joined(make(numbers[first : first + batch]) for first in range(0, len(numbers), batch))
+    return concatenate(make(numbers[first : first + batch]) for first in range(0, len(numbers), batch))
 
 
 def shards(folder: Path, name: str, numbers: range, most: int) -> dict[Path, range]:
@@ -257,10 +257,10 @@ def shards(folder: Path, name: str, numbers: range, most: int) -> dict[Path, ran
 
 def read_coded(files: Iterable[Path]) -> dict[str, Tensor]:
     """All files in their order."""
-    return joined(torch.load(file, weights_only=True) for file in files)
+    return concatenate(torch.load(file, weights_only=True) for file in files)
 
 
-def joined(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+def concatenate(parts: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Parts one after the other."""
     every = list(parts)
     return {name: torch.cat([part[name] for part in every]) for name in every[0]}

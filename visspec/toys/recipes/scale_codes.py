@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visspec.api.train_vq import PATIENCE, RESTARTS, quantised
-from visspec.models.codecs.vq_layout import fitted, stock_rules
+from visspec.api.train_vq import PATIENCE, RESTARTS, quantise
+from visspec.models.codecs.vq_layout import conv_to_linear, stock_rules
 from visspec.models.published_tensors import rename
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.layout import load_var_vae, save_vae
@@ -40,7 +40,7 @@ CODES = 256
 LENGTH = 2.19  # median length of what the painter's encoder says of a place; the decoder reads unit vectors
 RATE = 1e-2
 
-painted = partial(painter_data.painted, grounds=("plain",), step=STEP, radii=RADII)
+painted = partial(painter_data.paint_scene, grounds=("plain",), step=STEP, radii=RADII)
 
 
 def pair(seed: int) -> tuple[int, Scene]:
@@ -58,7 +58,7 @@ def held_out(rows: list[Metadata]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def borrowed(codes: int = CODES) -> MultiScaleVAE:
+def multi_scale_of(codes: int = CODES) -> MultiScaleVAE:
     """The painter's VQ model as VAR's autoencoder, with a fresh quantiser. Its 1 x 1 convolutions around the codes are
     folded into the 3 x 3 ones beside them; at the border that one's bias counts where the stock model has none.
     """
@@ -79,11 +79,11 @@ def borrowed(codes: int = CODES) -> MultiScaleVAE:
         "decoder.conv_in.bias": tensors["decoder.conv_in.bias"] + offset,
     }
     taming = {
-        numbered(name, levels): tensor
+        level_name(name, levels): tensor
         for name, tensor in (tensors | folded).items()
         if name.startswith(("encoder.", "decoder."))
     }
-    named = {name: fitted(name, tensor) for name, (_, tensor) in rename(taming, stock_rules(levels)).items()}
+    named = {name: conv_to_linear(name, tensor) for name, (_, tensor) in rename(taming, stock_rules(levels)).items()}
     model = MultiScaleVAE(shape).eval()
     for conv in (model.quant_conv, model.post_quant_conv):
         be_identity(conv)
@@ -94,7 +94,7 @@ def borrowed(codes: int = CODES) -> MultiScaleVAE:
     return model.requires_grad_(False)
 
 
-def numbered(name: str, levels: int) -> str:
+def level_name(name: str, levels: int) -> str:
     """A tensor's name where the decoder's levels are numbered from the finest."""
     part = name.split(".")
     if part[:2] != ["decoder", "up"]:
@@ -110,7 +110,7 @@ def be_identity(conv: torch.nn.Conv2d) -> None:
 
 def feature_coders(options: argparse.Namespace) -> dict[Path, Coder]:
     """What makes features.pt of `options.pairs` pairs: classes (N,) int16, features (N, c, rows, columns) float16."""
-    model = borrowed()
+    model = multi_scale_of()
 
     def features(some: range) -> dict[str, Tensor]:
         numbers, scenes = zip(*(pair(FIRST_SEED["codes"] + i) for i in some))
@@ -127,7 +127,7 @@ class QuantiserStage(TrainingStage):
     steps_option, rate_option, rate_share = "vq_steps", None, RATE
 
     def build(self, options: argparse.Namespace) -> dict:
-        self.model, self.data = borrowed(), torch.load(options.out / "features.pt", weights_only=True)
+        self.model, self.data = multi_scale_of(), torch.load(options.out / "features.pt", weights_only=True)
         self.model.quantize.requires_grad_(True)
         self.used = torch.zeros(CODES, dtype=torch.bool)
         return {"model": self.model}
@@ -137,11 +137,11 @@ class QuantiserStage(TrainingStage):
         rng = np.random.default_rng((SEED, self.step, self.rank))
         chosen = torch.from_numpy(rng.integers(len(self.data["classes"]), size=self.options.vq_rows))
         features = self.data["features"][chosen].float()
-        _, loss, brought, codes = quantised(self.model.quantize, features, SCALES)
+        _, loss, brought, codes = quantise(self.model.quantize, features, SCALES)
         self.used[codes.flatten()] = True
         if self.step % PATIENCE == 0 and self.step < RESTARTS * self.steps:
             self.restart(brought)
-            _, loss, _, _ = quantised(self.model.quantize, features, SCALES)
+            _, loss, _, _ = quantise(self.model.quantize, features, SCALES)
         return loss
 
     @torch.no_grad()

@@ -24,7 +24,7 @@ from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.models.var.network import VAR
 from visspec.toys.recipes.painter_data import CLASS_ROWS, LABELS, rows_of_labels
 from visspec.toys.recipes.painter_draw import DROPPED
-from visspec.toys.recipes.painter_score import piped, score, shown, to_uint8
+from visspec.toys.recipes.painter_score import draw_pictures, pictures_of, score, to_uint8
 from visspec.toys.recipes.recipe import TrainingStage
 from visspec.toys.recipes.scale_codes import SCALES, load_vq
 from visspec.toys.world.palette import CLASSES, COLOURS
@@ -87,7 +87,7 @@ def inputs(quantizer: Quantizer, codes_BT: Tensor, scales: ScaleSizes = SCALES) 
 
 class SharedClassEmbedding:
     """A network with embeddings of classes that are sums of those of their facts, so that a short training shares them;
-    `settled` writes them into the published table.
+    `fold_classes` writes them into the published table.
     """
 
     def __init__(self, model: VARImageModel):
@@ -112,7 +112,7 @@ class SharedClassEmbedding:
         return self.net.logits(hidden, given).float()
 
     @torch.no_grad()
-    def settled(self) -> VARImageModel:
+    def fold_classes(self) -> VARImageModel:
         """The model, with its table of classes."""
         self.net.class_emb.weight.copy_(self.facts @ self.parts.weight)
         return self.model
@@ -148,7 +148,7 @@ class CodesStage(TrainingStage):
         with torch.no_grad():
             return classes, codes, inputs(self.model.autoencoder.quantize, codes)
 
-    def noted(self, losses_BT: Tensor) -> None:
+    def report_losses(self, losses_BT: Tensor) -> None:
         """Nats of a code, of the first and of the last maps."""
         for name, k in (("first", 0), ("sixth", FIRST - 1), ("last", len(SCALES) - 1)):
             part = losses_BT[:, SCALES.begins[k] : SCALES.begins[k + 1]]
@@ -164,13 +164,13 @@ class CodesStage(TrainingStage):
         with torch.autocast("cpu", torch.bfloat16):
             logits = self.taught.logits(classes, read, maps)
         losses = F.cross_entropy(logits.transpose(1, 2), codes, reduction="none")
-        self.noted(losses.detach())
+        self.report_losses(losses.detach())
         return (losses @ weights(maps)).mean()
 
     def figures(self) -> dict:
         """GenEval on a fourth of the prompts."""
         rows = rows_of_labels(4 * self.options.every_prompt)
-        return score(partial(pictures, self.taught.settled(), seed=0), rows, guidance=2.0)
+        return score(partial(pictures, self.taught.fold_classes(), seed=0), rows, guidance=2.0)
 
 
 class ScaleStage(CodesStage):
@@ -196,9 +196,9 @@ class RefineStage(CodesStage):
 
     def build(self, options: argparse.Namespace) -> dict:
         parts = super().build(options)
-        taken(self.taught, options.out / "small.pt")
+        load_stage(self.taught, options.out / "small.pt")
         self.large = SharedClassEmbedding(build("painter", load_vq(options.out)))
-        taken(self.large, options.out / "painter.pt")
+        load_stage(self.large, options.out / "painter.pt")
         return parts
 
     def loss(self) -> Tensor:
@@ -208,11 +208,11 @@ class RefineStage(CodesStage):
                 wanted = self.large.logits(classes, read, len(SCALES)).log_softmax(-1)
             said = self.taught.logits(classes, read, len(SCALES)).log_softmax(-1)
         losses = (wanted.exp() * (wanted - said)).sum(-1)
-        self.noted(losses.detach())
+        self.report_losses(losses.detach())
         return (losses @ weights(len(SCALES), LATE)).mean()
 
 
-def taken(taught: SharedClassEmbedding, file: Path) -> dict:
+def load_stage(taught: SharedClassEmbedding, file: Path) -> dict:
     """Load a stage's model from its checkpoint, which is returned."""
     saved = torch.load(file, weights_only=True)
     taught.model.load_state_dict(saved["model"])
@@ -227,9 +227,9 @@ def pipeline(model: VARImageModel, levels: int | None = None, **parts: object) -
 
 def draw(pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: int, **options: Any) -> ImageOutput:
     """Pictures of prompts as the pipeline draws them, floats (B, 3, S, S); `options` are its own."""
-    return piped(pipe, prompts, guidance, seed, 44, **options)
+    return draw_pictures(pipe, prompts, guidance, seed, 44, **options)
 
 
 def pictures(model: VARImageModel, prompts: list[str], guidance: float, seed: int) -> np.ndarray:
     """Pictures uint8 (B, S, S, 3) of plain decoding."""
-    return to_uint8(shown(draw(pipeline(model), prompts, guidance, seed)))
+    return to_uint8(pictures_of(draw(pipeline(model), prompts, guidance, seed)))

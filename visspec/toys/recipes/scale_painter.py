@@ -28,14 +28,14 @@ from visspec.loop.stats import acceptance_by_depth
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
 from visspec.models.scales.reading import ConditionState
 from visspec.models.var.drafter import SmallVAR
-from visspec.models.var.images import calibrated
+from visspec.models.var.images import calibrate_budget
 from visspec.models.var.model import VARImageModel, load
 from visspec.models.var.target import ScalePrompt
 from visspec.toys.recipes import cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_data import pixels, rows_of_labels
-from visspec.toys.recipes.painter_score import geneval, score, shown, to_uint8
-from visspec.toys.recipes.recipe import PairOptions, Recipe, coded, trained
+from visspec.toys.recipes.painter_score import geneval, pictures_of, score, to_uint8
+from visspec.toys.recipes.recipe import PairOptions, Recipe, coding_stage, training_stage
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.suite import Metadata
 
@@ -71,7 +71,7 @@ class PainterScores:
 
     def __call__(self, out: ImageOutput) -> dict[str, Any]:
         """`images` (share of right ones), `geneval` and `fd`."""
-        pictures = shown(out)
+        pictures = pictures_of(out)
         right = geneval(to_uint8(pictures), self.rows)
         features = torch.cat([self.extractor(part) for part in self._uint8(pictures).split(32)])
         stats = fid.GaussianStats(self.extractor.dim).update(features)
@@ -166,8 +166,8 @@ def finish(options: argparse.Namespace) -> None:
     models = {}
     for part, name in (("draw", "painter"), ("refine", "small")):
         taught = scale_draw.SharedClassEmbedding(scale_draw.build(name, codec))
-        scale_draw.taken(taught, options.out / FILES[part])
-        save(taught.settled(), None, options.out / NAMES[name], torch.float16)
+        scale_draw.load_stage(taught, options.out / FILES[part])
+        save(taught.fold_classes(), None, options.out / NAMES[name], torch.float16)
         models[name] = load(options.out / NAMES[name])
     rows = rows_of_labels(2 * options.every_prompt)
     drawing = partial(scale_draw.pictures, models["painter"], seed=SEED + 1)
@@ -206,7 +206,7 @@ def figures(model: VARImageModel, small: VARImageModel, guidance: float, judge: 
         rows[f"code, {handover}"], _ = row(judge, model, guidance, refiner=small, handover=handover)
     kept = {}
     for share in SHARES:
-        budget = calibrated(model, share)
+        budget = calibrate_budget(model, share)
         rows[f"scalekv, {share}"], out = row(judge, model, guidance, budget=budget)
         rows[f"scalekv, {share}"] |= likeness(plain, out) | {"window": budget.window, "tokens": budget.tokens}
         rows[f"scalekv, {share}"]["budget_bytes"] = max(budget.bytes(model.var, 2 * rows["plain"]["batch"]))
@@ -242,12 +242,12 @@ PAINTER = Recipe(
     "Train the next-scale painters.",
     ScaleOptions,
     {
-        "features": coded(scale_codes.feature_coders),
-        "vq": trained(scale_codes.QuantiserStage),
-        "codes": coded(scale_codes.code_coders, keep=False),
-        "draw": trained(scale_draw.ScaleStage),
-        "small": trained(scale_draw.SmallStage),
-        "refine": trained(scale_draw.RefineStage),
+        "features": coding_stage(scale_codes.feature_coders),
+        "vq": training_stage(scale_codes.QuantiserStage),
+        "codes": coding_stage(scale_codes.code_coders, keep=False),
+        "draw": training_stage(scale_draw.ScaleStage),
+        "small": training_stage(scale_draw.SmallStage),
+        "refine": training_stage(scale_draw.RefineStage),
         "finish": finish,
     },
     {"pairs": 6000, "steps": 1000, "rows": 16, "rate": 2e-3, "every": 400},

@@ -73,7 +73,7 @@ class WorldCaptions:
         """What a question about the ground is answered."""
         return " ".join(getattr(scene, name) for name in self.settings)
 
-    def described(self, thing) -> str:
+    def phrase(self, thing) -> str:
         """A thing with its attributes."""
         raise NotImplementedError
 
@@ -99,7 +99,7 @@ class WorldCaptions:
             if i:
                 rows = self.same_row if thing.cell // GRID == things[i - 1].cell // GRID else self.lower_row
                 phrasings = rows[min(i, len(rows)) - 1]
-            out.append(pick(rng, phrasings).format(d=self.described(thing), p=PLACES[thing.cell]))
+            out.append(pick(rng, phrasings).format(d=self.phrase(thing), p=PLACES[thing.cell]))
         return " ".join(out + self.ending(scene, rng))
 
     def questions(self, scene: Scene) -> list[tuple[str, str]]:
@@ -110,7 +110,7 @@ class WorldCaptions:
         ]
         for cell, place in enumerate(PLACES):
             thing = scene.at(cell)
-            out.append((f"what is {place} ?", f"{self.described(thing)} ." if thing else "nothing ."))
+            out.append((f"what is {place} ?", f"{self.phrase(thing)} ." if thing else "nothing ."))
         names = [getattr(thing, self.named) for thing in scene.things]
         for thing, name in zip(scene.things, names):
             if names.count(name) == 1:
@@ -220,7 +220,7 @@ class ShapeCaptions(WorldCaptions):
     read_words = frozenset({*CLASSES, *COLOURS, *SIZES, *GROUNDS, *NUMBERS})
     read_words |= {"top", "bottom", "left", "right", "centre", "middle"}
 
-    def described(self, thing) -> str:
+    def phrase(self, thing) -> str:
         return f"a {thing.size} {thing.colour} {thing.kind}"
 
     def ending(self, scene: Scene, rng: np.random.Generator | None) -> list[str]:

@@ -69,7 +69,7 @@ def _moments(kind: str) -> tuple[float, float, tuple[float, float, float, float]
     return float(mask.sum() / 500**2), float(axis[rows].mean()), (left, top, right, bottom)
 
 
-def blurred(image: np.ndarray, sigma: float) -> np.ndarray:
+def gaussian_blur(image: np.ndarray, sigma: float) -> np.ndarray:
     """Gaussian blur of an array (height, width, ...) with edge padding; sigma in pixels, 0 returns the input."""
     if sigma <= 0:
         return image
@@ -114,7 +114,7 @@ def _template(kind: str, fx: int, fy: int, radius: int, sigma: float) -> np.ndar
     """Coverage around an integer pixel, (2h+1, 2h+1); the centre is fx, fy and the radius `radius` quarter pixels."""
     h = ceil(radius / STEPS) + 1 + ceil(2 * sigma)
     out = coverage(kind, h + fx / STEPS, h + fy / STEPS, radius / STEPS, 2 * h + 1, 2 * h + 1)
-    out = blurred(out, sigma)
+    out = gaussian_blur(out, sigma)
     out.flags.writeable = False
     return out
 
@@ -253,7 +253,7 @@ class ShapeDetector(WorldDetector):
         rgb = pixels_of(image)
         noise = noise_level(rgb)
         sigma = next(s for limit, s in BLUR if noise < limit)
-        rgb = blurred(rgb, sigma)
+        rgb = gaussian_blur(rgb, sigma)
         pixels = lab(rgb)
         distance = to_palette(pixels)
         from_ground = self._ground_distance(pixels)

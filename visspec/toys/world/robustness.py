@@ -16,9 +16,9 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import DetectedColours, Detector
-from visspec.eval.metrics.geneval import judge, kept
-from visspec.toys.world.detector import blurred
-from visspec.toys.world.suite import Metadata, wanted
+from visspec.eval.metrics.geneval import judge, select_detections
+from visspec.toys.world.detector import gaussian_blur
+from visspec.toys.world.suite import Metadata, required_objects
 from visspec.toys.world.worlds import WORLDS, World, world
 
 Damage = Callable[[np.ndarray, np.random.Generator], np.ndarray]
@@ -33,18 +33,18 @@ JPEG = {"shapes": (75, 40), "emoji": (90, 75)}
 BLANKS = {"shapes": 100, "emoji": 10}  # images of pure noise; the emoji's detector takes a second for one
 
 
-def _clipped(image: np.ndarray) -> np.ndarray:
+def _clip(image: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
 
 
 def noise(sigma: float) -> Damage:
     """Independent Gaussian noise of `sigma` grey levels on every channel."""
-    return lambda image, rng: _clipped(image + rng.normal(0, sigma, image.shape))
+    return lambda image, rng: _clip(image + rng.normal(0, sigma, image.shape))
 
 
 def blur(sigma: float) -> Damage:
     """Gaussian blur of `sigma` pixels."""
-    return lambda image, rng: _clipped(blurred(image.astype(np.float32), sigma))
+    return lambda image, rng: _clip(gaussian_blur(image.astype(np.float32), sigma))
 
 
 def jpeg(quality: int) -> Damage:
@@ -58,7 +58,7 @@ def jpeg(quality: int) -> Damage:
     return damage
 
 
-def halved(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def halve(image: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Halve the resolution and double it again, both bilinear."""
     side = image.shape[0]
     small = Image.fromarray(image).resize((side // 2, side // 2), Image.Resampling.BILINEAR)
@@ -82,14 +82,16 @@ def renders(place: World, tier: str, side: int, count: int, seed: int) -> list[R
     rows = rows[:: max(1, len(rows) // count)][:count]
     grounds = {"grounds": ("plain",)} if tier == "free plain" else {}
     scenes = [place.suite.free_scene(row, rng, **grounds) for row in rows]
-    return [Render(place.draw(s, side), [kind for kind, _ in wanted(row)], row) for s, row in zip(scenes, rows)]
+    return [
+        Render(place.draw(s, side), [kind for kind, _ in required_objects(row)], row) for s, row in zip(scenes, rows)
+    ]
 
 
 def damages(name: str) -> dict[str, Damage]:
     """The columns of the table of a world."""
     out: dict[str, Damage] = {"clean": lambda image, rng: image}
     out |= {f"noise {s}": noise(s) for s in NOISE[name]} | {f"blur {s}": blur(s) for s in BLUR[name]}
-    return out | {f"JPEG {q}": jpeg(q) for q in JPEG[name]} | {"half size": halved}
+    return out | {f"JPEG {q}": jpeg(q) for q in JPEG[name]} | {"half size": halve}
 
 
 def table(count: int = 368, detector: Detector | None = None, seed: int = 0, place: World | None = None) -> list[dict]:
@@ -108,7 +110,11 @@ def table(count: int = 368, detector: Detector | None = None, seed: int = 0, pla
             for image, names, row in clean:
                 seen = detector.detect(Image.fromarray(damage(image, rng)), names)
                 labels = [d.label for d in seen.detections]
-                passed = judge(None, kept(seen, 0.0), row, colours)[0] if row else sorted(labels) == sorted(names)
+                passed = (
+                    judge(None, select_detections(seen, 0.0), row, colours)[0]
+                    if row
+                    else sorted(labels) == sorted(names)
+                )
                 right, shown = right + (passed and not seen.refused), shown + len(names)
                 held += sum(min(names.count(each), labels.count(each)) for each in set(names))
             line["right"][name], line["found"][name] = right / len(clean), held / shown
@@ -135,11 +141,11 @@ def wrong_passes(
     rng, right, wrong = np.random.default_rng(seed), 0, 0
     for i in range(count):
         row = rows[int(rng.integers(len(rows)))] if count != len(rows) else rows[i]
-        names = [kind for kind, _ in wanted(row)]
+        names = [kind for kind, _ in required_objects(row)]
         image = Image.fromarray(place.draw(place.suite.free_scene(row, rng), side))
-        objects = kept(detector.detect(image, names), 0.0)
+        objects = select_detections(detector.detect(image, names), 0.0)
         right += judge(None, objects, row, colours)[0]
-        others = [other for other in rows if not {kind for kind, _ in wanted(other)} <= set(names)]
+        others = [other for other in rows if not {kind for kind, _ in required_objects(other)} <= set(names)]
         wrong += judge(None, objects, others[int(rng.integers(len(others)))], colours)[0]
     return right, wrong
 

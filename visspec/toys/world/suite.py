@@ -49,7 +49,7 @@ def _item(kind: str, colour: str | None = None, count: int = 1, position: list |
     return item
 
 
-def wanted(metadata: Mapping[str, Any]) -> list[tuple[str, str | None]]:
+def required_objects(metadata: Mapping[str, Any]) -> list[tuple[str, str | None]]:
     """(class, colour or None) of every object in the prompt, subject and reference in the order of `include`."""
     return [(item["class"], item.get("color")) for item in metadata["include"] for _ in range(item["count"])]
 
@@ -68,7 +68,7 @@ def placements(
 
     sizes: least and largest; half: what of a size is half the side of its box.
     """
-    count = len(wanted(metadata))
+    count = len(required_objects(metadata))
     relation = next((item["position"][0] for item in metadata["include"] if "position" in item), None)
     while True:
         placed: list[tuple[float, float, float]] = []
@@ -173,8 +173,8 @@ class Suite:
         """Metadata of a sentence of the grammar; ValueError for any other sentence."""
         one, two = (pattern.fullmatch(prompt) for pattern in _patterns(self))
         out = None
-        if prompt in _counted(self):
-            out = self.make("counting", [_item(*_counted(self)[prompt])])
+        if prompt in _count_classes(self):
+            out = self.make("counting", [_item(*_count_classes(self)[prompt])])
         elif one:
             ground = (one[3], one[4]) if one[3] else None
             out = self.make("colors" if one[1] else "single_object", [_item(one[2], one[1])], ground)
@@ -220,7 +220,7 @@ def _grammar(own: Suite, tag: str) -> tuple[str, ...]:
 
 
 @cache
-def _counted(own: Suite) -> dict[str, tuple[str, None, int]]:
+def _count_classes(own: Suite) -> dict[str, tuple[str, None, int]]:
     """Class and number of each sentence of several objects."""
     return {f"a photo of {own.many(kind, n)}": (kind, None, n) for kind in own.known() for n in NUMBERS}
 
@@ -261,7 +261,7 @@ class ShapeSuite(Suite):
         grounds: tuple[str, ...] = GROUNDS,
     ) -> Scene:
         """A scene that matches a prompt exactly, with FREE_GAP between boxes."""
-        items, placed = wanted(metadata), placements(metadata, rng, FREE_RADIUS, 1.0, FREE_GAP)
+        items, placed = required_objects(metadata), placements(metadata, rng, FREE_RADIUS, 1.0, FREE_GAP)
         colours = colours_for(rng, items)
         shapes = [Shape(kind, c, *where) for (kind, _), c, where in zip(items, colours, placed)]
         ground = grounds[int(rng.integers(len(grounds)))]

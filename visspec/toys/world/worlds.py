@@ -116,7 +116,7 @@ def _emoji() -> World:
     from visspec.toys.world.emoji.atlas import names
     from visspec.toys.world.emoji.captions import EmojiCaptions
     from visspec.toys.world.emoji.render import render
-    from visspec.toys.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, crowded, scene_from_seed
+    from visspec.toys.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, crowded_scene, scene_from_seed
     from visspec.toys.world.emoji.suite import EmojiSuite
 
     return World(
@@ -130,7 +130,7 @@ def _emoji() -> World:
         facts={"name": names(), "size": tuple(SIZES)},
         settings={"ground": GROUNDS, "tint": tuple(TINTS)},
         counts=COUNTS,
-        lesson=crowded,
+        lesson=crowded_scene,
         tasks=("single_object",),
-        painted="visspec.toys.recipes.emoji_painter:painted",
+        painted="visspec.toys.recipes.emoji_painter:paint_scene",
     )

@@ -58,7 +58,7 @@ def numbers() -> dict[str, int]:
 
 
 @cache
-def premultiplied() -> np.ndarray:
+def premultiplied_tiles() -> np.ndarray:
     """All tiles, float32 (pictures, TILE, TILE, 4): colours 0..255 times coverage, and coverage 0..1."""
     every = np.stack([np.asarray(tile, np.float32) for tile in tiles().values()])
     alpha = every[..., 3:] / 255

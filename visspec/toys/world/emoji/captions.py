@@ -81,7 +81,7 @@ class EmojiCaptions(WorldCaptions):
     def count(self, n: int) -> str:
         return f"{NUMBERS[n]} picture" + "s" * (n != 1)
 
-    def described(self, thing) -> str:
+    def phrase(self, thing) -> str:
         return f"a {thing.size} {thing.name}"
 
     def ending(self, scene: Scene, rng: np.random.Generator | None) -> list[str]:

@@ -22,7 +22,7 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import Detection, DetectionResult, digest
 from visspec.toys.world.detector import WorldDetector, pixels_of
-from visspec.toys.world.emoji.atlas import DIGEST, names, premultiplied
+from visspec.toys.world.emoji.atlas import DIGEST, names, premultiplied_tiles
 from visspec.toys.world.emoji.render import stamp
 
 GLIMPSE, WINDOW = 10, 12  # pixels a side of a tile, and of what is compared, in the first step
@@ -100,7 +100,7 @@ def fine_tiles(soft: int = 0) -> torch.Tensor:
     """All tiles at half size, premultiplied, less GREY, float32 (pictures, 4, side, side); `soft` times smoothed by a
     binomial of five pixels, with room around them for their edges.
     """
-    small = F.pad(F.avg_pool2d(torch.from_numpy(premultiplied()).permute(0, 3, 1, 2), 2), (EDGE,) * 4)
+    small = F.pad(F.avg_pool2d(torch.from_numpy(premultiplied_tiles()).permute(0, 3, 1, 2), 2), (EDGE,) * 4)
     small = torch.cat([small[:, :3] - GREY * small[:, 3:], small[:, 3:]], 1)
     line = torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0]) / 16
     for _ in range(soft):

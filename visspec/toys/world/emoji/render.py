@@ -35,7 +35,7 @@ def ground(kind: str, tint: str, size: int, rng: np.random.Generator) -> np.ndar
 
 
 @cache
-def _reduced(name: str, side: int) -> Image.Image:
+def _scale_tile(name: str, side: int) -> Image.Image:
     """A tile at `side` pixels, premultiplied, in the middle of a canvas with a transparent edge."""
     page = Image.new("RGBa", (side + 2, side + 2), (0, 0, 0, 0))
     page.paste(tiles()[name].convert("RGBa").resize((side, side), Image.Resampling.BOX), (1, 1))
@@ -54,7 +54,7 @@ def stamp(name: str, x: float, y: float, side: float, turn: float) -> tuple[np.n
     c, s = float(np.cos(angle)) * scale, float(np.sin(angle)) * scale
     dx, dy, middle = left - x, top - y, source / 2 + 1
     matrix = (c, s, middle + c * dx + s * dy, -s, c, middle - s * dx + c * dy)
-    cut = _reduced(name, source).transform((n, n), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
+    cut = _scale_tile(name, source).transform((n, n), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
     pixels = np.asarray(cut, np.float32).copy()
     pixels[..., 3] /= 255
     return pixels, left, top

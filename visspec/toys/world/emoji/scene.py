@@ -92,7 +92,7 @@ def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> 
     return EmojiScene(tuple(pictures), ground, seed, tint)
 
 
-def crowded(seed: int) -> EmojiScene:
+def crowded_scene(seed: int) -> EmojiScene:
     """A scene to learn to see by: half of them have six to nine pictures."""
     return sample_scene(np.random.default_rng(seed), counts=(*COUNTS, 6, 7, 8, 9))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from visspec.toys.world.emoji.atlas import names, numbers
 from visspec.toys.world.emoji.scene import GROUNDS, MOST_TURN, TINTS, EmojiScene, PlacedEmoji, sample_ground
-from visspec.toys.world.suite import NUMBERS, Metadata, Suite, placements, some, wanted, with_article
+from visspec.toys.world.suite import NUMBERS, Metadata, Suite, placements, required_objects, some, with_article
 
 RUNS = (("rat", "chipmunk"), ("crab", "seal"))  # of animals in the order of the code points
 ALONE = 3  # every third animal is the subject of prompts of one object
@@ -64,7 +64,7 @@ class EmojiSuite(Suite):
 
     def free_scene(self, metadata: Mapping[str, Any], rng: np.random.Generator) -> EmojiScene:
         """A scene that matches a prompt exactly, with GAP between the tiles' boxes."""
-        items = [name for name, _ in wanted(metadata)]
+        items = [name for name, _ in required_objects(metadata)]
         placed = placements(metadata, rng, SIDES[len(items)], 0.5, GAP)
         turns = [float(turn) for turn in rng.uniform(-MOST_TURN, MOST_TURN, size=len(items))]
         pictures = [PlacedEmoji(name, *where, turn) for name, where, turn in zip(items, placed, turns)]
