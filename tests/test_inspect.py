@@ -190,7 +190,7 @@ def test_a_configuration_of_one_layer_needs_its_weights(tmp_path):
     ({"eagle_config": None}, 8, [2, 4, 5], "defaults", [2, 4, 5]),
     ({"eagle_config": None, "num_target_layers": 6}, None, [2, 3, 3], "defaults", [2, 3, 3]),
     ({AUX: [1, 3, 5]}, None, [1, 3, 5], "outputs", [2, 4, 6]), ({AUX: [2, 4, 6]}, 8, [2, 4, 6], "inputs", [2, 4, 6]),
-    ({AUX: [2, 4, 8]}, 8, [2, 4, 8], "boundary", [2, 4, 8]),
+    ({AUX: [2, 4, 8]}, 8, [2, 4, 8], "boundary", [2, 4, 9]), ({AUX: [1, 4, 7]}, 8, [1, 4, 7], "outputs", [2, 5, 8]),
 ])  # fmt: skip
 def test_which_layers_are_read_by_which_convention(tmp_path, changes, depth, layers, convention, states):
     folder, target = saved(tmp_path / "head", *eagle_3(**changes)), None
@@ -198,7 +198,7 @@ def test_which_layers_are_read_by_which_convention(tmp_path, changes, depth, lay
         llama(num_hidden_layers=depth).config.save_pretrained(target := str(tmp_path / "target"))
     found = inspect(folder, target)
     assert (found.layers, found.convention, found.hidden_states) == (layers, convention, states)
-    assert ("names a state after layer 8" in (found.refused or "")) == (convention == "boundary")
+    assert ("names a state after layer 8" in (found.refused or "")) == (states is not None and 8 in states)
     assert any("head:layers=2-4-6" in note for note in found.notes) == (convention == "inputs")
 
 

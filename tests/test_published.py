@@ -19,6 +19,7 @@ from tests.published import Watched, Weights, begun, dflash_hidden, eagle_logits
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
+from tests.test_targets import OTHERS
 from tests.tiny import llama, model_of, prompt, qwen3, shapes, single_row
 from visspec.api import zoo
 from visspec.api.train_drafter import request_of
@@ -1251,6 +1252,33 @@ def test_an_eagle_3_head_for_a_text_target_of_some_depth(tmp_path, layout, more,
     said = "num_hidden_layers" if layout is deepspec_eagle3 else "parallel_drafting"
     with pytest.raises(ValueError, match=f"{said} of .* is (2|True), expected (1|False)"):
         zoo.drafter(str(saved(tmp_path / "other", several, tensors)), model)
+
+
+@pytest.mark.parametrize("make_model", [qwen3, OTHERS["gpt-oss"]])
+def test_ids_of_nvidia_count_boundaries_of_layers(tmp_path, make_model):
+    """Of n layers, n is what the last one gives before the final norm; `eagle_config` may say `norm_before_fc`."""
+    model, inputs = make_model(), prompt("llama", shapes("llama")["ragged"])
+    n = model.config.num_hidden_layers
+    data, tensors = eagle_3(eagle_config={AUX: [n, 0, n - 1], "norm_before_fc": True, "use_aux_hidden_state": True})
+    spec = str(saved(tmp_path / "head", data, tensors | drawn({"input_norm.weight": (3 * D,)}, 7)))
+    drafter, _ = zoo.drafter(spec, model)
+    assert (drafter.config.feature_layers, drafter.config.norm_before_fc) == ((n + 1, 0, n - 1), True)
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    last, *others = HFDecoder(model, drafter.traits.feature_layers).prefill(
+        request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0))[1].features.split(D, dim=-1)  # fmt: skip
+    real = inputs["attention_mask"].bool()
+    for got, want in zip((model.model.norm(last), *others), (states[n], states[0], states[n - 1])):
+        torch.testing.assert_close(got[real], want[real])
+    assert not torch.allclose(last[real], states[n][real], atol=0.1)
+    check_described(drafter, model, "llama", drafter.config, load_file(f"{spec}/model.safetensors"))
+    check_exact(model, spec, inputs, NEW)
+    drafter.save_pretrained(tmp_path / "ours", {})
+    assert zoo.drafter(tmp_path / "ours", model)[0].config == drafter.config
+    for form in ("eagle3", "speculators"):
+        with pytest.raises(ValueError, match="feature_layers"):
+            drafter.export(tmp_path / "again", form, "somewhere/target")
+    with pytest.warns(RuntimeWarning, match="with a drafter that reads its last layer"):
+        check_exact(model, spec, inputs, NEW, compile=True)
 
 
 def test_sentences_name_tensors_as_the_file_does(tmp_path):

@@ -50,10 +50,10 @@ CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio
 class HFDecoder(RunningTarget):
     """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
 
-    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), concatenated for the
-    drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError for a model that can't
-    be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
-    that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
+    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm, n + 1 of n layers =
+    last, before it), concatenated for the drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError
+    for a model that can't be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that
+    take no 4-D mask), or that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class HFDecoder(RunningTarget):
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
         self.watched = tuple(features) == LAST and not headed
         inner = features and not self.watched
+        self.last_layer = self.decoder.layers[-1] if depth(model) + 1 in features else None
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
         self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
         self.states = state_layers(model.config)
@@ -91,7 +92,9 @@ class HFDecoder(RunningTarget):
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
         self._pads: bool | None = None
-        self.passes = compiled_passes(model, self.decoder, bool(self.states)) if compile else None
+        hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
+        why = "layers that keep a state" if self.states else hooked
+        self.passes = compiled_passes(model, self.decoder, why) if compile else None
         self.layer_subset = LayerSubset(model, self.decoder)
 
     def record(self, asked: bool | None) -> None:
@@ -127,7 +130,7 @@ class HFDecoder(RunningTarget):
         arguments[self.cache_name] = cache
         arguments.update(self._outputs)
         turning = rotary.PrefillRope(self.rotary, request.max_new_tokens)
-        with DecoderRecorder(self.decoder) as seen, turning:
+        with DecoderRecorder(self.decoder, self.last_layer) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         positions = seen.get("position_ids")
         if dropped and (positions is None or positions.dim() == 3):  # where it goes on is unknown
@@ -242,7 +245,8 @@ class HFDecoder(RunningTarget):
     def _forward(
         self, model: Any, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor
     ) -> tuple[Any, dict[str, Any]]:
-        with DecoderRecorder(self.decoder) if self.watched else nullcontext({}) as seen:
+        recorded = self.watched or self.last_layer is not None
+        with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen:
             output = model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -291,8 +295,9 @@ class HFDecoder(RunningTarget):
             return None
         if self.watched:
             return seen["last_hidden_state"]
-        states = output.hidden_states
-        return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
+        states, behind = output.hidden_states, depth(self.model) + 1
+        found = [seen["before_norm"] if i == behind else states[i] for i in layers]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
@@ -351,9 +356,10 @@ def _capabilities(model: Any, features: tuple[int, ...]) -> Capabilities:
     if "position_ids" not in inspect.signature(decoder.forward).parameters or getattr(text, "alibi", False):
         raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
     deep = depth(model)
+    highest = deep + hasattr(decoder, "layers")
     for index in features:
-        if not -deep - 1 <= index <= deep:
-            raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{deep} ({name})")
+        if not -deep - 1 <= index <= highest:
+            raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{highest} ({name})")
     return Capabilities(
         vocab=vocabulary(model),
         never_drafted=content_ids(config),

@@ -31,7 +31,8 @@ class EagleConfig:
     """Configuration of the network and of its target.
 
     fusion: how embedding and feature come together, see `eagle_head`. feature_layers: indices into the target's
-    hidden_states (-1: last, after the final norm; with fusion "cross" one before it is a target of training alone).
+    hidden_states (-1: last, after the final norm; target_layers + 1: before it; with fusion "cross" one before the last
+    is a target of training alone).
     draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the
     product of two matrices (SlimSpec); 0: one matrix. rope_scaling: one of `ROPE_SCALINGS` with its factors by name.
     partial_rotary_factor: share of a head's channels that are rotated, the first ones. mrope_section: rotary channels
@@ -104,7 +105,7 @@ class EagleConfig:
                 raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
         depth = self.target_layers
         for name, low, high in (
-            ("feature_layers", -depth - 1, depth),
+            ("feature_layers", -depth - 1, depth + 1),
             ("image_ids", 0, LARGEST),
             ("mrope_section", 0, self.head_size),
         ):

@@ -192,7 +192,8 @@ def config_of(
     _check_flags(folder, object_of(data.get("eagle_config")))
     ids = _states(folder, form, data, depth(model), layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    common |= {name: bool(data.get(name, False)) for name in flags}
+    stated = {**object_of(data.get("eagle_config")), **data}  # where NVIDIA writes norm_before_fc
+    common |= {name: bool(stated.get(name, False)) for name in flags}
     common |= SLOTS if common["mrope_section"] and _architecture(data) in ONE_ROW else {}
     return EagleConfig(
         **common,
@@ -273,7 +274,8 @@ def _check_flags(folder: Path, flags: dict) -> None:
 
 def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
     """(ids of the target's layers as a head of EAGLE-3 names them, what they are): "outputs" or "inputs" of layers,
-    "boundary" for inputs of which one is that of no layer; of a head that names none, hidden states by "defaults".
+    "boundary" for inputs of which one is that of no layer, the last one's output before the final norm (NVIDIA, vLLM);
+    of a head that names none, hidden states by "defaults".
     """
     parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
     own = data.get("target_layer_ids")  # DeepSpec's, of outputs
@@ -296,8 +298,8 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
         read = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} that it names"
     if asked is not None:
         ids, convention, read = _layers_option(asked, depth), "asked", "as asked for"
-    given = [i + (convention == "outputs") for i in ids]
-    if wrong := [i for i in given if not 0 <= i < depth]:
+    given = [i + (convention == "outputs" or i == depth) for i in ids]
+    if wrong := [i for i in given if not (0 <= i < depth or convention == "boundary")]:
         found = (
             f"no {IDS} for a target of {depth} layers" if read == "the default" else f"a state after layer {wrong[0]}"
         )

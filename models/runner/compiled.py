@@ -251,13 +251,11 @@ def refusal(name: str, why: str) -> str:
     return f"compile: got {name} with {why}, expected one without; it runs uncompiled"
 
 
-def compiled_passes(model: nn.Module, decoder: nn.Module, states: bool = False) -> CompiledPasses | None:
-    """`CompiledPasses` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass or
-    layers keep `states`.
+def compiled_passes(model: nn.Module, decoder: nn.Module, why: str = "") -> CompiledPasses | None:
+    """`CompiledPasses` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass, or
+    for the reason that is given.
     """
-    turning = rotary.modules(decoder)
-    if turning or states:
-        why = "rotary frequencies that depend on the length" if turning else "layers that keep a state"
+    if why := "rotary frequencies that depend on the length" if rotary.modules(decoder) else why:
         warnings.warn(refusal(type(model).__name__, why), RuntimeWarning, stacklevel=3)
         return None
     return CompiledPasses(model, decoder)
