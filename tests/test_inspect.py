@@ -30,6 +30,7 @@ from tests.tiny import llama, model_of
 from visspec.api import zoo
 from visspec.api.inspection import inspect
 from visspec.cli.main import main
+from visspec.io import checkpoint
 from visspec.models import assistants
 from visspec.models.published import NOT_READ
 
@@ -103,11 +104,14 @@ def small(folder):
     return folder
 
 
-def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, capsys):
-    ours, wide = targets("llava"), targets("wide")
+def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, monkeypatch):
+    ours, wide, opened, opening = targets("llava"), targets("wide"), [], checkpoint.safe_open
+    monkeypatch.setattr(checkpoint, "safe_open", lambda path, **given: opened.append(path) or opening(path, **given))
     for make_one, form in ((own, "eagle-head"), (small, "small-model")):
         folder = make_one(tmp_path / form)
+        opened.clear()
         alone, found = inspect(folder), inspect(folder, ours)
+        assert form == "small-model" or len(opened) == 2, "headers are read once an inspection"
         assert (alone.form, alone.fits, alone.refused, found.fits) == (form, None, None, True)
         assert alone.vocabulary["target"] == 96
     data = json.loads((tmp_path / "small-model" / "config.json").read_text())

@@ -25,6 +25,7 @@ from visspec.io.checkpoint import (
     shorten,
 )
 
+Shapes = dict[str, tuple[int, ...]]
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
 NAMES = {
     "hidden": "hidden size",
@@ -79,12 +80,12 @@ class NetworkDrafter:
         return cls(cls.head_class(cls.config_for(target, **options)), target)  # type: ignore[call-arg]
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> Self:
+    def from_pretrained(cls, folder: str | Path, target: Any, shapes: Shapes | None = None, **options: Any) -> Self:
         """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor. For a target
-        on `meta` no weights are read.
+        on `meta` no weights are read. shapes: as in `read`.
         """
         target = cls.subject(target)
-        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target), on_meta(target))
+        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target), on_meta(target), shapes)
         return cls(head, target, **options)  # type: ignore[call-arg]
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
@@ -121,16 +122,18 @@ def on_meta(target: Any) -> bool:
     return all(weight.is_meta for weight in weights)
 
 
-def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None], empty: bool = False) -> Any:
+def read(
+    folder: str | Path, kind: type[Any], check: Callable[[Any], None], empty: bool = False, shapes: Shapes | None = None
+) -> Any:
     """The network of a checkpoint, of this kind, in a folder or by hub id; empty: on `meta`. Weights are read only
-    after `check`, and after headers were compared with the configuration.
+    after `check`, and after headers were compared with the configuration. shapes: what the headers say, where known.
     """
     folder = hub.resolve_folder(folder)
     config = read_config(folder, kind)
     check(config)
     with torch.device("meta"):
         head = kind(config)
-    check_shapes(head, read_shapes(Path(folder)), folder)
+    check_shapes(head, read_shapes(Path(folder)) if shapes is None else shapes, folder)
     if empty:
         return head
     derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not stored

@@ -22,11 +22,11 @@ from visspec.io.checkpoint import LARGEST, PICKLED, check_folder, read_json, rea
 from visspec.models import assistants, published
 from visspec.models.decoder import mtp_layer, target
 from visspec.models.drafting import checkpoint
+from visspec.models.drafting.checkpoint import Shapes
 from visspec.models.drafting.published_config import object_of, rope_of, strip_prefix
 from visspec.models.eagle import lantern
 from visspec.models.layers import MOST_LAYERS
 
-Shapes = dict[str, tuple[int, ...]]
 DEPTH = 64  # of a target that stands in for one of which nothing is known
 OF_THE_TARGET = ("target_model_type", "num_target_layers", "speculators_config")  # entries that tell one from others
 
@@ -81,16 +81,17 @@ def inspect(drafter: str | Path, model: str | None = None) -> Inspection:
 
 def open_checkpoint(name: str) -> tuple[Path, Shapes]:
     """The folder of a checkpoint, with its configuration at least, and the shapes of its tensors; {}: no weights."""
-    if hub.names(name):
+    remote = hub.names(name)
+    if remote:
         root, shapes = hub.headers(name)
-        if "kind" in read_json(root, checkpoint.CONFIG):
-            root = hub.fetch(name)  # the networks of ours are small
     else:
         root = zoo.included_folder(name)
         if not root.is_dir():
             raise ValueError(f"drafter: got {name!r}, expected a folder, a hub id or the name of an included drafter")
         weights = any(path.suffix == ".safetensors" for path in root.iterdir())
         shapes = read_shapes(check_folder(root)) if weights else {}
+    if "kind" in read_json(root, checkpoint.CONFIG):  # of ours, which are small and have no prefixes
+        return hub.fetch(name) if remote else root, shapes
     return root, strip_prefix(shapes, root) if shapes else {}
 
 
@@ -101,7 +102,7 @@ def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
     kind = str(data.get("kind", data.get("model_type")))
     depth = _whole(object_of(data.get("text_config", data)).get("num_hidden_layers"))
     if "kind" in data or kind in KINDS:
-        return _own(found, root, data, kind, model, options)
+        return _own(found, root, data, shapes, model, options)
     if "speculators_model_type" not in data and mtp_layer.layer_names(shapes, depth or 0):
         found.form, found.layers, found.convention, found.hidden_states = "mtp", [-1], "defaults", [-1]
         model = model or loading.without_weights(str(root))
@@ -120,8 +121,9 @@ def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
     return _is_drafter(found, root, data, shapes, model, options)
 
 
-def _own(found: Inspection, root: Path, data: dict, kind: str, model: Any, options: dict) -> bool | None:
+def _own(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
     """A drafter that this library has saved."""
+    kind = str(data.get("kind", data.get("model_type")))
     found.form = KINDS.get(kind, kind)
     found.layers = found.hidden_states = data.get("feature_layers")
     found.convention = found.layers and "inputs"
@@ -133,9 +135,9 @@ def _own(found: Inspection, root: Path, data: dict, kind: str, model: Any, optio
         return None
     if model is None or kind not in KINDS:
         network = zoo.drafter_class(KINDS.get(kind, "eagle")).head_class
-        checkpoint.read(root, network, lambda config: None, empty=True)
+        checkpoint.read(root, network, lambda config: None, empty=True, shapes=shapes)
         return None
-    zoo.from_folder(root, model, options)
+    zoo.from_folder(root, model, options, shapes=shapes)
     return True
 
 

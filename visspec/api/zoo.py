@@ -216,14 +216,16 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
-    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
+def from_folder(folder: Path, model: nn.Module, options: dict[str, Any], **known: Any) -> Any:
+    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class. known:
+    further arguments of its `from_pretrained`.
+    """
     config = read_json(folder, "config.json")
     if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
         kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     else:
         kind = load("visspec.models.published:reader")(folder)
-    read = partial(getattr(kind, "from_pretrained", kind), folder, model)
+    read = partial(getattr(kind, "from_pretrained", kind), folder, model, **known)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
