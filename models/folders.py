@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ class OwnImageModel(PreTrainedModel):
             self.generation_config.save_pretrained(save_directory)
 
 
-def load_own(kind: type[OwnImageModel], folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a folder, in eval mode. Raises ValueError in one sentence for another folder, before
-    any weight is read where the headers tell it.
+def load_own(
+    kind: type[OwnImageModel], folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False
+) -> Any:
+    """The model of a folder, in eval mode; empty: on `meta`, of which headers alone are read. Raises ValueError in one
+    sentence for another folder, before any weight is read where the headers tell it.
     """
     where = check_folder(folder)
     configuration: Any = kind.config_class
@@ -37,11 +40,13 @@ def load_own(kind: type[OwnImageModel], folder: str | Path, dtype: torch.dtype =
             f"model_type: got {entries.get('model_type')!r} in {where}, expected {configuration.model_type!r}"
         )
     try:
-        model: Any = kind(configuration.from_dict(entries))
+        with torch.device("meta") if empty else nullcontext():
+            model: Any = kind(configuration.from_dict(entries))
     except Exception as error:  # of whichever library checks the part that is wrong
         raise ValueError(f"model: config.json of {where} describes no model ({str(error).splitlines()[0]})") from None
     check_shapes(model, read_shapes(where), where)
-    load_strictly(model.to(dtype), read_tensors(where), where)
+    if not empty:
+        load_strictly(model.to(dtype), read_tensors(where), where)
     if (where / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))
     model.name_or_path = model.config._name_or_path = str(folder)

@@ -30,6 +30,11 @@ def depth(model: Any) -> int:
     return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
 
 
+def same_table(a: Tensor, b: Tensor, atol: float) -> bool:
+    """Whether two codebooks (K, D) are equal; of those on `meta`, whether their shapes are."""
+    return a.shape == b.shape and (a.is_meta or b.is_meta or torch.allclose(a.to(b), b, atol=atol))
+
+
 def unit(x: Tensor) -> Tensor:
     """x divided by its root mean square, along the last dimension."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=TINY)

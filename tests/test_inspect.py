@@ -1,6 +1,7 @@
 """`visspec inspect`: what a checkpoint is and whether it fits, by headers alone, as the readers themselves judge."""
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -30,8 +31,9 @@ from tests.tiny import llama, model_of
 from visspec.api import zoo
 from visspec.api.inspection import inspect
 from visspec.cli.main import main
-from visspec.io import checkpoint
+from visspec.io import checkpoint, included
 from visspec.models import assistants
+from visspec.models.layers import same_table
 from visspec.models.published import NOT_READ
 
 FOUND = {  # form, layers, convention, hidden states, vocabulary
@@ -123,8 +125,42 @@ def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, monkeypa
     name = inspect("vispec", "captioner"), inspect("vispec", "captioner-emoji")
     assert [found.fits for found in name] == [True, False] and "vocabulary 164" in name[1].refused
     assert inspect("painter-eagle", "painter").fits and inspect("painter-eagle", "captioner").fits is False
-    assert inspect("painter-var-small", "painter-var").fits is None
     assert "has a config.json of another kind" in inspect("painter-upsampler").refused
+
+
+@pytest.mark.parametrize(("drafter", "target", "form", "refused"), [
+    ("painter-mar-drafter", "painter-mar", "mar", None), ("painter-var-small", "painter-var", "var", None),
+    ("painter-continuous-drafter", "painter-continuous", "continuous", None),
+    ("painter-lowres", "painter", "lowres", None),
+    ("painter", "painter-lowres", "lowres", "got a sibling with a grid of (12, 12)"),
+    ("painter-lowres", "painter-emoji", "lowres", "got a sibling with another tokenizer"),
+    ("painter-mar-drafter", "painter-var", "mar", "drafts for models of 'mar_image' alone, got one of 'var_image'"),
+    ("painter-var-small", "captioner", "var", "drafts for models of 'var_image' alone, got one of 'llava'"),
+    ("painter-eagle", "painter-any-order", "image-eagle", "models of another type, got one of 'randar_image'"),
+    ("painter-eagle", "painter-emoji", "image-eagle", "is made for a model with text_config.vocab_size 45, got 132"),
+])  # fmt: skip
+def test_image_models_that_draft_are_judged_without_weights(monkeypatch, drafter, target, form, refused):
+    monkeypatch.setattr("visspec.models.folders.read_tensors", None)
+    found = inspect(drafter, target)
+    assert (found.form, found.fits) == (form, refused is None) and (refused or "") in (found.refused or "")
+    compared = form == "lowres" or (form == "var" and found.fits)
+    assert any("codebooks were compared by their sizes" in note for note in found.notes) == compared
+    other = torch.empty(4, 2, device="meta")
+    assert same_table(other, torch.ones(4, 2), 0.0) and not same_table(other, torch.ones(3, 2), 0.0)
+
+
+def test_an_image_model_of_other_steps_or_sizes_is_refused(tmp_path):
+    for name, entry, value, sentence in (
+        ("painter-mar", "denoising_steps", 7, "denoising steps, expected"),
+        ("painter-continuous", "denoising_steps", 7, "got denoising_steps 7, expected"),
+        ("painter-continuous", "token", 9, "has shape"),
+    ):
+        folder = shutil.copytree(included.folder(f"{name}-drafter"), tmp_path / f"{name}-{entry}")
+        data = json.loads((folder / "config.json").read_text()) | {entry: value}
+        (folder / "config.json").write_text(json.dumps(data))
+        found = inspect(folder, name)
+        assert found.fits is False and sentence in found.refused
+    assert "has shape" in inspect(folder).refused
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -329,7 +365,7 @@ def test_the_command(tmp_path, targets, capsys):
         (["nothing"], "drafter: got 'nothing', expected a folder, a hub id or the name of an included drafter"),
         ([tmp_path / "empty"], "has no config.json"), ([tmp_path / "broken"], "is not a readable safetensors file"),
         ([folder, "--target", "nothing"], "target: got 'nothing', expected a folder, a hub id, a config.json"),
-        ([folder, "--target", "painter-var"], "describes no model of transformers"),
+        ([folder, "--target", "painter-eagle"], "describes no model of transformers"),
     ):  # fmt: skip
         code, _, line = run(capsys, *argv)
         assert code == 2 and sentence in line and line.count("\n") == 1

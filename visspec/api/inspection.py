@@ -25,9 +25,12 @@ from visspec.models.drafting import checkpoint
 from visspec.models.drafting.checkpoint import Shapes
 from visspec.models.drafting.published_config import object_of, rope_of, strip_prefix
 from visspec.models.eagle import lantern
+from visspec.models.image_codes.families import FAMILIES, LOADERS, family_of
 from visspec.models.layers import MOST_LAYERS
+from visspec.models.lowres.drafter import LowRes
 
 DEPTH = 64  # of a target that stands in for one of which nothing is known
+SIZES_ALONE = "codebooks were compared by their sizes, their values are compared when it is loaded"
 OF_THE_TARGET = ("target_model_type", "num_target_layers", "speculators_config")  # entries that tell one from others
 
 
@@ -65,12 +68,19 @@ def inspect(drafter: str | Path, model: str | None = None) -> Inspection:
     root, shapes = open_checkpoint(name)
     data = read_json(root, checkpoint.CONFIG)
     alone = "kind" not in data and str(data.get("model_type")) in KINDS
-    whole = None if model is None or alone else loading.without_weights(model)
+    whole = None if model is None else loading.without_weights(model)
+    kinds = str(data.get("model_type")), None if whole is None else whole.config.model_type
+    apart = whole is not None and (kinds[0] != kinds[1] if alone else kinds[1] in LOADERS)
     found = Inspection(tensors={"count": len(shapes), "missing": [], "unexpected": []} if shapes else None)
     with warnings.catch_warnings(record=True) as caught, loading.quiet():
         warnings.simplefilter("always")
         try:
-            found.fits = _judge(found, root, data, shapes, whole, options)
+            found.fits = _judge(found, root, data, shapes, None if apart else whole, options)
+            if apart:
+                made = f"{kinds[0]!r} alone" if alone else "another type"
+                raise ValueError(f"drafter: {root} drafts for models of {made}, got one of {kinds[1]!r}")
+            if name in zoo.SHIPPED and whole is not None:
+                zoo.check_included(name, whole)
         except ValueError as error:
             found.refused, found.fits = str(error), None if model is None and found.form != "mtp" else False
             if found.tensors:
@@ -131,13 +141,22 @@ def _own(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, 
     _fill_sizes(found, root, data, counted, data.get("draft_vocab"))
     found.positions = found.positions if "rope_theta" in data else None
     if "kind" not in data:
-        found.notes.append("a model by itself, which is judged when it is loaded")
-        return None
+        return _by_itself(found, root, kind, model, options)
     if model is None or kind not in KINDS:
         network = zoo.drafter_class(KINDS.get(kind, "eagle")).head_class
         checkpoint.read(root, network, lambda config: None, empty=True, shapes=shapes)
         return None
     zoo.from_folder(root, model, options, shapes=shapes)
+    return True
+
+
+def _by_itself(found: Inspection, root: Path, kind: str, model: Any, options: dict) -> bool | None:
+    """A model of ours that drafts for a larger one of its type."""
+    if model is None:
+        zoo.load(LOADERS[kind])(root, empty=True)
+        return None
+    zoo.from_folder(root, model, options).attach(family_of(model, None))
+    found.notes += [SIZES_ALONE] if kind == "var_image" else []
     return True
 
 
@@ -187,10 +206,30 @@ def _model(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
         found.notes.append("a model of transformers, which is judged when it is loaded")
         return None
     need("accelerate", f"the judgement of {root}, a model of transformers,", "train")
+    if model is not None and str(data.get("model_type")) in {model.config.model_type} & set(FAMILIES):
+        return _sibling(found, root, data, model, options)
     if model is None:
         assistants.read(root, data, torch.float32, empty=True)
         return None
     zoo.from_folder(root, model, options)
+    return True
+
+
+def _sibling(found: Inspection, root: Path, data: dict, model: Any, options: dict) -> bool:
+    """A model that draws what the target draws, with fewer codes (`lowres:model=FOLDER`)."""
+    found.form = "lowres"
+    found.notes += [f"drafts as lowres:model={root}", SIZES_ALONE]
+    folders = root, Path(model.config._name_or_path)
+    worded = all(Path(folder, "tokenizer_config.json").is_file() for folder in folders)
+    try:
+        words = [transformers.AutoProcessor.from_pretrained(folder) if worded else None for folder in folders]
+    except Exception as error:  # of whichever library reads the file that is wrong
+        raise ValueError(
+            f"drafter: words of {root} or its target could not be read ({loading.first_line(error)})"
+        ) from None
+    small = assistants.read(root, data, torch.float32, empty=True)
+    families = [family_of(one, processor) for one, processor in zip((small, model), words)]
+    zoo.make("drafter", root.name, LowRes, options, partial(LowRes, *families))
     return True
 
 

@@ -70,7 +70,8 @@ def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "a
 
 def without_weights(spec: str | None = None) -> Any:
     """The model of a folder, a hub id, a config.json or an included one by name, on `meta`: only its configuration is
-    read, and fetched. Raises ValueError for one that transformers does not know.
+    read, and fetched; of an image model of ours the headers of its weights, too. Raises ValueError for one that
+    neither transformers nor we know.
     """
     import transformers
 
@@ -80,6 +81,9 @@ def without_weights(spec: str | None = None) -> Any:
     local = Path(where).exists() or where.startswith((".", "/"))
     if not local and "/" not in where:
         raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model")
+    entries = checkpoint.read_json(Path(where), "config.json") if Path(where, "config.json").is_file() else {}
+    if reader := LOADERS.get(str(entries.get("model_type"))):
+        return zoo.load(reader)(where, empty=True)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     try:
         with quiet():
@@ -92,7 +96,7 @@ def without_weights(spec: str | None = None) -> Any:
             if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(where)
     except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"target: {where} describes no model of transformers ({_first_line(error)})") from None
+        raise ValueError(f"target: {where} describes no model of transformers ({first_line(error)})") from None
     return model
 
 
@@ -150,7 +154,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         known = ", ".join(included.table().models) or "none here"
         expected = f", expected a folder, a hub id or an included model ({known})"
-        why = _first_line(error) + ("" if local or "/" in where else expected)
+        why = first_line(error) + ("" if local or "/" in where else expected)
         raise ValueError(f"model: {where} could not be loaded, {why}") from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
@@ -168,7 +172,7 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device: got {device!r}, expected one that this torch can use ({_first_line(error)})"
+            f"device: got {device!r}, expected one that this torch can use ({first_line(error)})"
         ) from None
 
 
@@ -179,5 +183,5 @@ def _check_spread(device: str) -> None:
     need("accelerate", f"device {device}", "train")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

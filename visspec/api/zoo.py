@@ -197,15 +197,20 @@ def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
             raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
         name = own
     if name in SHIPPED:
-        folder, target = included.check("drafter", name), SHIPPED[name].target
-        if apart := included.difference(target, model):
-            where, value, found = apart
-            raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
+        folder = included.check("drafter", name)
+        check_included(name, model)
         return from_folder(folder, model, options), name
     if name in DRAFTERS:
         return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
+
+
+def check_included(name: str, model: nn.Module) -> None:
+    """Raises ValueError unless an included drafter is made for this model, by its configuration."""
+    if apart := included.difference(SHIPPED[name].target, model):
+        where, value, found = apart
+        raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
 
 
 def drafter_class(name: str) -> Any:
