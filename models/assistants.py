@@ -11,13 +11,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from visspec.io.checkpoint import TensorsDiffer, shorten
+from visspec.io.checkpoint import TensorsDiffer, first_line, shorten
 from visspec.models.block import drafter as dflash
 from visspec.models.block.diffusion import DiffusionModel, denoises
 from visspec.models.decoder.shared_cache import SharedCache, shares_cache
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import list_of
+from visspec.models.layers import check_layers
 from visspec.types import Drafter
 
 
@@ -46,6 +47,7 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
 
     Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
     """
+    check_layers(data, folder)
     named = list_of(data.get("architectures"))
     kind: Any = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
@@ -58,9 +60,8 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
         both: Any = kind.from_pretrained(
             str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True, **where
         )
-    except (RuntimeError, OSError, KeyError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
+    except Exception as error:  # of whichever library checks the part that is wrong
+        raise ValueError(f"drafter: {folder} could not be loaded, {first_line(error)}") from None
     finally:
         logging.set_verbosity(verbosity)
     spec, info = both

@@ -10,7 +10,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from visspec.io.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors
+from visspec.io.checkpoint import (
+    check_folder,
+    check_shapes,
+    first_line,
+    load_strictly,
+    read_json,
+    read_shapes,
+    read_tensors,
+)
 
 
 class OwnImageModel(PreTrainedModel):
@@ -43,7 +51,7 @@ def load_own(
         with torch.device("meta") if empty else nullcontext():
             model: Any = kind(configuration.from_dict(entries))
     except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"model: config.json of {where} describes no model ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"model: config.json of {where} describes no model ({first_line(error)})") from None
     check_shapes(model, read_shapes(where), where)
     if not empty:
         load_strictly(model.to(dtype), read_tensors(where), where)

@@ -30,6 +30,15 @@ def depth(model: Any) -> int:
     return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
 
 
+def check_layers(config: Any, where: Any) -> None:
+    """Raises ValueError for a configuration, as an object of JSON, that asks for more layers than `MOST_LAYERS`."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            check_layers(value, where)
+        elif "layer" in str(name) and type(value) is int and value > MOST_LAYERS:
+            raise ValueError(f"{name}: got {value} in {where}, expected at most {MOST_LAYERS}")
+
+
 def same_table(a: Tensor, b: Tensor, atol: float) -> bool:
     """Whether two codebooks (K, D) are equal; of those on `meta`, whether their shapes are."""
     return a.shape == b.shape and (a.is_meta or b.is_meta or torch.allclose(a.to(b), b, atol=atol))

@@ -345,6 +345,120 @@ def run(capsys, *argv):
     return (code, *capsys.readouterr())
 
 
+def entries(**more):
+    return lambda f: (f / "config.json").write_text(json.dumps(json.loads((f / "config.json").read_text()) | more))
+
+
+def text(name, value):
+    return lambda f: (f / name).write_bytes(value.encode() if isinstance(value, str) else value)
+
+
+def index(**names):
+    return text("model.safetensors.index.json", json.dumps({"weight_map": names}))
+
+
+def outside(name):
+    """A file of the folder becomes a link to one beside it."""
+    return lambda f: (f / name).symlink_to((f / name).rename(f.parent / "moved"))
+
+
+def header(**tensors):
+    said = json.dumps(tensors).encode()
+    return text("model.safetensors", len(said).to_bytes(8, "little") + said)
+
+
+def pickled(f):
+    (f / "model.safetensors").rename(f / "pytorch_model.bin")
+
+
+def nothing(f):
+    (f / "model.safetensors").unlink(), (f / "config.json").unlink()
+
+
+def as_file(f):
+    nothing(f), f.rmdir(), f.write_text("x")
+
+
+CONFIG, LLAMA = "config.json", {"model_type": "llama"}
+BAD = {  # what is done to a folder, the exit code, the sentence
+    "gone": (lambda f: f.rename(f.parent / "other"), 2, "expected a folder, a hub id or the name"),
+    "a file": (as_file, 2, "expected a folder, a hub id or the name"), "empty": (nothing, 2, "has no config.json"),
+    "not JSON": (text(CONFIG, "{"), 2, "is not JSON"), "not text": (text(CONFIG, b"\xff\x00"), 2, "is not JSON"),
+    "a list": (text(CONFIG, "[1]"), 2, "holds a list"), "deep": (text(CONFIG, '{"a":' * 10**5), 2, "is not JSON"),
+    "huge": (text(CONFIG, " " * (17 << 20)), 2, "expected at most 16777216"),
+    "long number": (text(CONFIG, '{"a": ' + "9" * 5000 + "}"), 2, "is not JSON"),
+    "config links out": (outside(CONFIG), 2, "expected a file inside the folder"),
+    "weights link out": (outside("model.safetensors"), 2, "expected a file inside the folder"),
+    "truncated": (lambda f: text("model.safetensors", (f / "model.safetensors").read_bytes()[:999])(f), 2, "readable"),
+    "no bytes": (text("model.safetensors", b""), 2, "is not a readable safetensors file"),
+    "long header": (text("model.safetensors", b"\xff" * 8), 2, "is not a readable safetensors file"),
+    "negative shape": (header(a={"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}), 2, "is not a readable"),
+    "no such bytes": (header(a={"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4]}), 2, "is not a readable"),
+    "index out": (index(a="../moved"), 2, "a file inside"), "index to /": (index(a="/etc/passwd"), 2, "inside"),
+    "index with NUL": (index(a="a\0b"), 2, "inside"), "index of nothing": (index(a="b.safetensors"), 2, "expected th"),
+    "index of numbers": (index(a=1), 2, "expected an object of file names"),
+    "NaN": (entries(hidden_size=float("nan")), 0, "is nan, expected a whole number"),
+    "infinite": (entries(rms_norm_eps=float("inf")), 0, "eps: got inf, expected a finite number above 0"),
+    "negative": (entries(num_attention_heads=-4), 0, "heads: got -4, expected a whole number"),
+    "pickled": (pickled, 0, "has pickled weights"),
+}  # fmt: skip
+BAD_MODELS = {  # the same of a model of transformers
+    "NaN": (entries(vocab_size=float("nan")), "'vocab_size' expected int, got float (value: nan)"),
+    "negative": (entries(hidden_size=-4), "could not be loaded"), "a list": (entries(model_type=[1]), "could not be"),
+    "layers": (entries(num_hidden_layers=10**9), "got 1000000000"), "pickled": (pickled, "has pickled weights"),
+}  # fmt: skip
+BAD_TARGETS = {  # its config.json
+    "not JSON": ("{", "is not JSON"), "null": ("null", "holds a NoneType"),
+    "no type": ("{}", "model_type"), "NaN": (json.dumps({**LLAMA, "hidden_size": float("nan")}), "value: nan"),
+    "negative": (json.dumps({**LLAMA, "hidden_size": -4}), "hidden size (-4)"),
+    "layers": (json.dumps({**LLAMA, "num_hidden_layers": 10**9}), "num_hidden_layers: got 1000000000"),
+    "wide": (json.dumps({**LLAMA, "hidden_size": 10**12}), "overflowed"),
+    "code": ('{"model_type": "x", "auto_map": {"AutoConfig": "x.Y"}}', "describes no model"),
+    "no decoder": ('{"model_type": "vit"}', "describes no model"),
+}  # fmt: skip
+
+
+def check_bad(tmp_path, capsys, argv, code, sentence):
+    """One sentence, the exit code, and nothing written."""
+    before, out = sorted(tmp_path.rglob("*")), tmp_path / "found.json"
+    found, said, error = run(capsys, *argv, "--json", out)
+    assert out.exists() == (code == 0) and sorted(p for p in tmp_path.rglob("*") if p != out) == before
+    if code == 0:
+        (error,) = (line for line in said.splitlines() if line.startswith("refused: "))
+    assert (found, error.count("\n")) == (code, code // 2) and sentence in error
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders_are_said_in_one_sentence(tmp_path, targets, capsys, name):
+    spoil, code, sentence = BAD[name]
+    spoil(folder := saved(tmp_path / "a" / "head", *eagle_3()))
+    check_bad(tmp_path, capsys, [folder], code, sentence)
+    (tmp_path / "found.json").unlink(missing_ok=True)
+    check_bad(tmp_path, capsys, [folder, "--target", targets("llava")], code, sentence)
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models_of_transformers_are_said_in_one_sentence(tmp_path, targets, capsys, name):
+    spoil, sentence = BAD_MODELS[name]
+    spoil(folder := small(tmp_path / "small"))
+    check_bad(tmp_path, capsys, [folder, "--target", targets("llava")], 0, sentence)
+
+
+@pytest.mark.parametrize("name", BAD_TARGETS)
+def test_bad_targets_are_said_in_one_sentence(tmp_path, capsys, name):
+    config, sentence = BAD_TARGETS[name]
+    folder = saved(tmp_path / "head", *eagle_3())
+    (tmp_path / "target").mkdir()
+    text(CONFIG, config)(tmp_path / "target")
+    check_bad(tmp_path, capsys, [folder, "--target", tmp_path / "target"], 2, sentence)
+
+
+def test_options_of_the_shape_are_judged(tmp_path, targets):
+    folder = saved(tmp_path / "head", *eagle_3())
+    assert "tree: got" in inspect(f"{folder}:tree=x", targets("llava")).refused
+    assert inspect(f"{folder}:tree=chain", targets("llava")).fits
+
+
 def test_the_command(tmp_path, targets, capsys):
     folder, out = saved(tmp_path / "head", *eagle_3()), tmp_path / "found.json"
     code, said, _ = run(capsys, folder, "--target", targets("llava"), "--json", out)

@@ -18,7 +18,7 @@ from visspec.api import loading, zoo
 from visspec.api.entries import KINDS
 from visspec.api.sources import need
 from visspec.io import hub
-from visspec.io.checkpoint import LARGEST, PICKLED, check_folder, read_json, read_shapes
+from visspec.io.checkpoint import LARGEST, PICKLED, check_folder, first_line, read_json, read_shapes
 from visspec.models import assistants, published
 from visspec.models.decoder import mtp_layer, target
 from visspec.models.drafting import checkpoint
@@ -173,17 +173,18 @@ def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model
         found.vocabulary["draft"] = data.get("draft_vocab_size") or found.vocabulary["target"]
     depth = _whole(data.get("num_target_layers")) if model is None else target.depth(model)
     found.layers, found.convention, found.hidden_states = published.layers_of(reader, form, data, depth)
-    if reader == "transformers":
-        return _model(found, root, data, shapes, model, options)
     if not shapes and any(path.suffix in PICKLED for path in root.iterdir()):
         check_folder(root)
+    if reader == "transformers":
+        return _model(found, root, data, shapes, model, options)
     said, whole = data, model
     if model is None:
         said = {key: value for key, value in data.items() if key not in OF_THE_TARGET}
         whole = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
-    options = {key: value for key, value in options.items() if key not in zoo.SHAPE}
+    shape = {key: options[key] for key in zoo.SHAPE if key in options}
+    options = {key: value for key, value in options.items() if key not in shape}
     start = partial(published.read, root, said, shapes, whole)
-    judged = zoo.make("drafter", root.name, published.read, options, start)
+    judged = zoo.shaped(zoo.make("drafter", root.name, published.read, options, start), root.name, shape)
     if found.hidden_states is not None or "layers" in options:
         found.hidden_states = list(judged.traits.feature_layers)
     if "layers" in options:
@@ -221,13 +222,11 @@ def _sibling(found: Inspection, root: Path, data: dict, model: Any, options: dic
     found.notes += [f"drafts as lowres:model={root}", SIZES_ALONE]
     folders = root, Path(model.config._name_or_path)
     worded = all(Path(folder, "tokenizer_config.json").is_file() for folder in folders)
+    small = assistants.read(root, data, torch.float32, empty=True)
     try:
         words = [transformers.AutoProcessor.from_pretrained(folder) if worded else None for folder in folders]
     except Exception as error:  # of whichever library reads the file that is wrong
-        raise ValueError(
-            f"drafter: words of {root} or its target could not be read ({loading.first_line(error)})"
-        ) from None
-    small = assistants.read(root, data, torch.float32, empty=True)
+        raise ValueError(f"drafter: words of {root} or its target could not be read ({first_line(error)})") from None
     families = [family_of(one, processor) for one, processor in zip((small, model), words)]
     zoo.make("drafter", root.name, LowRes, options, partial(LowRes, *families))
     return True

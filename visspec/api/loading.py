@@ -16,6 +16,7 @@ from visspec.api import zoo
 from visspec.api.sources import need
 from visspec.io import checkpoint, included
 from visspec.models.image_codes.families import LOADERS
+from visspec.models.layers import check_layers
 
 SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
@@ -88,6 +89,7 @@ def without_weights(spec: str | None = None) -> Any:
     try:
         with quiet():
             config = transformers.AutoConfig.from_pretrained(where, **options)
+            check_layers(config.to_dict(), where)
             kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
             named = getattr(transformers, (config.architectures or [""])[0], None)
             auto = next((kind for kind in kinds if type(config) in kind._model_mapping), kinds[-1])
@@ -96,7 +98,9 @@ def without_weights(spec: str | None = None) -> Any:
             if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(where)
     except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"target: {where} describes no model of transformers ({first_line(error)})") from None
+        raise ValueError(
+            f"target: {where} describes no model of transformers ({checkpoint.first_line(error)})"
+        ) from None
     return model
 
 
@@ -154,7 +158,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         known = ", ".join(included.table().models) or "none here"
         expected = f", expected a folder, a hub id or an included model ({known})"
-        why = first_line(error) + ("" if local or "/" in where else expected)
+        why = checkpoint.first_line(error) + ("" if local or "/" in where else expected)
         raise ValueError(f"model: {where} could not be loaded, {why}") from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
@@ -172,7 +176,7 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device: got {device!r}, expected one that this torch can use ({first_line(error)})"
+            f"device: got {device!r}, expected one that this torch can use ({checkpoint.first_line(error)})"
         ) from None
 
 
@@ -181,7 +185,3 @@ def _check_spread(device: str) -> None:
     if device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...)")
     need("accelerate", f"device {device}", "train")
-
-
-def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

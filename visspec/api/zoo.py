@@ -234,9 +234,14 @@ def from_folder(folder: Path, model: nn.Module, options: dict[str, Any], **known
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
-    if not later:
+    return shaped(found, folder.name, later)
+
+
+def shaped(found: Any, name: str, options: dict[str, Any]) -> Any:
+    """A drafter with options of `SHAPE`. Raises ValueError for one that takes none."""
+    if not options:
         return found
     if not isinstance(found, load("visspec.models.drafting.structure:StructuredDrafter")):
-        name = next(iter(later))
-        raise ValueError(f"{name}: got {later[name]} for {folder.name}, expected a drafter that builds its drafts")
-    return make("drafter", folder.name, found.shaped, later)
+        option, value = next(iter(options.items()))
+        raise ValueError(f"{option}: got {value} for {name}, expected a drafter that builds its drafts")
+    return make("drafter", name, found.shaped, options)

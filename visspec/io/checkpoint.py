@@ -32,6 +32,12 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def first_line(error: Exception) -> str:
+    """What an error says on its first line, and on the next if that ends with a colon."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
 def check_whole(name: str, value: Any, low: int = 1, high: int = LARGEST) -> None:
     """Raises ValueError if an entry of a configuration is not an integer from low to high."""
     if type(value) is not int or not low <= value <= high:
@@ -64,7 +70,7 @@ def inside(folder: Path, name: str) -> Path:
     in the hub's cache links to its repository's own `blobs`.
     """
     root = Path(os.path.realpath(folder))  # unlike `resolve` of Python 3.11 it raises nothing for a loop of links
-    path, cached = Path(os.path.realpath(root / name)), root.parent.parent
+    path, cached = Path("/") if "\0" in name else Path(os.path.realpath(root / name)), root.parent.parent
     snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
     if not path.is_relative_to(root) and not (snapshot and path.parent == cached / "blobs"):
         raise ValueError(f"checkpoint: {folder} names the file {name!r}, expected a file inside the folder")
