@@ -229,10 +229,15 @@ def verdict(record: dict[str, Any]) -> str:
 
 
 COLUMNS = {
-    "drafter": "{drafter}", "d": "{levels}", "rows": "{batch_size}", "tau": "{tau:.2f}",
-    "predicted": "{predicted_speedup:.2f}", "95 %": "{predicted_ci95[0]:.2f}..{predicted_ci95[1]:.2f}",
-    "img/s": "{images_per_second:.2f}", "measured": "{measured_speedup:.2f}",
-}  # fmt: skip
+    "drafter": "{drafter}",
+    "d": "{levels}",
+    "rows": "{batch_size}",
+    "tau": "{tau:.2f}",
+    "predicted": "{predicted_speedup:.2f}",
+    "95 %": "{predicted_ci95[0]:.2f}..{predicted_ci95[1]:.2f}",
+    "img/s": "{images_per_second:.2f}",
+    "measured": "{measured_speedup:.2f}",
+}
 
 
 def view(record: dict[str, Any]) -> Table:
