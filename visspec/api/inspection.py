@@ -126,7 +126,7 @@ def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
         lantern.layer_fields(root, data, shapes)
         if model is None:
             return None
-        zoo.from_folder(root, model, options)
+        zoo.from_folder(root, model, options, shapes=shapes)
         return True
     return _is_drafter(found, root, data, shapes, model, options)
 
@@ -227,8 +227,8 @@ def _sibling(found: Inspection, root: Path, data: dict, model: Any, options: dic
         words = [transformers.AutoProcessor.from_pretrained(folder) if worded else None for folder in folders]
     except Exception as error:  # of whichever library reads the file that is wrong
         raise ValueError(f"drafter: words of {root} or its target could not be read ({first_line(error)})") from None
-    families = [family_of(one, processor) for one, processor in zip((small, model), words)]
-    zoo.make("drafter", root.name, LowRes, options, partial(LowRes, *families))
+    own, theirs = (family_of(one, processor) for one, processor in zip((small, model), words))
+    zoo.make("drafter", root.name, LowRes, options, partial(LowRes, own, theirs))
     return True
 
 
