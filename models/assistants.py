@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -21,11 +20,11 @@ from visspec.models.drafting.published_config import list_of
 from visspec.types import Drafter
 
 
-def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
+def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> Drafter:
     """The drafter that runs a loaded model for `model`; options: those of its class. Raises ValueError where it does
     not fit.
     """
-    config: Any = getattr(spec, "config", None)
+    config = getattr(spec, "config", None)
     if all(hasattr(config, name) for name in dflash.NEEDED):
         return dflash.BlockModel(spec, model, **options)
     if shares_cache(spec):
@@ -47,7 +46,7 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
     Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
     """
     named = list_of(data.get("architectures"))
-    kind: Any = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
+    kind = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         found = shorten(named[0]) if named else "no architectures"
         raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ class OwnImageModel(PreTrainedModel):
     generation_config: Any = None  # guidance and temperature of a folder, for those who sample
     class_conditional = False  # whether prompts are names, which no processor reads
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **options: Any) -> None:
         """As transformers', and `generation_config`, which it writes only for models with its own `generate`."""
         super().save_pretrained(save_directory, *args, **options)
         if self.generation_config is not None:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PretrainedConfig
 
 from visspec import kernels
 from visspec.cache import SlotCache, to_device
@@ -222,7 +223,7 @@ def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
 
 
 def choose(
-    decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.device, wanted: str | None = None
+    decoder: nn.Module, text: PretrainedConfig, dtype: torch.dtype, device: torch.device, wanted: str | None = None
 ) -> Backend:
     """The backend of a decoder: that of the device, or `wanted`, where all its layers attend to all keys and ask the
     registry for their attention. text: its configuration.

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from visspec.cache import additive, to_device
 from visspec.io import hub
@@ -53,7 +54,7 @@ class DFlashVariant:
     scale: float = 1.0
     multiplier: float = 1.0
     softcap: float = 0.0
-    head: nn.Module | None = None
+    head: nn.Linear | None = None
     ids: Tensor | None = None
     embed: nn.Module | None = None
     sequential: Sequential | None = None
@@ -72,10 +73,15 @@ class BlockModel(StructuredDrafter):
     saved_as = "network"
 
     def __init__(
-        self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: DFlashVariant | None = None
+        self,
+        assistant: PreTrainedModel,
+        model: PreTrainedModel,
+        width: int = 1,
+        nodes: int = 24,
+        form: DFlashVariant | None = None,
     ):
-        config: Any = assistant.config
-        theirs, text = describe(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
+        config = assistant.config
+        theirs, text = describe(model), model.config.get_text_config()
         if config.hidden_size != text.hidden_size:
             raise ValueError(f"drafter: hidden size of {config.hidden_size}, expected the target's {text.hidden_size}")
         for layer in config.target_layer_ids:
@@ -94,8 +100,8 @@ class BlockModel(StructuredDrafter):
         self.first = 0 if self.form.anchor else 1  # place of the block that predicts the first token
         layers = tuple(layer + 1 for layer in config.target_layer_ids)
         self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
-        self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
-        self.embed: Any = self.form.embed or bare(model.get_input_embeddings())  # type: ignore[operator]
+        self.lm_head: nn.Linear = self.form.head or model.get_output_embeddings()
+        self.embed: Any = self.form.embed or bare(model.get_input_embeddings())
 
     def _check_width(self) -> None:
         head = self.form.sequential
@@ -230,8 +236,7 @@ class BlockModel(StructuredDrafter):
 
     def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """No context that is not read yet."""
-        config: Any = self.assistant.config
-        size = len(self.traits.feature_layers) * config.hidden_size
+        size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 
     def _masks(

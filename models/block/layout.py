@@ -323,13 +323,15 @@ def _check_copies(folder: Path, form: str, shapes: Mapping[str, tuple[int, ...]]
             raise ValueError(f"checkpoint: tensor {name!r} of {folder} has shape {found}, expected {(vocab, hidden)}")
 
 
-def _copies(folder: Path, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Any]:
+def _copies(folder: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Any]:
     """Embeddings and head of its own, as fields of the variant, where they are not those of the target."""
     found: dict[str, Any] = {}
     targets = model.get_input_embeddings(), model.get_output_embeddings()
     for name, field, target in zip(COPIES, ("embed", "head"), targets):
         rows, size = tensors[name].shape
-        module: Any = nn.Embedding(rows, size) if field == "embed" else nn.Linear(size, rows, bias=False)
+        module: nn.Embedding | nn.Linear = (
+            nn.Embedding(rows, size) if field == "embed" else nn.Linear(size, rows, bias=False)
+        )
         module = module.to(model.dtype)
         load_strictly(module, {"weight": tensors[name]}, folder)
         if not torch.equal(module.to(model.device).weight, target.weight[:rows]):
@@ -347,7 +349,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     """
     check_form(drafter, form)
     form = "speculators" if form == "dspark" else form
-    assistant: Any = drafter.assistant
+    assistant = drafter.assistant
     if form == "transformers":
         assistant.save_pretrained(folder)
         return
@@ -404,7 +406,7 @@ def form_for(drafter: BlockModel) -> str:
 
 def head_config(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
     """The configuration of a published form."""
-    config: Any = drafter.assistant.config
+    config = drafter.assistant.config
     block, rope = drafter.form, dict(config.rope_parameters)
     theta, sliding = rope.pop("rope_theta"), "sliding_attention" in drafter.kinds
     layer: dict[str, Any] = {

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.distributions import Categorical
@@ -69,13 +70,12 @@ class LayerSkip(Drafter):
         self.choices: list[SkipPlan] = []
         self._lock = threading.Lock()
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: PreTrainedModel) -> None:
         if not isinstance(target, nn.Module):
             raise ValueError(
                 f"drafter: got {type(target).__name__}, expected a text model, whose layers can be left out"
             )
-        config: Any = target.config
-        depth = config.get_text_config().num_hidden_layers
+        depth = target.config.get_text_config().num_hidden_layers
         if self.exit >= depth > 0 or self.every == 1:
             raise ValueError(
                 f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers to run"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from visspec.api import queueing, requests, saving, zoo
@@ -384,7 +385,7 @@ class Speculative:
         return output
 
 
-def default_drafter(model: Any, several: bool = False) -> tuple[DrafterSpec, str]:
+def default_drafter(model: PreTrainedModel, several: bool = False) -> tuple[DrafterSpec, str]:
     """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
     layer in its own files that predicts further tokens, or an included one that is made for it; else "ngram", or with
     `several` a list of those that need no training. Nothing is fetched.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from visspec.api import loading, zoo
 from visspec.api.entries import KINDS
@@ -93,7 +94,9 @@ def open_checkpoint(name: str) -> tuple[Path, Shapes]:
     return root, strip_prefix(shapes, root) if shapes else {}
 
 
-def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
+def _judge(
+    found: Inspection, root: Path, data: dict, shapes: Shapes, model: PreTrainedModel | None, options: dict
+) -> bool | None:
     """Fill in what a checkpoint is. Returns whether it was judged for a target, else None; raises ValueError for why it
     is not read.
     """
@@ -119,7 +122,9 @@ def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
     return _is_drafter(found, root, data, shapes, model, options)
 
 
-def _own(found: Inspection, root: Path, data: dict, kind: str, model: Any, options: dict) -> bool | None:
+def _own(
+    found: Inspection, root: Path, data: dict, kind: str, model: PreTrainedModel | None, options: dict
+) -> bool | None:
     """A drafter that this library has saved."""
     found.form = KINDS.get(kind, kind)
     found.layers = found.hidden_states = data.get("feature_layers")
@@ -138,7 +143,9 @@ def _own(found: Inspection, root: Path, data: dict, kind: str, model: Any, optio
     return True
 
 
-def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
+def _is_drafter(
+    found: Inspection, root: Path, data: dict, shapes: Shapes, model: PreTrainedModel | None, options: dict
+) -> bool | None:
     """A drafter that someone else has made, or a model that can draft."""
     layer = object_of(data.get("transformer_layer_config", data.get("text_config", data)))
     row = published.not_read(data, shapes)
@@ -155,12 +162,12 @@ def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model
         return _model(found, root, data, shapes, model, options)
     if not shapes and any(path.suffix in PICKLED for path in root.iterdir()):
         check_folder(root)
-    said, whole = data, model
+    said, judged_for = data, model is not None
     if model is None:
         said = {key: value for key, value in data.items() if key not in OF_THE_TARGET}
-        whole = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
+        model = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
     options = {key: value for key, value in options.items() if key not in zoo.SHAPE}
-    start = partial(published.read, root, said, shapes, whole)
+    start = partial(published.read, root, said, shapes, model)
     judged = zoo.make("drafter", root.name, published.read, options, start)
     if found.hidden_states is not None or "layers" in options:
         found.hidden_states = list(judged.traits.feature_layers)
@@ -169,10 +176,12 @@ def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model
     if found.positions and reader == "eagle":
         found.positions["counted"] = "slots" if judged.config.positions == "index" else "target"
         found.positions["mrope_section"] = list(judged.config.mrope_section)
-    return True if model is not None else None
+    return True if judged_for else None
 
 
-def _model(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
+def _model(
+    found: Inspection, root: Path, data: dict, shapes: Shapes, model: PreTrainedModel | None, options: dict
+) -> bool | None:
     """A model of transformers, whose tensors transformers names."""
     found.positions = None
     if not shapes and data.get("num_hidden_layers") == 1:
@@ -191,7 +200,7 @@ def _model(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
     return True
 
 
-def _fill_sizes(found: Inspection, root: Path, layer: dict, counted: str, draft: Any = None) -> None:
+def _fill_sizes(found: Inspection, root: Path, layer: dict, counted: str, draft: int | None = None) -> None:
     """Fill in positions, as the target counts them or by slots, and vocabulary, of which `draft` ids are predicted."""
     found.vocabulary = {"target": layer.get("vocab_size", layer.get("vocab")), "draft": draft or None}
     with suppress(ValueError):  # which the reader says
@@ -200,7 +209,9 @@ def _fill_sizes(found: Inspection, root: Path, layer: dict, counted: str, draft:
         found.positions |= {"partial_rotary_factor": share, "mrope_section": list(section)}
 
 
-def stand_in(layer: dict, sees: bool, hidden: Any, depth: int | None, states: Any) -> Any:
+def stand_in(
+    layer: dict, sees: bool, hidden: int | None, depth: int | None, states: list[int] | None
+) -> PreTrainedModel:
     """A target on `meta` that a drafter fits by what it says itself. sees: whether it takes pictures."""
     last = max((i for i in states or () if _whole(i)), default=0) or DEPTH
     sizes: dict[str, Any] = {"vocab_size": layer.get("vocab_size"), "hidden_size": hidden or layer.get("hidden_size")}
@@ -213,6 +224,6 @@ def stand_in(layer: dict, sees: bool, hidden: Any, depth: int | None, states: An
     return model
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     """A size, or None for what is none."""
     return value if type(value) is int and 0 < value <= LARGEST else None

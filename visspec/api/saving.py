@@ -262,7 +262,7 @@ def portable_name(what: str, table: Mapping[str, Any], text: str) -> str:
     return text
 
 
-def reference(thing: Any) -> str:
+def reference(thing: object) -> str:
     """An object's class, as the tables of `zoo` write it."""
     return f"{type(thing).__module__}:{type(thing).__qualname__}"
 
