@@ -18,10 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, MuseGlimmerAssistantModel
 from transformers.activations import SiLUActivation
-from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import (
-    MuseGlimmerAssistantDecoderLayer,
-    MuseGlimmerAssistantRMSNorm,
-)
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantDecoderLayer
 
 from visspec.models.block.dflash2 import DFlash2Model, GroupedConv, convolved, kernels
 
@@ -97,8 +94,8 @@ class BlockPass:
             own.o_proj.weight.detach().T.contiguous(),
             (gate_up * layer.post_attention_layernorm.weight.detach()).T.contiguous(),
             mlp.down_proj.weight.detach().T.contiguous(),
-            _around(layer, "attention_conv", layer.input_layernorm),
-            _around(layer, "mlp_conv", layer.post_attention_layernorm),
+            _around(layer, "attention_conv", layer.input_layernorm.weight),
+            _around(layer, "mlp_conv", layer.post_attention_layernorm.weight),
         )
 
     def __call__(
@@ -148,12 +145,12 @@ class BlockPass:
 
 
 def _around(
-    layer: nn.Module, name: str, norm: MuseGlimmerAssistantRMSNorm
+    layer: nn.Module, name: str, scale: Tensor
 ) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]:
     """What is done with the input of a sublayer without its norm's scale, and how its output is added."""
     if (conv := getattr(layer, name, None)) is None:
         return lambda x: (x, torch.add)
-    project = (conv.kernel_projection.weight * norm.weight).detach().T.contiguous()
+    project = (conv.kernel_projection.weight * scale).detach().T.contiguous()
     base_SGE = conv.base_SGE().detach()
 
     def around(x_BKd: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:

@@ -35,7 +35,13 @@ class ContinuousDrafter(Drafter):
     """
 
     def __init__(
-        self, small: ContinuousImageModel, target: Any, *, levels: int = 4, skip: float = 0.1, wait: float = 0.0
+        self,
+        small: ContinuousImageModel,
+        target: ContinuousImageModel,
+        *,
+        levels: int = 4,
+        skip: float = 0.1,
+        wait: float = 0.0,
     ):
         if levels < 1:
             raise ValueError(f"levels: got {levels}, expected at least 1")
@@ -58,7 +64,7 @@ class ContinuousDrafter(Drafter):
         self.traits = DrafterTraits(levels, (-1,) if ours.feature else (), samples=True, distribution=Denoising)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> ContinuousDrafter:
+    def from_pretrained(cls, folder: str | Path, target: ContinuousImageModel, **options: Any) -> ContinuousDrafter:
         """Load a checkpoint folder, strictly; `options` as in the constructor."""
         small: Any = load(folder)
         return cls(small.to(target.device), target, **options)

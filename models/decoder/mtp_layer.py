@@ -23,6 +23,7 @@ from visspec.io import hub
 from visspec.io.checkpoint import check_shapes, load_strictly, read_shapes, read_tensors
 from visspec.models.decoder.target import describe
 
+Shapes = dict[str, tuple[int, ...]]
 QWEN = r"(?:model\.)?mtp\."
 GLM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 COPIES = {"embed_tokens.weight", "shared_head.head.weight"}
@@ -122,7 +123,7 @@ def in_files(model: PreTrainedModel) -> bool:
         return False
 
 
-def check(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+def check(model: PreTrainedModel, shapes: Shapes | None = None) -> None:
     """Raises ValueError unless the folder of a model, which may be on `meta`, holds such a layer. shapes: of the
     folder's tensors, if they are known.
     """
@@ -132,9 +133,7 @@ def check(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]] | None = No
         _check_layer(model, shapes)
 
 
-def _find_layer(
-    model: PreTrainedModel, shapes: dict[str, tuple[int, ...]] | None = None
-) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]]:
+def _find_layer(model: PreTrainedModel, shapes: Shapes | None = None) -> tuple[Path, dict[str, str], Shapes]:
     """The folder, the names of the layer's tensors in it with ours, and all shapes. Raises ValueError for none."""
     folder = folder_of(model)
     if folder is None:
@@ -146,9 +145,7 @@ def _find_layer(
     return folder, own, shapes
 
 
-def _check_layer(
-    model: PreTrainedModel, shapes: dict[str, tuple[int, ...]] | None = None
-) -> tuple[Path, dict[str, str], MtpLayer]:
+def _check_layer(model: PreTrainedModel, shapes: Shapes | None = None) -> tuple[Path, dict[str, str], MtpLayer]:
     """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
     describe(model)
     folder, own, shapes = _find_layer(model, shapes)

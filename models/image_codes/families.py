@@ -7,6 +7,10 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that the table can be read without transformers
+    from collections.abc import Callable
+
+    from torch import nn
+
     from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 
 FAMILIES = {
@@ -34,7 +38,7 @@ LOADERS = {  # of folders with a network of ours: (folder, dtype) -> model
 }
 
 
-def family_of(model: Any, processor: Any, **parts: Any) -> Family:
+def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: Any) -> Family:
     """The family that drives a model. `parts` are what only some take: a codec, a style, a negative prompt.
 
     Raises ValueError for a model that draws no images here, or for a part that its family does not take.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class MARImages(Family):
     def __init__(
         self,
         model: MAR,
-        processor: Any = None,
+        processor: Callable[..., Any] | None = None,
         autoencoder: Any = None,
         plan: Schedule | None = None,
         scale: str = "linear",

@@ -6,6 +6,7 @@ pass, C width, c channels of codes, V codes, (H, W) the finest grid.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
-from visspec.models.scales.blocks import NextScale
+from visspec.models.scales.blocks import ConditionT, NextScale
 from visspec.models.scales.bsq import BitQuantizer
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import Quantizer
+
+ScaleQuantizer = Quantizer | BitQuantizer
 
 
 class DistanceGroup(NamedTuple):
@@ -40,7 +43,12 @@ class ConditionState:
     """
 
     def __init__(
-        self, net: NextScale, quantizer: Quantizer | BitQuantizer, condition: Any, images: int, cache: Any = None
+        self,
+        net: NextScale[ConditionT],
+        quantizer: ScaleQuantizer,
+        condition: ConditionT,
+        images: int,
+        cache: Any = None,
     ):
         self.net: Any = net
         self.quantizer, self.scales = quantizer, net.config.scales
@@ -178,7 +186,9 @@ class ConditionState:
         return x_RQC, places
 
 
-def stack_groups(groups: list[DistanceGroup], images: int, nodes: int, warped: Any) -> tuple[Tensor, Tensor]:
+def stack_groups(
+    groups: list[DistanceGroup], images: int, nodes: int, warped: Callable[[Tensor, int], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Logits (B, N, S, V) of all images, and how many codes each node has (B, N).
 
     warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes behind the last scale have none.

@@ -35,7 +35,7 @@ class SmallVAR(Drafter):
         self.family: ScaleImages | None = None
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any) -> SmallVAR:
+    def from_pretrained(cls, folder: str | Path, target: VARImageModel | NextScale) -> SmallVAR:
         """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
         both are models of other codes.
         """

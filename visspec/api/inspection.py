@@ -28,6 +28,7 @@ from visspec.models.eagle import lantern
 from visspec.models.layers import MOST_LAYERS
 
 Shapes = dict[str, tuple[int, ...]]
+Model = PreTrainedModel | None  # the target, where there is one
 DEPTH = 64  # of a target that stands in for one of which nothing is known
 OF_THE_TARGET = ("target_model_type", "num_target_layers", "speculators_config")  # entries that tell one from others
 
@@ -94,9 +95,7 @@ def open_checkpoint(name: str) -> tuple[Path, Shapes]:
     return root, strip_prefix(shapes, root) if shapes else {}
 
 
-def _judge(
-    found: Inspection, root: Path, data: dict, shapes: Shapes, model: PreTrainedModel | None, options: dict
-) -> bool | None:
+def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
     """Fill in what a checkpoint is. Returns whether it was judged for a target, else None; raises ValueError for why it
     is not read.
     """
@@ -122,9 +121,7 @@ def _judge(
     return _is_drafter(found, root, data, shapes, model, options)
 
 
-def _own(
-    found: Inspection, root: Path, data: dict, kind: str, model: PreTrainedModel | None, options: dict
-) -> bool | None:
+def _own(found: Inspection, root: Path, data: dict, kind: str, model: Model, options: dict) -> bool | None:
     """A drafter that this library has saved."""
     found.form = KINDS.get(kind, kind)
     found.layers = found.hidden_states = data.get("feature_layers")
@@ -143,9 +140,7 @@ def _own(
     return True
 
 
-def _is_drafter(
-    found: Inspection, root: Path, data: dict, shapes: Shapes, model: PreTrainedModel | None, options: dict
-) -> bool | None:
+def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
     """A drafter that someone else has made, or a model that can draft."""
     layer = object_of(data.get("transformer_layer_config", data.get("text_config", data)))
     row = published.not_read(data, shapes)
@@ -179,9 +174,7 @@ def _is_drafter(
     return True if judged_for else None
 
 
-def _model(
-    found: Inspection, root: Path, data: dict, shapes: Shapes, model: PreTrainedModel | None, options: dict
-) -> bool | None:
+def _model(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
     """A model of transformers, whose tensors transformers names."""
     found.positions = None
     if not shapes and data.get("num_hidden_layers") == 1:
@@ -209,9 +202,7 @@ def _fill_sizes(found: Inspection, root: Path, layer: dict, counted: str, draft:
         found.positions |= {"partial_rotary_factor": share, "mrope_section": list(section)}
 
 
-def stand_in(
-    layer: dict, sees: bool, hidden: int | None, depth: int | None, states: list[int] | None
-) -> PreTrainedModel:
+def stand_in(layer: dict, sees: bool, hidden: int | None, depth: int | None, states: list | None) -> PreTrainedModel:
     """A target on `meta` that a drafter fits by what it says itself. sees: whether it takes pictures."""
     last = max((i for i in states or () if _whole(i)), default=0) or DEPTH
     sizes: dict[str, Any] = {"vocab_size": layer.get("vocab_size"), "hidden_size": hidden or layer.get("hidden_size")}
