@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # so that the table can be read without transformers
-    from collections.abc import Callable
-
     from torch import nn
 
     from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout

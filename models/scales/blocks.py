@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ConditionT = TypeVar("ConditionT", bound=Sized)  # of R rows: numbers of classes, or texts
+GivenT = TypeVar("GivenT", bound=Sized)  # of R rows: numbers of classes, or texts
 EPSILON = 1e-6  # of layer norms
 
 
@@ -65,7 +65,7 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPSILON)
 
 
-class NextScale(nn.Module, Generic[ConditionT]):
+class NextScale(nn.Module, Generic[GivenT]):
     """Base class of networks that predict all codes of a scale at once, given the scales before it and a condition.
 
     A subclass has `first(given)`, `embed(x, begin)`, `places(begin, end)`, `forward(x, given,
@@ -75,7 +75,7 @@ class NextScale(nn.Module, Generic[ConditionT]):
     config: Any
     pos_start: nn.Parameter
 
-    def given(self, condition: ConditionT) -> Any:
+    def given(self, condition: GivenT) -> Any:
         """What the blocks are given of a condition of R rows."""
         raise NotImplementedError
 

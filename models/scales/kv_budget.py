@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole
-from visspec.models.scales.blocks import ConditionT, NextScale
+from visspec.models.scales.blocks import GivenT, NextScale
 from visspec.models.scales.cache import ScaleCache, select_rows
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState, ScaleQuantizer
@@ -238,9 +238,9 @@ class AttentionMeter(ScaleCache):
 
 @torch.inference_mode()
 def selectivity(
-    model: NextScale[ConditionT],
+    model: NextScale[GivenT],
     quantizer: ScaleQuantizer,
-    condition: ConditionT,
+    condition: GivenT,
     generator: torch.Generator,
     share: float = 0.1,
 ) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
-from visspec.models.scales.blocks import ConditionT, NextScale
+from visspec.models.scales.blocks import GivenT, NextScale
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState, DistanceGroup, ScaleQuantizer
@@ -60,12 +60,7 @@ class PrunedState(ConditionState):
     """
 
     def __init__(
-        self,
-        net: NextScale[ConditionT],
-        quantizer: ScaleQuantizer,
-        condition: ConditionT,
-        images: int,
-        pruning: TokenPruning,
+        self, net: NextScale[GivenT], quantizer: ScaleQuantizer, condition: GivenT, images: int, pruning: TokenPruning
     ):
         self.counts = pruning.counts(net.config.scales)
         slots = ScaleSizes(tuple((1, max(count, 1)) for count in self.counts))

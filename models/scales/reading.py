@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
-from visspec.models.scales.blocks import ConditionT, NextScale
+from visspec.models.scales.blocks import GivenT, NextScale
 from visspec.models.scales.bsq import BitQuantizer
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import Quantizer
@@ -43,12 +43,7 @@ class ConditionState:
     """
 
     def __init__(
-        self,
-        net: NextScale[ConditionT],
-        quantizer: ScaleQuantizer,
-        condition: ConditionT,
-        images: int,
-        cache: Any = None,
+        self, net: NextScale[GivenT], quantizer: ScaleQuantizer, condition: GivenT, images: int, cache: Any = None
     ):
         self.net: Any = net
         self.quantizer, self.scales = quantizer, net.config.scales
