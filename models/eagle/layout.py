@@ -49,9 +49,12 @@ LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and ids that i
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # which speculators may have saved too
 DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # drafted by their own defaults
 MODELOPT = {  # flags of its `eagle_config`, and their values in an EAGLE-3 head
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, "parallel_draft_step": 1,
-}  # fmt: skip
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
 Layers = str | int | list[int] | tuple[int, ...]  # of an option: "2-14-29", one number, or a list
 
 

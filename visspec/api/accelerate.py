@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from visspec.api import queueing, requests, saving, zoo
+from visspec.api import queueing, requests, saving, tuned_preset, zoo
 from visspec.api.copies import Rebuildable
+from visspec.api.loading import load_saved
 from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
 from visspec.loop.bandit import bandit_of
@@ -71,9 +72,7 @@ def accelerate(
     """
     file = str(drafter) if isinstance(drafter, (str, Path)) else ""
     if file.endswith(".json") and (":" not in file or Path(file).is_file()):  # and no option, like tree=FILE.json
-        from visspec.api.tuning import read_preset
-
-        preset = read_preset(file, model)
+        preset = tuned_preset.read_preset(file, model)
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
     return Accelerated(
@@ -158,8 +157,6 @@ class Accelerated(Rebuildable):
         options: `trust_remote_code` (off), and as in `accelerate`; drafter, acceptance and levels given here win. The
         processor, or the tokenizer, is `tokenizer`. Safetensors only; raises ValueError as `accelerate` does.
         """
-        from visspec.api.loading import load_saved
-
         remote = options.pop("trust_remote_code", False)
         folder = str(hub.resolve_folder(zoo.included_folder(str(where))))
         settings = saving.read(folder, options)
