@@ -31,7 +31,8 @@ def load_own(kind: type[OwnImageModel], folder: str | Path, dtype: torch.dtype =
     any weight is read where the headers tell it.
     """
     where = check_folder(folder)
-    configuration: Any = kind.config_class
+    configuration = kind.config_class
+    assert configuration is not None
     entries = read_json(where, "config.json")
     if entries.get("model_type") != configuration.model_type:
         raise ValueError(

@@ -41,7 +41,7 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
     ):
         self.check_target(head.config, model)
         self.head, self.config = head.to(model.device), head.config
-        self.embed: Any = bare(model.get_input_embeddings())
+        self.embed = bare(model.get_input_embeddings())
         self.lm_head: nn.Linear = model.get_output_embeddings()
         self.borrowed = (model.get_input_embeddings(), self.lm_head)
         self.refresh()

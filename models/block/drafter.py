@@ -13,7 +13,7 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,7 @@ class DFlashVariant:
     softcap: float = 0.0
     head: nn.Linear | None = None
     ids: Tensor | None = None
-    embed: nn.Module | None = None
+    embed: nn.Embedding | None = None
     sequential: Sequential | None = None
 
 
@@ -102,7 +102,7 @@ class BlockModel(StructuredDrafter):
         layers = tuple(layer + 1 for layer in config.target_layer_ids)
         self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
         self.lm_head: nn.Linear = self.form.head or model.get_output_embeddings()
-        self.embed: Any = self.form.embed or bare(model.get_input_embeddings())
+        self.embed = self.form.embed or bare(model.get_input_embeddings())
 
     def _check_width(self) -> None:
         head = self.form.sequential
@@ -303,10 +303,10 @@ class _Context:
         return position_B if self.offset is None else position_B - self.offset
 
 
-def bare(embed: nn.Module) -> nn.Module:
+def bare(embed: nn.Module) -> nn.Embedding:
     """An embedding without the norm that some models give it: drafters read it as it is stored."""
     if getattr(embed, "embed_norm", None) is None:
-        return embed
-    new = copy.copy(embed)
+        return cast(nn.Embedding, embed)
+    new = copy.copy(cast(nn.Embedding, embed))
     new._modules = {**embed._modules, "embed_norm": nn.Identity()}
     return new

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,11 +125,11 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 
-def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: Any) -> Any:
+def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: PreTrainedModel) -> Any:
     """The head that walks through the places, on `meta`; None if the form or the checkpoint has none."""
     said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
     with torch.device("meta"):
-        table = model.get_input_embeddings().weight
+        table = cast(Tensor, model.get_input_embeddings().weight)
         return sequential_of(folder, algorithm(form, data), said, vocab, few, table)
 
 

@@ -35,13 +35,7 @@ class ContinuousDrafter(Drafter):
     """
 
     def __init__(
-        self,
-        small: ContinuousImageModel,
-        target: ContinuousImageModel,
-        *,
-        levels: int = 4,
-        skip: float = 0.1,
-        wait: float = 0.0,
+        self, small: ContinuousImageModel, target: Any, *, levels: int = 4, skip: float = 0.1, wait: float = 0.0
     ):
         if levels < 1:
             raise ValueError(f"levels: got {levels}, expected at least 1")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.distributions import Categorical
+from visspec.loop.read_only import ReadOnlyState
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -92,7 +93,7 @@ class LayerSkip(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         with self._lock:
             state.memory = chosen = max(self.choices, key=lambda choice: choice.worth)
-        view: Any = state  # with the target's layers, as `traits.partial` asks
+        view = cast(ReadOnlyState, state)  # with the target's layers, as `traits.partial` asks
         token = state.pending
         tokens: list[Tensor] = []
         distributions: list[Categorical] = []

@@ -99,7 +99,7 @@ class _SkippedLayer(nn.Module):
         object.__setattr__(self, "layer", layer)  # not as a child
         self.tuples = tuples
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
         return (hidden_states,) if self.tuples else hidden_states
 
     def __getattr__(self, name: str) -> Any:

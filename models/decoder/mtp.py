@@ -244,6 +244,6 @@ class _Heads:
             self.pending_inputs = [(gather_rows(ahead_BCd, at_BA), gather_rows(hidden_BCd, at_BA), left)]
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> dict[str, Any]:
+def _no_mask(*args: object, **kwargs: object) -> dict[str, Any]:
     """In place of the heads' own masks, which are for one row: they are an argument."""
     return {}

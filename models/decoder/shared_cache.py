@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from visspec import tree as trees
 from visspec.cache import additive, gather_rows
 from visspec.distributions import Categorical
+from visspec.loop.read_only import ReadOnlyState
 from visspec.models.decoder.target import LAST, describe
 from visspec.sampling import propose, warp
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -105,7 +106,7 @@ class SharedCache(Drafter):
 
     def _reader(self, state: State) -> Read:
         """A pass of the assistant over nodes of this round: (tokens (B, W), hidden (B, W, d)) to (logits, hidden)."""
-        view: Any = state  # with the target's keys and values, as `traits.stored` asks
+        view = cast(ReadOnlyState, state)  # with the target's keys and values, as `traits.stored` asks
         stored, held_BS = view.stored(list(self.layers.values()))
         shared = dict(zip(self.layers, stored))
         position_B = state.position

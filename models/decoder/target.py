@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -420,21 +420,21 @@ def unwrap_adapter(model: Any) -> Any:
     return model.get_base_model()
 
 
-def driven(model: nn.Module) -> nn.Module:
+def driven(model: nn.Module) -> PreTrainedModel:
     """The model that runs the decode loop: itself, that inside a `PeftModel`, or the inner model called by a custom
     `generate`.
 
     Raises ValueError for a `generate` that does neither.
     """
-    model = unwrap_adapter(model)
-    generate = getattr(type(model), "generate", GenerationMixin.generate)
+    inner: PreTrainedModel = unwrap_adapter(model)
+    generate = getattr(type(inner), "generate", GenerationMixin.generate)
     names = inspect.unwrap(generate).__code__.co_names
     if generate is GenerationMixin.generate or "super" in names:
-        return model
-    for name, child in model.named_children():
+        return inner
+    for name, child in inner.named_children():
         if name in names and isinstance(child, GenerationMixin):
-            return child
-    raise ValueError(f"model: {type(model).__name__} has a generate of its own, expected transformers' loop")
+            return cast(PreTrainedModel, child)
+    raise ValueError(f"model: {type(inner).__name__} has a generate of its own, expected transformers' loop")
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

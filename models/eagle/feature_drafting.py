@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -48,13 +48,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     lm_head: nn.Linear  # or what quantisation has put in its place
     borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
 
-    def __init__(self, head: Any, embed: Any, lm_head: Any, like: Tensor, width: int, nodes: int):
+    def __init__(self, head: Any, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
         """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
         for name, value, most in (("width", width, MOST_CHILDREN), ("nodes", nodes, MAX_NODES - 1)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name}: got {value}, expected a whole number from 1 to {most}")
         config = head.config
-        self.head, self.config, self.embed, self.lm_head = head.to(like.device), config, embed, lm_head
+        self.head, self.config = head.to(like.device), config
+        self.embed, self.lm_head = cast(nn.Embedding, embed), cast(nn.Linear, lm_head)
         self.width, self.nodes, self.dtype = width, nodes, like.dtype
         self.traits = DrafterTraits(config.levels, config.feature_layers, trees=width > 1)
         self._turns = self._rotations(256, like.device)

@@ -16,9 +16,10 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shorten
@@ -105,7 +106,7 @@ def read(
     head = head.to_empty(device="cpu").to(model.dtype)
     tensors = strip_prefix(read_tensors(folder), folder)
     if missing and EMBEDDING in tensors:
-        rows: Any = model.get_input_embeddings().weight
+        rows = cast(Tensor, model.get_input_embeddings().weight)
         context_bias = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
         tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], context_bias])
     load_strictly(head, {own: tensors[name] for own, name in names.items()}, folder, named)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from visspec import replay
 from visspec.cache import SlotCache, to_device
@@ -194,12 +194,7 @@ def unfit(model: PreTrainedModel, decoder: nn.Module, attention: str, states: bo
 
 
 def graphed_forward(
-    asked: bool | None,
-    model: PreTrainedModel,
-    decoder: nn.Module,
-    masks: Masks,
-    text: PretrainedConfig,
-    states: bool = False,
+    asked: bool | None, model: PreTrainedModel, decoder: nn.Module, masks: Masks, text: Any, states: bool = False
 ) -> GraphedForward | None:
     """`GraphedForward` passes of a model whose configuration of text is `text`; None where they can't be, which a
     warning says if it was asked for.

@@ -47,7 +47,7 @@ class ConditionState:
     ):
         self.net: Any = net
         self.quantizer, self.scales = quantizer, net.config.scales
-        self.given: Any = self.net.given(condition)
+        self.given = self.net.given(condition)
         self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache
         self.count = [0] * images  # maps that were read
         self.features = quantizer.blank(images, self.scales, net.device)

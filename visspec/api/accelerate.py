@@ -30,7 +30,7 @@ from visspec.loop.stream import Answer
 from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
-from visspec.types import Acceptance, DrafterTraits, Processor, State, Tokenizer
+from visspec.types import Acceptance, ConfiguredModel, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})  # of an Accelerated
@@ -38,7 +38,7 @@ BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved mo
 
 
 def accelerate(
-    model: nn.Module,
+    model: ConfiguredModel,
     drafter: DrafterSpec = "auto",
     *,
     acceptance: str | Acceptance = "exact",

@@ -243,7 +243,7 @@ class PromptRun:
         queries, mask = max(nodes, 1), None
         query = torch.randn(1, queries, layout.heads, layout.size, device=device).transpose(1, 2)
         key, value = (torch.cat([x, x[:, :, :1].expand(-1, -1, queries, -1)], dim=2) for x in self.cached[0])
-        module: Any = SimpleNamespace(num_key_value_groups=layout.heads // layout.keys, is_causal=True)
+        module = SimpleNamespace(num_key_value_groups=layout.heads // layout.keys, is_causal=True)
         if nodes:
             slots = SlotLayers(1).slots
             slots.lengths = [self.length - 1]
