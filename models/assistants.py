@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -54,7 +54,7 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
     logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
     try:
         where: dict[str, Any] = {"device_map": "meta"} if empty else {}
-        both: Any = kind.from_pretrained(
+        both = kind.from_pretrained(
             str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True, **where
         )
     except (RuntimeError, OSError, KeyError) as error:
@@ -62,7 +62,7 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
         raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
     finally:
         logging.set_verbosity(verbosity)
-    spec, info = both
+    spec, info = cast(tuple[PreTrainedModel, dict], both)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             missing, extra = (sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys"))

@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -153,10 +153,10 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, attn_metadata: Tensor, sca
     wanted = {"enable_gqa": heads != key.shape[1], "seqused_k": tables[2, :rows], "scale": scaling}
     options = causal | {name: value for name, value in wanted.items() if name in took}
     flat_q = query.transpose(1, 2).reshape(rows * nodes, heads, size)
-    out: Any = varlen_attn(
+    out = varlen_attn(
         flat_q, overlapping_rows(key), overlapping_rows(value), tables[0], tables[1], nodes, key.shape[2], **options
     )
-    return out.view(rows, nodes, heads, size)
+    return cast(Tensor, out).view(rows, nodes, heads, size)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, pitch: int) -> None:

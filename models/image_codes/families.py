@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:  # so that the table can be read without transformers
     from torch import nn
@@ -62,7 +62,7 @@ def prompt_of(
     """
     if negative is None:
         return family.prompt(texts, guided, layout)
-    make: Any = family.prompt
+    make = cast(Callable, family.prompt)
     if "negative" not in signature(make).parameters:
         raise ValueError(f"negative_prompt: got {negative[0]!r}, expected None: {family.name} reads none")
     return make(texts, guided, layout, negative=negative)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
 from visspec.models.mar.target import MARTarget, revealed_counts, revealing
-from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Order, Request, Round, State, Target
+from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
 
 
 class ParallelMAR(Order):
@@ -30,12 +32,7 @@ class ParallelMAR(Order):
 
     @torch.inference_mode()
     def decode(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        rule: Acceptance,
-        request: Request,
-        length_policy: DraftLengthPolicy,
+        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
     ) -> State:
         """Decode a batch. Raises ValueError, before any pass, for a target that is no MAR or too many iterations."""
         if not isinstance(target, MARTarget):

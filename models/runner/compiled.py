@@ -94,7 +94,7 @@ class CompiledFunctions:
         warnings.warn(refusal(self.name, why), RuntimeWarning, stacklevel=4)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
-        compiler: Any = torch._dynamo.lookup_backend(BACKEND)
+        compiler: Callable = torch._dynamo.lookup_backend(BACKEND)
         if BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor)):
             # kernels are called from C++ too: calls from Python take a tenth of the time of a small model
             made = compiler(graph, inputs, config_patches={"cpp_wrapper": True})

@@ -68,12 +68,15 @@ def norm(x: Tensor) -> Tensor:
 class NextScale(nn.Module, Generic[GivenT]):
     """Base class of networks that predict all codes of a scale at once, given the scales before it and a condition.
 
-    A subclass has `first(given)`, `embed(x, begin)`, `places(begin, end)`, `forward(x, given,
-    attend, places)` and `logits(hidden, given)`, and a parameter `pos_start`.
+    A subclass has these, and `forward(x, given, attend, places)`.
     """
 
     config: Any
     pos_start: nn.Parameter
+    first: Callable[..., Tensor]  # (given)
+    embed: Callable[..., Tensor]  # (x, begin)
+    places: Callable[..., Tensor]  # (begin, end)
+    logits: Callable[..., Tensor]  # (hidden, given)
 
     def given(self, condition: GivenT) -> Any:
         """What the blocks are given of a condition of R rows."""

@@ -45,7 +45,7 @@ class ConditionState:
     def __init__(
         self, net: NextScale[GivenT], quantizer: ScaleQuantizer, condition: GivenT, images: int, cache: Any = None
     ):
-        self.net: Any = net
+        self.net = net
         self.quantizer, self.scales = quantizer, net.config.scales
         self.given = self.net.given(condition)
         self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache

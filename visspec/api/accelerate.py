@@ -9,11 +9,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from visspec.api import queueing, requests, saving, tuned_preset, zoo
@@ -30,7 +30,7 @@ from visspec.loop.stream import Answer
 from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
-from visspec.types import Acceptance, ConfiguredModel, DrafterTraits, Processor, State, Tokenizer
+from visspec.types import Acceptance, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})  # of an Accelerated
@@ -38,7 +38,7 @@ BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved mo
 
 
 def accelerate(
-    model: ConfiguredModel,
+    model: PreTrainedModel,
     drafter: DrafterSpec = "auto",
     *,
     acceptance: str | Acceptance = "exact",
@@ -125,11 +125,11 @@ class Accelerated(Rebuildable):
     call. Copies and pickles keep the model and the arguments of `accelerate`; statistics and pace are reset.
     """
 
-    model: Any
+    model: PreTrainedModel
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         drafter: DrafterSpec = "auto",
         *,
         tokenizer: Processor | Tokenizer | None = None,
@@ -297,7 +297,7 @@ class Accelerated(Rebuildable):
         requests.adopt_cache(kwargs)
         media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
         call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media, self._why)
-        output = self.model.generate(**kwargs, custom_generate=call)
+        output = cast(GenerationMixin, self.model).generate(**kwargs, custom_generate=call)
         assert call.result is not None
         self.last_state, self.last_stats = call.result
         return Result(output, *call.result)

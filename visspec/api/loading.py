@@ -117,9 +117,7 @@ def _load_included(folder: Path, reference: str, device: str, dtype: str | torch
     return model.to(device).eval(), processor
 
 
-def _load(
-    where: str, kind: type[Any], device: str, dtype: str | torch.dtype, trust_remote_code: bool, worded: bool = True
-):
+def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_remote_code: bool, worded: bool = True):
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
