@@ -33,9 +33,7 @@ class FeatureMemory:
         self.kv = torch.empty(0)
         self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
-        self.lease: BufferLease | None = (
-            None  # what keeps a store that was lent (`models.runner.buffer_pool`) from others
-        )
+        self.lease: BufferLease | None = None  # what keeps a store that was lent from others
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
 
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:

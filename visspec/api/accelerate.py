@@ -30,7 +30,7 @@ from visspec.loop.stream import Answer
 from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
-from visspec.types import Acceptance, DrafterTraits, Processor, State, Tokenizer
+from visspec.types import Acceptance, ConfiguredModel, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})  # of an Accelerated
@@ -38,7 +38,7 @@ BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved mo
 
 
 def accelerate(
-    model: PreTrainedModel,
+    model: nn.Module,
     drafter: DrafterSpec = "auto",
     *,
     acceptance: str | Acceptance = "exact",
@@ -72,7 +72,7 @@ def accelerate(
     """
     file = str(drafter) if isinstance(drafter, (str, Path)) else ""
     if file.endswith(".json") and (":" not in file or Path(file).is_file()):  # and no option, like tree=FILE.json
-        preset = tuned_preset.read_preset(file, model)
+        preset = tuned_preset.read_preset(file, cast(ConfiguredModel, model))
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
     return Accelerated(
@@ -129,19 +129,19 @@ class Accelerated(Rebuildable):
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         drafter: DrafterSpec = "auto",
         *,
         tokenizer: Processor | Tokenizer | None = None,
         adaptive: bool = True,
         **options: Any,
     ):
-        self.model, self.tokenizer, self._why = model, tokenizer, ""
+        self.model, self.tokenizer, self._why = cast(PreTrainedModel, model), tokenizer, ""
         if isinstance(drafter, (list, tuple)):
-            drafter = [default_drafter(model)[0] if one == "auto" else one for one in drafter]
+            drafter = [default_drafter(self.model)[0] if one == "auto" else one for one in drafter]
         elif drafter == "auto":
             alone = options.get("compile") or options.get("acceptance", "exact") != "exact"
-            drafter, self._why = default_drafter(model, several=not alone)
+            drafter, self._why = default_drafter(self.model, several=not alone)
         own = SetupOptions(drafter, **options)
         self._options = own if adaptive or own.length is not None else replace(own, length="fixed")
         self._made = (self._fits(), self._build())
