@@ -388,9 +388,9 @@ class Speculative:
         """
         saving.write_method(folder, {"drafter": self.drafter, "acceptance": "exact", **self.options})
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, self.save_pretrained, **options)
+    def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
+        """Upload what `save_pretrained` writes. Returns the URL."""
+        return hub.push(repo_id, self.save_pretrained, private, message)
 
 
 def default_drafter(model: PreTrainedModel, several: bool = False) -> tuple[DrafterSpec, str]:
