@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ class OwnImageModel(PreTrainedModel):
     generation_config: Any = None  # guidance and temperature of a folder, for those who sample
     class_conditional = False  # whether prompts are names, which no processor reads
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **options: Any) -> None:
         """As transformers', and `generation_config`, which it writes only for models with its own `generate`."""
         super().save_pretrained(save_directory, *args, **options)
         if self.generation_config is not None:
@@ -41,7 +42,8 @@ def load_own(
     sentence for another folder, before any weight is read where the headers tell it.
     """
     where = check_folder(folder)
-    configuration: Any = kind.config_class
+    configuration = kind.config_class
+    assert configuration is not None
     entries = read_json(where, "config.json")
     if entries.get("model_type") != configuration.model_type:
         raise ValueError(

@@ -6,10 +6,10 @@ Shapes: B rows, T elements, H heads, E head size, P positions, C = E / 2 channel
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 TINY = 1e-6
 MOST_LAYERS = 1 << 14  # maximum number of layers of a target
@@ -24,13 +24,13 @@ OPTIONAL_FACTORS = {
 }  # may be left out
 
 
-def depth(model: Any) -> int:
+def depth(model: PreTrainedModel) -> int:
     """Number of layers with a hidden state behind each; LongCat's configuration counts halves of its layers."""
     layers = getattr(model.get_decoder(), "layers", None)
     return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
 
 
-def check_layers(config: Any, where: Any) -> None:
+def check_layers(config: dict, where: object) -> None:
     """Raises ValueError for a configuration, as an object of JSON, that asks for more layers than `MOST_LAYERS`."""
     for name, value in config.items():
         if isinstance(value, dict):

@@ -59,7 +59,7 @@ class ContinuousDrafter(Drafter):
         self.traits = DrafterTraits(levels, (-1,) if ours.feature else (), samples=True, distribution=Denoising)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> ContinuousDrafter:
+    def from_pretrained(cls, folder: str | Path, target: ContinuousImageModel, **options: Any) -> ContinuousDrafter:
         """Load a checkpoint folder, strictly; `options` as in the constructor."""
         small: Any = load(folder, empty=on_meta(target))
         return cls(small.to(target.device), target, **options)

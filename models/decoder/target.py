@@ -11,13 +11,13 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import SlotCache, contiguous_copy, gather_rows, to_device
@@ -25,7 +25,7 @@ from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention import folding, ragged, rotary
 from visspec.models.attention.hooks import DecoderRecorder
-from visspec.models.attention.masks import STATEFUL, Masks
+from visspec.models.attention.masks import STATEFUL, Mask, Masks
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
 from visspec.models.decoder import probe
@@ -231,7 +231,7 @@ class HFDecoder(RunningTarget):
             return kept, None
         return kept, slots.held(self.device)
 
-    def _pass(self, model: Any, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
+    def _pass(self, model: PreTrainedModel, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
         slots: SlotCache = state.cache.slots
         tree = draft.tree
@@ -243,7 +243,7 @@ class HFDecoder(RunningTarget):
             return self._forward(model, state.cache, mask, ids, positions)
 
     def _forward(
-        self, model: Any, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor
+        self, model: PreTrainedModel, cache: SlotLayers, mask: Mask, ids: Tensor, positions: Tensor
     ) -> tuple[Any, dict[str, Any]]:
         recorded = self.watched or self.last_layer is not None
         with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen:
@@ -258,7 +258,7 @@ class HFDecoder(RunningTarget):
             )
         return output, seen
 
-    def _whole(self, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _whole(self, cache: SlotLayers, mask: Mask, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         output, seen = self._forward(self.model, cache, mask, ids, positions)
         return output.logits, self._features(output, seen)
 
@@ -320,7 +320,7 @@ def _last_position(positions: Tensor) -> Tensor:
     return time
 
 
-def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
+def describe(model: PreTrainedModel, features: tuple[int, ...] = ()) -> Capabilities:
     """Capabilities of a loaded model, from its configuration. Raises ValueError for unsupported models."""
     try:
         return _capabilities(model, features)
@@ -330,7 +330,7 @@ def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
         raise ValueError(f"model: got {kind}, expected a decoder of one stream of tokens ({said})") from error
 
 
-def _capabilities(model: Any, features: tuple[int, ...]) -> Capabilities:
+def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabilities:
     config = model.config
     text = config.get_text_config()
     name = type(model).__name__
@@ -384,13 +384,13 @@ def content_ids(config: PreTrainedConfig) -> frozenset[int]:
     return frozenset(i for i in named if isinstance(i, int))
 
 
-def spare_id(model: Any) -> int:
+def spare_id(model: PreTrainedModel) -> int:
     """An id that the text of answers does not have: that of a picture's slots, or of padding."""
     text = model.config.get_text_config()
     return min((i for i in content_ids(model.config) if i < text.vocab_size), default=text.pad_token_id or 0)
 
 
-def text_sizes(model: Any) -> dict[str, Any]:
+def text_sizes(model: PreTrainedModel) -> dict[str, Any]:
     """What a drafter for a model of text is made for, as fields of its configuration."""
     text = model.config.get_text_config()
     return {
@@ -401,7 +401,7 @@ def text_sizes(model: Any) -> dict[str, Any]:
     }
 
 
-def vocabulary(model: Any) -> int:
+def vocabulary(model: PreTrainedModel) -> int:
     """Number of logits, also for packed weights. Raises ValueError without a head."""
     head = model.get_output_embeddings()
     size = getattr(head, "out_features", None)
@@ -426,21 +426,21 @@ def unwrap_adapter(model: Any) -> Any:
     return model.get_base_model()
 
 
-def driven(model: nn.Module) -> nn.Module:
+def driven(model: nn.Module) -> PreTrainedModel:
     """The model that runs the decode loop: itself, that inside a `PeftModel`, or the inner model called by a custom
     `generate`.
 
     Raises ValueError for a `generate` that does neither.
     """
-    model = unwrap_adapter(model)
-    generate = getattr(type(model), "generate", GenerationMixin.generate)
+    inner: PreTrainedModel = unwrap_adapter(model)
+    generate = getattr(type(inner), "generate", GenerationMixin.generate)
     names = inspect.unwrap(generate).__code__.co_names
     if generate is GenerationMixin.generate or "super" in names:
-        return model
-    for name, child in model.named_children():
+        return inner
+    for name, child in inner.named_children():
         if name in names and isinstance(child, GenerationMixin):
-            return child
-    raise ValueError(f"model: {type(model).__name__} has a generate of its own, expected transformers' loop")
+            return cast(PreTrainedModel, child)
+    raise ValueError(f"model: {type(inner).__name__} has a generate of its own, expected transformers' loop")
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

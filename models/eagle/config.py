@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shorten
 from visspec.models.layers import MOST_LAYERS, OPTIONAL_FACTORS, ROPE_SCALINGS
@@ -188,7 +187,7 @@ class EagleConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return
-        kind: Any = scaling.get("rope_type") if isinstance(scaling, dict) else None
+        kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
         needed = ROPE_SCALINGS.get(kind) if isinstance(kind, str) else None
         names = set(scaling) - {"rope_type"}
         if needed is None or not needed <= names <= needed | OPTIONAL_FACTORS.get(str(kind), set()):

@@ -72,7 +72,7 @@ class ImageMemory(FeatureMemory):
             self.noise.select(keep)
 
 
-class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
+class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     """A drafter around an `ImageHead`, for one image model (or its `Family`).
 
     tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
@@ -128,9 +128,9 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
-        check_grid(self.config, state.request)
+        check_grid(self.config.rows, self.config.columns, state.request)
         if not self.warned:
-            self.warned = warn_of_guidance(self.config, state.request.sampling.guidance)
+            self.warned = warn_of_guidance(self.config.guidance, state.request.sampling.guidance)
         prompt, rows = state.request.inputs, state.rows
         length = prompt.ids.shape[1]
         whole = self._whole(scores).features
@@ -180,7 +180,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
     def propose(self, state: State, depth: int) -> Draft:
         return super().propose(state, min(depth, self.traits.levels) if self.counts else depth)
 
-    def tree_builder(self, state: State, depth: int) -> Any:
+    def tree_builder(self, state: State, depth: int) -> trees.TreeBuilder | feature_tree.StaticTreeBuilder:
         if self.counts is None:
             return trees.TreeBuilder(state.pending, self.width)
         noise = state.memory.noise

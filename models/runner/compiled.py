@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -93,8 +93,8 @@ class CompiledFunctions:
         self.refused = why
         warnings.warn(refusal(self.name, why), RuntimeWarning, stacklevel=4)
 
-    def _backend(self, graph: Any, inputs: Any) -> Callable:
-        compiler: Any = torch._dynamo.lookup_backend(BACKEND)
+    def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
+        compiler: Callable = torch._dynamo.lookup_backend(BACKEND)
         if BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor)):
             # kernels are called from C++ too: calls from Python take a tenth of the time of a small model
             made = compiler(graph, inputs, config_patches={"cpp_wrapper": True})
@@ -113,7 +113,7 @@ class CompiledPasses(CompiledFunctions):
     def __init__(self, model: nn.Module, decoder: nn.Module):
         super().__init__(type(model).__name__)
         self.stock, self.decoder = model, decoder
-        self.view: Any = None
+        self.view: nn.Module | None = None
         self.form: tuple = ()
         self._look()
 

@@ -36,11 +36,12 @@ class SmallVAR(Drafter):
         self.family: ScaleImages | None = None
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any) -> SmallVAR:
+    def from_pretrained(cls, folder: str | Path, target: VARImageModel | NextScale) -> SmallVAR:
         """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
         both are models of other codes.
         """
-        found: Any = load(folder, target.dtype, on_meta(target)).to(target.device)
+        found: Any = load(folder, target.dtype, on_meta(target))
+        found = found.to(target.device)
         if isinstance(target, VARImageModel):
             check_codebook("drafter", found, target)
         return cls(found.var)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from visspec.api import loading, zoo
 from visspec.api.entries import KINDS
@@ -29,6 +30,7 @@ from visspec.models.image_codes.families import FAMILIES, LOADERS, family_of
 from visspec.models.layers import MOST_LAYERS
 from visspec.models.lowres.drafter import LowRes
 
+Model = PreTrainedModel | None  # the target, where there is one
 DEPTH = 64  # of a target that stands in for one of which nothing is known
 SIZES_ALONE = "codebooks were compared by their sizes, their values are compared when it is loaded"
 OF_THE_TARGET = ("target_model_type", "num_target_layers", "speculators_config")  # entries that tell one from others
@@ -105,7 +107,7 @@ def open_checkpoint(name: str) -> tuple[Path, Shapes]:
     return root, strip_prefix(shapes, root) if shapes else {}
 
 
-def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
+def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
     """Fill in what a checkpoint is. Returns whether it was judged for a target, else None; raises ValueError for why it
     is not read.
     """
@@ -131,7 +133,7 @@ def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
     return _is_drafter(found, root, data, shapes, model, options)
 
 
-def _own(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
+def _own(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
     """A drafter that this library has saved."""
     kind = str(data.get("kind", data.get("model_type")))
     found.form = KINDS.get(kind, kind)
@@ -150,7 +152,7 @@ def _own(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, 
     return True
 
 
-def _by_itself(found: Inspection, root: Path, kind: str, model: Any, options: dict) -> bool | None:
+def _by_itself(found: Inspection, root: Path, kind: str, model: Model, options: dict) -> bool | None:
     """A model of ours that drafts for a larger one of its type."""
     if model is None:
         zoo.load(LOADERS[kind])(root, empty=True)
@@ -160,7 +162,7 @@ def _by_itself(found: Inspection, root: Path, kind: str, model: Any, options: di
     return True
 
 
-def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
+def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
     """A drafter that someone else has made, or a model that can draft."""
     layer = object_of(data.get("transformer_layer_config", data.get("text_config", data)))
     row = published.not_read(data, shapes)
@@ -177,13 +179,13 @@ def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model
         check_folder(root)
     if reader == "transformers":
         return _model(found, root, data, shapes, model, options)
-    said, whole = data, model
+    said, judged_for = data, model is not None
     if model is None:
         said = {key: value for key, value in data.items() if key not in OF_THE_TARGET}
-        whole = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
+        model = stand_in(layer, found.form == "vispec", data.get("target_hidden_size"), depth, found.hidden_states)
     shape = {key: options[key] for key in zoo.SHAPE if key in options}
     options = {key: value for key, value in options.items() if key not in shape}
-    start = partial(published.read, root, said, shapes, whole)
+    start = partial(published.read, root, said, shapes, model)
     judged = zoo.shaped(zoo.make("drafter", root.name, published.read, options, start), root.name, shape)
     if found.hidden_states is not None or "layers" in options:
         found.hidden_states = list(judged.traits.feature_layers)
@@ -192,10 +194,10 @@ def _is_drafter(found: Inspection, root: Path, data: dict, shapes: Shapes, model
     if found.positions and reader == "eagle":
         found.positions["counted"] = "slots" if judged.config.positions == "index" else "target"
         found.positions["mrope_section"] = list(judged.config.mrope_section)
-    return True if model is not None else None
+    return True if judged_for else None
 
 
-def _model(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any, options: dict) -> bool | None:
+def _model(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
     """A model of transformers, whose tensors transformers names."""
     found.positions = None
     if not shapes and data.get("num_hidden_layers") == 1:
@@ -216,7 +218,7 @@ def _model(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Any
     return True
 
 
-def _sibling(found: Inspection, root: Path, data: dict, model: Any, options: dict) -> bool:
+def _sibling(found: Inspection, root: Path, data: dict, model: PreTrainedModel, options: dict) -> bool:
     """A model that draws what the target draws, with fewer codes (`lowres:model=FOLDER`)."""
     found.form = "lowres"
     found.notes += [f"drafts as lowres:model={root}", SIZES_ALONE]
@@ -232,7 +234,7 @@ def _sibling(found: Inspection, root: Path, data: dict, model: Any, options: dic
     return True
 
 
-def _fill_sizes(found: Inspection, root: Path, layer: dict, counted: str, draft: Any = None) -> None:
+def _fill_sizes(found: Inspection, root: Path, layer: dict, counted: str, draft: int | None = None) -> None:
     """Fill in positions, as the target counts them or by slots, and vocabulary, of which `draft` ids are predicted."""
     found.vocabulary = {"target": layer.get("vocab_size", layer.get("vocab")), "draft": draft or None}
     with suppress(ValueError):  # which the reader says
@@ -241,7 +243,7 @@ def _fill_sizes(found: Inspection, root: Path, layer: dict, counted: str, draft:
         found.positions |= {"partial_rotary_factor": share, "mrope_section": list(section)}
 
 
-def stand_in(layer: dict, sees: bool, hidden: Any, depth: int | None, states: Any) -> Any:
+def stand_in(layer: dict, sees: bool, hidden: int | None, depth: int | None, states: list | None) -> PreTrainedModel:
     """A target on `meta` that a drafter fits by what it says itself. sees: whether it takes pictures."""
     last = max((i for i in states or () if _whole(i)), default=0) or DEPTH
     sizes: dict[str, Any] = {"vocab_size": layer.get("vocab_size"), "hidden_size": hidden or layer.get("hidden_size")}
@@ -254,6 +256,6 @@ def stand_in(layer: dict, sees: bool, hidden: Any, depth: int | None, states: An
     return model
 
 
-def _whole(value: Any) -> int | None:
+def _whole(value: object) -> int | None:
     """A size, or None for what is none."""
     return value if type(value) is int and 0 < value <= LARGEST else None

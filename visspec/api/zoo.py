@@ -21,7 +21,7 @@ from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
 from visspec.loop.draft_length import DraftLengthPolicy
-from visspec.types import Drafter, Order
+from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | Sequence[Any] | None  # what `accelerate` takes as its drafter
 SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
@@ -96,7 +96,7 @@ def acceptance(text: str, what: str = "acceptance") -> Any:
     return make(what, name, load(str(_pick(ACCEPTANCE, what, name).reference)), options)
 
 
-def preset(name: str, draws: str = "any order", model: nn.Module | None = None) -> Preset:
+def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = None) -> Preset:
     """A preset of image generation, for a family that `draws` codes, codes in any order, vectors or maps. Drafters that
     have to be trained are named by kind; with a `model`, by the included one of that kind that is made for it, where
     one is. Raises ValueError for an unknown name.
@@ -108,7 +108,7 @@ def preset(name: str, draws: str = "any order", model: nn.Module | None = None) 
     return found._replace(drafter=_drafter_of(found.drafter, model), parts=parts)
 
 
-def _drafter_of(spec: str, model: nn.Module) -> str:
+def _drafter_of(spec: str, model: ConfiguredModel) -> str:
     """`spec` with the included model that is made for `model` in place of each kind of one."""
     name, options = parse(spec)
     if DRAFTERS[name].of == "vectors":  # their drafters are models of the same type
@@ -118,12 +118,12 @@ def _drafter_of(spec: str, model: nn.Module) -> str:
     return f"{name}:{words}" if words else name
 
 
-def made_for(kind: str, model: nn.Module) -> str:
+def made_for(kind: str, model: ConfiguredModel) -> str:
     """The included model of a kind that is made for `model`; the kind itself, where none is."""
     return included.made_for(kind, model) or kind
 
 
-def included_drafter(model: nn.Module, kind: str = "eagle") -> str | None:
+def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
     """The included drafter of a kind that is made for a model, by its configuration; None where there is none."""
     own = included.made_for(kind, model)
     return own if own and included.present(own) else None
@@ -134,7 +134,7 @@ def training_preset(name: str) -> TrainedPreset:
     return _pick(TRAINED, "preset", name)
 
 
-def kind_of(model: nn.Module) -> str:
+def kind_of(model: nn.Module | ConfiguredModel) -> str:
     """The `model_type` of a model's configuration; of a class without one, its name."""
     return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
 
@@ -172,7 +172,7 @@ def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthP
     return partial(kind, **options)
 
 
-def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
+def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
     """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`."""
     if spec is None or spec == "none":
         return None, "none"
@@ -206,7 +206,7 @@ def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
 
 
-def check_included(name: str, model: nn.Module) -> None:
+def check_included(name: str, model: ConfiguredModel) -> None:
     """Raises ValueError unless an included drafter is made for this model, by its configuration."""
     if apart := included.difference(SHIPPED[name].target, model):
         where, value, found = apart
@@ -221,7 +221,7 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def from_folder(folder: Path, model: nn.Module, options: dict[str, Any], **known: Any) -> Any:
+def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], **known: Any) -> Any:
     """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class. known:
     further arguments of its `from_pretrained`.
     """
