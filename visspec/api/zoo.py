@@ -221,7 +221,7 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], **known: Any) -> Any:
+def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], **known: object) -> Any:
     """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class. known:
     further arguments of its `from_pretrained`.
     """
@@ -237,7 +237,7 @@ def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], *
     return shaped(found, folder.name, later)
 
 
-def shaped(found: Any, name: str, options: dict[str, Any]) -> Any:
+def shaped(found: object, name: str, options: dict[str, Any]) -> Any:
     """A drafter with options of `SHAPE`. Raises ValueError for one that takes none."""
     if not options:
         return found
