@@ -14,7 +14,6 @@ from tests.doubles import altered
 from tests.test_any_order import network
 from tests.test_image_nets import gpt_reference, one_sentence, turn_by_hand
 from visspec import ImagePipeline
-from visspec.api import loading, zoo
 from visspec.api.image_call import ORIGINS
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
@@ -151,14 +150,6 @@ def test_callbacks_see_codes_where_they_belong(pipe):
     passes, origins = out.passes[0].flatten(), out.maps[0].flatten()
     assert passes[order[0]] == 0 and [passes[place] for place in order] == sorted(passes)
     assert passes.max() == out.stats[0].rounds and set(origins.tolist()) <= set(range(4))
-
-
-def test_a_callback_can_end_it(pipe):
-    def end(pipeline, number, count, given):
-        pipeline.interrupt = number >= 2
-
-    assert pipe(TEXTS, seed=1, callback_on_step_end=end).images == []
-    assert len(pipe(TEXTS[0], seed=1).images) == 1
 
 
 # --- inpainting -------------------------------------------------------------------------------------------------------
@@ -352,12 +343,6 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
     expected = gpt_reference(tensors, torch.cat([first, pairs])[None], turn[at], 4, 2)[:, 1::2]
     found = model.distributions(model.prefix(torch.tensor([3])), codes[None], order[None])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-
-
-def test_the_folder_s_loader_is_the_command_line_s(written):
-    model, processor = loading.load_image_model(str(written))
-    assert isinstance(model, RandARImageModel) and processor.tokenizer is not None and not model.training
-    assert zoo.kind_of(model) == "randar_image"
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------

@@ -209,19 +209,6 @@ def stock_draft(name, target, drafter, inputs):
     return next(draft for draft in found if draft)
 
 
-@each_pair
-def test_rows_enter_a_running_batch(name):
-    target, drafter = pair_of(name)
-    single = [prompt((n,), seed) for seed, n in enumerate((19, 7, 3, 12))]
-    limits = (NEW, 5, 9, 14)
-    fast = visspec.accelerate(target, made(name, target, drafter), adaptive=False)
-    expected = [
-        new_tokens(target.generate(**p, max_new_tokens=n, do_sample=False), p)[0] for p, n in zip(single, limits)
-    ]
-    found = {a.id: a for a in fast.stream([p | {"max_new_tokens": n} for p, n in zip(single, limits)], slots=2)}
-    assert [found[i].tokens for i in range(4)] == expected and not fast.setup.drafter.warned
-
-
 @pytest.mark.parametrize("layers", [1, 3])
 def test_heads_of_any_number(layers):
     model = glm4_moe(layers)

@@ -246,24 +246,6 @@ def test_beyond_the_largest_bucket_it_runs_eager(standin, monkeypatch):
     assert len(free(quick.target.recorder)) == 2
 
 
-def test_threads(standin, hurried):
-    model = llama(seed=9)
-    quick, jobs = visspec.accelerate(model, "ngram", adaptive=False), []
-    for i in range(8):
-        ids = torch.randint(5, 60, (1 + i % 2, 5 + 4 * (i % 3)), generator=torch.Generator().manual_seed(i))
-        asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 16, "do_sample": False}
-
-        want = model.generate(**asked)
-
-        def job(asked=asked, want=want):
-            for _ in range(3):
-                assert torch.equal(quick.generate(**asked), want)
-
-        jobs.append(job)
-    together(jobs)
-    assert not quick.target.recorder.refused
-
-
 def test_what_another_request_left_is_not_seen(standin):
     """Masked slots are multiplied by 0: what is no number must not stand there."""
     model = llama(seed=9)
@@ -395,14 +377,6 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
     assert standin.replays - replays == sum(launches) + 1  # with the verdict on the prompt's token
     assert max(launches) == 4
     assert len(free(own)) == len({stores.number for stores in free(own)}) and quick.last_state.memory.lease is None
-
-
-def test_drafts_of_rows_that_join(standin):
-    model = model_of("llava")
-    quick = visspec.accelerate(model, chains_of(model), adaptive=False)
-    entries = streaming.prompts("llava")
-    assert streaming.together(quick, entries) == streaming.alone(quick, entries)
-    assert quick.drafter.inner.recorder.graphs and not quick.drafter.inner.recorder.refused
 
 
 def test_drafts_in_threads(standin, hurried):

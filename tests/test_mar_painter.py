@@ -94,13 +94,6 @@ def test_refuses_what_is_no_painter(written, tmp_path, change, said):
     one_sentence(error)
 
 
-def test_a_pipeline_is_saved_without_a_processor(pipe, tmp_path):
-    pipe.save_pretrained(tmp_path)
-    again = ImagePipeline.from_pretrained(str(tmp_path))
-    again.set_progress_bar_config(disable=True)
-    assert torch.equal(again(PROMPTS[0], seed=1).tokens[0], pipe(PROMPTS[0], seed=1).tokens[0])
-
-
 def test_a_drafter_drafts_and_its_head_is_counted(pipe, written):
     drafter = SmallMAR.from_pretrained(written / "drafter", pipe.model, wait=8)
     out = pipe(PROMPTS, seed=[1, 2], drafter=drafter, output_type="latent")

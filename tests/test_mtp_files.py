@@ -13,7 +13,6 @@ from tests import test_recurrent as hybrids
 from tests.doubles import check_exact, new_tokens
 from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, model_of, packed_pixels
 from visspec.api.accelerate import default_drafter
-from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp, mtp_layer
 
 NEW = 24
@@ -210,20 +209,6 @@ def test_drafts_are_those_of_a_pass_from_the_description(name, reloaded):
         features_Ld, embeds_Ld = scores.features[b, real_L], scores.aux["embeddings"][b, real_L]
         expected = expected_logits(model, run, features_Ld, embeds_Ld, places_PBL[:, b, real_L], pending[b], 4)
         torch.testing.assert_close(logits_BNV[b], expected, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_the_network_equals_a_pass_from_the_description(reloaded):
-    model = reloaded("qwen3_5")
-    layer, generator = mtp_layer.load_layer(model), torch.Generator().manual_seed(3)
-    ahead, hidden = (torch.randn(1, 7, 32, generator=generator) for _ in range(2))
-    places, cache = torch.arange(7).expand(3, 1, 7), SlotLayers(1)
-    cache.slots.open(7, "cpu")
-    seen = torch.zeros(1, 1, 7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
-    found = layer.forward_layer(0, hidden, places, cache, inputs_embeds=ahead, attention_mask=seen)
-    cos, sin = model.get_decoder().rotary_emb(ahead, places)
-    expected = qwen_pass(published(model, QWEN), layer.config, ahead[0], hidden[0], (cos[0], sin[0]))
-    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "glm_ocr"])
