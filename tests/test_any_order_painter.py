@@ -14,6 +14,7 @@ from tests.doubles import altered
 from tests.test_any_order import network
 from tests.test_image_nets import gpt_reference, one_sentence, turn_by_hand
 from visspec import ImagePipeline
+from visspec.api import zoo
 from visspec.api.image_call import ORIGINS
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
@@ -66,6 +67,7 @@ def test_a_folder_is_the_pipeline_it_was_written_from(pipe, written):
     again = ImagePipeline.from_pretrained(str(written))
     again.set_progress_bar_config(disable=True)
     assert isinstance(again.model, RandARImageModel) and again.drafter == "ahead" and again.acceptance == "exact"
+    assert zoo.kind_of(again.model) == "randar_image" and not again.model.training
     assert not [file for file in written.iterdir() if file.suffix in (".bin", ".pt")]
     assert torch.equal(again(TEXTS[0], seed=1).tokens[0], pipe(TEXTS[0], seed=1).tokens[0])
     ordered = ImagePipeline(pipe.model, pipe.processor, order="spread")

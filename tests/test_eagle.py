@@ -97,20 +97,6 @@ def whole_prefix(drafter, model, inputs, state):
     return fresh.memory, drafter._catch_up(fresh.memory, 1)
 
 
-def test_other_noise_and_depths_give_the_same_tokens():
-    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["several"])
-    outs = [
-        visspec.accelerate(model, make("llava"), levels=levels, adaptive=levels == 3).generate(
-            **inputs, max_new_tokens=NEW, do_sample=True, seed=9
-        )
-        for levels in (1, 3, 7)
-    ]
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    judged = visspec.accelerate(model, make("llava"), acceptance="rejection", adaptive=False)
-    judged.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=9)
-    assert judged.last_stats.faults == 0
-
-
 def test_images_reach_the_draft_and_the_off_switch_hides_them():
     model, rows = model_of("llava"), shapes("llava")["several"]
     features = []
