@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributions import context_law, output_law, plain_law, total_variation
-from tests.test_image_drafter import REFUSED, family, path_law, refuses, request, rounds, run
+from tests.test_image_drafter import family, path_law, request, rounds, run
 from tests.test_image_targets import made
 from tests.test_law import chi_square
 from tests.tiny_images import janus, painter, prompts
@@ -353,11 +353,6 @@ def test_save_and_load_round_trip(saved):
         assert torch.equal(value.half().float(), loaded.head.state_dict()[key])
     with pytest.raises(ValueError, match="does not take"):
         zoo.drafter(f"{saved}:nodes=4", janus())
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_another_target_or_file_is_refused_in_a_sentence(tmp_path, what):
-    refuses(drafter(), tmp_path / "drafter", what)
 
 
 def test_it_is_refused_for_models_of_another_type():

@@ -283,34 +283,6 @@ def test_save_and_load_round_trip(saved):
     assert torch.equal(first, second)
 
 
-REFUSED = {
-    "codes": ({"codes": 20}, "made for a target of codes 20, got a model of 24"),
-    "hidden": ({"hidden": 64}, "hidden size 64"),
-    "vocabulary": ({"vocab": 99}, "vocabulary 99, got a model of 24"),
-    "layers": ({"target_layers": 7}, "number of layers 7"),
-    "family": ({"family": "emu3"}, "family 'emu3', got a model of 'janus'"),
-    "kind": ({"kind": "feature_drafter"}, "kind '{kind}'"),
-    "unknown": ({"colour": 1}, "'colour', expected the fields of {config}"),
-}
-
-
-def refuses(used, folder, what):
-    """A drafter's class refuses its folder where the configuration is changed."""
-    changes, message = REFUSED[what]
-    used.save_pretrained(folder, {"seed": 1}, torch.float16)
-    config = folder / "config.json"
-    named = {"kind": json.loads(config.read_text())["kind"], "config": type(used.config).__name__}
-    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
-    with pytest.raises(ValueError, match=message.format(**named)) as caught:
-        type(used).from_pretrained(folder, family())
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_another_target_or_file_is_refused_in_a_sentence(tmp_path, what):
-    refuses(drafter(), tmp_path / "drafter", what)
-
-
 def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}

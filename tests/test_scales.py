@@ -164,16 +164,6 @@ def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
             torch.testing.assert_close(distribution.p[b, node, : end - begin], wanted, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_a_row_is_drawn_alike_alone_and_in_a_batch(model, guidance):
-    target, sampling = ScaleTarget(VARImages(model, codec=vae())), Sampling(1.0, guidance=guidance)
-    together = images(plain(target, [1, 4, 0], sampling))
-    alone = request([4], sampling)
-    alone.generators = generators(3)[1:2]
-    found = images(decode(target, None, ruled(target), alone, FixedLength(1)))
-    assert torch.equal(found[0], together[1]) and together.shape == (3, 30)
-
-
 # --- drafted scales ---------------------------------------------------------------------------------------------------
 
 
