@@ -10,16 +10,14 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import GenerationConfig, JanusVQVAEConfig
 
-from tests.doubles import altered
 from tests.test_any_order import network
 from tests.test_image_nets import gpt_reference, one_sentence, turn_by_hand
 from visspec import ImagePipeline
-from visspec.api import zoo
 from visspec.api.image_call import ORIGINS
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
-from visspec.models.randar.model import RandARImageConfig, RandARImageModel, load
+from visspec.models.randar.model import RandARImageConfig, RandARImageModel
 from visspec.toys.recipes import any_order_painter, painter_build
 from visspec.toys.recipes.painter_build import build_processor
 from visspec.toys.recipes.recipe import read_coded
@@ -53,44 +51,7 @@ def pipe():
     return made
 
 
-@pytest.fixture(scope="module")
-def written(pipe, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("any-order")
-    pipe.save_pretrained(folder)
-    return folder
-
-
 # --- habits -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_the_pipeline_it_was_written_from(pipe, written):
-    again = ImagePipeline.from_pretrained(str(written))
-    again.set_progress_bar_config(disable=True)
-    assert isinstance(again.model, RandARImageModel) and again.drafter == "ahead" and again.acceptance == "exact"
-    assert zoo.kind_of(again.model) == "randar_image" and not again.model.training
-    assert not [file for file in written.iterdir() if file.suffix in (".bin", ".pt")]
-    assert torch.equal(again(TEXTS[0], seed=1).tokens[0], pipe(TEXTS[0], seed=1).tokens[0])
-    ordered = ImagePipeline(pipe.model, pipe.processor, order="spread")
-    ordered.save_pretrained(written.parent / "ordered")
-    assert ImagePipeline.from_pretrained(str(written.parent / "ordered")).order == "spread"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t, c: t.pop("net.pos_instruct_embeddings"), "lacks tensor 'net.pos_instruct_embeddings'"),
-        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
-        (lambda t, c: t.update({"words.weight": torch.ones(3, 16)}), "tensor 'words.weight' of .* has shape"),
-        (lambda t, c: c["network"].update(heads=0), "heads: got 0, expected a whole number"),
-        (lambda t, c: c["network"].update(grid=4), "describes no model"),
-        (lambda t, c: c.update(words=0), "words: got 0, expected a whole number from 1"),
-        (lambda t, c: c.update(model_type="mar_image"), "model_type: got 'mar_image'"),
-    ],
-)
-def test_refuses_what_is_no_painter(written, tmp_path, change, said):
-    with pytest.raises(ValueError, match=said) as error:
-        load(altered(written, tmp_path, change))
-    one_sentence(error)
 
 
 def test_seeds_batches_and_drafters(pipe):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from tests.doubles import altered
 from tests.test_image_nets import one_sentence
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
@@ -87,44 +86,6 @@ def test_prompts_are_names_of_classes(pipe):
         with pytest.raises(ValueError, match=f"^{name}: got .*expected") as error:
             pipe(**{"prompt": "1"} | {name: text})
         one_sentence(error)
-
-
-def test_a_folder_is_the_model_it_was_written_from(pipe, written):
-    model, processor = load_image_model(str(written / "painter"))
-    assert isinstance(model, VARImageModel) and processor is None and not model.training
-    for name, value in pipe.model.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    assert model.generation_config.guidance_scale == 2.0
-    again = ImagePipeline(model, None)(PROMPTS[0], seed=1).tokens[0]
-    assert torch.equal(again, pipe(PROMPTS[0], seed=1).tokens[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t, c: t.pop("var.head.bias"), "lacks tensor 'var.head.bias'"),
-        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
-        (lambda t, c: t.update({"var.head.bias": torch.ones(3)}), "tensor 'var.head.bias' of .* has shape"),
-        (lambda t, c: c["network"].update(depth=0), "depth: got 0, expected a whole number"),
-        (lambda t, c: c["network"].update(heads=3), "heads: got 3, expected a divisor of the width 32"),
-        (lambda t, c: c.update(labels=["one"] * 4), "labels: got 1 names of 4, expected each once"),
-        (lambda t, c: c.update(grids=[[1, 1], [2]]), "describes no model"),
-        (lambda t, c: c["autoencoder"].update(codes=-1), "codes: got -1, expected a whole number"),
-        (lambda t, c: c["autoencoder"].update(channels=33), "channels: got 33, expected a multiple of 32"),
-        (lambda t, c: c.update(model_type="mar_image"), "model_type: got 'mar_image'"),
-    ],
-)
-def test_refuses_what_is_no_painter(written, tmp_path, change, said):
-    with pytest.raises(ValueError, match=said) as error:
-        load(altered(written / "painter", tmp_path, change))
-    one_sentence(error)
-
-
-def test_a_pipeline_is_saved_without_a_processor(pipe, tmp_path):
-    pipe.save_pretrained(tmp_path)
-    again = ImagePipeline.from_pretrained(str(tmp_path))
-    again.set_progress_bar_config(disable=True)
-    assert torch.equal(again(PROMPTS[0], seed=1).tokens[0], pipe(PROMPTS[0], seed=1).tokens[0])
 
 
 # --- a refiner, a drafter, a budget -----------------------------------------------------------------------------------
