@@ -1274,20 +1274,21 @@ def test_an_assistant_of_transformers_by_its_folder(tmp_path):
 JUNK = [None, "x", -1, 2.5, 10**18, [], {"x": 1}]
 
 
+@pytest.mark.parametrize("turns", [3, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("layout", [
     lambda: automodel_eagle("llava", "VispecDraftModel"), lambda: automodel_eagle3(model_of("llava")), eagle_2,
     eagle_3, speculators_eagle_3, z_lab, speculators_dflash, z_lab_2, speculators_dflash2, speculators_dspark,
     deepspec, domino,
 ])  # fmt: skip
-def test_any_entry_may_be_anything(tmp_path, layout):
-    """A configuration is read, or refused in a sentence."""
+def test_any_entry_may_be_anything(tmp_path, layout, turns):
+    """A configuration is read, or refused in a sentence; an entry takes every third of the values, another three."""
     data, tensors = layout()
     spec = named(saved(tmp_path / "head", data, tensors), {"images": "slots"} if layout is eagle_2 else {})
     parts = [data, data.get("transformer_layer_config", {}), data.get("speculators_config", {})]
     parts += [data.get("eagle_config", {}), data.get("dflash_config", {})]
     for part in parts:
-        for name, before in list(part.items()):
-            for value in JUNK:
+        for number, (name, before) in enumerate(list(part.items())):
+            for value in JUNK[number % turns :: turns]:
                 part[name] = value
                 (tmp_path / "head" / "config.json").write_text(json.dumps(data))
                 try:
