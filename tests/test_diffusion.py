@@ -139,14 +139,6 @@ def test_shapes_of_blocks_change_no_token(value):
     assert max(levels) == (2 if "tree" in value else 6)
 
 
-def test_the_next_draft_is_as_long_as_the_last_one_was_sure_of():
-    fast = visspec.accelerate(model_of("llava"), trained().shaped(confidence=0.999), adaptive=False)
-    inputs = prompt("llava", shapes("llava")["ragged"])
-    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, temperature=1.5, seed=1)
-    levels = [r.levels for r in fast.last_state.trace.rounds]
-    assert levels[0] == 6 and max(levels[1:]) <= 2
-
-
 class Known(DiffusionModel):
     """A diffusion model of two ids by a table: the law of a place from the tokens above and the masks between."""
 

@@ -82,25 +82,22 @@ def run(made, used, rule=None, levels=None):
 
 
 @torch.inference_mode()
-def proposed(options, rows=4000, depth=2):
+def proposed(used, target, scale, rows=4000, depth=2):
     """One draft for each of many seeds, all below the same prefix: tokens, parents and laws."""
-    used = drafter(options)
     with torch.no_grad():
-        used.head.codes.weight.mul_(0.4)  # no draft so unlikely that it is not seen
+        used.head.codes.weight.mul_(scale)  # no draft so unlikely that it is not seen
         used.head.codes.bias[V:] = -1e4
     ids, attention = prompts(1)
     made = request(ids.expand(rows, -1), attention.expand(rows, -1))
-    state, scores = open_request(CaptureTarget(family()), Rejection(), made)
+    state, scores = open_request(target, Rejection(), made)
     state.pending = torch.full_like(state.pending, 5)
     used.start(state, scores)
     draft = used.propose(state, depth)
     return draft.value[:, 1:].tolist(), draft.tree.parent[0].tolist(), draft.q.p[..., :V].double()
 
 
-@pytest.mark.parametrize("kind", LAWS)
-def test_reported_laws_are_those_the_tokens_were_drawn_from(kind):
+def check_reported(tokens, parent, q):
     """Given everything above a node and the siblings before it, its law is always the reported one, and is reported."""
-    tokens, parent, q = proposed(LAWS[kind])
     for n in range(1, len(parent)):
         groups = collections.defaultdict(list)
         for row, drawn in enumerate(tokens):
@@ -137,12 +134,9 @@ def path_law(parent, tokens, q):
     return float(torch.stack([q[n, tokens[n - 1]] for n in range(1, len(parent))]).prod())
 
 
-@pytest.mark.parametrize("kind", LAWS)
-@pytest.mark.parametrize("seed", range(2))
-def test_rejection_keeps_any_target_law_enumerated(kind, seed):
+def check_rejection(tokens, parent, q, seed, levels=2):
     """All drafts there are, by their reported laws: the next tokens have the law of plain sampling."""
-    tokens, parent, q = proposed(LAWS[kind])
-    p, levels = context_law(V, seed), 2
+    p = context_law(V, seed)
     distinct = {tuple(drawn): row for row, drawn in enumerate(tokens)}
     distribution = torch.zeros((V,) * (levels + 1), dtype=torch.float64)
     total = 0.0
@@ -158,6 +152,14 @@ def test_rejection_keeps_any_target_law_enumerated(kind, seed):
         for drawn, row in distinct.items()
     )
     assert total_variation(off, plain_law(p, V, levels + 1)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", LAWS)
+def test_drafts_are_of_the_reported_laws_and_rejection_keeps_that_of_the_target(kind):
+    found = proposed(drafter(LAWS[kind]), CaptureTarget(family()), 0.4)
+    check_reported(*found)
+    for seed in range(2):
+        check_rejection(*found, seed)
 
 
 @pytest.mark.nightly

@@ -18,12 +18,15 @@ from tests.tiny import llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.distributions import Categorical
+from visspec.models.block.diffusion_trained import DiffusionDrafter
+from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting import structure as values
 from visspec.models.drafting.structure import RANKS, StopCriteria, optimal
 from visspec.models.drafting.structure import Chain as Built
 from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.lookup.ngram import NGram
 from visspec.sampling import Uniform
 from visspec.types import MAX_NODES, Sampling
@@ -275,12 +278,16 @@ def test_where_a_stop_ends_chains():
         assert draft.value[0].tolist() == [5, 1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("kind", ["feature", "small"])
+@pytest.mark.parametrize("kind", ["feature", "small", "flash", "dflash", "diffusion"])
 def test_the_next_draft_is_as_long_as_the_last_sync_said(kind):
     """A law of many ids ends every chain behind its first level: rounds after the first draft two. Not with draws."""
     model = model_of("llama")
-    drafter = make("llama", 0) if kind == "feature" else SmallModel(llama(seed=1), model)
-    drafter.shaped(confidence=0.999)
+    drafter = {
+        "feature": lambda: make("llama", 0), "small": lambda: SmallModel(llama(seed=1), model),
+        "flash": lambda: EagleDrafter.for_model(model, fusion="sum", block=3),
+        "dflash": lambda: BlockDrafter.for_model(model, layers=1, block=6),
+        "diffusion": lambda: DiffusionDrafter.for_model(model, layers=1, block=6),
+    }[kind]().shaped(confidence=0.999)  # fmt: skip
     for rule, most in (("exact", 2), ("rejection", drafter.traits.levels)):
         fast = visspec.accelerate(model, drafter, acceptance=rule, adaptive=False)
         fast.generate(**prompt("llama", ["9"]), max_new_tokens=12, do_sample=True, temperature=1.5, seed=1)
