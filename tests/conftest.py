@@ -21,6 +21,7 @@ test_scale_painter.py test_serve.py test_train.py test_train_processes.py test_t
 collect_ignore = NEED_TOYS if find_spec("visspec.toys") is None else []
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
 settings.register_profile("visspec", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.load_profile("visspec")
 
@@ -73,6 +74,4 @@ def pipe(folder):
     """A quiet pipeline of it."""
     from visspec import ImagePipeline
 
-    found = ImagePipeline.from_pretrained(str(folder))
-    found.set_progress_bar_config(disable=True)
-    return found
+    return ImagePipeline.from_pretrained(str(folder))

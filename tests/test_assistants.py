@@ -8,7 +8,7 @@ import transformers as tf
 from transformers.modeling_layers import MtpModel
 
 import visspec
-from tests.doubles import check_exact, new_tokens
+from tests.doubles import check_exact, new_tokens, one_sentence
 from tests.tiny import PAD, TEXT, TEXT_IDS, built, enliven, llama
 from visspec.models.assistants import assistant
 from visspec.models.block.drafter import BlockModel, bare
@@ -265,6 +265,5 @@ def test_assistants_of_other_targets_are_refused():
         (gemma, wide, "made for a hidden size of 48"),
         (llama(), gemma4_assistant(), "reads layers of"),
     ):
-        with pytest.raises(ValueError, match=said) as caught:
+        with one_sentence(said):
             visspec.accelerate(target, drafter)
-        assert str(caught.value).count(". ") == 0

@@ -118,7 +118,6 @@ def test_two_hundred_requests_of_different_length_compile_nothing_late(monkeypat
 @pytest.mark.slow
 def test_images_with_guidance_in_two_graphs(pipe):
     quick = visspec.ImagePipeline(**{**pipe.components, "compile": True})
-    quick.set_progress_bar_config(disable=True)
     asked = dict(prompt=["a", "a b c"], seed=3, output_type="latent")
     for options in ({"batch_size": 1}, {"batch_size": 2}, {"batch_size": 2, "guidance_scale": 2.0}):
         plain, found = pipe(**asked, **options), quick(**asked, **options)

@@ -426,7 +426,6 @@ SHIPPED = zoo.CHECKPOINTS / "painter-distilled" / "config.json"
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
 def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
     pipe = ImagePipeline.from_pretrained("painter")
-    pipe.set_progress_bar_config(disable=True)
     texts = ["a photo of three stars", "a photo of a red cross and a blue ring", "a photo of a cross left of a ring"]
     plain = pipe(texts, seed=5, drafter="none", output_type="latent")
     fast = pipe(texts, seed=5, output_type="latent", **zoo.method(str(zoo.preset("distilled"))))

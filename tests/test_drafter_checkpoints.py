@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import visspec
 from tests import tiny_images
+from tests.doubles import one_sentence
 from tests.tiny import model_of
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
@@ -207,9 +208,8 @@ def test_an_index_that_maps_nothing(saved, tmp_path, weight_map):
     copy = shutil.copytree(folder, tmp_path / "copy")
     index = copy / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ValueError, match=r"weight_map of .* expected an object of file names") as caught:
+    with one_sentence(r"weight_map of .* expected an object of file names"):
         load(copy)
-    assert "\n" not in str(caught.value)
     index.write_text(json.dumps({"weight_map": {name: "model.safetensors" for name in ("a", "b")}}))
     load(copy)
 

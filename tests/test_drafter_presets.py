@@ -1,6 +1,7 @@
 """Presets of the feature drafter: each trains, is saved and loaded, and is exact in ragged batches."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from PIL import Image
 
 import visspec
-from tests.doubles import check_exact
+from tests.doubles import check_exact, one_sentence
 from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import presets, train_drafter, zoo
@@ -350,9 +351,8 @@ def test_text_comes_first_and_pictures_more_and_more(data):
     ({"preset": "eagle3", "head_rank": 10**6}, "head_rank: got 1000000, expected a whole number from 0 to 32"),
 ])  # fmt: skip
 def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence):
-    with pytest.raises(ValueError) as caught:
+    with one_sentence(re.escape(sentence)):
         train_drafter.run("x", data[0], tmp_path / "out", **TINY, **options)
-    assert sentence in str(caught.value)
 
 
 def test_layers_are_a_quarter_of_the_targets_or_as_asked():

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import visspec
+from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt, shapes
 from visspec.api.captions import prepare
 from visspec.api.train_drafter import request_of
@@ -326,9 +327,8 @@ REFUSALS = {
 def test_refusals(saved, what):
     change, message = REFUSALS[what]
     change(saved)
-    with pytest.raises(ValueError, match=message) as caught:
+    with one_sentence(message):
         FeatureDrafter.from_pretrained(saved, model_of("llava"))
-    assert "\n" not in str(caught.value)
 
 
 def test_another_target_is_refused(saved):

@@ -688,11 +688,9 @@ def test_a_small_model_is_recorded_too(standin):
 
 def test_images(standin, pipe):
     made = ImagePipeline(**{**pipe.components, "graphs": None})
-    made.set_progress_bar_config(disable=True)
     asked = {"prompt": ["a photo of a circle", "a photo of two stars"], "seed": 3, "output_type": "latent"}
     for drafter in ("jacobi", None):
         off = ImagePipeline(**{**pipe.components, "graphs": False})
-        off.set_progress_bar_config(disable=True)
         plain, found = (each(**asked, drafter=drafter) for each in (off, made))
         assert all(torch.equal(a, b) for a, b in zip(plain.tokens, found.tokens))
         assert off.family.recorder is None

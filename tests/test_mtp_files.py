@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests import test_recurrent as hybrids
-from tests.doubles import check_exact, new_tokens
+from tests.doubles import check_exact, new_tokens, one_sentence
 from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, model_of, packed_pixels
 from visspec.api.accelerate import default_drafter
 from visspec.models.decoder import mtp, mtp_layer
@@ -283,9 +283,8 @@ def test_what_is_refused(tmp_path):
     cases += [(sparse, "has minimax_m3_sparse, expected full or sliding attention")]
     cases += [(saved(tmp_path / str(i), model, found), said) for i, (said, found) in enumerate(changed.items())]
     for target, said in cases:
-        with pytest.raises(ValueError, match=said) as caught:
+        with one_sentence(said):
             visspec.accelerate(target, "mtp")
-        assert ". " not in str(caught.value)
         assert not mtp_layer.in_files(target)
     with pytest.raises(ValueError, match="levels: got 0"):
         visspec.accelerate(bare, "mtp:levels=0")

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import visspec
-from tests.doubles import NEW, TreeOracle, new_tokens
+from tests.doubles import NEW, TreeOracle, new_tokens, one_sentence
 from tests.tiny import (
     BOS,
     EOS,
@@ -31,9 +31,8 @@ from visspec.tree import static
 
 
 def refused(model, sentence):
-    with pytest.raises(ValueError, match=sentence) as caught:
+    with one_sentence(sentence):
         visspec.accelerate(model, "ngram")
-    assert "\n" not in str(caught.value) and str(caught.value).count(". ") == 0
 
 
 def qwen3_5(kinds=("linear_attention", "linear_attention", "linear_attention", "full_attention")):
