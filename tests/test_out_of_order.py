@@ -465,6 +465,7 @@ def test_local_in_the_ordinary_loop(temperature, kind):
         rule, low = Local(tau), LowRes(Janus(sibling(), None), family(kind), window=5, upsample="latent")
         rule.bind(target.capabilities)
         guarded = SafeDrafter(low, target.capabilities)
+        assert low.traits.levels == 5
         state = decode(target, guarded, rule, request(temperature, kind=kind), FixedLength(5))
         guarded.finish(state)
         assert state.trace.faults == 0
