@@ -13,7 +13,6 @@ from tests.test_law import chi_square
 from visspec import tree
 from visspec.accept.fly import Fly
 from visspec.accept.rejection import Rejection
-from visspec.api import zoo
 from visspec.distributions import Categorical, residual
 from visspec.sampling import SIBLINGS, AcceptanceNoise
 from visspec.types import Scores
@@ -207,10 +206,3 @@ def test_what_can_not_be_kept_is_judged_exactly(rule):
     verdict, exact = rule(draft, scores, noise), Rejection()(draft, scores, noise)
     assert torch.equal(verdict.path, exact.path) and torch.equal(verdict.next, exact.next)
     assert verdict.drift.tolist() == [0.0] * 500
-
-
-@pytest.mark.parametrize("text", ["fly:theta=-0.1", "fly:window=0", "fly:top=-1"])
-def test_bad_arguments_are_refused_in_a_sentence(text):
-    name = text.partition(":")[2].partition("=")[0]
-    with pytest.raises(ValueError, match=f"{name}: got .*, expected"):
-        zoo.acceptance(text)
