@@ -24,7 +24,7 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength, DraftLengthPolicy, FixedLength
 from visspec.loop.output import TokenBuffer
 from visspec.models.lookup import ngram
-from visspec.types import Capabilities, DrafterTraits, Request, Round, Scores, State
+from visspec.types import OWN, Capabilities, DrafterTraits, Request, Round, Scores, State
 
 TOKENS = 1500
 LEVELS = 8
@@ -45,7 +45,9 @@ def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, length_po
             gained += 1
         times = {"verify": verify(asked), "accept": 0.0, "draft": draft(asked) if asked else 0.0, "observe": 0.0}
         times = {k: v * random.uniform(1 - noise, 1 + noise) for k, v in times.items()}
-        trace = Bag(rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40, requested=asked)
+        trace = Bag(
+            rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40, requested=asked, structure=OWN
+        )
         length_policy.observe(trace)
         seconds, rounds, drafted, made = seconds + sum(times.values()), rounds + 1, drafted + (asked > 0), made + gained
     return seconds / made, drafted, rounds
@@ -129,7 +131,7 @@ def test_what_is_known_holds_behind_longer_contexts():
     decoded(lambda n: 0.7, lambda n: 1 + 0.05 * n, lambda n: 0.03 * n, length_policy=length_policy, tokens=600)
     state = Bag(budget=99, trace=Bag(gave_up=0, context=draft_length.SHORT, cooldown=0))
     length_policy.at(draft_length.SHORT).next_probe = 10**6
-    assert 0 < length_policy.depth(state) == length_policy.best(12) < 6
+    assert 0 < length_policy.depth(state) == length_policy.best(12)[0] < 6
 
 
 def test_a_search_that_finds_nothing_is_paid_for():
