@@ -37,6 +37,7 @@ PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0
 MISSES = 2 / 3  # of a narrower structure, that are expected of a wider one before it was drafted
 FIRST_COOLDOWN, LONGEST_COOLDOWN = 8, 256
 FIRST_PROBE = 16  # rounds before the first plain one; it comes at once where a round commits less than `SURE` tokens
+SAVED = 4.0  # times `slack` that gains are saved up to
 SURE = 3.0  # plain passes that drafting and verifying hardly ever cost
 STALLED = 4.0  # times what a narrower structure takes: more was not the first draft of a wider one
 SHORT = 1024  # tokens; the cost of a pass behind fewer hardly depends on their number
@@ -71,17 +72,22 @@ class LinearCost:
         """The same line with the weight of one point, so that new ones soon outweigh it."""
         return LinearCost([s / max(self.moments[0], 1.0) for s in self.moments], self.first, self.known)
 
-    def at(self, x: float, origin: float | None = None) -> float:
-        """Seconds at x. Where little is known of the slope, it is 2 % of the mean a level; below the mean the one that
-        leads to `origin`, the seconds at 0, if these are known: so cheap drafts are tried that are not known.
+    def at(self, x: float) -> float:
+        return self.over([x])[0]
+
+    def over(self, levels: Iterable[float], origin: float | None = None) -> list[float]:
+        """Seconds by levels. Where little is known of the slope, it is 2 % of the mean a level; below the mean the one
+        that leads to `origin`, the seconds of none, if these are known: so cheap drafts are tried that are not known.
         """
         w, sx, sy, sxx, sxy = self.moments
         if w == 0:
-            return 0.0
-        far, mean = x - sx / w, sy / w
-        prior = 0.02 * mean if origin is None or far >= 0 else max(mean - origin, 0.0) * w / sx
-        slope = max((sxy - sx * mean + RIDGE * prior) / (sxx - sx * sx / w + RIDGE), 0.0)
-        return max(mean + slope * far, 0.0)
+            return [0.0 for _ in levels]
+        middle, mean = sx / w, sy / w
+        above = 0.02 * mean
+        below = above if origin is None or sx == 0 else max(mean - origin, 0.0) / middle
+        known, weight = sxy - sx * mean, sxx - sx * middle + RIDGE
+        above, below = (max((known + RIDGE * prior) / weight, 0.0) for prior in (above, below))
+        return [max(mean + (x - middle) * (below if x < middle else above), 0.0) for x in levels]
 
 
 def expected_tokens(shares: Iterable[float]) -> Iterator[float]:
@@ -110,29 +116,31 @@ class Acceptance:
         self.attempts = [0.0] * self.levels  # of these, rows with a node at this depth
         self.accepted = [0.0] * self.levels  # of these, rows that accepted one
 
-    def rate(self, depth: int) -> float:
-        """Acceptance rate at a depth (1 is the first): accepted / attempts, with a prior: that of all depths, or of
-        this depth of the narrower structure.
+    def rates(self) -> list[float]:
+        """Acceptance rates by depth: accepted / attempts, with a prior: the rate of all depths, or for a wider
+        structure what the narrower one misses, times the share of that which it was seen to miss.
         """
-        d = depth - 1
-        prior = self.overall if self.narrower is None else 1 - MISSES * (1 - self.narrower.rate(depth))
-        return (self.accepted[d] + prior * PRIOR_WEIGHT) / (self.attempts[d] + PRIOR_WEIGHT)
+        if self.narrower is None:
+            priors = [(sum(self.accepted) + PRIOR_RATE) / (sum(self.attempts) + 1)] * self.levels
+        else:
+            narrower = self.narrower.rates()
+            known = sum(n * (1 - rate) for n, rate in zip(self.attempts, narrower))
+            share = min((sum(self.attempts) - sum(self.accepted) + MISSES) / (known + 1), 1.0)
+            priors = [1 - share * (1 - rate) for rate in narrower]
+        return [
+            (accepted + prior * PRIOR_WEIGHT) / (attempts + PRIOR_WEIGHT)
+            for accepted, attempts, prior in zip(self.accepted, self.attempts, priors)
+        ]
 
-    @property
-    def overall(self) -> float:
-        """Acceptance rate of all depths."""
-        return (sum(self.accepted) + PRIOR_RATE) / (sum(self.attempts) + 1)
-
-    def offered(self, depth: int) -> float:
+    def offered(self) -> list[float]:
         """How often a draft has a node at a depth reached by its path; rows of a batch may have shorter drafts, and
         trees have leaves. With a prior of 1.
         """
-        d = depth - 1
-        return (self.attempts[d] + PRIOR_WEIGHT) / (self.reached[d] + PRIOR_WEIGHT)
+        return [(n + PRIOR_WEIGHT) / (reached + PRIOR_WEIGHT) for n, reached in zip(self.attempts, self.reached)]
 
     def expected(self, limit: int) -> Iterator[float]:
         """Expected tokens of a round that drafts 1, 2, ... levels."""
-        return expected_tokens(self.offered(d) * self.rate(d) for d in range(1, limit + 1))
+        return expected_tokens(a * b for a, b, _ in zip(self.offered(), self.rates(), range(limit)))
 
     def learn(self, levels: int, committed: list[int], had_rejection: list[bool]) -> None:
         rows = len(committed)
@@ -177,23 +185,20 @@ class RoundCosts:
         seen, _, seconds, *_ = self.verify.moments
         return max(self.verify.at(0), seconds / max(seen, 1.0) / SURE, 1e-9)
 
-    def verified(self, nodes: int) -> float:
-        """Seconds of a pass over so many drafted nodes."""
-        return self.verify.at(nodes, self.plain.at(0) if self.priced else None)
-
-    def drafted(self, levels: int, structure: Structure = OWN) -> float:
-        """Seconds of a round with so many levels; of a structure that was not drafted yet with the draft of the widest
+    def drafted(self, depths: Iterable[int], structure: Structure = OWN) -> list[float]:
+        """Seconds of rounds with so many levels; of a structure that was not drafted yet with the draft of the widest
         narrower one.
         """
-        known = [s for s, line in self.draft.items() if line.moments[0] and s <= structure]
-        draft = self.draft[max(known)].at(levels, 0.0) if known else 0.0
-        return self.verified(structure.size(levels)) + draft
+        depths = list(depths)
+        verified = self.verify.over(map(structure.size, depths), self.plain.at(0) if self.priced else None)
+        line = max(((s, line) for s, line in self.draft.items() if line.moments[0] and s <= structure), default=None)
+        return verified if line is None else list(map(sum, zip(verified, line[1].over(depths, 0.0))))
 
     def ceiling(self, levels: int, structure: Structure) -> float:
         """Most seconds that count of a round."""
         line = self.draft[structure]
         if self.verify.known and not line.moments[0]:
-            return STALLED * self.drafted(levels, structure)
+            return STALLED * self.drafted([levels], structure)[0]
         return self.verify.ceiling(structure.size(levels)) + line.ceiling(levels)
 
     def lighter(self) -> RoundCosts:
@@ -278,7 +283,7 @@ class AdaptiveLength(DraftLengthPolicy):
             return 0, OWN
         overdrawn = self.overhead - self.share * self.elapsed - self.slack * costs.step
         if overdrawn > 0:  # every further plain pass pays its share of it
-            due = min(overdrawn, max(costs.drafted(limit), LONGEST_COOLDOWN * self.share * costs.step))
+            due = min(overdrawn, max(*costs.drafted([limit]), LONGEST_COOLDOWN * self.share * costs.step))
             self.overhead -= overdrawn - due  # a machine that stood still once is no reason never to draft again
             costs.cooling, costs.doubted = math.ceil(due / (self.share * costs.step)), True
             return 0, OWN
@@ -307,8 +312,9 @@ class AdaptiveLength(DraftLengthPolicy):
         costs = costs or self.costs[0]
         winner, speed = (0, OWN), 1.0 / costs.step
         for structure in self.structures:
-            for d, expected in enumerate(self.acceptance(structure).expected(limit), 1):
-                rate = expected / max(costs.drafted(d, structure), 1e-9)
+            found = zip(self.acceptance(structure).expected(limit), costs.drafted(range(1, limit + 1), structure))
+            for d, (expected, seconds) in enumerate(found, 1):
+                rate = expected / max(seconds, 1e-9)
                 if rate > speed * (1.02 if winner[0] == 0 else 1.0):
                     winner, speed = (d, structure), rate
         return winner
@@ -354,5 +360,5 @@ class AdaptiveLength(DraftLengthPolicy):
             costs.cooldown, costs.doubted = FIRST_COOLDOWN, False
 
     def charge(self, seconds: float, costs: RoundCosts) -> None:
-        """Charge the account; below nothing, it saves up `slack` plain passes."""
-        self.overhead = max(self.overhead + seconds, -self.slack * costs.step)
+        """Charge the account, which saves up some gains."""
+        self.overhead = max(self.overhead + seconds, -SAVED * self.slack * costs.step)
