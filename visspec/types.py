@@ -291,7 +291,9 @@ class Structure(NamedTuple):
 
     def size(self, levels: int) -> int:
         """Nodes of so many levels; one a level where the structure is unknown."""
-        return levels if self.width <= 1 else min(self.nodes, self.width * (1 + self.width * (levels - 1)))
+        if self.width <= 1 or not levels:
+            return levels
+        return min(self.nodes, self.width * (1 + self.width * (levels - 1)))
 
 
 OWN = Structure()

@@ -1,19 +1,21 @@
-"""Draft-length policies: how many levels are drafted in each round and in which structure, decided here and nowhere else.
+"""Draft-length policies: how many levels a round drafts, in which structure, decided here and nowhere else.
 
 `FixedLength` drafts as deep as it may. `AdaptiveLength` maximises the expected tokens per second from measured costs
 and acceptance rates: drafting d levels is expected to commit 1 + sum_i prod_{j<=i} a_j tokens (a_j: acceptance rate at
 depth j) and to cost draft(d) + verify(n) seconds, n being the nodes of d levels, both lines fitted to the measured
-rounds. The best d is used; d = 0 is plain decoding. Drafters of trees offer smaller ones and chains, too
-(`types.Structure`), and the best pair of structure and d is used: chains are drafted first, and a wider structure if it
-would be better at the costs of the next narrower one with two thirds of its misses. So no round is drafted only to learn.
-Costs are fitted anew where the context doubles, since a pass behind a long prompt costs more, and other drafts pay.
-While d = 0 is best, drafting is off for a number of rounds that doubles after every unsuccessful probe.
+rounds. The best d is used; d = 0 is plain decoding. A drafter of trees offers smaller ones and chains, too
+(`types.Structure`), and the best pair of structure and d is used. Chains come first. A wider structure that was not
+drafted yet is judged as the next narrower one, with fewer misses and a pass over its own nodes: where it promises more
+it is drafted, and then known. Costs are fitted anew where the context doubles, since a pass behind a long prompt costs
+more, and other drafts pay. While d = 0 is best, drafting is off for a number of rounds that doubles after every
+unsuccessful probe.
 Rounds without a draft are run on purpose now and then, so that the price of plain decoding is measured and not only
-extrapolated: the first one soon where a round commits few tokens, else after `FIRST_PROBE` rounds. By it an account is
-kept of the seconds that drafted rounds took beyond plain decoding of the tokens they gave; gains pay debts back, and
-`slack` plain passes of them are saved up, so that an unlucky row of rounds rests no drafts that pay. Drafting is off
-while the account is overdrawn: `share` of all seconds and `slack` plain passes, for `LONGEST_COOLDOWN` rounds at most.
-So drafting costs little more than that, whatever is accepted and whenever that changes.
+extrapolated: the first one at once if rounds commit few tokens, else after `FIRST_PROBE`. By it an account is kept of
+the seconds that drafted rounds took beyond plain decoding of the tokens they gave; gains pay debts back, and some of
+them are saved up, so that a hard passage rests no drafts that pay elsewhere. Drafting is off while the account is
+overdrawn: `share` of all seconds and `slack` plain passes, for `LONGEST_COOLDOWN` rounds at most. So drafting costs
+little more than that over all rounds, and `SAVED` times `slack` passes more over some of them, whatever is accepted and
+whenever that changes.
 
 A policy is shared by all requests and threads of an accelerated model, so measurements carry over between requests, and
 rounds are counted over all threads. The output does not depend on it (see `sampling`).
@@ -34,7 +36,7 @@ WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97
 RIDGE = 2.0  # weight of the slope that a line has before it is known, in rounds one level off the mean
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0
-MISSES = 2 / 3  # of a narrower structure, that are expected of a wider one before it was drafted
+MISSES = 2 / 3  # share of a narrower structure's misses that are expected of a wider one before it was drafted
 FIRST_COOLDOWN, LONGEST_COOLDOWN = 8, 256
 FIRST_PROBE = 16  # rounds before the first plain one; it comes at once where a round commits less than `SURE` tokens
 SAVED = 4.0  # times `slack` that gains are saved up to
@@ -50,6 +52,7 @@ class LinearCost:
     moments: list[float] = field(default_factory=lambda: [0.0] * 5)  # weight, x, y, xx, xy
     first: list[tuple[float, float]] = field(default_factory=list)  # the points before the line is known
     known: bool = False
+    start: float | None = None  # the slope to begin with; None: 2 % of the mean a level
 
     def add(self, x: float, y: float) -> None:
         y = min(y, self.ceiling(x))
@@ -70,23 +73,29 @@ class LinearCost:
 
     def lighter(self) -> LinearCost:
         """The same line with the weight of one point, so that new ones soon outweigh it."""
-        return LinearCost([s / max(self.moments[0], 1.0) for s in self.moments], self.first, self.known)
+        moments = [s / max(self.moments[0], 1.0) for s in self.moments]
+        return LinearCost(moments, self.first, self.known, self.slope() if self.moments[0] else None)
+
+    def slope(self, start: float | None = None) -> float:
+        """Seconds a level. start: what it is while little is known."""
+        w, sx, sy, sxx, sxy = self.moments
+        if start is None:
+            start = 0.02 * sy / w if self.start is None else self.start
+        return max((sxy - sx * sy / w + RIDGE * start) / (sxx - sx * sx / w + RIDGE), 0.0)
 
     def at(self, x: float) -> float:
         return self.over([x])[0]
 
     def over(self, levels: Iterable[float], origin: float | None = None) -> list[float]:
-        """Seconds by levels. Where little is known of the slope, it is 2 % of the mean a level; below the mean the one
-        that leads to `origin`, the seconds of none, if these are known: so cheap drafts are tried that are not known.
+        """Seconds by levels. origin: those of none. While little is known of the slope, the line below the mean leads
+        there, so that short drafts are tried that are not known.
         """
-        w, sx, sy, sxx, sxy = self.moments
+        w, sx, sy, *_ = self.moments
         if w == 0:
             return [0.0 for _ in levels]
-        middle, mean = sx / w, sy / w
-        above = 0.02 * mean
-        below = above if origin is None or sx == 0 else max(mean - origin, 0.0) / middle
-        known, weight = sxy - sx * mean, sxx - sx * middle + RIDGE
-        above, below = (max((known + RIDGE * prior) / weight, 0.0) for prior in (above, below))
+        middle, mean, above = sx / w, sy / w, self.slope()
+        lead = origin is not None and self.start is None and sx > 0
+        below = self.slope(max(mean - (origin or 0.0), 0.0) / middle) if lead else above
         return [max(mean + (x - middle) * (below if x < middle else above), 0.0) for x in levels]
 
 
@@ -104,9 +113,7 @@ def expected_tokens(shares: Iterable[float]) -> Iterator[float]:
 
 @dataclass
 class Acceptance:
-    """What is accepted of the drafts of a structure, by depth. narrower: of the structure that it starts from, with `MISSES`
-    of its misses.
-    """
+    """What is accepted of the drafts of a structure, by depth. narrower: that of the structure that it is judged by."""
 
     levels: int
     narrower: Acceptance | None = None
@@ -117,8 +124,8 @@ class Acceptance:
         self.accepted = [0.0] * self.levels  # of these, rows that accepted one
 
     def rates(self) -> list[float]:
-        """Acceptance rates by depth: accepted / attempts, with a prior: the rate of all depths, or for a wider
-        structure what the narrower one misses, times the share of that which it was seen to miss.
+        """Accepted / attempts by depth, with a prior: the rate of all depths; for a wider structure, that it misses the
+        same share of what the narrower one misses at every depth.
         """
         if self.narrower is None:
             priors = [(sum(self.accepted) + PRIOR_RATE) / (sum(self.attempts) + 1)] * self.levels
@@ -289,11 +296,8 @@ class AdaptiveLength(DraftLengthPolicy):
             return 0, OWN
         best, structure = self.best(limit, costs)
         if best == 0:
-            costs.cooling, costs.cooldown, costs.doubted = (
-                costs.cooldown,
-                min(2 * costs.cooldown, LONGEST_COOLDOWN),
-                True,
-            )
+            costs.cooling, costs.doubted = costs.cooldown, True
+            costs.cooldown = min(2 * costs.cooldown, LONGEST_COOLDOWN)
             for each in self.accepted.values():
                 each.fade()
         return best, structure
@@ -338,8 +342,8 @@ class AdaptiveLength(DraftLengthPolicy):
             ceiling = costs.ceiling(levels, structure)
             behind, costs.after_plain = costs.after_plain, not levels
             if levels:  # a second node may cost as much as the first: plain passes would bend the line
+                costs.used.add(structure)
                 if not behind:
-                    costs.used.add(structure)
                     costs.verify.add(nodes, verified)
                     draft.add(levels, drafted)
                 self.charge(min(verified + drafted, ceiling) - costs.step * tokens, costs)
