@@ -117,11 +117,12 @@ class Acceptance:
 
     levels: int
     narrower: Acceptance | None = None
+    reached: list[float] = field(init=False)  # rows whose path reached the depth above
+    attempts: list[float] = field(init=False)  # of these, rows with a node at this depth
+    accepted: list[float] = field(init=False)  # of these, rows that accepted one
 
     def __post_init__(self) -> None:
-        self.reached = [0.0] * self.levels  # rows whose path reached the depth above
-        self.attempts = [0.0] * self.levels  # of these, rows with a node at this depth
-        self.accepted = [0.0] * self.levels  # of these, rows that accepted one
+        self.reached, self.attempts, self.accepted = ([0.0] * self.levels for _ in range(3))
 
     def rates(self) -> list[float]:
         """Accepted / attempts by depth, with a prior: the rate of all depths; for a wider structure, that it misses the
