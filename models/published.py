@@ -22,13 +22,21 @@ from visspec.types import Drafter
 
 SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}  # readers of layouts
 EAGLE3 = (
-    "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM",
-    "LlamaEagle3DraftModel", "Qwen3Eagle3Model",
-)  # fmt: skip
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen2_5vlForCausalLM",
+    "Eagle3Qwen3vlForCausalLM",
+    "LlamaEagle3DraftModel",
+    "Qwen3Eagle3Model",
+)
 BLOCKS = {
-    "DFlashDraftModel": "dflash", "QwenDFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2",
-    "DSparkDraftModel": "dspark", "DominoDraftModel": "domino", "Qwen3DSparkModel": "deepspec",
-}  # fmt: skip
+    "DFlashDraftModel": "dflash",
+    "QwenDFlashDraftModel": "dflash",
+    "DFlash2DraftModel": "dflash2",
+    "DSparkDraftModel": "dspark",
+    "DominoDraftModel": "domino",
+    "Qwen3DSparkModel": "deepspec",
+}
 PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2 and 3 call themselves, if they do
 HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, which are called as their target is
 ASSISTANTS = ("muse_glimmer_assistant", "gemma4_assistant", "gemma4_unified_assistant")

@@ -9,7 +9,7 @@ from tests.doubles import Oracle, fast, stock
 from tests.test_cli import refused
 from tests.test_eagle import make
 from tests.tiny import model_of, prompt, shapes
-from visspec.api import ranks, tuning
+from visspec.api import ranks, tuned_preset, tuning
 from visspec.api.tuning import DrafterMeasurement, MeasuredBatch
 from visspec.cli import tune as command
 from visspec.cli.main import main
@@ -72,11 +72,11 @@ def test_drafts_of_mixed_lengths_are_counted_and_outputs_stay():
 def test_a_preset_is_read_by_accelerate_and_belongs_to_its_model(tmp_path):
     path, model = tmp_path / "p.json", model_of("llama")
     choice = {"drafter": "ngram:longest=2", "acceptance": "typical:epsilon=0.2", "levels": 3}
-    tuning.write_preset(path, model, choice, measured_speedup=1.5)
+    tuned_preset.write_preset(path, model, choice, measured_speedup=1.5)
     made = visspec.accelerate(model, path)
     assert made.name == "ngram" and made.length_policy.levels == 3 and made.rule.traits.guarantee == "approximate"
     assert visspec.accelerate(model, str(path), levels=5).length_policy.levels == 5
-    tuning.write_preset(path, model, {"drafter": "none", "acceptance": "exact", "levels": 0})
+    tuned_preset.write_preset(path, model, {"drafter": "none", "acceptance": "exact", "levels": 0})
     assert visspec.accelerate(model, path).drafter is None
     other = model_of("qwen2")
     with pytest.raises(ValueError, match="is made for a model with model_type 'llama', got 'qwen2'"):
@@ -108,7 +108,7 @@ def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
     assert len(rows) == 10 and all(r["identical"] == r["compared"] for r in rows)
     assert found["predicted_speedup"] > 0 and len(found["predicted_ci95"]) == 2 and "choice_over_best" in found
     read = json.loads(preset.read_text())
-    assert {k: read[k] for k in tuning.KEPT} == {k: found["choice"][k] for k in tuning.KEPT}
+    assert {k: read[k] for k in tuned_preset.KEPT} == {k: found["choice"][k] for k in tuned_preset.KEPT}
     said = capsys.readouterr()
     assert "choice: " in said.out or "nothing pays" in said.out
     assert "00.png" in said.err

@@ -141,9 +141,14 @@ class Tiers:
         return [list(r) for r in plain] != [list(r) for r in other]
 
     def force(
-        self, target: Target, request: Request, plain: Sequence[Sequence[int]], other: Sequence[Sequence[int]],
-        shapes: Sequence[Tree], prompt: int,
-    ) -> None:  # fmt: skip
+        self,
+        target: Target,
+        request: Request,
+        plain: Sequence[Sequence[int]],
+        other: Sequence[Sequence[int]],
+        shapes: Sequence[Tree],
+        prompt: int,
+    ) -> None:
         """Feed the plain output of a prompt again, one token at a time and in passes of each shape."""
         laws = forced_logits(target, request, plain)
         self.forced += 1

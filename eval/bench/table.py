@@ -19,9 +19,13 @@ def cell(form: Cell, row: Mapping[str, Any]) -> str:
 
 
 def table(
-    title: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, Cell], caption: str | None = None,
-    left: Iterable[str] = (), whole: Iterable[str] | None = None,
-) -> Table:  # fmt: skip
+    title: str,
+    rows: Iterable[Mapping[str, Any]],
+    columns: Mapping[str, Cell],
+    caption: str | None = None,
+    left: Iterable[str] = (),
+    whole: Iterable[str] | None = None,
+) -> Table:
     """A rich table for the terminal. The first column and those of `left` are aligned to the left; those of `whole`,
     by default the same, are not wrapped.
     """

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
+from safetensors.torch import save as to_bytes
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import FeatureExtractor, gather
@@ -88,8 +91,6 @@ def from_folder(
 
 def save(reference: Reference, path: str | Path) -> None:
     """Write `path` (.safetensors) and its JSON file atomically."""
-    from safetensors.torch import save as to_bytes
-
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = {"all": reference.stats, "first": reference.halves[0], "second": reference.halves[1]}
@@ -105,9 +106,6 @@ def save(reference: Reference, path: str | Path) -> None:
 
 def load(path: str | Path) -> Reference:
     """Read files written by `save`; ValueError if one is damaged or the two do not belong together."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load as from_bytes
-
     path = Path(path)
     try:
         data = path.read_bytes()

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from visspec.cache import additive, to_device
 from visspec.io import hub
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
+from visspec.models.block import export
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
 from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import describe
@@ -116,16 +117,12 @@ class BlockModel(StructuredDrafter):
         which `verifier` names the target, "dspark" (the same, of a drafter with DSpark's heads), "domino" (SpecForge)
         or "transformers". Raises ValueError where a form has no place for what the drafter is.
         """
-        from visspec.models.block import layout as dflash_layouts
-
         published_config.check_verifier_named(self.model, form, verifier)
-        dflash_layouts.write(self, folder, form, verifier)
+        export.write(self, folder, form, verifier)
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any]) -> None:
         """Write the published form that holds this drafter, with provenance.json beside it."""
-        from visspec.models.block import layout as dflash_layouts
-
-        dflash_layouts.write(self, folder, dflash_layouts.form_for(self))
+        export.write(self, folder, export.form_for(self))
         (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:

@@ -22,6 +22,7 @@ from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.published_config import check_verifier_named
 from visspec.models.drafting.structure import Chain
+from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.drafter import FeatureDrafter, scaled_section
@@ -105,10 +106,8 @@ class EagleDrafter(FeatureDrafter):
         or "speculators" (vLLM), for which `verifier` names the target. Raises ValueError where a form has no place for
         what the drafter is.
         """
-        from visspec.models.eagle import layout as eagle_layouts
-
         check_verifier_named(self.model, form, verifier)
-        eagle_layouts.write(self, folder, form, verifier)
+        export.write(self, folder, form, verifier)
 
     @torch.no_grad()
     def keep(self, ids: Tensor) -> None:

@@ -1,5 +1,5 @@
-"""Published checkpoints of one-layer drafters, in and out: what their configuration says, and what their tensors are
-called.
+"""Published checkpoints of one-layer drafters, as they are read (`export` writes them): what their configuration says,
+and what their tensors are called.
 
 Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec: a Llama configuration, or one named after the target; `layers.0.*` without
 an input norm, which MSD of Qwen2-VL has, and `fc` over [embedding; feature]; NeMo Automodel's have it too, and a final
@@ -11,7 +11,6 @@ in two ways: speculators, vLLM and some others name hidden_states[i] itself, the
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import warnings
@@ -20,31 +19,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shorten
 from visspec.models.decoder.target import content_ids, vocabulary
-from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS, on_meta
+from visspec.models.drafting.checkpoint import CONFIG, on_meta
 from visspec.models.drafting.published_config import (
-    VERSION,
     check_verifier,
     entry,
     list_of,
     object_of,
     rope_of,
-    speculators_config,
     strip_prefix,
 )
 from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.export import IDS, LAYER, MIDLAYER, SIZES
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.layers import depth
 from visspec.models.published_tensors import rename, rename_tensor
 
 logger = logging.getLogger(__name__)
-FORMS = ("eagle", "eagle3", "speculators")
-MIDLAYER, LAYER, EMBEDDING = "midlayer.", "layers.0.", "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
 PREFIXES = ((MIDLAYER, LAYER), ("img_adaptor.query", "imadpt.q"), ("img_adaptor.", "imadpt."))  # theirs and ours
 AUTOMODEL = ("LlamaEagleDraftModel", "VispecDraftModel", "LlamaEagle3DraftModel")  # under their target's configuration
 ONE_ROW = (*AUTOMODEL, "Qwen3Eagle3Model")  # whose positions are numbers of slots, also where the target's are M-RoPE's
@@ -52,14 +48,13 @@ SLOTS = {"positions": "index", "mrope_section": (), "mrope_interleaved": False}
 LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and ids that it gains at most in transformers
 OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # which speculators may have saved too
 DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # drafted by their own defaults
-IDS = "eagle_aux_hidden_state_layer_ids"
 MODELOPT = {  # flags of its `eagle_config`, and their values in an EAGLE-3 head
-    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    "use_mtp_layernorm": False, "parallel_draft_step": 1,
-}  # fmt: skip
-SIZES = {
-    "hidden": "hidden_size", "heads": "num_attention_heads", "intermediate": "intermediate_size", "vocab": "vocab_size",
-}  # fmt: skip
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
 
 
 def read(
@@ -346,114 +341,3 @@ def _levels(form: str, data: dict) -> int:
     methods = list_of(object_of(data.get("speculators_config")).get("proposal_methods"))
     count = object_of(next(iter(methods), None)).get("speculative_tokens")
     return data.get("ttt_length", DEPTHS[form]) if count is None else count  # DeepSpec's, or speculators'
-
-
-# --- out --------------------------------------------------------------------------------------------------------------
-
-
-def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | None = None) -> None:
-    """Write a drafter in a published form; M-RoPE is stated. verifier: name or path of the target, for speculators.
-
-    Raises ValueError where the form has no place for what the drafter is.
-    """
-    config = drafter.config
-    check_form(config, form)
-    data, tensors = head_config(config, drafter.model, form, verifier), dict(drafter.head.state_dict())
-    if form == "eagle3":
-        tensors = {name.replace(LAYER, MIDLAYER, 1): tensor for name, tensor in tensors.items()}
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, root / WEIGHTS)
-    (root / CONFIG).write_text(json.dumps(data, indent=2) + "\n")
-
-
-def check_form(config: EagleConfig, form: str) -> None:
-    """Raises ValueError if a published form can't hold a configuration."""
-    if form not in FORMS:
-        raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
-    wanted = "sum" if form == "eagle" else "split"
-    seen = ("slots", "embeddings", "none", "latents") if form == "eagle" else ("slots", "placeholders", "none")
-    for name, found, known in (
-        ("fusion", config.fusion, (wanted,)),
-        ("images", config.images, seen),
-        ("positions", config.positions, ("index" if form == "eagle" else "target",)),
-        ("fc_bias", config.fc_bias, (True, False) if form == "eagle" else (False,)),
-        ("qkv_bias", config.qkv_bias, (True, False) if form == "eagle" else (False,)),
-        ("qk_norm", config.qk_norm, (True, False) if form == "speculators" else (False,)),
-        ("norm_before_residual", config.norm_before_residual, (True, False) if form == "speculators" else (False,)),
-        ("draft_vocab", config.draft_vocab > 0, (form != "eagle",)),
-        ("head_rank", config.head_rank, (0,)),
-        ("block", config.block, (1,)),
-        ("norm_output", config.norm_output, (False,) if form == "eagle" else (True, False)),
-        ("norm_input", config.norm_input, (False,)),
-    ):
-        if found not in known:
-            expected = ", ".join(map(str, known))
-            raise ValueError(f"form: got a drafter with {name} {found} for {form!r}, expected {expected}")
-    if form == "eagle3" and any(not 0 < i < config.target_layers for i in config.feature_layers):
-        raise ValueError(
-            f"form: got feature_layers {list(config.feature_layers)}, expected outputs of layers"
-            f" 0..{config.target_layers - 2}, as 'eagle3' counts them"
-        )
-    states = config.feature_layers
-    apart = len(set(states)) == len(states)
-    if form == "speculators" and not (apart and all(0 <= i < config.target_layers for i in states)):
-        raise ValueError(
-            f"form: got feature_layers {list(states)}, expected different states before one of the layers"
-            f" 0..{config.target_layers - 1}"
-        )
-
-
-def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier: str | None) -> dict[str, Any]:
-    """The configuration of a published form."""
-    layer: dict[str, Any] = {
-        "model_type": "qwen3" if config.qk_norm else "llama",
-        **{name: getattr(config, own) for own, name in SIZES.items()},
-        "num_hidden_layers": 1,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.eps,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": _rope(config),
-        **({} if config.partial_rotary_factor == 1 else {"partial_rotary_factor": config.partial_rotary_factor}),
-        "max_position_embeddings": model.config.get_text_config().max_position_embeddings,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-    }
-    if form == "eagle":
-        return {"architectures": ["LlamaForCausalLM"], **layer, "bias": config.fc_bias, "qkv_bias": config.qkv_bias}
-    own = {"draft_vocab_size": config.draft_vocab, "fc_norm": config.fc_norm, "norm_output": config.norm_output}
-    own["norm_before_fc"] = config.norm_before_fc
-    if config.target_hidden != config.hidden:
-        own["target_hidden_size"] = config.target_hidden
-    if form == "eagle3":
-        before = config.feature_layers[0] < 3  # outputs of layers, as readers take ids that begin with 0 or 1
-        states = {IDS: [i - before for i in config.feature_layers], "use_aux_hidden_state": True}
-        return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            **layer,
-            **own,
-            "target_model_type": config.family,
-            "eagle_config": states,
-        }
-    return {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": VERSION,
-        **own,
-        "norm_before_residual": config.norm_before_residual,
-        IDS: list(config.feature_layers),
-        "transformer_layer_config": layer,
-        "speculators_config": speculators_config("eagle3", config.levels, model, verifier),
-    }
-
-
-def _rope(config: EagleConfig) -> dict[str, Any] | None:
-    """The rotary entry: scaling, or the sections of M-RoPE, whose name is "mrope" in blocks (Qwen2.5-VL)."""
-    if not config.mrope_section:
-        return config.rope_scaling
-    kind = {"rope_type": "default"} if config.mrope_interleaved else {"type": "mrope", "rope_type": "default"}
-    more = {"mrope_interleaved": True} if config.mrope_interleaved else {}
-    return {**kind, "mrope_section": list(config.mrope_section), **more}

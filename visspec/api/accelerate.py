@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
-from visspec.api import queueing, requests, saving, zoo
+from visspec.api import queueing, requests, saving, tuned_preset, zoo
 from visspec.api.copies import Rebuildable
+from visspec.api.loading import load_saved
 from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
 from visspec.loop.bandit import bandit_of
@@ -70,9 +71,7 @@ def accelerate(
     """
     file = str(drafter) if isinstance(drafter, (str, Path)) else ""
     if file.endswith(".json") and (":" not in file or Path(file).is_file()):  # and no option, like tree=FILE.json
-        from visspec.api.tuning import read_preset
-
-        preset = read_preset(file, model)
+        preset = tuned_preset.read_preset(file, model)
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
     return Accelerated(
@@ -157,8 +156,6 @@ class Accelerated(Rebuildable):
         options: `trust_remote_code` (off), and as in `accelerate`; drafter, acceptance and levels given here win. The
         processor, or the tokenizer, is `tokenizer`. Safetensors only; raises ValueError as `accelerate` does.
         """
-        from visspec.api.loading import load_saved
-
         remote = options.pop("trust_remote_code", False)
         folder = str(hub.resolve_folder(zoo.included_folder(str(where))))
         settings = saving.read(folder, options)
@@ -382,6 +379,17 @@ class Speculative:
         assert call.result is not None
         self.last_stats = call.result[1]
         return output
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write `custom_generate/`, transformers' layout of a repository with a decoding method, beside what is there:
+        `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`, where `drafter=` and `acceptance=` win
+        over this hook's. Raises ValueError unless drafter and rule are names, and for other options.
+        """
+        saving.write_method(folder, {"drafter": self.drafter, "acceptance": "exact", **self.options})
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
+        return hub.push(repo_id, self.save_pretrained, **options)
 
 
 def default_drafter(model: Any, several: bool = False) -> tuple[DrafterSpec, str]:

@@ -44,9 +44,14 @@ NO_PICTURE: dict[str, tuple] = {  # the same of an image generation
     "moderation": ("auto", "low"), "complexity": (), "frame_count": (1,), "frame_duration_ms": (), "svg": (),
 }  # fmt: skip
 NO_MATTER = (  # arguments that change no answer: who asks, what else may be cached
-    "user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "user",
+    "safety_identifier",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
     "prompt_cache_breakpoint",
-)  # fmt: skip
+)
 
 
 class RequestError(ValueError):

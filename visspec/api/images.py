@@ -35,6 +35,7 @@ from visspec.api.image_call import (
 )
 from visspec.api.image_call import image_seeds as image_seeds
 from visspec.api.inpainting import picture_of
+from visspec.api.loading import load_image_model
 from visspec.api.zoo import DrafterSpec
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
@@ -43,6 +44,7 @@ from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
+from visspec.models.lowres.drafter import LowRes
 from visspec.types import Acceptance, Order, Processor, Request, Sampling, State
 
 # of the constructor
@@ -104,8 +106,6 @@ class ImagePipeline(Rebuildable):
         dtype. Of a folder that `save_pretrained` wrote, drafter, acceptance, levels and parts are read too; those given
         here win.
         """
-        from visspec.api.loading import load_image_model
-
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
         where = where or included.image_model()
         options = saving.read(str(where), options)
@@ -340,9 +340,6 @@ class ImagePipeline(Rebuildable):
             )
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
             return zoo.drafter(spec, self.model)
-        from visspec.api.loading import load_image_model
-        from visspec.models.lowres.drafter import LowRes
-
         name, options = zoo.parse(spec)
         dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared
         own = options.pop("model", included.made_for("lowres", self.model))

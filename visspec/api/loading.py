@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
 
 from visspec.api import zoo
 from visspec.api.sources import need
@@ -36,17 +39,15 @@ def load(
     Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.
     """
-    from transformers import AutoModelForImageTextToText
-
-    return _load(spec or included.text_model(), AutoModelForImageTextToText, device, dtype, trust_remote_code)
+    return _load(
+        spec or included.text_model(), transformers.AutoModelForImageTextToText, device, dtype, trust_remote_code
+    )
 
 
 def load_image_model(
     spec: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code=False
 ):
     """(model, processor) of an image generator, for `ImagePipeline`. None: the included one that draws. As `load`."""
-    import transformers
-
     where = str(spec or included.image_model())
     folder = zoo.included_folder(where)
     config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
@@ -59,8 +60,6 @@ def load_image_model(
 
 def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False):
     """(model, processor or tokenizer, or None if the folder has neither) of a folder with any model that generates."""
-    import transformers
-
     named = checkpoint.read_json(checkpoint.check_folder(where), "config.json").get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     kind = getattr(transformers, first, None) or transformers.AutoModelForImageTextToText
@@ -72,8 +71,6 @@ def without_weights(spec: str | None = None) -> Any:
     """The model of a folder, a hub id, a config.json or an included one by name, on `meta`: only its configuration is
     read, and fetched. Raises ValueError for one that transformers does not know.
     """
-    import transformers
-
     where = str(spec or included.text_model())
     shipped = zoo.included_folder(where)
     where = str(shipped) if shipped.is_relative_to(included.FOLDER) else where
@@ -99,8 +96,6 @@ def without_weights(spec: str | None = None) -> Any:
 @contextmanager
 def quiet() -> Iterator[None]:
     """transformers reports errors only."""
-    from transformers.utils import logging as transformers_logging
-
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -111,24 +106,18 @@ def quiet() -> Iterator[None]:
 
 def _load_included(folder: Path, reference: str, device: str, dtype: str | torch.dtype):
     """(model, processor) of a folder with a network of ours."""
-    from transformers import AutoProcessor
-
     _check_device(device)
     precision = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
     model = zoo.load(reference)(folder, precision)
     processor = None
     if not model.class_conditional:
         with quiet():  # it would say that it does not know the type of the model
-            processor = AutoProcessor.from_pretrained(str(folder), local_files_only=True)
+            processor = transformers.AutoProcessor.from_pretrained(str(folder), local_files_only=True)
     logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
     return model.to(device).eval(), processor
 
 
 def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_remote_code: bool, worded: bool = True):
-    from safetensors import SafetensorError
-    from transformers import AutoProcessor
-    from transformers.utils import logging as transformers_logging
-
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
@@ -159,7 +148,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
                 f"model: {where} has {what.replace('_', ' ')} ({name}), expected exactly the model's tensors"
             )
     logger.info("%s: loaded %s, %s, to %s", where, type(model).__name__, model.dtype, device)
-    processor = AutoProcessor.from_pretrained(where, **options) if worded else None
+    processor = transformers.AutoProcessor.from_pretrained(where, **options) if worded else None
     return (model if spread else model.to(device)).eval(), processor
 
 

@@ -58,17 +58,19 @@ MAPS = {  # of next-scale models; drafter and refiner are a smaller one
     "scales": Preset("var", "scales", "drafted scales, code for code those of plain decoding"),
     "repaired": Preset("var", "repaired", "drafted scales, maximal coupling of each code"),
     "code": Preset(
-        "none", "scales", "CoDe (arXiv 2411.17787): the small model draws the last scales",
+        "none",
+        "scales",
+        "CoDe (arXiv 2411.17787): the small model draws the last scales",
         parts={"refiner": "var", "handover": 5},
     ),
-    "scalekv": Preset(
-        "none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}
-    ),
+    "scalekv": Preset("none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}),
     "fastvar": Preset(
-        "none", "scales", "FastVAR (arXiv 2503.23367): of the last scales only some tokens go through the blocks",
+        "none",
+        "scales",
+        "FastVAR (arXiv 2503.23367): of the last scales only some tokens go through the blocks",
         parts={"pruning": (0.5, 0.0, 0.0)},
     ),
-}  # fmt: skip
+}
 ANY_ORDER = {  # of models that draw in any order, beside those of `CODES` that they take
     "assd": Preset(
         "ahead:levels=4", "exact", "ASSD (ICLR 2026), one pass a round; codes far from each other first", "spread"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from visspec.api import zoo
 from visspec.api.accelerate import accelerate
-from visspec.api.tuning import preset_target
+from visspec.api.tuned_preset import preset_target
 from visspec.io.files import write_json
 from visspec.models.drafting.structure import RANKS, StructuredDrafter
 from visspec.types import ConfiguredModel, Draft, Drafter, Outcome, Scores, State, Verdict

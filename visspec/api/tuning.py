@@ -17,24 +17,19 @@ import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from visspec.api import requests
 from visspec.api.accelerate import Accelerated
-from visspec.io.checkpoint import read_json
-from visspec.io.files import write_json
 from visspec.loop.draft_length import DraftLengthPolicy, expected_tokens
-from visspec.types import ConfiguredModel, State, Trace
+from visspec.types import State, Trace
 
 OUTLIER = (
     2.0  # times the median of a length's rounds; longer ones count as so long, as in `loop.draft_length.LinearCost`
 )
 RESAMPLES = 1000
-KEPT = ("drafter", "acceptance", "levels")
-SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
 class MixedLengths(DraftLengthPolicy):
@@ -156,28 +151,3 @@ def best(rows: Sequence[dict[str, Any]], least: float, count: int = 1) -> list[d
     """The rows with the most images a second; those that draft have to be `least` times as fast as plain decoding."""
     paying = [row for row in rows if row["levels"] == 0 or row["predicted_speedup"] >= least]
     return sorted(paying, key=lambda row: -row["images_per_second"])[:count]
-
-
-def preset_target(model: ConfiguredModel) -> dict[str, Any]:
-    """What a preset is made for."""
-    text = model.config.get_text_config()
-    return {name: getattr(model.config if name == "model_type" else text, name, None) for name in SIZES}
-
-
-def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, Any], **more: Any) -> None:
-    """Write what `accelerate(model, path)` reads."""
-    write_json(path, {**{name: choice[name] for name in KEPT}, "made_for": preset_target(model), **more})
-
-
-def read_preset(path: str | Path, model: Any) -> dict[str, Any]:
-    """Arguments of `accelerate`: drafter, acceptance, levels. Raises ValueError for another file or model."""
-    found = read_json(Path(path).parent, Path(path).name)
-    missing = [name for name in (*KEPT, "made_for") if name not in found]
-    if missing:
-        raise ValueError(f"drafter: {path} has no {missing[0]}, expected a preset that `visspec tune` wrote")
-    for name, value in preset_target(model).items():
-        if found["made_for"].get(name) != value:
-            raise ValueError(
-                f"drafter: {path} is made for a model with {name} {found['made_for'].get(name)!r}, got {value!r}"
-            )
-    return {name: found[name] for name in KEPT}

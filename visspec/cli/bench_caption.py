@@ -155,10 +155,12 @@ def thumbnails(runs: Sequence[speed.ArmRun], groups: Sequence[Sequence]) -> list
 
 
 COLUMNS: dict[str, Cell] = {
-    "against": "{name}", "ms / prompt": lambda row: f"{1e3 * row['seconds_per_prompt']:.1f}",
-    "ours is faster by": "{ours_is_faster_by:.2f}", "95 %": "{ci95[0]:.2f}..{ci95[1]:.2f}",
+    "against": "{name}",
+    "ms / prompt": lambda row: f"{1e3 * row['seconds_per_prompt']:.1f}",
+    "ours is faster by": "{ours_is_faster_by:.2f}",
+    "95 %": "{ci95[0]:.2f}..{ci95[1]:.2f}",
     "identical": "{identical}/{compared}",
-}  # fmt: skip
+}
 
 
 def view(record: dict[str, Any]) -> Table:

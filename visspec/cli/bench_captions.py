@@ -135,9 +135,11 @@ def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
 
 
 COLUMNS: dict[str, Cell] = {
-    "arm": "{name}", "images / s": "{images_per_second:.2f}", "over fixed batches": "{over_fixed_batches:.2f}",
+    "arm": "{name}",
+    "images / s": "{images_per_second:.2f}",
+    "over fixed batches": "{over_fixed_batches:.2f}",
     "over transformers, sorted": "{over_transformers:.2f}",
-}  # fmt: skip
+}
 
 
 def view(record: dict[str, Any]) -> Table:

@@ -23,11 +23,14 @@ from visspec.io.options import option
 MOST = 128  # new tokens
 CAPTION = "tau at the whole depth, bonus included; times with the depth that pays"
 COLUMNS: dict[str, Cell] = {
-    "drafter": "{name}", "levels": "{levels}", "tau": "{tau:.2f}", "identical": "{identical}/{compared}",
+    "drafter": "{name}",
+    "levels": "{levels}",
+    "tau": "{tau:.2f}",
+    "identical": "{identical}/{compared}",
     "parameters": lambda row: "-" if row["parameters"] is None else f"{row['parameters'] / 1e6:.2f} M",
     "training s": lambda row: "-" if row["training_s"] is None else f"{row['training_s']:.0f}",
     "over transformers": lambda row: cell(PACED, row) or "not measured",
-}  # fmt: skip
+}
 PACED = "{speedup:.2f} [{speedup_ci95[0]:.2f}, {speedup_ci95[1]:.2f}]"
 
 

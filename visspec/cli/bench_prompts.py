@@ -141,14 +141,22 @@ def bench_prompts(arguments: Options) -> dict[str, Any]:
 
 
 COLUMNS: dict[str, Cell] = {
-    "heads": "{heads}", "prompt": "{prompt}", "nodes": "{nodes}", "pass / stock's": "{over_stock_pass:.2f}",
-    "attention / stock's": "{attention_over_stock_query:.2f}", "loop over generate": "{loop_over_transformers:.2f}",
+    "heads": "{heads}",
+    "prompt": "{prompt}",
+    "nodes": "{nodes}",
+    "pass / stock's": "{over_stock_pass:.2f}",
+    "attention / stock's": "{attention_over_stock_query:.2f}",
+    "loop over generate": "{loop_over_transformers:.2f}",
     "same": lambda row: f"{row['identical']}/{row['compared']}" if row["compared"] else "",
-}  # fmt: skip
+}
 FIRST_TOKEN: dict[str, Cell] = {
-    "heads": "{heads}", "prompt": "{prompt}", "drafter": "{drafter}", "prefill, s": "{prefill_s:.2f}",
-    "the drafter's, s": "{draft_prefill_s:.3f}", "its share": "{share:.1%}",
-}  # fmt: skip
+    "heads": "{heads}",
+    "prompt": "{prompt}",
+    "drafter": "{drafter}",
+    "prefill, s": "{prefill_s:.2f}",
+    "the drafter's, s": "{draft_prefill_s:.3f}",
+    "its share": "{share:.1%}",
+}
 
 
 class PrimedTarget(HFDecoder):

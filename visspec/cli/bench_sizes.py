@@ -290,9 +290,11 @@ COLUMNS: dict[str, Cell] = {
     "over pass": "{over_pass:.2f}", "tau/(v+c+o)": "{ideal_speedup:.2f}", "same": "{identical}/{compared}",
 }  # fmt: skip
 TIMES: dict[str, Cell] = {
-    "ms a token": "{ms_per_token:.2f}", "pass, ms": "{pass_ms:.2f}", "host": "{host_share:.2f}",
+    "ms a token": "{ms_per_token:.2f}",
+    "pass, ms": "{pass_ms:.2f}",
+    "host": "{host_share:.2f}",
     "over bytes": "{over_bytes:.2f}",
-}  # fmt: skip
+}
 
 
 def view(record: dict[str, Any]) -> Table:

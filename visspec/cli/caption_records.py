@@ -30,7 +30,7 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     out = output_path(arguments)
     found = sources.records(arguments.image)
     request = arguments.prompt or PROMPT
-    fast, captions = load_captioner(arguments, request, options, arguments.workers)
+    fast, captions = load_captions(arguments, request, options, arguments.workers)
     caption.warn_of_foreign(arguments)
     about = caption.run_settings(arguments, fast, request, options)
     lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
@@ -62,11 +62,11 @@ def run_ray(arguments: caption.Options, options: dict[str, Any]) -> int:
 
 def worker(arguments: caption.Options, request: str, options: dict[str, Any]) -> distributed.Making:
     """In an actor: load the model. What is returned makes the captions of records."""
-    _, captions = load_captioner(arguments, request, options, 1)
+    _, captions = load_captions(arguments, request, options, 1)
     return lambda records: map(row_of, captions(records))
 
 
-def load_captioner(
+def load_captions(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
 ) -> tuple[Accelerated, Captions]:
     """The model, and what makes the captions of records, whose images so many threads read ahead."""

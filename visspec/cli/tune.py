@@ -16,7 +16,7 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
-from visspec.api import loading, ranks, sources, tuning, zoo
+from visspec.api import loading, ranks, sources, tuned_preset, tuning, zoo
 from visspec.api.accelerate import Accelerated, accelerate, default_drafter, each_of
 from visspec.api.captions import PROMPT, move_inputs, process_batch
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
@@ -64,7 +64,7 @@ def run(arguments: Options) -> None:
     print(verdict(record))
     if arguments.out is not None:
         about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
-        tuning.write_preset(arguments.out, model, record["choice"], **about)
+        tuned_preset.write_preset(arguments.out, model, record["choice"], **about)
 
 
 def readable(records: Iterator[sources.Record]) -> Iterator[tuple[Any, str | None]]:
@@ -148,7 +148,10 @@ def tune(
     paying += [row for row in asked if row["levels"] == 0]
     choice = max(paying, key=lambda row: row["measured_images_per_second"])
     drafting = [row["predicted_speedup"] for row in rows if row["levels"]]
-    record: dict[str, Any] = {"bench": "tune", "choice": {name: choice[name] for name in (*tuning.KEPT, "batch_size")}}
+    record: dict[str, Any] = {
+        "bench": "tune",
+        "choice": {name: choice[name] for name in (*tuned_preset.KEPT, "batch_size")},
+    }
     record |= {"pays": choice["levels"] > 0, "best_predicted": max(drafting, default=1.0)}
     record["guarantee"] = rules[choice["drafter"]].traits.guarantee
     record |= {f"{how}_{what}": choice[f"{how}_{what}"] for how, what in product(HOW, ("speedup", "ci95"))}
@@ -226,10 +229,15 @@ def verdict(record: dict[str, Any]) -> str:
 
 
 COLUMNS = {
-    "drafter": "{drafter}", "d": "{levels}", "rows": "{batch_size}", "tau": "{tau:.2f}",
-    "predicted": "{predicted_speedup:.2f}", "95 %": "{predicted_ci95[0]:.2f}..{predicted_ci95[1]:.2f}",
-    "img/s": "{images_per_second:.2f}", "measured": "{measured_speedup:.2f}",
-}  # fmt: skip
+    "drafter": "{drafter}",
+    "d": "{levels}",
+    "rows": "{batch_size}",
+    "tau": "{tau:.2f}",
+    "predicted": "{predicted_speedup:.2f}",
+    "95 %": "{predicted_ci95[0]:.2f}..{predicted_ci95[1]:.2f}",
+    "img/s": "{images_per_second:.2f}",
+    "measured": "{measured_speedup:.2f}",
+}
 
 
 def view(record: dict[str, Any]) -> Table:

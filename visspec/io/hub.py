@@ -8,6 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+from huggingface_hub import errors
+
+from visspec.io.checkpoint import read_shapes
+
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # of a repository: owner/name
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # no code, and nothing pickled
 
@@ -24,24 +29,15 @@ def fetch(name: str, wanted: list[str] = WANTED) -> Path:
     Raises ValueError if there is no such repository, if it wants a login, or if it is not cached and there is no
     connection.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
-
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
-    except GatedRepoError:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+    except errors.GatedRepoError:
         why = "asks for a login with access to it (hf auth login)"
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         why = "is not on the hub, or is private and asks for a login (hf auth login)"
-    except LocalEntryNotFoundError:
+    except errors.LocalEntryNotFoundError:
         why = "is not in the cache, and the hub could not be reached"
-    except (HFValidationError, HfHubHTTPError, OSError) as error:
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         why = f"could not be fetched ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
     raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
 
@@ -50,30 +46,22 @@ def headers(name: str) -> tuple[Path, dict[str, tuple[int, ...]]]:
     """The folder of a repository with its JSON files, and the shapes of its tensors ({}: none as safetensors); of one
     that is cached, without asking the hub. No weights are fetched. Raises ValueError as `fetch`.
     """
-    from huggingface_hub import get_safetensors_metadata
-    from huggingface_hub.errors import NotASafetensorsRepoError
-
-    from visspec.io.checkpoint import read_shapes
-
     there = cached_folder(name)
     if there is not None and any(there.glob("*.safetensors")):
         return there, read_shapes(there)
     folder = fetch(name, ["*.json"])
     try:
-        files = get_safetensors_metadata(name).files_metadata.values()
-    except NotASafetensorsRepoError:
+        files = huggingface_hub.get_safetensors_metadata(name).files_metadata.values()
+    except errors.NotASafetensorsRepoError:
         return folder, {}
     return folder, {key: tuple(tensor.shape) for file in files for key, tensor in file.tensors.items()}
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:
     """The folder of a repository in the local cache; None: it is not there. The hub is not asked."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
     try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (HFValidationError, OSError):  # LocalEntryNotFoundError is one
+        return Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
+    except (errors.HFValidationError, OSError):  # LocalEntryNotFoundError is one
         return None
 
 
@@ -87,13 +75,11 @@ def push(name: str, save: Callable[[Path], Any], private: bool | None = None, me
 
     Raises ValueError for a name that is no hub id; errors of the hub are huggingface_hub's own.
     """
-    from huggingface_hub import HfApi
-
     if ID.fullmatch(name) is None:
         raise ValueError(f"repo_id: got {name!r}, expected owner/name")
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder))
-        api = HfApi()
+        api = huggingface_hub.HfApi()
         url = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message=message or "Upload by visspec")
     return str(url)

@@ -14,7 +14,13 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import Detector
 from visspec.io.included import load
+from visspec.toys.world import captions, palette, render, scene, suite
 from visspec.toys.world.captions import WorldCaptions
+from visspec.toys.world.emoji import atlas
+from visspec.toys.world.emoji import render as emoji_render
+from visspec.toys.world.emoji import scene as emoji_scene
+from visspec.toys.world.emoji.captions import EmojiCaptions
+from visspec.toys.world.emoji.suite import EmojiSuite
 from visspec.toys.world.scene import HELD_OUT_SEED, Scene
 from visspec.toys.world.suite import Suite
 
@@ -90,47 +96,35 @@ def known_to(processor: Any, words: Callable[[World], Iterable[str]]) -> World:
 
 
 def _shapes() -> World:
-    from visspec.toys.world import captions, suite
-    from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS, SIZES
-    from visspec.toys.world.render import render
-    from visspec.toys.world.scene import COUNTS, scene_from_seed
-
-    facts = {"kind": CLASSES, "colour": tuple(COLOURS), "size": SIZES}
     return World(
         "shapes",
         96,
-        scene_from_seed,
-        render,
+        scene.scene_from_seed,
+        render.render,
         captions.SHAPES,
         suite.SHAPES,
         detectors="visspec.toys.world.detector:ShapeDetector",
-        facts=facts,
-        settings={"ground": GROUNDS},
-        counts=COUNTS,
-        lesson=scene_from_seed,
+        facts={"kind": palette.CLASSES, "colour": tuple(palette.COLOURS), "size": palette.SIZES},
+        settings={"ground": palette.GROUNDS},
+        counts=scene.COUNTS,
+        lesson=scene.scene_from_seed,
         tasks=suite.TASKS,
     )
 
 
 def _emoji() -> World:
-    from visspec.toys.world.emoji.atlas import names
-    from visspec.toys.world.emoji.captions import EmojiCaptions
-    from visspec.toys.world.emoji.render import render
-    from visspec.toys.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS, crowded_scene, scene_from_seed
-    from visspec.toys.world.emoji.suite import EmojiSuite
-
     return World(
         "emoji",
         120,
-        scene_from_seed,
-        render,
+        emoji_scene.scene_from_seed,
+        emoji_render.render,
         EmojiCaptions(),
         EmojiSuite(),
         detectors="visspec.toys.world.emoji.detector:EmojiDetector",
-        facts={"name": names(), "size": tuple(SIZES)},
-        settings={"ground": GROUNDS, "tint": tuple(TINTS)},
-        counts=COUNTS,
-        lesson=crowded_scene,
+        facts={"name": atlas.names(), "size": tuple(emoji_scene.SIZES)},
+        settings={"ground": emoji_scene.GROUNDS, "tint": tuple(emoji_scene.TINTS)},
+        counts=emoji_scene.COUNTS,
+        lesson=emoji_scene.crowded_scene,
         tasks=("single_object",),
         painted="visspec.toys.recipes.emoji_painter:paint_scene",
     )
