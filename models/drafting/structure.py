@@ -182,7 +182,8 @@ class StructuredDrafter(Drafter):
 
     def structure(self, state: State) -> Structure:
         """The structure of this round's draft."""
-        return Structure(self.width, self.nodes) if state.structure == OWN else state.structure
+        own = self.width == 1 or state.structure == OWN
+        return Structure(self.width, self.nodes) if own else state.structure
 
     def tree_builder(self, state: State, depth: int) -> Any:
         """A tree builder: `trees.TreeBuilder`, or one with its methods."""
