@@ -51,7 +51,7 @@ def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     """
 
     @functools.wraps(launch)
-    def guarded(first: torch.Tensor | Sequence[torch.Tensor], *rest: Any) -> Result:
+    def guarded(first: torch.Tensor | Sequence[torch.Tensor], *rest: object) -> Result:
         with torch.cuda.device_of(first if isinstance(first, torch.Tensor) else first[0]):
             return launch(first, *rest)
 

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from visspec.io.checkpoint import TensorsDiffer, shorten
+from visspec.io.checkpoint import TensorsDiffer, first_line, shorten
 from visspec.models.block import drafter as dflash
 from visspec.models.block.diffusion import DiffusionModel, denoises
 from visspec.models.decoder.shared_cache import SharedCache, shares_cache
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import list_of
+from visspec.models.layers import check_layers
 from visspec.types import Drafter
 
 
-def assistant(spec: nn.Module, model: nn.Module, **options: Any) -> Drafter:
+def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> Drafter:
     """The drafter that runs a loaded model for `model`; options: those of its class. Raises ValueError where it does
     not fit.
     """
-    config: Any = getattr(spec, "config", None)
+    config = getattr(spec, "config", None)
     if all(hasattr(config, name) for name in dflash.NEEDED):
         return dflash.BlockModel(spec, model, **options)
     if shares_cache(spec):
@@ -46,8 +46,9 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
 
     Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
     """
+    check_layers(data, folder)
     named = list_of(data.get("architectures"))
-    kind: Any = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
+    kind = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         found = shorten(named[0]) if named else "no architectures"
         raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")
@@ -55,15 +56,14 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
     logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
     try:
         where: dict[str, Any] = {"device_map": "meta"} if empty else {}
-        both: Any = kind.from_pretrained(
+        both = kind.from_pretrained(
             str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True, **where
         )
-    except (RuntimeError, OSError, KeyError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"drafter: {folder} could not be loaded, {said[0]}") from None
+    except Exception as error:  # of whichever library checks the part that is wrong
+        raise ValueError(f"drafter: {folder} could not be loaded, {first_line(error)}") from None
     finally:
         logging.set_verbosity(verbosity)
-    spec, info = both
+    spec, info = cast(tuple[PreTrainedModel, dict], both)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             missing, extra = (sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,15 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
-from visspec.io.checkpoint import check_folder, check_shapes, load_strictly, read_json, read_shapes, read_tensors
+from visspec.io.checkpoint import (
+    check_folder,
+    check_shapes,
+    first_line,
+    load_strictly,
+    read_json,
+    read_shapes,
+    read_tensors,
+)
 
 
 class OwnImageModel(PreTrainedModel):
@@ -18,30 +28,35 @@ class OwnImageModel(PreTrainedModel):
     generation_config: Any = None  # guidance and temperature of a folder, for those who sample
     class_conditional = False  # whether prompts are names, which no processor reads
 
-    def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
+    def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **options: Any) -> None:
         """As transformers', and `generation_config`, which it writes only for models with its own `generate`."""
         super().save_pretrained(save_directory, *args, **options)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(save_directory)
 
 
-def load_own(kind: type[OwnImageModel], folder: str | Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a folder, in eval mode. Raises ValueError in one sentence for another folder, before
-    any weight is read where the headers tell it.
+def load_own(
+    kind: type[OwnImageModel], folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False
+) -> Any:
+    """The model of a folder, in eval mode; empty: on `meta`, of which headers alone are read. Raises ValueError in one
+    sentence for another folder, before any weight is read where the headers tell it.
     """
     where = check_folder(folder)
-    configuration: Any = kind.config_class
+    configuration = kind.config_class
+    assert configuration is not None
     entries = read_json(where, "config.json")
     if entries.get("model_type") != configuration.model_type:
         raise ValueError(
             f"model_type: got {entries.get('model_type')!r} in {where}, expected {configuration.model_type!r}"
         )
     try:
-        model: Any = kind(configuration.from_dict(entries))
+        with torch.device("meta") if empty else nullcontext():
+            model: Any = kind(configuration.from_dict(entries))
     except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"model: config.json of {where} describes no model ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"model: config.json of {where} describes no model ({first_line(error)})") from None
     check_shapes(model, read_shapes(where), where)
-    load_strictly(model.to(dtype), read_tensors(where), where)
+    if not empty:
+        load_strictly(model.to(dtype), read_tensors(where), where)
     if (where / GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))
     model.name_or_path = model.config._name_or_path = str(folder)

@@ -6,10 +6,10 @@ Shapes: B rows, T elements, H heads, E head size, P positions, C = E / 2 channel
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 TINY = 1e-6
 MOST_LAYERS = 1 << 14  # maximum number of layers of a target
@@ -24,10 +24,24 @@ OPTIONAL_FACTORS = {
 }  # may be left out
 
 
-def depth(model: Any) -> int:
+def depth(model: PreTrainedModel) -> int:
     """Number of layers with a hidden state behind each; LongCat's configuration counts halves of its layers."""
     layers = getattr(model.get_decoder(), "layers", None)
     return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
+
+
+def check_layers(config: dict, where: object) -> None:
+    """Raises ValueError for a configuration, as an object of JSON, that asks for more layers than `MOST_LAYERS`."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            check_layers(value, where)
+        elif "layer" in str(name) and type(value) is int and value > MOST_LAYERS:
+            raise ValueError(f"{name}: got {value} in {where}, expected at most {MOST_LAYERS}")
+
+
+def same_table(a: Tensor, b: Tensor, atol: float) -> bool:
+    """Whether two codebooks (K, D) are equal; of those on `meta`, whether their shapes are."""
+    return a.shape == b.shape and (a.is_meta or b.is_meta or torch.allclose(a.to(b), b, atol=atol))
 
 
 def unit(x: Tensor) -> Tensor:

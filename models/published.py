@@ -144,7 +144,8 @@ def kind_of(reader: str, form: str, data: dict, names: Iterable[str]) -> str:
 
 def layers_of(reader: str, form: str, data: dict, depth: int | None) -> tuple[list | None, str | None, list | None]:
     """(ids of the layers of a target of `depth` layers that a drafter reads, how they are counted, the hidden states
-    that are meant, of which 0 is the embeddings and -1 the last). None: nothing is read, or `depth` would tell.
+    that are meant, of which 0 is the embeddings, -1 the last and `depth` + 1 the last before the final norm). None:
+    nothing is read, or `depth` would tell.
     """
     if (reader, form) == ("eagle", "eagle"):
         return [-1], "defaults", [-1]
@@ -161,7 +162,8 @@ def layers_of(reader: str, form: str, data: dict, depth: int | None) -> tuple[li
     if (convention == "defaults" and depth is None) or not isinstance(ids, (list, tuple)):
         return None, convention, None
     ids, after = list(ids), convention == "outputs" or (convention == "defaults" and reader == "dflash")
-    return ids, convention, [i + after if type(i) is int else i for i in ids]
+    behind = depth if convention == "boundary" else None
+    return ids, convention, [i + (after or i == behind) if type(i) is int else i for i in ids]
 
 
 def _speculators(folder: Path, data: dict) -> str:

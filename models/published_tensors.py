@@ -17,7 +17,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from visspec.io.checkpoint import PICKLED, Value, check_values, inside, unwrap_names, weight_files
@@ -182,7 +182,7 @@ def one_sentence(where: str | Path) -> Iterator[None]:
         raise ValueError(f"checkpoint: config.json of {where} has a wrong entry ({what})") from None
 
 
-def stock(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype) -> Any:
+def stock(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     """A transformers model with uninitialised weights, in evaluation mode. Raises ValueError for an invalid config."""
     try:
         with no_init_weights():

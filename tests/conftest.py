@@ -14,12 +14,14 @@ test_any_order_painter.py test_any_order_presets.py test_bench_captions.py test_
 test_caption_records.py test_cli.py test_cli_eval.py test_continuous_painter.py test_continuous_painting.py
 test_distilled.py test_drafter_contract.py test_eagle.py test_emoji_painter.py test_generate_inpainting.py
 test_habits_stream.py test_included.py
-test_image_drafter.py test_mar_painter.py test_notebooks.py test_package.py test_painter.py test_ray.py
+test_image_drafter.py test_mar_painter.py test_notebooks.py test_package.py test_painter.py
+test_painter_folders.py test_ray.py
 test_scale_painter.py test_serve.py test_train.py test_train_processes.py test_tune.py test_verdict.py test_world.py
 """.split()  # files that need the included models or their worlds: left out where `visspec/toys` is deleted
 collect_ignore = NEED_TOYS if find_spec("visspec.toys") is None else []
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
 settings.register_profile("visspec", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.load_profile("visspec")
 
@@ -72,6 +74,4 @@ def pipe(folder):
     """A quiet pipeline of it."""
     from visspec import ImagePipeline
 
-    found = ImagePipeline.from_pretrained(str(folder))
-    found.set_progress_bar_config(disable=True)
-    return found
+    return ImagePipeline.from_pretrained(str(folder))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,6 +24,15 @@ from visspec.distributions import Categorical
 from visspec.types import Draft, Drafter, DrafterTraits, State
 
 NEW = 24  # tokens asked for where a test does not say
+
+
+@contextmanager
+def one_sentence(match: str | None) -> Iterator[pytest.ExceptionInfo[ValueError]]:
+    """What is run in it is refused in one sentence."""
+    with pytest.raises(ValueError, match=match) as error:
+        yield error
+    text = str(error.value)
+    assert "\n" not in text and not re.search(r"\w\.( |$)", text) and len(text) < 500, text
 
 
 def drafted(tokens: Any, tree: Any, q: Any = None) -> Draft:

@@ -446,21 +446,6 @@ def test_without_a_codebook_nothing_is_displaced():
     assert rule(draft, scores, seeded(rule)).displacement is None
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "lantern:k=0", "lantern:k=1025", "lantern:delta=1", "lantern:delta=-0.1", "lantern:compat=paper",
-        "lantern_plus:lam=0.5", "lantern_plus:k=0", "grouped:group=0", "grouped:clusters=0", "grouped:max_gap=-1",
-        "grouped:clusters=4,max_distance=1", "cool:omega=0.9", "cool:nu=1.5", "run_product:alpha=0",
-        "run_product:alpha=1.1", "run_product:base=typicl", "lantern:lam=2",
-    ],
-)  # fmt: skip
-def test_bad_arguments_are_refused_in_a_sentence(text):
-    name = text.partition(":")[2].partition("=")[0]
-    with pytest.raises(ValueError, match=rf"{name}.*(expected|unexpected)|does not take"):
-        zoo.acceptance(text)
-
-
 @pytest.mark.parametrize("name", ["rejection", "typical", *relaxed()])
 def test_rules_with_coins_take_drafters_that_sample_and_others_do_not(name):
     sampling, image = Double(), SimpleNamespace(capabilities=IMAGE)

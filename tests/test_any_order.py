@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ import visspec
 from tests import tiny_images
 from tests.any_order import Toy, potts, process, published_passes
 from tests.distributions import output_law, total_variation, verdicts
-from tests.test_image_nets import one_sentence
+from tests.doubles import one_sentence
 from tests.test_law import chi_square
 from tests.tiny import model_of
 from visspec import ImagePipeline
@@ -392,9 +393,8 @@ def test_the_halton_sequence_is_that_of_its_definition():
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 2], [0, 1, 2, 4], [1.0, 0.0], [[0, 1]], torch.tensor([1, 1]), [3, 4]])
 def test_an_order_that_is_no_permutation_is_refused(order):
-    with pytest.raises(ValueError, match=r"^order: got .*expected each of 0\.\.") as error:
+    with one_sentence(r"^order: got .*expected each of 0\.\."):
         zoo.order(order)
-    one_sentence(error)
 
 
 def test_an_order_of_another_size_is_refused():
@@ -445,17 +445,15 @@ def test_given_codes_come_first_and_stay(name, kind):
 def test_what_is_no_image_of_the_model_is_refused(change, said):
     request = asked("class", [0], Sampling(guidance=3.0), known=known_of(*KNOWN))
     change(request)
-    with pytest.raises(ValueError) as error:
+    with one_sentence(re.escape(said)):
         RandARTarget(family()).prefill(request)
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize("order", [ZipAR(), RejectedRegions()])
 def test_orders_that_are_planned_are_refused(order):
     said = f"order: got {type(order).__name__}, expected raster, spread, halton or a list of places"
-    with pytest.raises(ValueError, match=said) as error:
+    with one_sentence(said):
         check_order(order, family().make_target(DrafterTraits(), False))
-    one_sentence(error)
 
 
 @pytest.mark.parametrize("kind", ["ahead", "neighbours"])
@@ -471,9 +469,8 @@ def test_drafters_of_any_order_are_refused_elsewhere(kind):
 
 @pytest.mark.parametrize("options", [{"features": True}, {"compile": True}])
 def test_what_the_target_can_not_do_is_refused(options):
-    with pytest.raises(ValueError, match=r"got .*expected") as error:
+    with one_sentence(r"got .*expected"):
         RandARTarget(family(), **options)
-    one_sentence(error)
 
 
 # --- neighbours -------------------------------------------------------------------------------------------------------

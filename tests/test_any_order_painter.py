@@ -1,6 +1,7 @@
 """The any-order painter: its folder, the pipeline's habits, inpainting, published weights, and its recipe."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,16 +11,15 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import GenerationConfig, JanusVQVAEConfig
 
-from tests.doubles import altered
+from tests.doubles import one_sentence
 from tests.test_any_order import network
-from tests.test_image_nets import gpt_reference, one_sentence, turn_by_hand
+from tests.test_image_nets import gpt_reference, turn_by_hand
 from visspec import ImagePipeline
-from visspec.api import loading, zoo
 from visspec.api.image_call import ORIGINS
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
-from visspec.models.randar.model import RandARImageConfig, RandARImageModel, load
+from visspec.models.randar.model import RandARImageConfig, RandARImageModel
 from visspec.toys.recipes import any_order_painter, painter_build
 from visspec.toys.recipes.painter_build import build_processor
 from visspec.toys.recipes.recipe import read_coded
@@ -48,48 +48,10 @@ def fresh(seed=0):
 @pytest.fixture(scope="module")
 def pipe():
     with torch.inference_mode(False):
-        made = ImagePipeline(fresh(), build_processor(True))
-    made.set_progress_bar_config(disable=True)
-    return made
-
-
-@pytest.fixture(scope="module")
-def written(pipe, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("any-order")
-    pipe.save_pretrained(folder)
-    return folder
+        return ImagePipeline(fresh(), build_processor(True))
 
 
 # --- habits -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_folder_is_the_pipeline_it_was_written_from(pipe, written):
-    again = ImagePipeline.from_pretrained(str(written))
-    again.set_progress_bar_config(disable=True)
-    assert isinstance(again.model, RandARImageModel) and again.drafter == "ahead" and again.acceptance == "exact"
-    assert not [file for file in written.iterdir() if file.suffix in (".bin", ".pt")]
-    assert torch.equal(again(TEXTS[0], seed=1).tokens[0], pipe(TEXTS[0], seed=1).tokens[0])
-    ordered = ImagePipeline(pipe.model, pipe.processor, order="spread")
-    ordered.save_pretrained(written.parent / "ordered")
-    assert ImagePipeline.from_pretrained(str(written.parent / "ordered")).order == "spread"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t, c: t.pop("net.pos_instruct_embeddings"), "lacks tensor 'net.pos_instruct_embeddings'"),
-        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
-        (lambda t, c: t.update({"words.weight": torch.ones(3, 16)}), "tensor 'words.weight' of .* has shape"),
-        (lambda t, c: c["network"].update(heads=0), "heads: got 0, expected a whole number"),
-        (lambda t, c: c["network"].update(grid=4), "describes no model"),
-        (lambda t, c: c.update(words=0), "words: got 0, expected a whole number from 1"),
-        (lambda t, c: c.update(model_type="mar_image"), "model_type: got 'mar_image'"),
-    ],
-)
-def test_refuses_what_is_no_painter(written, tmp_path, change, said):
-    with pytest.raises(ValueError, match=said) as error:
-        load(altered(written, tmp_path, change))
-    one_sentence(error)
 
 
 def test_seeds_batches_and_drafters(pipe):
@@ -114,10 +76,8 @@ def test_orders_of_a_call(pipe):
         assert torch.equal(pipe(TEXTS[0], seed=1, order=given).tokens[0], named["halton"])
     assert torch.equal(pipe(TEXTS[0], seed=1, order=list(range(SIDE * SIDE))).tokens[0], named["raster"])
     for order, said in (([0, 0, 1], "expected each of 0..2 once"), ([1, 0], "expected the 6 * 6 of the image")):
-        with pytest.raises(ValueError) as error:
+        with one_sentence(f"^order: got .*{re.escape(said)}"):
             pipe(TEXTS[0], order=order)
-        assert str(error.value).startswith("order: got") and said in str(error.value)
-        one_sentence(error)
     with pytest.raises(ValueError, match="order: got ZipAR, expected raster, spread, halton"):
         pipe(TEXTS[0], order="zipar:window=2")
 
@@ -131,9 +91,8 @@ def test_guidance_temperature_and_negative_prompts_count(pipe):
     assert drawn(negative_prompt="") == drawn() and drawn(temperature=0.0) == drawn(temperature=0.0, drafter="none")
     assert drawn(top_k=1) == drawn(temperature=0.0)
     for name in ("prompt", "negative_prompt"):
-        with pytest.raises(ValueError, match=f"^{name}: got 14 words, expected at most 12") as error:
+        with one_sentence(f"^{name}: got 14 words, expected at most 12"):
             pipe(**{"prompt": TEXTS[0], name: " ".join(["red"] * 12)})
-        one_sentence(error)
 
 
 def test_callbacks_see_codes_where_they_belong(pipe):
@@ -151,14 +110,6 @@ def test_callbacks_see_codes_where_they_belong(pipe):
     passes, origins = out.passes[0].flatten(), out.maps[0].flatten()
     assert passes[order[0]] == 0 and [passes[place] for place in order] == sorted(passes)
     assert passes.max() == out.stats[0].rounds and set(origins.tolist()) <= set(range(4))
-
-
-def test_a_callback_can_end_it(pipe):
-    def end(pipeline, number, count, given):
-        pipeline.interrupt = number >= 2
-
-    assert pipe(TEXTS, seed=1, callback_on_step_end=end).images == []
-    assert len(pipe(TEXTS[0], seed=1).images) == 1
 
 
 # --- inpainting -------------------------------------------------------------------------------------------------------
@@ -288,25 +239,19 @@ BAD = [
 
 @pytest.mark.parametrize("change, said", BAD, ids=[said[:40] for _, said in BAD])
 def test_other_pictures_are_refused_in_a_sentence(pipe, picture, change, said):
-    with pytest.raises(ValueError) as error:
+    with one_sentence("^" + re.escape(said)):
         pipe(TEXTS[0], **{"image": picture, "mask_image": masked()} | change)
-    assert str(error.value).startswith(said), str(error.value)
-    one_sentence(error)
 
 
 def test_families_that_can_not_refuse_pictures(picture):
     made = ImagePipeline.from_pretrained("painter")
     for options in ({"image": picture}, {"mask_image": masked()}, {"image": picture, "mask_image": masked()}):
-        with pytest.raises(
-            ValueError, match=r"image: got one \(.*\), expected none: images of janus are drawn from"
-        ) as e:
+        with one_sentence(r"image: got one \(.*\), expected none: images of janus are drawn from"):
             made(TEXTS[0], **options)
-        one_sentence(e)
 
 
 def test_without_a_codec_only_codes_can_be_given(picture):
     made = ImagePipeline(network(), None)
-    made.set_progress_bar_config(disable=True)
     codes = torch.arange(16).view(4, 4)
     mask = torch.zeros(64, 64)
     mask[:20, :20] = 1
@@ -352,12 +297,6 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
     expected = gpt_reference(tensors, torch.cat([first, pairs])[None], turn[at], 4, 2)[:, 1::2]
     found = model.distributions(model.prefix(torch.tensor([3])), codes[None], order[None])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-
-
-def test_the_folder_s_loader_is_the_command_line_s(written):
-    model, processor = loading.load_image_model(str(written))
-    assert isinstance(model, RandARImageModel) and processor.tokenizer is not None and not model.training
-    assert zoo.kind_of(model) == "randar_image"
 
 
 # --- the recipe -------------------------------------------------------------------------------------------------------

@@ -21,9 +21,7 @@ shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painte
 @pytest.fixture(scope="module")
 def pipe():
     with torch.inference_mode(False):
-        made = ImagePipeline(fresh(), build_processor(True))
-    made.set_progress_bar_config(disable=True)
-    return made
+        return ImagePipeline(fresh(), build_processor(True))
 
 
 @pytest.mark.parametrize("name", presets.ANY_ORDER)
@@ -66,9 +64,7 @@ def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone
 
 @pytest.fixture(scope="module")
 def painter():
-    made = ImagePipeline.from_pretrained("painter-any-order")
-    made.set_progress_bar_config(disable=True)
-    return made
+    return ImagePipeline.from_pretrained("painter-any-order")
 
 
 @shipped

@@ -418,25 +418,6 @@ def test_the_model_is_left_as_it_was(ragged):
     assert before[1:] == after[1:] and all(torch.equal(v, after[0][k]) for k, v in before[0].items())
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "gemma3"])
-def test_two_threads_share_one_accelerated_model(name):
-    model, failures = fast(name, "ngram"), []
-
-    def work(shape):
-        try:
-            inputs = prompt(name, shapes(name)[shape])
-            for _ in range(4):
-                assert new_tokens(model.generate(**inputs, **GREEDY), inputs) == stock(name, shape)
-        except BaseException as error:
-            failures.append(error)
-
-    kinds = ("one", "several", "ragged")
-    _ = [stock(name, shape) for shape in kinds]
-    threads = [threading.Thread(target=work, args=(shape,)) for shape in kinds]
-    _ = [t.start() for t in threads], [t.join() for t in threads]
-    assert not failures, failures[0]
-
-
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 REFUSED = {

@@ -69,7 +69,6 @@ def test_a_sweep_and_its_report(model, few, tmp_path, monkeypatch, capsys):
 def test_passes_of_an_image_are_those_of_its_rounds(model):
     """In a batch of two: tokens that were not drafted, one a round, and the prefill's."""
     pipe = ImagePipeline.from_pretrained(str(model))
-    pipe.set_progress_bar_config(disable=True)
     texts = [row["prompt"] for row in PROMPTS[:2]]
     out = pipe(texts, seed=[1, 2], batch_size=2, drafter="jacobi:redraw=maximal,window=4", acceptance="rejection")
     alone = [

@@ -1,6 +1,5 @@
 """The confidence head of a block drafter, and structure and length as values of drafters that fill blocks."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -199,41 +198,11 @@ def test_the_loss_is_least_where_the_rate_is_told():
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes,sentence", [
-    ({"confidence": 1}, "confidence: got 1, expected true or false"),
-    ({"confidence": False}, "confidence.linear"), ({"markov": 4}, "confidence.linear.weight|markov"),
-])  # fmt: skip
-def test_a_checkpoint_has_the_head_that_it_names(tmp_path, changes, sentence):
+def test_a_checkpoint_comes_back_with_its_head(tmp_path):
     dspark().save_pretrained(tmp_path, {})
     again = zoo.drafter(f"{tmp_path}:confidence=0.25", model_of("llava"))[0]
     assert again.config.confidence and again.stop == StopCriteria(confidence=0.25)
     torch.testing.assert_close(again.head.state_dict(), dspark().head.state_dict())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(ValueError, match=sentence):
-        zoo.drafter(tmp_path, model_of("llava"))
-
-
-@pytest.mark.parametrize("markov", [0, 5])
-def test_dspark_is_written_for_others(tmp_path, markov):
-    """And read back with the same weights; it drafts the same."""
-    drafter, model = dspark(markov=markov), model_of("llava")
-    with pytest.raises(ValueError, match="form: got a drafter with the head of Spark"):
-        drafter.export(tmp_path / "no", "dflash")
-    drafter.export(tmp_path / "out", "dspark", "somewhere/target")
-    again, _ = zoo.drafter(tmp_path / "out", model)
-    assert not isinstance(again, BlockDrafter) and again.traits.levels == drafter.traits.levels == 4
-    for part in (lambda d: d.assistant, lambda d: d.form.sequential):
-        one, two = part(drafter).state_dict(), part(again).state_dict()
-        assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    inputs = prompt("llava", shapes("llava")["ragged"])
-    first, second = (
-        visspec.accelerate(model, d.shaped(confidence=0.3), adaptive=False)
-        .run(**inputs, max_new_tokens=8, seed=1)
-        .state
-        for d in (drafter, again)
-    )
-    assert [r.committed for r in first.trace.rounds] == [r.committed for r in second.trace.rounds]
 
 
 # --- structure and length of blocks -----------------------------------------------------------------------------------
@@ -255,8 +224,3 @@ def test_what_blocks_draft_with_a_shape(name):
     draft = drafter.propose(state, 5)
     assert draft.tree.size == 6 and draft.tree.levels == 2
     assert torch.equal(draft.tree.parent, feature_tree.plan(drafter.paths, "cpu")[0].parent)
-    drafter = blocks(name).shaped(confidence=0.999)
-    fast = visspec.accelerate(model_of("llava"), drafter, adaptive=False)
-    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, temperature=1.5, seed=1)
-    levels = [r.levels for r in fast.last_state.trace.rounds]
-    assert levels[0] > 2 and max(levels[1:]) <= 2

@@ -43,6 +43,16 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+def tar_of(path: Path, members: dict[str, bytes]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
 def test_a_folder_is_captioned_once_and_goes_on_where_it_ended(folder, tmp_path, capsys):
     out, page = tmp_path / "c.jsonl", tmp_path / "page.html"
     argv = ["caption", str(folder), "--out", str(out), "--report", str(page), *SHORT]
@@ -81,14 +91,11 @@ def test_globs_lines_and_shards(folder, tmp_path, capsys):
     table.write_text(
         "\n".join([json.dumps(e) for e in entries] + ["{", "7", "", json.dumps({"image": "gone.png", "id": 5})])
     )
-    with tarfile.open(shard, "w") as file:
-        for name, data in (
-            ("x/one.png", Path(image).read_bytes()), ("x/one.json", b'{"prompt": "how many shapes are there ?"}'),
-            ("four.png", Path(image).read_bytes()), ("x/two.json", b"{}"), ("three.png", b"no image"),
-        ):  # fmt: skip
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
+    members = {
+        "x/one.png": Path(image).read_bytes(), "x/one.json": b'{"prompt": "how many shapes are there ?"}',
+        "four.png": Path(image).read_bytes(), "x/two.json": b"{}", "three.png": b"no image",
+    }  # fmt: skip
+    tar_of(shard, members)
     out = tmp_path / "out.jsonl"
     assert main(["caption", str(folder / "**" / "*.png"), str(table), str(shard), "--out", str(out), *SHORT]) == 1
     found = {r["id"]: r for r in lines(out)}
@@ -169,16 +176,6 @@ def test_bad_input_is_a_sentence(argv, words, folder, tmp_path, capsys, monkeypa
 
 
 DEEP = "[" * 100_000  # more levels than a JSON reader takes
-
-
-def tar_of(path: Path, members: dict[str, bytes]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as file:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-    return path
 
 
 def test_shards_of_one_name_are_told_apart(folder, tmp_path, capsys):

@@ -118,7 +118,6 @@ def test_two_hundred_requests_of_different_length_compile_nothing_late(monkeypat
 @pytest.mark.slow
 def test_images_with_guidance_in_two_graphs(pipe):
     quick = visspec.ImagePipeline(**{**pipe.components, "compile": True})
-    quick.set_progress_bar_config(disable=True)
     asked = dict(prompt=["a", "a b c"], seed=3, output_type="latent")
     for options in ({"batch_size": 1}, {"batch_size": 2}, {"batch_size": 2, "guidance_scale": 2.0}):
         plain, found = pipe(**asked, **options), quick(**asked, **options)
@@ -247,13 +246,17 @@ def drafted(fast, inputs, **options) -> tuple:
     return result.state.tokens, [(r.levels, r.committed) for r in result.state.trace.rounds], result.state.trace.faults
 
 
+def features(model, **options):
+    return FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model, **options)), model)
+
+
 def check_levels(model, drafter, levels: int) -> None:
     """The function of tensors that is compiled drafts what the drafter drafts eagerly."""
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
     chains, quick.target.passes = quick.drafter.inner.passes, None
     chains.call, chains.ready = chains.levels, {False, True}
-    for rows in shapes("llava"):
+    for rows in ("one", "ragged"):
         inputs = prompt("llava", shapes("llava")[rows])
         for more in (GREEDY, SAMPLED):
             assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
@@ -272,8 +275,7 @@ def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, l
     if "table" in options:  # as for a large vocabulary
         monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
-    config = FeatureDrafter.config_for(model, **{k: v for k, v in options.items() if k != "table"})
-    check_levels(model, FeatureDrafter(FeatureHead(config), model), levels)
+    check_levels(model, features(model, **{k: v for k, v in options.items() if k != "table"}), levels)
 
 
 PUBLISHED = [  # forms of published heads
@@ -292,28 +294,38 @@ def test_levels_of_published_heads_draft_what_the_drafter_drafts(options):
     check_levels(model, EagleDrafter.for_model(model, seed=3, **options), levels=6)
 
 
+def published(number):
+    return lambda model: EagleDrafter.for_model(model, seed=3, **PUBLISHED[number])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "backend", "levels"),
+    ("make", "backend", "levels"),
     [
-        (PUBLISHED[2], "eager", 4),
-        pytest.param(PUBLISHED[2], "aot_eager", 8, marks=pytest.mark.nightly),
-        pytest.param(PUBLISHED[5], "aot_eager", 8, marks=pytest.mark.nightly),
+        (features, "eager", None),
+        pytest.param(features, "aot_eager", None, marks=pytest.mark.nightly),
+        pytest.param(published(2), "eager", 4, marks=pytest.mark.nightly),
+        pytest.param(published(2), "aot_eager", 8, marks=pytest.mark.nightly),
+        pytest.param(published(5), "aot_eager", 8, marks=pytest.mark.nightly),
     ],
 )
-def test_a_published_head_drafts_the_same_through_graphs(options, backend, levels, monkeypatch):
+def test_a_drafter_drafts_the_same_through_graphs(make, backend, levels, monkeypatch):
+    """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
     model = model_of("llava")
-    drafter = EagleDrafter.for_model(model, seed=3, **options)
+    drafter = make(model)
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
     chains = quick.drafter.inner.passes
-    quick.target.passes = None
-    for rows, graphs in (("one", 2), ("ragged", 4), ("several", 4)):
+    assert quick.setup.passes == [quick.target.passes, chains] and eager.setup.passes == []
+    if make is not features:
+        quick.target.passes = None
+    for rows, graphs in (("one", 2), ("ragged", 4), ("one", 4), ("several", 4)):
         inputs = prompt("llava", shapes("llava")[rows])
         for more in (GREEDY, SAMPLED):
             assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more)
-        assert (chains.graphs, chains.late, chains.refused) == (graphs, 0, "")
+        for passes in filter(None, (chains, quick.target.passes)):
+            assert (passes.graphs, passes.late, passes.refused) == (graphs, 0, "")
 
 
 def test_heads_of_several_tokens_a_pass_are_not_compiled():
@@ -323,36 +335,12 @@ def test_heads_of_several_tokens_a_pass_are_not_compiled():
     assert drafter.passes is None and drafter.recorder is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_a_feature_drafter_drafts_the_same_through_graphs(backend, monkeypatch):
-    """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more."""
-    monkeypatch.setattr(compiled, "BACKEND", backend)
-    model = model_of("llava")
-    drafter = FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model)), model)
-    eager = visspec.accelerate(model, drafter, adaptive=False)
-    quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, compile=True)
-    chains = quick.drafter.inner.passes
-    for rows, graphs in (("one", 2), ("ragged", 4), ("one", 4), ("several", 4)):
-        inputs = prompt("llava", shapes("llava")[rows])
-        for more in (GREEDY, SAMPLED):
-            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more)
-        for passes in (chains, quick.target.passes):
-            assert (passes.graphs, passes.late, passes.refused) == (graphs, 0, "")
-    assert quick.setup.passes == [quick.target.passes, chains] and eager.setup.passes == []
-
-
 def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
-    for make, more in (
-        (
-            lambda: FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model)), model),
-            {"do_sample": True, "top_k": 5, "seed": 1},
-        ),
-        (lambda: FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model)), model, width=2), {"do_sample": False}),
-    ):
-        quick = visspec.accelerate(model, make(), adaptive=False, compile=True)
+    wide = FeatureDrafter(features(model).head, model, width=2)
+    for drafter, more in ((features(model), {"do_sample": True, "top_k": 5, "seed": 1}), (wide, {"do_sample": False})):
+        quick = visspec.accelerate(model, drafter, adaptive=False, compile=True)
         quick.target.passes = None
         drafted(quick, inputs, max_new_tokens=12, **more)
         passes = quick.drafter.inner.passes
@@ -362,10 +350,7 @@ def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
 def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(monkeypatch):
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: broken)
     model = model_of("llava")
-    drafter, inputs = (
-        FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model)), model),
-        prompt("llava", shapes("llava")["one"]),
-    )
+    drafter, inputs = features(model), prompt("llava", shapes("llava")["one"])
     quick = visspec.accelerate(model, drafter, compile=True, adaptive=False)
     quick.target.passes = None
     with warnings.catch_warnings(record=True) as caught:
@@ -377,7 +362,7 @@ def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(m
 
 
 def test_folded_anew_a_drafter_compiles_anew():
-    drafter = FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model_of("llava"))), model_of("llava"))
+    drafter = features(model_of("llava"))
     drafter.compile()
     first = drafter.passes
     drafter.compile()
@@ -387,8 +372,7 @@ def test_folded_anew_a_drafter_compiles_anew():
 
 
 @pytest.mark.slow
-def test_a_small_model_is_compiled_too(monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+def test_a_small_model_is_compiled_too():
     model, small = (llama(seed=seed, num_hidden_layers=1) for seed in (21, 22))
     eager = visspec.accelerate(model, small, adaptive=False)
     quick = visspec.accelerate(model, small, adaptive=False, compile=True)

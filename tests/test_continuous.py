@@ -86,6 +86,15 @@ def ks(values, mean, deviation):
     return stats.kstest((np.asarray(values) - mean) / deviation, "norm").statistic * len(values) ** 0.5
 
 
+def check_normal(values, mean, deviation):
+    """Vectors are independent normal numbers of one mean and deviation."""
+    count, size = values.shape
+    for axis in range(min(size, 4)):
+        assert ks(values[:, axis], mean, deviation) < KS_LIMIT
+    squares = (((values - mean) / deviation) ** 2).sum(dim=1).numpy()
+    assert stats.kstest(squares, stats.chi2(size).cdf).statistic * count**0.5 < KS_LIMIT
+
+
 @pytest.mark.parametrize("size", [1, 2, 16])
 def test_reflection_is_a_maximal_coupling(size):
     g = torch.Generator().manual_seed(0)
@@ -131,8 +140,14 @@ WRONG = (2.0, 0.0)  # forecasts that fail for a head of deviation 0.5, so that p
 SIZES = [1, 16, pytest.param(2, marks=pytest.mark.nightly)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("window,spreads", [(1, denoise.SPREADS), (8, denoise.SPREADS), (8, WRONG)])
+OF_CHAINS = [(1, denoise.SPREADS, 1), (8, denoise.SPREADS, 1), (8, WRONG, 1), (8, denoise.SPREADS, 16)]
+MORE_CHAINS = [(1, denoise.SPREADS, 16), (8, WRONG, 16), (1, denoise.SPREADS, 2), (8, WRONG, 2)]
+
+
+@pytest.mark.parametrize(
+    ("window", "spreads", "size"),
+    [*OF_CHAINS, *(pytest.param(*options, marks=pytest.mark.nightly) for options in MORE_CHAINS)],
+)
 @pytest.mark.parametrize("drafts", ["none", "near", "far"])
 def test_law_of_coupled_chains(size, window, spreads, drafts, monkeypatch):
     monkeypatch.setattr(denoise, "SPREADS", spreads)
@@ -147,10 +162,7 @@ def test_law_of_coupled_chains(size, window, spreads, drafts, monkeypatch):
         drafted = denoise.DraftTrajectories(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
     values, equal = denoise.run(head.distribution(centre), numbers, drafted, 1, window, merge=20)
     factor, deviation = head.exact()
-    for axis in range(min(size, 4)):
-        assert ks(values[:, axis], 0.7 * factor, deviation) < KS_LIMIT
-    squares = (((values - 0.7 * factor) / deviation) ** 2).sum(dim=1).numpy()
-    assert stats.kstest(squares, stats.chi2(size).cdf).statistic * count**0.5 < KS_LIMIT
+    check_normal(values, 0.7 * factor, deviation)
     if drafted is not None:
         assert bool((values == drafted.points[:, -1]).all(dim=1).eq(equal).all())
         distance = shift * factor * size**0.5 / deviation
@@ -179,10 +191,7 @@ def test_law_with_predicted_deviations(window, spreads, drafts, monkeypatch):
     distribution = head.distribution(centre, shares=0.3, steps=sch.steps)
     values, equal = denoise.run(distribution, numbers, drafted, 1, window, merge=steps)
     factor, deviation = head.exact(sch.steps, 0.3)
-    for axis in range(size):
-        assert ks(values[:, axis], 0.7 * factor, deviation) < KS_LIMIT
-    squares = (((values - 0.7 * factor) / deviation) ** 2).sum(dim=1).numpy()
-    assert stats.kstest(squares, stats.chi2(size).cdf).statistic * count**0.5 < KS_LIMIT
+    check_normal(values, 0.7 * factor, deviation)
     assert (float(equal.float().mean()) > 0.1) == drafts
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.doubles import one_sentence
 from tests.test_continuous_painter import SMALL, TINY
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
@@ -39,9 +40,7 @@ def fresh(name, autoencoder=None, **sizes):
 
 @pytest.fixture(scope="module")
 def pipe():
-    made = ImagePipeline(fresh("painter", SMALL), build_processor(side=64))
-    made.set_progress_bar_config(disable=True)
-    return made
+    return ImagePipeline(fresh("painter", SMALL), build_processor(side=64))
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +186,8 @@ def test_guidance_without_its_rows_is_refused_before_any_pass(pipe, guidance, gu
     monkeypatch.setattr(pipe.model.decoder, "forward", None)
     prompt = pipe.family.prompt(PROMPTS[:2], guided)
     request = Request(prompt, prompt.ids, 64, Sampling(1.0, guidance=guidance))
-    with pytest.raises(ValueError, match=rf"^guidance: got {guidance} and . rows of inputs for 2 prompts") as error:
+    with one_sentence(rf"^guidance: got {guidance} and . rows of inputs for 2 prompts"):
         ContinuousAR(pipe.family).prefill(request)
-    assert "\n" not in str(error.value)
 
 
 def test_a_drafter_of_other_steps_than_the_pipeline_s_is_refused(pipe, small, monkeypatch):
@@ -208,6 +206,7 @@ def test_a_nearly_cold_chain_is_finite(pipe):
 
 @pytest.mark.parametrize("sizes,message", [
     ({"denoising_steps": 3}, "denoising_steps 3, expected 4"), ({"feature": 7}, "feature 7, expected 16"),
+    ({"feature": 16, "text": TINY["text"] | {"hidden_size": 32}}, "hidden size 32, expected 16"),
 ])  # fmt: skip
 def test_a_drafter_of_another_kind_is_refused(pipe, sizes, message):
     with pytest.raises(ValueError, match=f"^drafter: got {message}"):
@@ -218,15 +217,8 @@ def test_a_drafter_of_another_kind_is_refused(pipe, sizes, message):
 def test_a_drafter_of_other_vectors_is_refused(pipe, small, name, size):
     config = copy.copy(small.config)
     setattr(config, name, size)
-    other = ContinuousImageModel(config)
     with pytest.raises(ValueError, match=f"^drafter: got {name} {size}, expected 8 as the target has"):
-        ContinuousDrafter(other, pipe.model)
-
-
-def test_a_drafter_whose_own_conditions_have_another_size_is_refused(pipe, small):
-    wide = fresh("drafter", feature=16, text=TINY["text"] | {"hidden_size": 32})
-    with pytest.raises(ValueError, match=r"^drafter: got hidden size 32, expected 16"):
-        ContinuousDrafter(wide, pipe.model)
+        ContinuousDrafter(ContinuousImageModel(config), pipe.model)
 
 
 def test_a_target_without_noise_in_its_last_step_is_refused(pipe):

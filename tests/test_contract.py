@@ -136,13 +136,6 @@ def test_greedy_equals_stock(name, shape):
 
 
 @each_family
-def test_adaptive_pace_does_not_change_the_output(name):
-    inputs = prompt(name, shapes(name)["ragged"])
-    model = fast(name, Hostile(), adaptive=True)
-    assert new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == stock(name, "ragged")
-
-
-@each_family
 def test_rows_do_not_depend_on_their_batch(name):
     """A row of a ragged batch decodes as it does alone, greedy and sampled, drafted and not."""
     rows = shapes(name)["ragged"]

@@ -1,6 +1,5 @@
 """Masked diffusion language models as block drafters: what a pass reads, how places are filled, the exact output."""
 
-import json
 from collections import Counter
 from types import SimpleNamespace
 
@@ -138,14 +137,6 @@ def test_shapes_of_blocks_change_no_token(value):
     fast = check_exact(model_of("llava"), trained().shaped(**value), prompt("llava", shapes("llava")["ragged"]))
     levels = [r.levels for r in fast.last_state.trace.rounds]
     assert max(levels) == (2 if "tree" in value else 6)
-
-
-def test_the_next_draft_is_as_long_as_the_last_one_was_sure_of():
-    fast = visspec.accelerate(model_of("llava"), trained().shaped(confidence=0.999), adaptive=False)
-    inputs = prompt("llava", shapes("llava")["ragged"])
-    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, temperature=1.5, seed=1)
-    levels = [r.levels for r in fast.last_state.trace.rounds]
-    assert levels[0] == 6 and max(levels[1:]) <= 2
 
 
 class Known(DiffusionModel):
@@ -303,17 +294,8 @@ def test_ids_beyond_the_network_are_never_drafted():
     assert logits.isfinite().sum() == 2 * (VOCAB - 21 - sum(i < VOCAB - 20 for i in small.content))
 
 
-@pytest.mark.parametrize("changes,sentence", [
-    ({"vocab": VOCAB + 1}, "vocabulary"), ({"hidden": 16}, "hidden size"), ({"layers": 3}, "layers.2"),
-    ({"mask": VOCAB}, "mask: got"), ({"block": 0}, "block: got 0"), ({"heads": 3}, "heads: got 3"),
-    ({"family": "llama"}, "family"), ({"kind": "block_drafter"}, "no entry|unknown entry|another kind"),
-])  # fmt: skip
-def test_a_checkpoint_of_another_model_or_form(tmp_path, changes, sentence):
+def test_a_checkpoint_comes_back(tmp_path):
     trained().save_pretrained(tmp_path, {})
     again, _ = zoo.drafter(f"{tmp_path}:steps=2", model_of("llava"))
     assert again.steps == 2
     torch.testing.assert_close(again.head.state_dict(), trained().head.state_dict())
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(ValueError, match=sentence):
-        zoo.drafter(tmp_path, model_of("llava"))

@@ -1,6 +1,5 @@
 """The distilled drafter: laws it reports and leaves, identity, passes over its own guesses, checkpoints, its recipe."""
 
-import collections
 import itertools
 import json
 
@@ -9,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributions import context_law, output_law, plain_law, total_variation
-from tests.test_image_drafter import REFUSED, family, path_law, refuses, request, rounds, run
+from tests.distributions import total_variation
+from tests.test_image_drafter import check_rejection, check_reported, family, proposed, request, run
 from tests.test_image_targets import made
-from tests.test_law import chi_square
 from tests.tiny_images import janus, painter, prompts
 from visspec import ImagePipeline
 from visspec.accept.exact import Exact, follow
@@ -29,7 +27,6 @@ from visspec.sampling import Gumbel, warp
 from visspec.toys.recipes import painter_distilled
 from visspec.types import FREE, Request, Sampling, Verdict
 
-V = 3  # codes that the drafter of the law tests knows
 SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
 
 
@@ -88,46 +85,11 @@ def test_the_output_is_a_function_of_the_noise_alone_enumerated():
     assert total_variation(enumerated(drafter(), keep=True), plain) > 0.1
 
 
-@torch.inference_mode()
-def proposed(refine, rows=4000, depth=2):
-    """One draft for each of many seeds, all behind the same code: tokens, parents and laws."""
-    used = drafter(refine=refine)
-    with torch.no_grad():
-        used.head.codes.weight.mul_(0.1)  # no draft so unlikely that it is not seen
-        used.head.codes.bias[V:] = -1e4
-    ids, attention = prompts(1)
-    made = request(ids.expand(rows, -1), attention.expand(rows, -1))
-    state, scores = open_request(ImageAR(family(), features=True), Rejection(), made)
-    state.pending = torch.full_like(state.pending, 5)
-    used.start(state, scores)
-    draft = used.propose(state, depth)
-    return draft.value[:, 1:].tolist(), draft.tree.parent[0].tolist(), draft.q.p[..., :V].double()
-
-
 @pytest.mark.parametrize("refine", [2, 6])
-def test_rejection_keeps_any_target_law_enumerated(refine):
-    """Reported laws are those of the tokens given those before, and so the next tokens have the target's law."""
-    tokens, parent, q = proposed(refine)
-    groups = collections.defaultdict(list)
-    for row, drawn in enumerate(tokens):
-        groups[drawn[0]].append(row)
-    for rows in groups.values():
-        torch.testing.assert_close(q[rows, 2], q[rows[:1], 2].expand(len(rows), V), rtol=1e-4, atol=1e-6)
-        counts = torch.bincount(torch.tensor([tokens[row][1] for row in rows]), minlength=V)
-        assert chi_square(counts, q[rows[0], 2] / q[rows[0], 2].sum()) > 1e-3
-    p, distribution, total = context_law(V, 0), torch.zeros((V,) * 3, dtype=torch.float64), 0.0
-    distinct = {tuple(drawn): row for row, drawn in enumerate(tokens)}
-    for drawn, row in distinct.items():
-        weight = path_law(parent, drawn, q[row])
-        total += weight
-        distribution += weight * output_law(p, rounds(p, parent, drawn, q[row]), V, 3)
-    assert total == pytest.approx(1.0, abs=1e-5) and total_variation(distribution, plain_law(p, V, 3)) < 1e-5
-    flat = torch.full_like(q, 1 / V)  # the control: a law they were not drawn from
-    off = sum(
-        path_law(parent, drawn, q[row]) * output_law(p, rounds(p, parent, drawn, flat[row]), V, 3)
-        for drawn, row in distinct.items()
-    )
-    assert total_variation(off, plain_law(p, V, 3)) > 1e-3
+def test_drafts_are_of_the_reported_laws_and_rejection_keeps_that_of_the_target(refine):
+    found = proposed(drafter(refine=refine), ImageAR(family(), features=True), 0.1)
+    check_reported(*found)
+    check_rejection(*found, seed=0)
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
@@ -355,11 +317,6 @@ def test_save_and_load_round_trip(saved):
         zoo.drafter(f"{saved}:nodes=4", janus())
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_another_target_or_file_is_refused_in_a_sentence(tmp_path, what):
-    refuses(drafter(), tmp_path / "drafter", what)
-
-
 def test_it_is_refused_for_models_of_another_type():
     with pytest.raises(ValueError, match="painter-distilled is made for a model with"):
         zoo.drafter("painter-distilled", janus())
@@ -469,7 +426,6 @@ SHIPPED = zoo.CHECKPOINTS / "painter-distilled" / "config.json"
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
 def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
     pipe = ImagePipeline.from_pretrained("painter")
-    pipe.set_progress_bar_config(disable=True)
     texts = ["a photo of three stars", "a photo of a red cross and a blue ring", "a photo of a cross left of a ring"]
     plain = pipe(texts, seed=5, drafter="none", output_type="latent")
     fast = pipe(texts, seed=5, output_type="latent", **zoo.method(str(zoo.preset("distilled"))))

@@ -1,6 +1,7 @@
 """Presets of the feature drafter: each trains, is saved and loaded, and is exact in ragged batches."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from PIL import Image
 
 import visspec
-from tests.doubles import check_exact
+from tests.doubles import check_exact, one_sentence
 from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import presets, train_drafter, zoo
@@ -21,6 +22,7 @@ from visspec.models.block.trained import DECAY, BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.static_tree import EAGLE
 from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head import LowRank
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.train.capture import capture
@@ -116,12 +118,18 @@ def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("preset", ["eagle", "eagle3", "msd", "vispec", "flash", "specvlm", "dream", "blind"])
+@pytest.mark.parametrize(
+    "preset", ["features", "features blind", "eagle", "eagle3", "msd", "vispec", "flash", "specvlm", "dream", "blind"]
+)
 def test_a_rollout_is_what_drafting_says(name, preset):
     """Step k of the rollout at answer token t is level k + 1 of a chain that starts at token t - k."""
     model = model_of(name)
-    more = {"draft_vocab": 40} if preset == "eagle3" else {}
-    drafter = EagleDrafter.for_model(model, **of_preset(preset, model, more)[0])
+    if preset.startswith("features"):
+        drafter = FeatureDrafter.for_model(model, image_latents=0 if "blind" in preset else 2)
+    else:
+        more = {"draft_vocab": 40} if preset == "eagle3" else {}
+        drafter = EagleDrafter.for_model(model, **of_preset(preset, model, more)[0])
+    taught = getattr(drafter, "_taught", drafter._logits)
     target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
 
     def request():
@@ -137,10 +145,10 @@ def test_a_rollout_is_what_drafting_says(name, preset):
         feature = drafter._catch_up(state.memory, 3)
         if preset == "flash":
             for level, ahead in enumerate(drafter.layer.head.spread(feature).unbind(1)):
-                torch.testing.assert_close(drafter._taught(ahead), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(taught(ahead), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
             return
         for level in range(3):
-            torch.testing.assert_close(drafter._taught(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(taught(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
             token = lesson.ids[:, lesson.prompt_length + level + 1]
             memory = state.memory
             turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)
@@ -245,14 +253,23 @@ def test_a_head_adds_what_the_token_above_says(kind, width):
             assert (distribution > distribution[draft.value[b, node]]).sum() < width
 
 
-@pytest.mark.parametrize(("form", "more"), [("dflash", {}), ("dflash2", {"selector": 5})])
+@pytest.mark.parametrize(
+    ("form", "more"),
+    [
+        ("dflash", {}),
+        ("dflash2", {"selector": 5}),
+        ("dspark", {"markov": 0, "confidence": True}),
+        ("dspark", {"markov": 5, "confidence": True}),
+    ],
+)
 def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp_path, form, more):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     drafter = BlockDrafter.for_model(model, layers=2, block=4, **more)
-    drafter.export(tmp_path / "out", form)
+    drafter.export(tmp_path / "out", form, "somewhere/target")
     again, _ = zoo.drafter(tmp_path / "out", model)
-    head = drafter.form.sequential
-    assert not isinstance(again, BlockDrafter) and replace(again.form, reach=None, sequential=head) == drafter.form
+    head, same = drafter.form.sequential, {"reach": None} | ({"from_anchor": False} if form == "dspark" else {})
+    assert replace(again.form, sequential=head, **same) == drafter.form
+    assert not isinstance(again, BlockDrafter) and again.traits.levels == drafter.traits.levels == 3
     for one, two in ((drafter.assistant, again.assistant), (head, again.form.sequential))[: 1 if head is None else 2]:
         torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
     first, second = (
@@ -262,23 +279,6 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
     assert [r.committed for r in first.trace.rounds] == [r.committed for r in second.trace.rounds]
     with pytest.raises(ValueError, match="form: got a drafter with the head of Spark"):
         BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")
-
-
-@pytest.mark.parametrize("changes,sentence", [
-    ({"vocab": 97}, "vocabulary"), ({"block": 1}, "block: got 1"), ({"layers": 3}, "layers.2"),
-    ({"feature_layers": [9]}, "feature_layers: got"), ({"feature_layers": []}, "expected at least one layer"),
-    ({"mask": 96}, "mask: got 96"), ({"markov": 3}, "markov"), ({"kv_heads": 3}, "kv_heads: got 3"),
-    ({"kind": "eagle_head"}, "of another kind"), ({"selector": 3}, "lacks tensor .candidate_s"),
-    ({"selector": -1}, "selector: got -1"), ({"selector": 3, "markov": 5}, "selector: got 3 beside DSpark's heads"),
-    ({"selector": 3, "group": 5}, "conv_group_size: got 5, expected a divisor of the hidden size 32"),
-])  # fmt: skip
-def test_a_block_drafter_of_another_model_or_form(tmp_path, changes, sentence):
-    model = model_of("llava")
-    BlockDrafter.for_model(model, layers=2, block=4).save_pretrained(tmp_path, {})
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(ValueError, match=sentence):
-        BlockDrafter.from_pretrained(tmp_path, model)
 
 
 def test_the_loss_of_a_small_vocabulary_is_of_its_ids_where_the_target_chooses_one():
@@ -351,9 +351,8 @@ def test_text_comes_first_and_pictures_more_and_more(data):
     ({"preset": "eagle3", "head_rank": 10**6}, "head_rank: got 1000000, expected a whole number from 0 to 32"),
 ])  # fmt: skip
 def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence):
-    with pytest.raises(ValueError) as caught:
+    with one_sentence(re.escape(sentence)):
         train_drafter.run("x", data[0], tmp_path / "out", **TINY, **options)
-    assert sentence in str(caught.value)
 
 
 def test_layers_are_a_quarter_of_the_targets_or_as_asked():

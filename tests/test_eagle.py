@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import visspec
+from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt, shapes
 from visspec.api.captions import prepare
 from visspec.api.train_drafter import request_of
@@ -95,20 +96,6 @@ def whole_prefix(drafter, model, inputs, state):
     counts = [len(r) - 1 for r in rows]
     fresh.memory.add(tokens[:, 1:], scores.features[:, : longest - 1], counts)
     return fresh.memory, drafter._catch_up(fresh.memory, 1)
-
-
-def test_other_noise_and_depths_give_the_same_tokens():
-    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["several"])
-    outs = [
-        visspec.accelerate(model, make("llava"), levels=levels, adaptive=levels == 3).generate(
-            **inputs, max_new_tokens=NEW, do_sample=True, seed=9
-        )
-        for levels in (1, 3, 7)
-    ]
-    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
-    judged = visspec.accelerate(model, make("llava"), acceptance="rejection", adaptive=False)
-    judged.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=9)
-    assert judged.last_stats.faults == 0
 
 
 def test_images_reach_the_draft_and_the_off_switch_hides_them():
@@ -340,9 +327,8 @@ REFUSALS = {
 def test_refusals(saved, what):
     change, message = REFUSALS[what]
     change(saved)
-    with pytest.raises(ValueError, match=message) as caught:
+    with one_sentence(message):
         FeatureDrafter.from_pretrained(saved, model_of("llava"))
-    assert "\n" not in str(caught.value)
 
 
 def test_another_target_is_refused(saved):

@@ -76,7 +76,6 @@ def test_the_painter_draws_the_animals_and_its_laws_are_flat(every):
 @shipped
 def test_its_drafter_is_chosen_by_presets_and_changes_no_code():
     pipe = ImagePipeline.from_pretrained(emoji_painter.NAME)
-    pipe.set_progress_bar_config(disable=True)
     text, method = "a photo of a penguin", zoo.method(str(zoo.preset("drafter", model=pipe.model)))
     assert method["drafter"].startswith("painter-emoji-eagle")
     plain, drafted = (pipe(text, seed=3, output_type="latent", **m) for m in (zoo.method("none/exact"), method))

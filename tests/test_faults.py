@@ -68,6 +68,10 @@ def with_tokens(draft, index, value):
     return drafted(tokens, draft.tree, draft.q)
 
 
+def with_tree(change):
+    return lambda draft, state: drafted(draft.value[:, :6], change(draft.tree))
+
+
 def with_q(draft, change):
     q = draft.q.p.clone()
     change(q)
@@ -149,41 +153,22 @@ BAD_DRAFTS = {
     "tree of other rows": lambda d, s: drafted(d.value, trees.from_parents(d.tree.parent.expand(5, -1), d.levels)),
 }
 IMPOSSIBLE_TREES = {  # built by a wrong call or by hand; single nodes of them are refused
-    "understated levels": lambda t: trees.Tree(t.parent, t.depth, t.ancestor, 1, False),
-    "false depth": lambda t: trees.Tree(t.parent, t.depth * 0, t.ancestor, t.levels, False),
-    "false ancestors": lambda t: trees.Tree(t.parent, t.depth, t.ancestor | True, t.levels, False),
-    "no ancestors": lambda t: trees.Tree(t.parent, t.depth, t.ancestor & False, t.levels, False),
-    "parent beyond": lambda t: trees.Tree(t.parent + 90, t.depth, t.ancestor, t.levels, False),
-    "own parent": lambda t: trees.Tree(t.parent + 1, t.depth, t.ancestor, t.levels, False),
-    "branches called a chain": lambda t: dataclasses.replace(trees.static((-1, 0, 0, 1, 1, 2)), levels=5, chain=True),
-    "grown with too few levels": lambda t: trees.from_parents(t.parent, 1),
+    "understated levels": with_tree(lambda t: trees.Tree(t.parent, t.depth, t.ancestor, 1, False)),
+    "false depth": with_tree(lambda t: trees.Tree(t.parent, t.depth * 0, t.ancestor, t.levels, False)),
+    "false ancestors": with_tree(lambda t: trees.Tree(t.parent, t.depth, t.ancestor | True, t.levels, False)),
+    "no ancestors": with_tree(lambda t: trees.Tree(t.parent, t.depth, t.ancestor & False, t.levels, False)),
+    "parent beyond": with_tree(lambda t: trees.Tree(t.parent + 90, t.depth, t.ancestor, t.levels, False)),
+    "own parent": with_tree(lambda t: trees.Tree(t.parent + 1, t.depth, t.ancestor, t.levels, False)),
+    "branches called a chain": with_tree(
+        lambda t: dataclasses.replace(trees.static((-1, 0, 0, 1, 1, 2)), levels=5, chain=True)
+    ),
+    "grown with too few levels": with_tree(lambda t: trees.from_parents(t.parent, 1)),
 }
-BAD_IDS = {"beyond": VOCAB, "far beyond": 2**40, "negative": -7}
-
-
-@pytest.mark.parametrize("kind", BAD_DRAFTS)
-@pytest.mark.parametrize("shape", ["one", "ragged"])
-def test_malformed_drafts(kind, shape):
-    inputs = prompt("llava", shapes("llava")[shape])
-    model = fast("llava", Spoilt(stock("llava", shape), BAD_DRAFTS[kind]))
-    check(model, inputs, stock("llava", shape), GREEDY, faults=1)
-
-
-@pytest.mark.parametrize("kind", IMPOSSIBLE_TREES)
-@pytest.mark.parametrize("shape", ["one", "ragged"])
-def test_impossible_trees(kind, shape):
-    inputs = prompt("llava", shapes("llava")[shape])
-    spoil = lambda d, s: drafted(d.value[:, :6], IMPOSSIBLE_TREES[kind](d.tree))  # noqa: E731
-    check(fast("llava", Spoilt(stock("llava", shape), spoil)), inputs, stock("llava", shape), GREEDY, faults=2)
-
-
-@pytest.mark.parametrize("kind", BAD_IDS)
-@pytest.mark.parametrize("shape", ["one", "ragged"])
-def test_impossible_ids(kind, shape):
-    inputs = prompt("llava", shapes("llava")[shape])
-    model = fast("llava", Spoilt(stock("llava", shape), lambda d, s: with_tokens(d, 2, BAD_IDS[kind])))
-    check(model, inputs, stock("llava", shape), GREEDY, faults=2)
-    assert model.last_stats.tau > 1.5, "good nodes are still used"
+BAD_IDS = {
+    "beyond": lambda d, s: with_tokens(d, 2, VOCAB),
+    "far beyond": lambda d, s: with_tokens(d, 2, 2**40),
+    "negative id": lambda d, s: with_tokens(d, 2, -7),
+}
 
 
 def test_image_ids_and_empty_drafts_are_no_faults():
@@ -214,28 +199,32 @@ def test_image_ids_are_never_drafted():
 
 
 BAD_LAWS = {
-    "nan": lambda d: with_q(d, lambda q: q[:, 2].fill_(float("nan"))),
-    "inf": lambda d: with_q(d, lambda q: q[:, 2, 5].fill_(float("inf"))),
-    "minus inf": lambda d: with_q(d, lambda q: q[:, 2, 5].fill_(float("-inf"))),
-    "negative": lambda d: with_q(d, lambda q: (q[:, 2, 5].fill_(-0.5), q[:, 2, 6].fill_(0.5))),
-    "sums to more": lambda d: with_q(d, lambda q: q[:, 2].mul_(1.5)),
-    "sums to less": lambda d: with_q(d, lambda q: q[:, 2].mul_(0.9)),
-    "zero": lambda d: with_q(d, lambda q: q[:, 2].zero_()),
-    "zero at the token": lambda d: with_q(d, lambda q: q.copy_(q.roll(1, -1))),
-    "wrong vocabulary": lambda d: replace(d, q=Categorical(p=torch.nn.functional.pad(d.q.p, (0, 4)))),
-    "short vocabulary": lambda d: replace(d, q=Categorical(p=d.q.p[..., :-4])),
-    "no nodes": lambda d: replace(d, q=Categorical(p=d.q.p[:, 0])),
+    "nan": lambda d, s: with_q(d, lambda q: q[:, 2].fill_(float("nan"))),
+    "inf": lambda d, s: with_q(d, lambda q: q[:, 2, 5].fill_(float("inf"))),
+    "minus inf": lambda d, s: with_q(d, lambda q: q[:, 2, 5].fill_(float("-inf"))),
+    "negative": lambda d, s: with_q(d, lambda q: (q[:, 2, 5].fill_(-0.5), q[:, 2, 6].fill_(0.5))),
+    "sums to more": lambda d, s: with_q(d, lambda q: q[:, 2].mul_(1.5)),
+    "sums to less": lambda d, s: with_q(d, lambda q: q[:, 2].mul_(0.9)),
+    "zero": lambda d, s: with_q(d, lambda q: q[:, 2].zero_()),
+    "zero at the token": lambda d, s: with_q(d, lambda q: q.copy_(q.roll(1, -1))),
+    "wrong vocabulary": lambda d, s: replace(d, q=Categorical(p=torch.nn.functional.pad(d.q.p, (0, 4)))),
+    "short vocabulary": lambda d, s: replace(d, q=Categorical(p=d.q.p[..., :-4])),
+    "no nodes": lambda d, s: replace(d, q=Categorical(p=d.q.p[:, 0])),
 }
 
 
-@pytest.mark.parametrize("kind", BAD_LAWS)
+SPOILT = BAD_DRAFTS | IMPOSSIBLE_TREES | BAD_IDS | BAD_LAWS
+
+
+@pytest.mark.parametrize("kind", SPOILT)
 @pytest.mark.parametrize("shape", ["one", "ragged"])
-def test_laws_that_are_none(kind, shape):
-    """Greedy under the rejection rule: a law that can't be makes its node absent; the output is the stock one."""
-    inputs = prompt("llava", shapes("llava")[shape])
-    drafter = Spoilt(stock("llava", shape), lambda d, s: BAD_LAWS[kind](d), samples=True)
-    model = fast("llava", drafter, acceptance="rejection")
-    check(model, inputs, stock("llava", shape), GREEDY, faults=2)
+def test_spoilt_drafts_cost_nothing_of_the_output(kind, shape):
+    """A draft is refused whole, or node by node; a law that can't be makes its node absent."""
+    inputs, answers, laws = prompt("llava", shapes("llava")[shape]), stock("llava", shape), kind in BAD_LAWS
+    model = fast("llava", Spoilt(answers, SPOILT[kind], laws), acceptance="rejection" if laws else "exact")
+    check(model, inputs, answers, GREEDY, faults=1 if kind in BAD_DRAFTS else 2)
+    if kind in BAD_IDS:
+        assert model.last_stats.tau > 1.5, "good nodes are still used"
 
 
 @pytest.mark.parametrize("value, found", [
@@ -262,7 +251,7 @@ def test_a_bad_law_takes_no_other_with_it():
 def test_sampling_goes_on_as_without_the_draft(kind):
     """With uniform numbers: a node without a law is not drafted, and every token stays possible."""
     inputs = prompt("llava", shapes("llava")["ragged"])
-    drafter = Spoilt(stock("llava", "ragged"), lambda d, s: BAD_LAWS[kind](d), samples=True)
+    drafter = Spoilt(stock("llava", "ragged"), BAD_LAWS[kind], samples=True)
     model = fast("llava", drafter, acceptance="rejection")
     with pytest.warns(RuntimeWarning, match="drafter"):
         output = new_tokens(model.generate(**inputs, **SAMPLE, top_k=4), inputs)
@@ -278,17 +267,6 @@ def test_sampling_with_a_broken_drafter_is_plain_sampling(stage):
     with pytest.warns(RuntimeWarning, match="RuntimeError: broken"):
         assert new_tokens(model.generate(**inputs, **SAMPLE), inputs) == expected
     assert model.last_stats.faults == 1
-
-
-def test_drafter_of_another_target_writes_nothing():
-    """A drafter that tampers with the draft it handed over, after it was checked, changes nothing."""
-
-    class Tampering(Oracle):
-        def observe(self, state, draft, scores, verdict, outcome):
-            draft.value.fill_(3)
-
-    inputs = prompt("llava", shapes("llava")["ragged"])
-    check(fast("llava", Tampering(stock("llava", "ragged"))), inputs, stock("llava", "ragged"), GREEDY, faults=0)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("target broke"), torch.OutOfMemoryError("target memory")])

@@ -7,16 +7,17 @@ import torch
 
 from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.doubles import drafted
+from tests.tables import Steady, Table, TableDrafter, TableTarget, decoded
 from tests.test_block_rule import chains
+from tests.test_law import chi_square
 from visspec import tree
 from visspec.accept.fly import Fly
 from visspec.accept.rejection import Rejection
-from visspec.api import zoo
 from visspec.distributions import Categorical, residual
 from visspec.sampling import SIBLINGS, AcceptanceNoise
 from visspec.types import Scores
 
-V, LEVELS = 5, 4
+V, LEVELS, SIZE = 5, 4, 10
 UNDECIDED, DECIDED = [0.1, 0.0, 0.0, 0.0, 0.0], [9.0, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -122,6 +123,57 @@ def test_the_drift_bounds_the_total_variation_of_longer_rounds(seed):
     assert measured(Fly(0.5, 1), 3, seed, mismatches)[0] < tv
 
 
+def process(rule, levels, seed, metered=lambda rule, kept, accepted: kept):
+    """(joint law of SIZE tokens, mean drift) of a token and rounds of chains of up to so many levels behind it."""
+    p, q = (Table(2, n, sharpness).distribution() for n, sharpness in ((seed, 1.0), (seed + 7, 1.5)))
+    law, drift, weights = torch.zeros((2,) * SIZE, dtype=torch.float64), 0.0, {(y,): float(p(())[y]) for y in range(2)}
+    while weights:
+        context = min(weights, key=len)
+        weight, depth = weights.pop(context), min(levels, SIZE - len(context) - 1)
+        if depth < 0:
+            law[context] = weight
+            continue
+        after, drawn = (lambda more, of=of, known=context: of((*known, *more)) for of in (p, q))
+        found = [(float(share), (y,), 0.0) for y, share in enumerate(after(()))]
+        if depth:
+            each = ((draft, w, outcomes(rule, after, draft, metered)) for draft, w in chains(drawn, depth, 2))
+            found = [(w * share, gained, cost) for _, w, kept in each for share, gained, cost in kept]
+        for share, gained, cost in found:
+            weights[*context, *gained] = weights.get((*context, *gained), 0.0) + weight * share
+            drift += weight * share * cost
+    return law, drift
+
+
+@pytest.mark.parametrize(("window", "levels", "seed"), [(1, 3, 0), (1, 2, 1), (2, 3, 3)])
+def test_the_drift_bounds_the_total_variation_over_many_rounds(window, levels, seed):
+    """Ten tokens take at least three rounds."""
+    plain, rule = plain_law(Table(2, seed, 1.0).distribution(), 2, SIZE), Fly(0.95, window)
+    law, drift = process(rule, levels, seed)
+    tv = total_variation(law, plain)
+    assert abs(float(law.sum()) - 1) < 1e-12 and 0.02 < tv < drift
+    assert process(rule, levels, seed, mismatches)[1] < tv
+    exact, none = process(Fly(1.01, window), levels, seed)
+    assert none == 0 and total_variation(exact, plain) < 1e-12
+
+
+class Reused(Fly):
+    """A control: numbers that were looked at serve the next round."""
+
+    def make_noise(self, generators, width):
+        return AcceptanceNoise(generators)
+
+
+@pytest.mark.parametrize("kind", [Fly, Reused])
+def test_the_loop_has_the_law_and_the_drift_of_many_rounds(kind):
+    rows, (law, drift) = 8000, process(Fly(0.5, 1), 3, 3)
+    state = decoded(TableTarget(Table(2, 3, 1.0)), TableDrafter(Table(2, 10)), kind(0.5, 1), rows, SIZE, 0, Steady(3))
+    index = torch.tensor(state.tokens) @ torch.tensor([2**i for i in reversed(range(SIZE))])
+    likely = chi_square(torch.bincount(index, minlength=2**SIZE), law)
+    found = torch.as_tensor(state.meters["drift"])
+    near = abs(float(found.mean()) - drift) < 4 * float(found.std()) / rows**0.5
+    assert (likely > 1e-3 and near) == (kind is Fly)
+
+
 def test_verdicts_and_drift_occur_as_they_should():
     """The rule itself on one draft, its numbers and all."""
     rows, p, q, rule = 40_000, context_law(V, 3, 1.0), context_law(V, 4, 1.0), Fly(0.5, 1)
@@ -154,10 +206,3 @@ def test_what_can_not_be_kept_is_judged_exactly(rule):
     verdict, exact = rule(draft, scores, noise), Rejection()(draft, scores, noise)
     assert torch.equal(verdict.path, exact.path) and torch.equal(verdict.next, exact.next)
     assert verdict.drift.tolist() == [0.0] * 500
-
-
-@pytest.mark.parametrize("text", ["fly:theta=-0.1", "fly:window=0", "fly:top=-1"])
-def test_bad_arguments_are_refused_in_a_sentence(text):
-    name = text.partition(":")[2].partition("=")[0]
-    with pytest.raises(ValueError, match=f"{name}: got .*, expected"):
-        zoo.acceptance(text)

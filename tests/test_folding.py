@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.models.llama import modeling_llama
 
 import visspec
 from tests.doubles import NEW, Grower, TreeOracle, fast, new_tokens, stock
-from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
+from tests.tiny import llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
 from visspec.models.attention import folding, masks
@@ -139,35 +138,6 @@ def test_more_than_a_softmax_goes_to_stock():
     assert torch.equal(found, wanted)
     with pytest.raises(ValueError, match="softcap"):
         entry(module, query, key, key, mask.repeat(1, 1, 2, 1), softcap=30.0)
-
-
-class Particular(modeling_llama.LlamaAttention):
-    """Asks the registry, as all do, but wants a mask of its own size."""
-
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
-        if attention_mask is not None and attention_mask.shape[2] != hidden_states.shape[1]:
-            raise RuntimeError("mask")
-        assert modeling_llama.ALL_ATTENTION_FUNCTIONS
-        return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
-
-
-class Own(modeling_llama.LlamaAttention):
-    """Attention that does not ask the registry."""
-
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-@pytest.mark.parametrize("kind", [Particular, Own])
-def test_attention_of_a_models_own_keeps_plain_masks(kind):
-    model = built(tf.LlamaForCausalLM, tf.LlamaConfig(**TEXT))
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = kind
-    for _ in range(2):  # asked, then known
-        assert HFDecoder(model).masks.groups == 1
-    inputs, expected = prompt("llama", shapes("llama")["ragged"]), stock("llama", "ragged")
-    accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
-    assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
 
 
 def test_without_the_probe_it_folds_too(calls):

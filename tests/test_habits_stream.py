@@ -1,7 +1,5 @@
 """Habits around generate: transformers' pipeline, a streamer in a thread, a map over a data set."""
 
-import threading
-
 import pytest
 import transformers as tf
 
@@ -33,18 +31,6 @@ def test_the_pipeline_of_images_and_texts_takes_an_accelerated_model(loaded):
     found = pipe(images[0], text=chat_prompt(processor, PROMPT), return_full_text=False, generate_kwargs=options)
     assert found[0]["generated_text"].strip() == expected(fast, processor, images[0]).strip()
     assert fast.last_stats is not before and fast.last_stats.tau > 1
-
-
-def test_a_text_streamer_in_a_thread(loaded):
-    fast, processor, images = loaded
-    streamer = tf.TextIteratorStreamer(processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    inputs = prepare(processor, images[:1], PROMPT, fast.model)
-    options = {"max_new_tokens": NEW, "streamer": streamer}
-    thread = threading.Thread(target=fast.generate, kwargs={**inputs, **options})
-    thread.start()
-    pieces = list(streamer)
-    thread.join()
-    assert len(pieces) > 2 and "".join(pieces).split() == expected(fast, processor, images[0]).split()
 
 
 def test_a_map_over_a_data_set(loaded):

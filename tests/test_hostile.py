@@ -48,13 +48,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 SAMPLED = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 20, "seed": 4}
 
 
-@pytest.fixture(autouse=True)
-def _whole_trees():
-    """Drafters here spoil the trees that all drafters share: others get new ones."""
-    yield
-    trees.static.cache_clear()
-
-
 def tensors(value, depth=4) -> Iterator[torch.Tensor]:
     """All tensors that a plain walk over attributes, entries and items finds."""
     if isinstance(value, torch.Tensor):

@@ -41,16 +41,11 @@ PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars",
 WORDED = ["janus", "emu3", "anole", "lumina", "llamagen-class", "llamagen-caption"]
 
 
-def quiet(pipe: ImagePipeline) -> ImagePipeline:
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 @cache
 @torch.inference_mode(False)
 def drawn() -> ImagePipeline:
     """A tiny Janus that reads letters."""
-    return quiet(ImagePipeline(tiny.janus(), Words()))
+    return ImagePipeline(tiny.janus(), Words())
 
 
 # --- negative prompts -------------------------------------------------------------------------------------------------
@@ -127,8 +122,8 @@ def test_a_call_with_negative_prompts():
 
 
 def test_a_call_wins_over_the_negative_prompt_of_the_parts():
-    parts = quiet(ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "a blue sphere"}))
-    usual = quiet(ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "lowres, blurry."}))
+    parts = ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "a blue sphere"})
+    usual = ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "lowres, blurry."})
     options = {"height": 4, "width": 10, "output_type": "latent", "seed": 0}
     other, own = parts(TEXTS[0], **options).tokens[0], usual(TEXTS[0], **options).tokens[0]
     asked = usual(TEXTS[0], negative_prompt="a blue sphere", **options).tokens[0]
@@ -247,7 +242,7 @@ def test_latents_are_handed_without_being_asked_for_and_nothing_else():
 
 
 def test_codes_of_a_layout_with_row_ends_are_handed_without_them():
-    pipe, seen = quiet(ImagePipeline(tiny.emu3(), tiny.emu3_processor())), []
+    pipe, seen = ImagePipeline(tiny.emu3(), tiny.emu3_processor()), []
     out = pipe(TEXTS[0], height=4, width=10, output_type="latent", seed=0,
                callback_on_step_end=lambda p, i, t, given: seen.append(given["latents"]))  # fmt: skip
     assert seen[-1].shape == (1, 2, 5) and seen[-1][0].equal(out.images[0])
@@ -293,9 +288,9 @@ def test_drafter_rule_and_levels_are_kept(pipe, tmp_path):
         "order": None, "levels": 3,
         "parts": {},
     }  # fmt: skip
-    again = quiet(ImagePipeline.from_pretrained(str(tmp_path)))
+    again = ImagePipeline.from_pretrained(str(tmp_path))
     assert (again.drafter, again.acceptance, again.levels) == (entries["drafter"], entries["acceptance"], 3)
-    before = quiet(ImagePipeline(**(pipe.components | changes)))
+    before = ImagePipeline(**(pipe.components | changes))
     options = {"seed": 4, "output_type": "latent"}
     kept, drawn = before(PROMPTS[0], **options), again(PROMPTS[0], **options)
     assert kept.tokens[0].equal(drawn.tokens[0]) and kept.stats[0].rounds == drawn.stats[0].rounds
@@ -307,7 +302,7 @@ def test_weights_of_a_drafter_go_into_the_folder(pipe, tmp_path):
     learned = ImageFeatureDrafter.for_model(pipe.family, seed=3)
     assert saved(pipe, tmp_path / "a", drafter=learned)["drafter"] == {"folder": "drafter"}
     shutil.move(tmp_path / "a", tmp_path / "b")  # nothing in it depends on where it lies
-    again = quiet(ImagePipeline.from_pretrained(str(tmp_path / "b")))
+    again = ImagePipeline.from_pretrained(str(tmp_path / "b"))
     assert again.drafter == str((tmp_path / "b" / "drafter").resolve())
     options = {"seed": 4, "output_type": "latent"}
     kept, drawn = pipe(PROMPTS[0], drafter=learned, **options), again(PROMPTS[0], **options)
@@ -318,11 +313,7 @@ def test_weights_of_a_drafter_go_into_the_folder(pipe, tmp_path):
     (tmp_path / "b" / "drafter" / "provenance.json").write_text(json.dumps(record))
     again.save_pretrained(tmp_path / "c")  # a drafter by folder is written as its weights
     assert json.loads((tmp_path / "c" / "drafter" / "provenance.json").read_text()) == record
-    assert (
-        quiet(ImagePipeline.from_pretrained(str(tmp_path / "c")))(PROMPTS[0], **options)
-        .tokens[0]
-        .equal(drawn.tokens[0])
-    )
+    assert ImagePipeline.from_pretrained(str(tmp_path / "c"))(PROMPTS[0], **options).tokens[0].equal(drawn.tokens[0])
 
 
 def test_parts_that_are_no_texts_are_asked_for_again(tmp_path):

@@ -6,6 +6,7 @@ knows nothing of ours. B rows, T positions, V ids of the loop.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from tests import tiny_images as tiny
-from tests.doubles import drafted
+from tests.doubles import drafted, one_sentence
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
@@ -312,7 +313,6 @@ def test_the_stock_arm_draws_what_the_loop_draws(name, guidance):
 @pytest.mark.parametrize("name", ["emu3", "glm_image", "llamagen-class"])
 def test_the_bench_knows_every_family(name):
     family, pipe = named(name)
-    pipe.set_progress_bar_config(disable=True)
     if not family.no_pixels:  # none of these tiny models has a pixel decoder of its size
         family.no_pixels = "not here"
     texts = ["1", "2"] if name == "llamagen-class" else TEXTS[:2]
@@ -539,7 +539,6 @@ def test_chameleon_prompts_end_as_its_style_says():
 def test_the_pipeline_draws_in_the_size_it_is_asked_for():
     pipe = ImagePipeline(tiny.emu3(), tiny.emu3_processor())
     pipe.family.negative = NEGATIVE
-    pipe.set_progress_bar_config(disable=True)
     found = pipe(TEXTS, height=4, width=10, output_type="pt", seed=0)
     assert [tuple(image.shape) for image in found.images] == [(3, 4, 10)] * 3
     assert [len(tokens) for tokens in found.tokens] == [10] * 3
@@ -599,11 +598,8 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
         ),
     }
     for start, call in refused.items():
-        with pytest.raises(ValueError) as caught:
+        with one_sentence("^" + re.escape(start)):
             call()
-        text = str(caught.value)
-        assert text.startswith(start), text
-        assert "\n" not in text and not text.endswith("."), text
 
 
 def test_an_unknown_model_is_told_what_is_known():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import warnings
 
@@ -13,7 +14,8 @@ import torch
 from PIL import Image
 
 from tests import tiny_images
-from visspec.api import grid, presets, requests, zoo
+from tests.doubles import one_sentence
+from visspec.api import grid, requests
 from visspec.api.images import ImagePipeline, image_seeds
 from visspec.cli import main as cli
 from visspec.models.jacobi.drafter import Jacobi
@@ -29,13 +31,6 @@ def test_images_tokens_maps_and_statistics(pipe):
     assert all(len(t) == TOKENS for t in out.tokens) and out.maps[0].shape == out.passes[0].shape == (6, 6)
     assert out.stats[0].guarantee == "exact" and out.stats[0].tokens == 4 * TOKENS
     assert out.passes[0].reshape(-1)[0] == 0 and (np.diff(out.passes[0].reshape(-1)) >= 0).all()
-
-
-def test_default_drafting_is_token_identical_to_plain(pipe):
-    plain, fast = (pipe(PROMPTS, seed=1, drafter=d) for d in (None, "jacobi:window=8"))
-    assert all(torch.equal(a, b) for a, b in zip(plain.tokens, fast.tokens))
-    assert all(np.array_equal(a, b) for a, b in zip(plain.images, fast.images))
-    assert fast.stats[0].tau > plain.stats[0].tau == 1
 
 
 @pytest.mark.parametrize("method", [("jacobi", "exact"), ("jacobi:redraw=maximal,window=5", "rejection"),
@@ -116,16 +111,6 @@ def test_later_batches_are_not_begun_and_the_next_call_goes_on(pipe):
     assert all(np.array_equal(a, b) for a, b in zip(out.images, pipe(PROMPTS[:2], seed=0).images))
 
 
-def test_keyboard_interrupt_leaves_finished_images(pipe):
-    def stop(pipeline, step, done, extra):
-        if pipeline.last_output.images:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        pipe(PROMPTS, seed=0, batch_size=1, callback_on_step_end=stop)
-    assert len(pipe.last_output.images) == 1
-
-
 def test_what_belongs_to_the_model_moves_with_it(folder):
     found = ImagePipeline.from_pretrained(str(folder), torch_dtype=torch.bfloat16, acceptance="lantern:k=4,delta=0.1")
     found.setup("jacobi:redraw=maximal", "lantern:k=4,delta=0.1")
@@ -133,13 +118,6 @@ def test_what_belongs_to_the_model_moves_with_it(folder):
     found.to("meta")
     assert found.family.codebook.device.type == "meta" and not found._built
     assert found.setup("jacobi", "exact").drafter.limits.device.type == "meta"
-
-
-def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
-    pipe.save_pretrained(tmp_path)
-    again = ImagePipeline.from_pretrained(str(tmp_path))
-    again.set_progress_bar_config(disable=True)
-    assert torch.equal(again(PROMPTS[0], seed=4).tokens[0], pipe(PROMPTS[0], seed=4).tokens[0])
 
 
 @pytest.mark.parametrize("change,words", [
@@ -164,9 +142,9 @@ def test_a_saved_pipeline_is_read_back(pipe, tmp_path):
 ])  # fmt: skip
 def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
     monkeypatch.setattr("visspec.loop.setup.DecodingSetup.decode", lambda *a: pytest.fail("decoding began"))
-    with pytest.raises(ValueError) as error:
+    with one_sentence(f"^{re.escape(words)}") as error:
         pipe(**({"prompt": PROMPTS[0]} | change))
-    assert str(error.value).startswith(words) and "expected" in str(error.value) and "\n" not in str(error.value)
+    assert "expected" in str(error.value)
 
 
 def test_a_model_that_draws_nothing_is_refused():
@@ -183,7 +161,6 @@ def test_unknown_words_are_those_the_tokenizer_maps_to_its_unknown_token(tokeniz
 
 def test_a_prompt_with_words_the_model_never_saw_warns(folder):
     pipe = ImagePipeline.from_pretrained(str(folder))
-    pipe.set_progress_bar_config(disable=True)
     with pytest.warns(UserWarning, match="^prompt: got astronaut, riding, horse, expected words that the model was ta"):
         pipe(["an astronaut riding a horse", PROMPTS[0]], seed=0, output_type="latent")
     with warnings.catch_warnings():
@@ -222,15 +199,6 @@ def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
     assert (out / "00041.png").read_text() == "of an earlier run"
     assert "up to number 41, going on" in capsys.readouterr().err
     assert [r["path"][-9:] for r in json.loads(record.read_text())["results"]] == ["00042.png", "00043.png"]
-
-
-def test_presets_are_pairs_the_zoo_knows():
-    for name, preset in presets.CODES.items():
-        assert zoo.parse(preset.drafter)[0] in zoo.DRAFTERS | zoo.SHIPPED and preset.source, name
-        zoo.acceptance(preset.acceptance)
-        assert zoo.order(preset.order) is None or not zoo.order(preset.order).raster
-    with pytest.raises(ValueError, match=r"^preset: got 'sj', expected one of plain, "):
-        zoo.preset("sj")
 
 
 def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch):

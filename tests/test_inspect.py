@@ -1,6 +1,7 @@
 """`visspec inspect`: what a checkpoint is and whether it fits, by headers alone, as the readers themselves judge."""
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -30,7 +31,9 @@ from tests.tiny import llama, model_of
 from visspec.api import zoo
 from visspec.api.inspection import inspect
 from visspec.cli.main import main
+from visspec.io import checkpoint, included
 from visspec.models import assistants
+from visspec.models.layers import same_table
 from visspec.models.published import NOT_READ
 
 FOUND = {  # form, layers, convention, hidden states, vocabulary
@@ -103,11 +106,14 @@ def small(folder):
     return folder
 
 
-def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, capsys):
-    ours, wide = targets("llava"), targets("wide")
+def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, monkeypatch):
+    ours, wide, opened, opening = targets("llava"), targets("wide"), [], checkpoint.safe_open
+    monkeypatch.setattr(checkpoint, "safe_open", lambda path, **given: opened.append(path) or opening(path, **given))
     for make_one, form in ((own, "eagle-head"), (small, "small-model")):
         folder = make_one(tmp_path / form)
+        opened.clear()
         alone, found = inspect(folder), inspect(folder, ours)
+        assert form == "small-model" or len(opened) == 2, "headers are read once an inspection"
         assert (alone.form, alone.fits, alone.refused, found.fits) == (form, None, None, True)
         assert alone.vocabulary["target"] == 96
     data = json.loads((tmp_path / "small-model" / "config.json").read_text())
@@ -119,8 +125,42 @@ def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, capsys):
     name = inspect("vispec", "captioner"), inspect("vispec", "captioner-emoji")
     assert [found.fits for found in name] == [True, False] and "vocabulary 164" in name[1].refused
     assert inspect("painter-eagle", "painter").fits and inspect("painter-eagle", "captioner").fits is False
-    assert inspect("painter-var-small", "painter-var").fits is None
     assert "has a config.json of another kind" in inspect("painter-upsampler").refused
+
+
+@pytest.mark.parametrize(("drafter", "target", "form", "refused"), [
+    ("painter-mar-drafter", "painter-mar", "mar", None), ("painter-var-small", "painter-var", "var", None),
+    ("painter-continuous-drafter", "painter-continuous", "continuous", None),
+    ("painter-lowres", "painter", "lowres", None),
+    ("painter", "painter-lowres", "lowres", "got a sibling with a grid of (12, 12)"),
+    ("painter-lowres", "painter-emoji", "lowres", "got a sibling with another tokenizer"),
+    ("painter-mar-drafter", "painter-var", "mar", "drafts for models of 'mar_image' alone, got one of 'var_image'"),
+    ("painter-var-small", "captioner", "var", "drafts for models of 'var_image' alone, got one of 'llava'"),
+    ("painter-eagle", "painter-any-order", "image-eagle", "models of another type, got one of 'randar_image'"),
+    ("painter-eagle", "painter-emoji", "image-eagle", "is made for a model with text_config.vocab_size 45, got 132"),
+])  # fmt: skip
+def test_image_models_that_draft_are_judged_without_weights(monkeypatch, drafter, target, form, refused):
+    monkeypatch.setattr("visspec.models.folders.read_tensors", None)
+    found = inspect(drafter, target)
+    assert (found.form, found.fits) == (form, refused is None) and (refused or "") in (found.refused or "")
+    compared = form == "lowres" or (form == "var" and found.fits)
+    assert any("codebooks were compared by their sizes" in note for note in found.notes) == compared
+    other = torch.empty(4, 2, device="meta")
+    assert same_table(other, torch.ones(4, 2), 0.0) and not same_table(other, torch.ones(3, 2), 0.0)
+
+
+def test_an_image_model_of_other_steps_or_sizes_is_refused(tmp_path):
+    for name, entry, value, sentence in (
+        ("painter-mar", "denoising_steps", 7, "denoising steps, expected"),
+        ("painter-continuous", "denoising_steps", 7, "got denoising_steps 7, expected"),
+        ("painter-continuous", "token", 9, "has shape"),
+    ):
+        folder = shutil.copytree(included.folder(f"{name}-drafter"), tmp_path / f"{name}-{entry}")
+        data = json.loads((folder / "config.json").read_text()) | {entry: value}
+        (folder / "config.json").write_text(json.dumps(data))
+        found = inspect(folder, name)
+        assert found.fits is False and sentence in found.refused
+    assert "has shape" in inspect(folder).refused
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -190,7 +230,7 @@ def test_a_configuration_of_one_layer_needs_its_weights(tmp_path):
     ({"eagle_config": None}, 8, [2, 4, 5], "defaults", [2, 4, 5]),
     ({"eagle_config": None, "num_target_layers": 6}, None, [2, 3, 3], "defaults", [2, 3, 3]),
     ({AUX: [1, 3, 5]}, None, [1, 3, 5], "outputs", [2, 4, 6]), ({AUX: [2, 4, 6]}, 8, [2, 4, 6], "inputs", [2, 4, 6]),
-    ({AUX: [2, 4, 8]}, 8, [2, 4, 8], "boundary", [2, 4, 8]),
+    ({AUX: [2, 4, 8]}, 8, [2, 4, 8], "boundary", [2, 4, 9]), ({AUX: [1, 4, 7]}, 8, [1, 4, 7], "outputs", [2, 5, 8]),
 ])  # fmt: skip
 def test_which_layers_are_read_by_which_convention(tmp_path, changes, depth, layers, convention, states):
     folder, target = saved(tmp_path / "head", *eagle_3(**changes)), None
@@ -198,7 +238,7 @@ def test_which_layers_are_read_by_which_convention(tmp_path, changes, depth, lay
         llama(num_hidden_layers=depth).config.save_pretrained(target := str(tmp_path / "target"))
     found = inspect(folder, target)
     assert (found.layers, found.convention, found.hidden_states) == (layers, convention, states)
-    assert ("names a state after layer 8" in (found.refused or "")) == (convention == "boundary")
+    assert ("names a state after layer 8" in (found.refused or "")) == (states is not None and 8 in states)
     assert any("head:layers=2-4-6" in note for note in found.notes) == (convention == "inputs")
 
 
@@ -305,6 +345,120 @@ def run(capsys, *argv):
     return (code, *capsys.readouterr())
 
 
+def entries(**more):
+    return lambda f: (f / "config.json").write_text(json.dumps(json.loads((f / "config.json").read_text()) | more))
+
+
+def text(name, value):
+    return lambda f: (f / name).write_bytes(value.encode() if isinstance(value, str) else value)
+
+
+def index(**names):
+    return text("model.safetensors.index.json", json.dumps({"weight_map": names}))
+
+
+def outside(name):
+    """A file of the folder becomes a link to one beside it."""
+    return lambda f: (f / name).symlink_to((f / name).rename(f.parent / "moved"))
+
+
+def header(**tensors):
+    said = json.dumps(tensors).encode()
+    return text("model.safetensors", len(said).to_bytes(8, "little") + said)
+
+
+def pickled(f):
+    (f / "model.safetensors").rename(f / "pytorch_model.bin")
+
+
+def nothing(f):
+    (f / "model.safetensors").unlink(), (f / "config.json").unlink()
+
+
+def as_file(f):
+    nothing(f), f.rmdir(), f.write_text("x")
+
+
+CONFIG, LLAMA = "config.json", {"model_type": "llama"}
+BAD = {  # what is done to a folder, the exit code, the sentence
+    "gone": (lambda f: f.rename(f.parent / "other"), 2, "expected a folder, a hub id or the name"),
+    "a file": (as_file, 2, "expected a folder, a hub id or the name"), "empty": (nothing, 2, "has no config.json"),
+    "not JSON": (text(CONFIG, "{"), 2, "is not JSON"), "not text": (text(CONFIG, b"\xff\x00"), 2, "is not JSON"),
+    "a list": (text(CONFIG, "[1]"), 2, "holds a list"), "deep": (text(CONFIG, '{"a":' * 10**5), 2, "is not JSON"),
+    "huge": (text(CONFIG, " " * (17 << 20)), 2, "expected at most 16777216"),
+    "long number": (text(CONFIG, '{"a": ' + "9" * 5000 + "}"), 2, "is not JSON"),
+    "config links out": (outside(CONFIG), 2, "expected a file inside the folder"),
+    "weights link out": (outside("model.safetensors"), 2, "expected a file inside the folder"),
+    "truncated": (lambda f: text("model.safetensors", (f / "model.safetensors").read_bytes()[:999])(f), 2, "readable"),
+    "no bytes": (text("model.safetensors", b""), 2, "is not a readable safetensors file"),
+    "long header": (text("model.safetensors", b"\xff" * 8), 2, "is not a readable safetensors file"),
+    "negative shape": (header(a={"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}), 2, "is not a readable"),
+    "no such bytes": (header(a={"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4]}), 2, "is not a readable"),
+    "index out": (index(a="../moved"), 2, "a file inside"), "index to /": (index(a="/etc/passwd"), 2, "inside"),
+    "index with NUL": (index(a="a\0b"), 2, "inside"), "index of nothing": (index(a="b.safetensors"), 2, "expected th"),
+    "index of numbers": (index(a=1), 2, "expected an object of file names"),
+    "NaN": (entries(hidden_size=float("nan")), 0, "is nan, expected a whole number"),
+    "infinite": (entries(rms_norm_eps=float("inf")), 0, "eps: got inf, expected a finite number above 0"),
+    "negative": (entries(num_attention_heads=-4), 0, "heads: got -4, expected a whole number"),
+    "pickled": (pickled, 0, "has pickled weights"),
+}  # fmt: skip
+BAD_MODELS = {  # the same of a model of transformers
+    "NaN": (entries(vocab_size=float("nan")), "'vocab_size' expected int, got float (value: nan)"),
+    "negative": (entries(hidden_size=-4), "could not be loaded"), "a list": (entries(model_type=[1]), "could not be"),
+    "layers": (entries(num_hidden_layers=10**9), "got 1000000000"), "pickled": (pickled, "has pickled weights"),
+}  # fmt: skip
+BAD_TARGETS = {  # its config.json
+    "not JSON": ("{", "is not JSON"), "null": ("null", "holds a NoneType"),
+    "no type": ("{}", "model_type"), "NaN": (json.dumps({**LLAMA, "hidden_size": float("nan")}), "value: nan"),
+    "negative": (json.dumps({**LLAMA, "hidden_size": -4}), "hidden size (-4)"),
+    "layers": (json.dumps({**LLAMA, "num_hidden_layers": 10**9}), "num_hidden_layers: got 1000000000"),
+    "wide": (json.dumps({**LLAMA, "hidden_size": 10**12}), "overflowed"),
+    "code": ('{"model_type": "x", "auto_map": {"AutoConfig": "x.Y"}}', "describes no model"),
+    "no decoder": ('{"model_type": "vit"}', "describes no model"),
+}  # fmt: skip
+
+
+def check_bad(tmp_path, capsys, argv, code, sentence):
+    """One sentence, the exit code, and nothing written."""
+    before, out = sorted(tmp_path.rglob("*")), tmp_path / "found.json"
+    found, said, error = run(capsys, *argv, "--json", out)
+    assert out.exists() == (code == 0) and sorted(p for p in tmp_path.rglob("*") if p != out) == before
+    if code == 0:
+        (error,) = (line for line in said.splitlines() if line.startswith("refused: "))
+    assert (found, error.count("\n")) == (code, code // 2) and sentence in error
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_folders_are_said_in_one_sentence(tmp_path, targets, capsys, name):
+    spoil, code, sentence = BAD[name]
+    spoil(folder := saved(tmp_path / "a" / "head", *eagle_3()))
+    check_bad(tmp_path, capsys, [folder], code, sentence)
+    (tmp_path / "found.json").unlink(missing_ok=True)
+    check_bad(tmp_path, capsys, [folder, "--target", targets("llava")], code, sentence)
+
+
+@pytest.mark.parametrize("name", BAD_MODELS)
+def test_bad_models_of_transformers_are_said_in_one_sentence(tmp_path, targets, capsys, name):
+    spoil, sentence = BAD_MODELS[name]
+    spoil(folder := small(tmp_path / "small"))
+    check_bad(tmp_path, capsys, [folder, "--target", targets("llava")], 0, sentence)
+
+
+@pytest.mark.parametrize("name", BAD_TARGETS)
+def test_bad_targets_are_said_in_one_sentence(tmp_path, capsys, name):
+    config, sentence = BAD_TARGETS[name]
+    folder = saved(tmp_path / "head", *eagle_3())
+    (tmp_path / "target").mkdir()
+    text(CONFIG, config)(tmp_path / "target")
+    check_bad(tmp_path, capsys, [folder, "--target", tmp_path / "target"], 2, sentence)
+
+
+def test_options_of_the_shape_are_judged(tmp_path, targets):
+    folder = saved(tmp_path / "head", *eagle_3())
+    assert "tree: got" in inspect(f"{folder}:tree=x", targets("llava")).refused
+    assert inspect(f"{folder}:tree=chain", targets("llava")).fits
+
+
 def test_the_command(tmp_path, targets, capsys):
     folder, out = saved(tmp_path / "head", *eagle_3()), tmp_path / "found.json"
     code, said, _ = run(capsys, folder, "--target", targets("llava"), "--json", out)
@@ -325,7 +479,7 @@ def test_the_command(tmp_path, targets, capsys):
         (["nothing"], "drafter: got 'nothing', expected a folder, a hub id or the name of an included drafter"),
         ([tmp_path / "empty"], "has no config.json"), ([tmp_path / "broken"], "is not a readable safetensors file"),
         ([folder, "--target", "nothing"], "target: got 'nothing', expected a folder, a hub id, a config.json"),
-        ([folder, "--target", "painter-var"], "describes no model of transformers"),
+        ([folder, "--target", "painter-eagle"], "describes no model of transformers"),
     ):  # fmt: skip
         code, _, line = run(capsys, *argv)
         assert code == 2 and sentence in line and line.count("\n") == 1

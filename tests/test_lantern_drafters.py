@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import visspec
 from tests import tiny_images as tiny
+from tests.doubles import one_sentence
 from tests.published import Weights, attended, mlp
 from tests.test_image_targets import TEXTS, llamagen, llamagen_model
 from visspec import tree as trees
@@ -85,7 +86,6 @@ def pipeline(name: str) -> ImagePipeline:
     else:
         style = PromptStyle("{}", guidance=SCALE, size=64) if name == "anole" else "lumina"
         pipe = ImagePipeline(tiny.chameleon(), tiny.ChameleonTexts(), parts={"style": style})
-    pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
@@ -286,7 +286,6 @@ def test_lumina_loads_as_the_stock_class_and_takes_a_drafter(tmp_path):
         assert torch.equal(found.lm_head(hidden), want.lm_head(same))
         assert not torch.equal(same, tiny.chameleon().model(ids, use_cache=False).last_hidden_state)
     pipe = ImagePipeline(found, tiny.ChameleonTexts(), parts={"style": "lumina", "codec": Codec()})
-    pipe.set_progress_bar_config(disable=True)
     folder = published("anole", tmp_path / "d")
     assert drawn(pipe, folder, temperature=1.0) == drawn(pipe, None, temperature=1.0)
     drawn(pipe, folder, rule="lantern:k=5,delta=0.3", temperature=1.0)
@@ -321,9 +320,8 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_another_target_or_form_is_refused_in_a_sentence(what, tmp_path):
     name, config, change, message = REFUSED[what]
-    with pytest.raises(ValueError, match=message) as caught:
+    with one_sentence(message):
         zoo.drafter(str(published(name, tmp_path / "d", change, **config)), llamagen_model("caption"))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_target_of_text_is_refused_in_a_sentence(tmp_path):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tests import tiny_images
+from tests.doubles import one_sentence
 from tests.test_image_nets import (
     EMU3_CONFIG,
     JANUS_CONFIG,
@@ -21,7 +23,6 @@ from tests.test_image_nets import (
     gpt_names,
     janus_names,
     llama_names,
-    one_sentence,
     part,
 )
 from visspec.api.images import ImagePipeline
@@ -63,11 +64,8 @@ class Words:
 
 def test_a_loaded_janus_says_what_must_be_set_and_then_draws(janus_folder):
     model = layouts_janus.load_janus(janus_folder())
-    with pytest.raises(
-        ValueError, match=r"generation_config: got no bos_token_id, pad_token_id, generation_kwargs="
-    ) as e:
+    with one_sentence("got no bos_token_id, pad_token_id, generation_kwargs=.*set model.generation_config = Generat"):
         ImagePipeline(model, None)
-    assert "set model.generation_config = GenerationConfig(" in one_sentence(e)
     ids = {"bos_token_id": 1, "pad_token_id": 0}
     model.generation_config = GenerationConfig(**ids)
     with pytest.raises(
@@ -76,14 +74,12 @@ def test_a_loaded_janus_says_what_must_be_set_and_then_draws(janus_folder):
         ImagePipeline(model, None)
     model.generation_config = GenerationConfig(**ids, generation_kwargs={"boi_token_id": 3})
     pipe = ImagePipeline(model, None)
-    with pytest.raises(ValueError, match="processor: got None, expected that of janus") as e:
+    with one_sentence("processor: got None, expected that of janus"):
         pipe("a red cube")
-    one_sentence(e)
     with pytest.raises(ValueError, match="processor: got NoneType, expected a processor of transformers to save"):
         pipe.save_pretrained(janus_folder() / "out")
     assert not (janus_folder() / "out").exists(), "nothing is written before that is known"
     pipe = ImagePipeline(model, Words())
-    pipe.set_progress_bar_config(disable=True)
     out = pipe(["a red cube", "two"], seed=0)
     assert [image.size for image in out.images] == [(4, 4)] * 2 and out.tokens[0].shape == (4,)
 
@@ -140,9 +136,8 @@ def test_rotary_positions_are_those_of_the_authors_configuration(janus_folder, t
 @pytest.mark.parametrize("rope", [3, {"rope_type": "linear"}, {"rope_type": "odd"}, {"rope_theta": "x"}])
 def test_rotary_entries_that_mean_nothing_are_a_sentence(janus_folder, rope):
     folder = janus_folder(language_config=JANUS_CONFIG["language_config"] | {"rope_parameters": rope})
-    with pytest.raises(ValueError, match=r"wrong entry|does not take it") as error:
+    with one_sentence(r"wrong entry|does not take it"):
         layouts_janus.load_janus(folder)
-    one_sentence(error)
 
 
 # --- the vision tower ----------------------------------------------------------------------------------------------
@@ -180,9 +175,8 @@ def test_heads_that_nothing_tells_are_refused(janus_folder):
                           ({"model_name": "eva_giant"}, "a vision tower 'eva_giant' and no number"),
                           ({"num_heads": 5}, "has 5 heads, expected a divisor of 16"),
                           ({"num_heads": "4"}, "has 4 heads, expected a divisor of 16")):  # fmt: skip
-        with pytest.raises(ValueError, match=words) as error:
+        with one_sentence(words):
             layouts_janus.load_janus(janus_folder(vision_config={"params": params}))
-        one_sentence(error)
 
 
 # --- values --------------------------------------------------------------------------------------------------------
@@ -202,9 +196,8 @@ def test_values_that_are_no_weights_are_refused_by_name(tmp_path, layout):
     whole = (10 * tensors[name]).to(torch.int8)
     for value, words in ((broken, "not finite"), (endless, "not finite"), (whole, "dtype int8, expected float32")):
         save_file(tensors | {name: value}, file)
-        with pytest.raises(ValueError, match=words) as error:
+        with one_sentence(f"{re.escape(repr(name))}.*{words}"):
             load(file)
-        assert repr(name) in one_sentence(error)
     half = {n: t.to(torch.bfloat16) for n, t in tensors.items()}
     save_file(half, file)
     load(file)  # another precision is no fault
@@ -264,11 +257,8 @@ def test_two_sets_and_names_without_dots_are_told_how(tmp_path):
     file = tmp_path / "a.safetensors"
     for both in ({**tensors, **{f"ema.{n}": t + 1 for n, t in tensors.items()}}, {**tensors, **lit_ema(tensors)}):
         save_file(both, file)
-        with pytest.raises(
-            ValueError, match=r"averaged weights \(.*\) beside others, expected one set .*--ema"
-        ) as error:
+        with one_sentence(r"averaged weights \(.*\) beside others, expected one set .*--ema"):
             layouts_llamagen.load_llamagen(file, 4, 4)
-        one_sentence(error)
     save_file(lit_ema(tensors), file)
     with pytest.raises(ValueError, match=r"names without dots \(.*expected a file with the others too.*--ema"):
         layouts_llamagen.load_llamagen(file, 4, 4)
@@ -374,7 +364,6 @@ def test_a_table_without_a_null_class_is_not_guided(tmp_path):
     assert (model.config.classes, model.config.null_class, model.guided) == (11, False, False)
     assert torch.equal(model.prefix(torch.tensor([10]))[0, 0], tensors["cls_embedding.embedding_table.weight"][10])
     pipe = ImagePipeline(model, None)
-    pipe.set_progress_bar_config(disable=True)
     assert pipe("10", seed=0, output_type="latent").tokens[0].shape == (16,), "unguided is its default"
     with pytest.raises(ValueError, match="guidance_scale: got one that is not 1, expected 1: the model has no class"):
         pipe("10", guidance_scale=4.0, output_type="latent")

@@ -10,10 +10,9 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests import test_recurrent as hybrids
-from tests.doubles import check_exact, new_tokens
+from tests.doubles import check_exact, new_tokens, one_sentence
 from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, model_of, packed_pixels
 from visspec.api.accelerate import default_drafter
-from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp, mtp_layer
 
 NEW = 24
@@ -212,20 +211,6 @@ def test_drafts_are_those_of_a_pass_from_the_description(name, reloaded):
         torch.testing.assert_close(logits_BNV[b], expected, atol=1e-4, rtol=1e-4)
 
 
-@torch.no_grad()
-def test_the_network_equals_a_pass_from_the_description(reloaded):
-    model = reloaded("qwen3_5")
-    layer, generator = mtp_layer.load_layer(model), torch.Generator().manual_seed(3)
-    ahead, hidden = (torch.randn(1, 7, 32, generator=generator) for _ in range(2))
-    places, cache = torch.arange(7).expand(3, 1, 7), SlotLayers(1)
-    cache.slots.open(7, "cpu")
-    seen = torch.zeros(1, 1, 7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), -torch.inf)
-    found = layer.forward_layer(0, hidden, places, cache, inputs_embeds=ahead, attention_mask=seen)
-    cos, sin = model.get_decoder().rotary_emb(ahead, places)
-    expected = qwen_pass(published(model, QWEN), layer.config, ahead[0], hidden[0], (cos[0], sin[0]))
-    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["qwen3_5", "glm_ocr"])
 def test_rows_enter_a_running_batch(name, reloaded):
     model = reloaded(name)
@@ -298,9 +283,8 @@ def test_what_is_refused(tmp_path):
     cases += [(sparse, "has minimax_m3_sparse, expected full or sliding attention")]
     cases += [(saved(tmp_path / str(i), model, found), said) for i, (said, found) in enumerate(changed.items())]
     for target, said in cases:
-        with pytest.raises(ValueError, match=said) as caught:
+        with one_sentence(said):
             visspec.accelerate(target, "mtp")
-        assert ". " not in str(caught.value)
         assert not mtp_layer.in_files(target)
     with pytest.raises(ValueError, match="levels: got 0"):
         visspec.accelerate(bare, "mtp:levels=0")

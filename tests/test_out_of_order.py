@@ -465,6 +465,7 @@ def test_local_in_the_ordinary_loop(temperature, kind):
         rule, low = Local(tau), LowRes(Janus(sibling(), None), family(kind), window=5, upsample="latent")
         rule.bind(target.capabilities)
         guarded = SafeDrafter(low, target.capabilities)
+        assert low.traits.levels == 5
         state = decode(target, guarded, rule, request(temperature, kind=kind), FixedLength(5))
         guarded.finish(state)
         assert state.trace.faults == 0
@@ -475,30 +476,6 @@ def test_local_in_the_ordinary_loop(temperature, kind):
 
 
 # --- the low-resolution sibling ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("upsample", [*lowres.UPSAMPLERS, "learned"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_lowres_drafts_change_nothing_under_the_exact_rule(temperature, upsample, tmp_path):
-    if upsample == "learned":
-        upsampler(tmp_path)
-        upsample = str(tmp_path)
-    target, low = ImageAR(family()), drafter(window=5, upsample=upsample)
-    guarded = SafeDrafter(low, target.capabilities)
-    state = decode(target, guarded, Exact(), request(temperature), FixedLength(5))
-    guarded.finish(state)
-    assert state.tokens == plain(temperature).tokens and state.trace.faults == 0
-    assert state.trace.rounds[0][0] == 5
-
-
-@pytest.mark.parametrize("rule", ["lantern:k=4,delta=0.2", "rejection", "typical", "local:tau=0.02,k=2"])
-def test_lowres_drafts_suit_every_rule(rule):
-    target, rule = ImageAR(family()), zoo.acceptance(rule)
-    rule.bind(target.capabilities)
-    guarded = SafeDrafter(drafter(window=5, upsample="latent"), target.capabilities)
-    state = decode(target, guarded, rule, request(), FixedLength(5))
-    guarded.finish(state)
-    assert state.trace.faults == 0 and [len(t) for t in state.tokens] == [PLACES] * 3
 
 
 def test_a_right_draft_is_taken_whole(monkeypatch):
@@ -648,10 +625,3 @@ def test_requests_that_need_raster_order_are_refused(change, sentence):
         setattr(asked, name, value)
     with pytest.raises(ValueError, match=sentence):
         decode_wavefront(ImageAR(family()), ZipAR(), asked)
-
-
-def test_zoo_names_them():
-    rule = zoo.acceptance("local:tau=0.2,radius=3,k=4,rows=2,window=5")
-    assert (rule.tau, rule.radius, rule.k, rule.rows, rule.window) == (0.2, 3, 4, 2, 5)
-    assert zoo.order("zipar:window=3").window == 3 and zoo.order("raster").raster
-    assert zoo.load(zoo.DRAFTERS["lowres"][0]) is LowRes

@@ -306,7 +306,17 @@ class Particular(tf.models.llama.modeling_llama.LlamaAttention):
         return super().forward(hidden_states, position_embeddings, mask, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [Own, Particular])
+class Exacting(tf.models.llama.modeling_llama.LlamaAttention):
+    """Asks the registry, but wants a mask of its own size."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        assert tf.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS
+        if attention_mask is not None and attention_mask.shape[2] != hidden_states.shape[1]:
+            raise RuntimeError("mask")
+        return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Own, Particular, Exacting])
 def test_attention_of_a_models_own_takes_the_mask(kind, on):
     on(ragged.VARLEN)
     model = built(tf.LlamaForCausalLM, tf.LlamaConfig(**TEXT))
@@ -315,7 +325,9 @@ def test_attention_of_a_models_own_takes_the_mask(kind, on):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):  # asked, then known
-            assert HFDecoder(model).masks.backend.name == ragged.MASK
+            decoder = HFDecoder(model)
+            assert decoder.masks.backend.name == ragged.MASK
+            assert decoder.masks.groups == (2 if kind is Particular else 1)
     inputs, expected = prompt("llama", shapes("llama")["ragged"]), stock("llama", "ragged")
     accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from tests.doubles import altered
-from tests.test_image_nets import one_sentence
+from tests.doubles import one_sentence
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.api.loading import load_image_model
@@ -57,9 +56,7 @@ def fresh(seed=0, sides=SIDES, depth=2, scale=0.25, labels=LABELS, codebook=None
 @pytest.fixture(scope="module")
 def pipe():
     with torch.inference_mode(False):
-        made = ImagePipeline(fresh(), None)
-    made.set_progress_bar_config(disable=True)
-    return made
+        return ImagePipeline(fresh(), None)
 
 
 @pytest.fixture(scope="module")
@@ -84,47 +81,8 @@ def test_prompts_are_names_of_classes(pipe):
     assert not torch.equal(named, out.tokens[0])
     assert torch.equal(pipe("1", seed=3, output_type="latent", negative_prompt="").tokens[0], out.tokens[0])
     for name, text in (("prompt", "a photo of a dog"), ("prompt", "4"), ("prompt", ""), ("negative_prompt", "a dog")):
-        with pytest.raises(ValueError, match=f"^{name}: got .*expected") as error:
+        with one_sentence(f"^{name}: got .*expected"):
             pipe(**{"prompt": "1"} | {name: text})
-        one_sentence(error)
-
-
-def test_a_folder_is_the_model_it_was_written_from(pipe, written):
-    model, processor = load_image_model(str(written / "painter"))
-    assert isinstance(model, VARImageModel) and processor is None and not model.training
-    for name, value in pipe.model.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-    assert model.generation_config.guidance_scale == 2.0
-    again = ImagePipeline(model, None)(PROMPTS[0], seed=1).tokens[0]
-    assert torch.equal(again, pipe(PROMPTS[0], seed=1).tokens[0])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t, c: t.pop("var.head.bias"), "lacks tensor 'var.head.bias'"),
-        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
-        (lambda t, c: t.update({"var.head.bias": torch.ones(3)}), "tensor 'var.head.bias' of .* has shape"),
-        (lambda t, c: c["network"].update(depth=0), "depth: got 0, expected a whole number"),
-        (lambda t, c: c["network"].update(heads=3), "heads: got 3, expected a divisor of the width 32"),
-        (lambda t, c: c.update(labels=["one"] * 4), "labels: got 1 names of 4, expected each once"),
-        (lambda t, c: c.update(grids=[[1, 1], [2]]), "describes no model"),
-        (lambda t, c: c["autoencoder"].update(codes=-1), "codes: got -1, expected a whole number"),
-        (lambda t, c: c["autoencoder"].update(channels=33), "channels: got 33, expected a multiple of 32"),
-        (lambda t, c: c.update(model_type="mar_image"), "model_type: got 'mar_image'"),
-    ],
-)
-def test_refuses_what_is_no_painter(written, tmp_path, change, said):
-    with pytest.raises(ValueError, match=said) as error:
-        load(altered(written / "painter", tmp_path, change))
-    one_sentence(error)
-
-
-def test_a_pipeline_is_saved_without_a_processor(pipe, tmp_path):
-    pipe.save_pretrained(tmp_path)
-    again = ImagePipeline.from_pretrained(str(tmp_path))
-    again.set_progress_bar_config(disable=True)
-    assert torch.equal(again(PROMPTS[0], seed=1).tokens[0], pipe(PROMPTS[0], seed=1).tokens[0])
 
 
 # --- a refiner, a drafter, a budget -----------------------------------------------------------------------------------
@@ -162,9 +120,8 @@ def test_a_painter_is_a_refiner(pipe):
     ({"ramp": "steep"}, "ramp: got 'steep'"),
 ])  # fmt: skip
 def test_wrong_parts_are_refused_before_work_starts(pipe, parts, said):
-    with pytest.raises(ValueError, match=said) as error:
+    with one_sentence(said):
         pipe.with_parts(parts)
-    one_sentence(error)
 
 
 def test_a_share_is_a_budget_by_measured_selectivity(pipe):
@@ -196,11 +153,8 @@ def test_a_painters_folder_is_a_drafter(pipe, written, rule):
 
 def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
     save(fresh(1, codebook=8), None, tmp_path, torch.float32)
-    with pytest.raises(
-        ValueError, match=r"^drafter: got a model with another codebook, expected the model's 64"
-    ) as error:
+    with one_sentence(r"^drafter: got a model with another codebook, expected the model's 64"):
         pipe(PROMPTS[0], drafter=str(tmp_path))
-    one_sentence(error)
 
 
 # --- the bench --------------------------------------------------------------------------------------------------------
@@ -253,9 +207,8 @@ def test_what_draws_no_scales_has_no_rows_of_them():
     refusals = {"handover": "no scales", "share": "no scales", "denoising_steps": "codes", "iterations": "a token at"}
     for name, draws in refusals.items():
         shown = name.replace("_", "-")
-        with pytest.raises(ValueError, match=rf"^--{shown}: got 1, expected none: janus draws {draws}") as error:
+        with one_sentence(rf"^--{shown}: got 1, expected none: janus draws {draws}"):
             bench_others.other_targets(other, [], {name: [1]})
-        one_sentence(error)
     assert bench_others.other_targets(other, ["plain", "mulo"], {}) == {}
 
 
@@ -464,9 +417,7 @@ def test_codes_start_again_where_something_is_lacking(features):
 
 @pytest.fixture(scope="module")
 def included():
-    made = ImagePipeline.from_pretrained("painter-var")
-    made.set_progress_bar_config(disable=True)
-    return made
+    return ImagePipeline.from_pretrained("painter-var")
 
 
 @shipped

@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 import torch
 
-from tests.test_image_nets import one_sentence
+from tests.doubles import one_sentence
 from tests.test_var_nets import TINY, Published
 from visspec import ImagePipeline
 from visspec import tree as trees
@@ -162,16 +162,6 @@ def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
             settings = [getattr(SETTINGS, name)[scale] for name in ("temperature", "top_k", "top_p")]
             wanted = torch.stack([cut(row, *settings) for row in mixed[begin:end]])
             torch.testing.assert_close(distribution.p[b, node, : end - begin], wanted, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("guidance", [1.0, 2.5])
-def test_a_row_is_drawn_alike_alone_and_in_a_batch(model, guidance):
-    target, sampling = ScaleTarget(VARImages(model, codec=vae())), Sampling(1.0, guidance=guidance)
-    together = images(plain(target, [1, 4, 0], sampling))
-    alone = request([4], sampling)
-    alone.generators = generators(3)[1:2]
-    found = images(decode(target, None, ruled(target), alone, FixedLength(1)))
-    assert torch.equal(found[0], together[1]) and together.shape == (3, 30)
 
 
 # --- drafted scales ---------------------------------------------------------------------------------------------------
@@ -357,9 +347,8 @@ def test_wrong_compositions_are_refused(model):
         ("reads hidden states", lambda: ScaleTarget(VARImages(model, codec=vae()), features=True)),
         ("compile: got True", lambda: ScaleTarget(VARImages(model, codec=vae()), compiles=True)),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=words) as error:
+        with one_sentence(words):
             make()
-        one_sentence(error)
 
 
 def test_wrong_requests_are_refused_before_any_pass(model):
@@ -374,9 +363,8 @@ def test_wrong_requests_are_refused_before_any_pass(model):
         (r"classes, against: got shapes \(2,\) and \(1,\)", shaped),
         ("logits_processor: got one", processed),
     ):
-        with pytest.raises(ValueError, match=words) as error:
+        with one_sentence(words):
             target.prefill(asked)
-        one_sentence(error)
 
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------
@@ -439,9 +427,8 @@ def test_var_refuses_what_it_can_not_draw(model):
         ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical distributions, expected Maps"),
         ({"drafter": "ngram"}, "drafter: NGram drafts for Categorical distributions, expected Maps"),
     ):
-        with pytest.raises(ValueError, match=words) as error:
+        with one_sentence(words):
             pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)
-        one_sentence(error)
 
 
 def test_the_guarantee_is_the_weakest(model):

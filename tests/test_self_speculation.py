@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import visspec
-from tests.doubles import NEW, fast, opened
+from tests.doubles import NEW, fast, one_sentence, opened
 from tests.test_image_targets import made
 from tests.test_zoo import janus_pair
 from tests.tiny import llama, model_of, prompt, shapes
@@ -190,9 +190,8 @@ def test_options_that_make_no_sense_are_refused():
         ("layers:every=1", "exit: got 0 with every 1"),
         ("layers:every=2,exit=1", "every: got 2 with exit 1"),
     ):
-        with pytest.raises(ValueError, match=said) as caught:
+        with one_sentence(said):
             visspec.accelerate(model_of("llama"), name)
-        assert str(caught.value).count(". ") == 0
     for option, most in (("width", 32), ("nodes", 1023)):
         with pytest.raises(ValueError, match=f"^{option}: got 100000, expected a whole number from 1 to {most}$"):
             FeatureDrafting(None, None, None, torch.zeros(1), **{"width": 1, "nodes": 1, option: 100000})

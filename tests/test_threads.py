@@ -46,9 +46,7 @@ class Words:
 
 
 def pipeline(**options) -> ImagePipeline:
-    pipe = ImagePipeline(tiny_images.janus(), Words(), **options)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return ImagePipeline(tiny_images.janus(), Words(), **options)
 
 
 @pytest.fixture

@@ -54,28 +54,6 @@ def test_a_lesson_is_what_one_forward_pass_says(name):
     torch.testing.assert_close(lesson.positions[..., -1], state.position.expand(lesson.positions.shape[:-1]) + 10)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("latents", [0, 2])
-def test_a_rollout_is_what_drafting_says(name, latents):
-    """Step k of the rollout at answer token t is level k + 1 of a chain that starts at token t - k."""
-    drafter = FeatureDrafter.for_model(model_of(name), image_latents=latents)
-    request = prompts(name)(5)
-    lesson = capture(target_for(drafter), visspec.Exact(), request)
-    with torch.no_grad():
-        steps = drafter.rollout(lesson, 3)
-    target = target_for(drafter)
-    with torch.inference_mode():
-        state, scores = open_request(target, visspec.Exact(), prompts(name)(5))
-        drafter.start(state, scores)
-        feature = drafter._catch_up(state.memory, 3)
-        for level in range(3):
-            torch.testing.assert_close(drafter._logits(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
-            token = lesson.ids[:, lesson.prompt_length + level + 1]
-            memory = state.memory
-            turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)
-            feature = drafter.layer.step(memory, token, feature, bias, turn, level)
-
-
 def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):
     drafter = FeatureDrafter.for_model(model_of("llava"), image_latents=2)
     lesson = capture(target_for(drafter), visspec.Exact(), prompts("llava")(1))

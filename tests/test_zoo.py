@@ -185,6 +185,7 @@ def test_an_order_decides_every_place_and_knows_no_batch(name):
 @pytest.mark.parametrize("name", presets.CODES)
 def test_a_preset_draws(name):
     preset = zoo.preset(name)
+    assert preset.source
     text = preset.acceptance
     for large, small in SMALL.items():
         text = text.replace(large, small)

@@ -26,7 +26,9 @@ WAITING = frozenset({  # operators whose result the host waits for
 COPIES = frozenset({"_to_copy", "to", "copy_", "lift_fresh"})
 
 
-def cuda_graph(call: Call, pool: Any = None, stash: Any = None) -> tuple[Any, Callable[[], None]]:
+def cuda_graph(
+    call: Call, pool: torch.cuda._POOL_HANDLE | None = None, stash: torch.cuda.Stream | None = None
+) -> tuple[Any, Callable[[], None]]:
     """Capture a call. Graphs may share a memory pool, because only outputs are needed after a replay and they are
     copied before the next one. Recordings of one pool are made on one stream, `aside`, of the current device. Returns
     the output, which every replay overwrites, and the replay. Raises as `check_waits` does.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,7 @@ class Noise(Protocol):
     def select(self, keep: Sequence[int]) -> None:
         """Keep only these rows."""
 
-    def join(self, other: Any, take: Sequence[int]) -> None:
+    def join(self, other: Self, take: Sequence[int]) -> None:
         """Add rows of other noise of the same kind."""
 
     def draft(self, distribution: Any, level: int) -> tuple[Tensor, Any]:
@@ -274,7 +274,7 @@ class OutputBuffer:
         """The ids of an original row that a criterion or a drafter reads, (1, length)."""
         raise NotImplementedError
 
-    def in_generation_order(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
         """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
         return items
 

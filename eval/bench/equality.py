@@ -79,7 +79,7 @@ class Gap:
     positions: int = 0
     flips: list[dict[str, Any]] = field(default_factory=list)  # positions whose best token differs
 
-    def add(self, one: Tensor, other: Tensor, **where: Any) -> None:
+    def add(self, one: Tensor, other: Tensor, **where: int) -> None:
         """Logits (T, V) of the same T positions. `where` is added to the record of each flip."""
         moved = torch.where(one.isfinite() & other.isfinite(), other - one, torch.zeros(()))
         if len(moved) == 0:
@@ -107,7 +107,7 @@ def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return next((t for t in range(shared) if plain[t] != other[t]), shared)
 
 
-def divergence(plain: Sequence[int], other: Sequence[int], distribution: Tensor, **where: Any) -> dict[str, Any] | None:
+def divergence(plain: Sequence[int], other: Sequence[int], distribution: Tensor, **where: int) -> dict[str, Any] | None:
     """The first divergence, and the margin of the plain token in the plain distribution (T, V) before it.
 
     `margin` is None if one output only ends before the other.

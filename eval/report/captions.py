@@ -19,10 +19,10 @@ class CaptionSamples:
         self.images: dict[str, bytes] = {}
         self.pieces: dict[str, Pieces] = {}
 
-    def look(self, record: Any) -> None:
-        """Keep the image of a record that has no path, while there is room."""
-        if len(self.images) < MOST and isinstance(record.image, bytes):
-            self.images[record.id] = record.image
+    def look(self, id: str, image: object) -> None:
+        """Keep the image of a record, if it is one without a path, while there is room."""
+        if len(self.images) < MOST and isinstance(image, bytes):
+            self.images[id] = image
 
     def tell(self, id: str, pieces: Pieces) -> None:
         if len(self.pieces) < MOST:

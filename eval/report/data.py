@@ -189,7 +189,7 @@ def check(record: Any, where: str) -> None:
     """Checks the types of known fields; unknown fields are ignored."""
     _expect(record, dict, where)
     lists = records.INTERVAL, records.NUMBERS, records.LIST
-    types: Any = {records.NUMBER: (int, float), records.OBJECT: dict, **dict.fromkeys(lists, list)}
+    types: dict = {records.NUMBER: (int, float), records.OBJECT: dict, **dict.fromkeys(lists, list)}
     for name, kind in records.METHOD.items():
         value, there = record.get(name), f"{where}: {name}"
         if value is None:

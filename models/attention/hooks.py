@@ -40,13 +40,13 @@ class ModuleHooks:
 
 
 class DecoderRecorder(ModuleHooks):
-    """Records inputs and outputs of a text decoder in a context: merged embeddings, positions, and the last hidden
-    state after the final norm. Calls in other threads are not recorded.
+    """Records inputs and outputs of a text decoder in a context: merged embeddings, positions, the last hidden state
+    after the final norm, and that before it, where the `last` layer is given. Calls in other threads are not recorded.
     """
 
-    def __init__(self, decoder):
+    def __init__(self, decoder, last=None):
         super().__init__()
-        self.decoder, self.seen = decoder, {}
+        self.decoder, self.last, self.seen = decoder, last, {}
 
     def __enter__(self) -> dict[str, Any]:
         return super().__enter__().seen
@@ -55,6 +55,7 @@ class DecoderRecorder(ModuleHooks):
         return [
             self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
             self.decoder.register_forward_hook(self._leaving),
+            *([] if self.last is None else [self.last.register_forward_hook(self._leaving_last)]),
         ]
 
     def _entering(self, module, args, kwargs=None) -> None:
@@ -64,3 +65,7 @@ class DecoderRecorder(ModuleHooks):
     def _leaving(self, module, args, output) -> None:
         if self.calling:
             self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
+
+    def _leaving_last(self, module, args, output) -> None:
+        if self.calling:
+            self.seen["before_norm"] = output[0] if isinstance(output, tuple) else output

@@ -15,6 +15,7 @@ from visspec.models.attention.ragged import MASK, Backend
 from visspec.types import Tree
 
 STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
+Mask = Tensor | dict[str, Tensor] | None  # by kind of layer where a model has several; None: plain causal
 MOST_KEPT = 1 << 24  # numbers in all shared masks together
 
 
@@ -31,7 +32,7 @@ class Masks:
         self.backend = backend or Backend()
         self._bias: dict[int, tuple[Tree, Tensor]] = {}
 
-    def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | dict[str, Tensor] | None:
+    def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Mask:
         """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
         if not self.window:
             single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady

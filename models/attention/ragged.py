@@ -21,11 +21,12 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers import PretrainedConfig
 
 from visspec import kernels
 from visspec.cache import SlotCache, to_device
@@ -152,10 +153,10 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, attn_metadata: Tensor, sca
     wanted = {"enable_gqa": heads != key.shape[1], "seqused_k": tables[2, :rows], "scale": scaling}
     options = causal | {name: value for name, value in wanted.items() if name in took}
     flat_q = query.transpose(1, 2).reshape(rows * nodes, heads, size)
-    out: Any = varlen_attn(
+    out = varlen_attn(
         flat_q, overlapping_rows(key), overlapping_rows(value), tables[0], tables[1], nodes, key.shape[2], **options
     )
-    return out.view(rows, nodes, heads, size)
+    return cast(Tensor, out).view(rows, nodes, heads, size)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, pitch: int) -> None:
@@ -222,7 +223,7 @@ def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
 
 
 def choose(
-    decoder: nn.Module, text: Any, dtype: torch.dtype, device: torch.device, wanted: str | None = None
+    decoder: nn.Module, text: PretrainedConfig, dtype: torch.dtype, device: torch.device, wanted: str | None = None
 ) -> Backend:
     """The backend of a decoder: that of the device, or `wanted`, where all its layers attend to all keys and ask the
     registry for their attention. text: its configuration.

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 from visspec import tree as trees
@@ -27,7 +27,7 @@ from visspec.types import Draft, Outcome, State
 MOST = 32  # replayed tokens of a row
 
 
-def state_layers(config: Any) -> dict[int, Any]:
+def state_layers(config: PretrainedConfig) -> dict[int, Any]:
     """Fresh layers of transformers' own cache that hold a state and nothing else, by number."""
     found = enumerate(DynamicCache(config=config).layers)
     return {

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from visspec.models.attention.hooks import ModuleHooks
 
+Rope = Tensor | tuple[Tensor, ...]  # one complex tensor, or cosines and sines
+
 
 def modules(model: nn.Module) -> list[nn.Module]:
     """The rotary modules of a model whose frequencies depend on the reach."""
     return [module for module in model.modules() if _depends(getattr(module, "rope_type", None))]
 
 
-def _depends(kind: Any) -> bool:
+def _depends(kind: object) -> bool:
     kinds = kind.values() if isinstance(kind, dict) else [kind]  # some models have a kind for each type of layer
     return any(isinstance(k, str) and ("dynamic" in k or k == "longrope") for k in kinds)
 
@@ -48,7 +50,7 @@ class _RopeHook(ModuleHooks):
             return None
         return self._replace(_InitialRope(module, given), given["position_ids"], output)
 
-    def _replace(self, fresh: _InitialRope, position_ids: Tensor, output: Any) -> Any:
+    def _replace(self, fresh: _InitialRope, position_ids: Tensor, output: Rope) -> Rope:
         raise NotImplementedError
 
 
@@ -99,10 +101,10 @@ class _InitialRope:
         self(self.given["position_ids"][..., :1] * 0)  # a short pass makes it forget the long ones
         return self
 
-    def __call__(self, position_ids: Tensor) -> Any:
+    def __call__(self, position_ids: Tensor) -> Rope:
         return type(self.module).forward(self.copy, **{**self.given, "position_ids": position_ids})
 
-    def reaching(self, position_ids: Tensor, reach: int) -> Any:
+    def reaching(self, position_ids: Tensor, reach: int) -> Rope:
         """What a pass of this reach gives at the positions. Called with growing reaches."""
         last = torch.full_like(position_ids[..., :1], reach - 1)
         output = self(torch.cat([position_ids.clamp(max=reach - 1), last], dim=-1))
@@ -110,6 +112,6 @@ class _InitialRope:
         return tuple(parts) if isinstance(output, tuple) else parts[0]
 
 
-def _parts(output: Any) -> list[Tensor]:
+def _parts(output: Rope) -> list[Tensor]:
     """Cosines and sines (..., N, E), or one complex tensor of both."""
     return list(output) if isinstance(output, tuple) else [output]

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
@@ -183,13 +183,13 @@ class SlotLayers(Cache):
         return cache
 
 
-def cached_layers(config: Any) -> dict[int, int]:
+def cached_layers(config: PretrainedConfig) -> dict[int, int]:
     """Layers in which transformers' own cache keeps keys and values for a configuration, each with its window or 0."""
     layers = enumerate(DynamicCache(config=config).layers)
     return {i: getattr(layer, "sliding_window", 0) for i, layer in layers if isinstance(layer, CacheLayerMixin)}
 
 
-def restarts(model: Any, cached: int, length: int) -> bool:
+def restarts(model: GenerationMixin, cached: int, length: int) -> bool:
     """Whether input preparation drops a cache of `cached` tokens at `length` ids."""
     cache = SlotLayers(1)
     cache.slots.lengths = [cached]

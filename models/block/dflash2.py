@@ -22,12 +22,14 @@ from visspec.io.checkpoint import check_whole
 CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}  # as published
 
 
-def with_convolutions(config: MuseGlimmerAssistantConfig, taps: Any, group: Any) -> MuseGlimmerAssistantConfig:
+def with_convolutions(
+    config: MuseGlimmerAssistantConfig, taps: int | None, group: int | None
+) -> MuseGlimmerAssistantConfig:
     """The configuration of a DFlash network made one of DFlash 2. Raises ValueError for sizes that don't fit it."""
     for name, value, most in zip(CONVOLUTIONS, (taps, group), (config.block_size, config.hidden_size)):
         check_whole(name, value, 1, most)
         setattr(config, name, value)
-    if config.hidden_size % group:
+    if config.hidden_size % config.conv_group_size:
         raise ValueError(f"conv_group_size: got {group}, expected a divisor of the hidden size {config.hidden_size}")
     return config
 
@@ -38,7 +40,7 @@ class GroupedConv(nn.Module):
     of (base[t, c] + delta[i, t, g(c)]) x[i - t, c]. Both deltas are read off the sublayer's normed input.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: MuseGlimmerAssistantConfig):
         super().__init__()
         taps, size = config.conv_kernel_size, config.hidden_size
         self.block, self.groups = config.block_size, size // config.conv_group_size

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole, shorten
@@ -46,7 +47,7 @@ class DiffusionModel(StructuredDrafter):
     def __init__(
         self,
         network: nn.Module,
-        model: nn.Module,
+        model: PreTrainedModel,
         mask: int | None = None,
         block: int = 16,
         steps: int = 1,

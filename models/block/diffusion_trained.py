@@ -9,7 +9,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from visspec.models.block.diffusion import DiffusionModel
@@ -22,7 +22,7 @@ from visspec.models.drafting import checkpoint
 from visspec.types import TrainingBatch
 
 
-class DiffusionDrafter(checkpoint.NetworkDrafter, DiffusionModel):
+class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionModel):
     """A drafter around a `DiffusionHead`, for one loaded target, whose embedding and head it uses. Options as those of
     `DiffusionModel`. Raises ValueError if the network was made for another target.
     """
@@ -41,8 +41,8 @@ class DiffusionDrafter(checkpoint.NetworkDrafter, DiffusionModel):
     ):
         self.check_target(head.config, model)
         self.head, self.config = head.to(model.device), head.config
-        self.embed: Any = bare(model.get_input_embeddings())
-        self.lm_head: Any = model.get_output_embeddings()
+        self.embed = bare(model.get_input_embeddings())
+        self.lm_head: nn.Linear = model.get_output_embeddings()
         self.borrowed = (model.get_input_embeddings(), self.lm_head)
         self.refresh()
         super().__init__(self.run, model, head.config.mask, head.config.block, steps, reads, width=width, nodes=nodes)
@@ -77,10 +77,10 @@ class DiffusionDrafter(checkpoint.NetworkDrafter, DiffusionModel):
         """Target ids of the trained logits: all of them."""
         return
 
-    def _predicted(self, network: Any) -> int:
+    def _predicted(self, network: nn.Module) -> int:
         return self.config.vocab
 
-    def _ids(self, network: Any) -> int:
+    def _ids(self, network: nn.Module) -> int:
         return self.config.vocab
 
     def _read(self, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:

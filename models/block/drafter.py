@@ -13,10 +13,11 @@ import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from visspec.cache import additive, to_device
 from visspec.io import hub
@@ -54,9 +55,9 @@ class DFlashVariant:
     scale: float = 1.0
     multiplier: float = 1.0
     softcap: float = 0.0
-    head: nn.Module | None = None
+    head: nn.Linear | None = None
     ids: Tensor | None = None
-    embed: nn.Module | None = None
+    embed: nn.Embedding | None = None
     sequential: Sequential | None = None
 
 
@@ -73,10 +74,15 @@ class BlockModel(StructuredDrafter):
     saved_as = "network"
 
     def __init__(
-        self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24, form: DFlashVariant | None = None
+        self,
+        assistant: PreTrainedModel,
+        model: PreTrainedModel,
+        width: int = 1,
+        nodes: int = 24,
+        form: DFlashVariant | None = None,
     ):
-        config: Any = assistant.config
-        theirs, text = describe(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
+        config = assistant.config
+        theirs, text = describe(model), model.config.get_text_config()
         if config.hidden_size != text.hidden_size:
             raise ValueError(f"drafter: hidden size of {config.hidden_size}, expected the target's {text.hidden_size}")
         for layer in config.target_layer_ids:
@@ -95,8 +101,8 @@ class BlockModel(StructuredDrafter):
         self.first = 0 if self.form.anchor else 1  # place of the block that predicts the first token
         layers = tuple(layer + 1 for layer in config.target_layer_ids)
         self.traits = DrafterTraits(levels=self.block - self.first, feature_layers=layers, trees=width > 1, joins=True)
-        self.lm_head: Any = self.form.head or model.get_output_embeddings()  # type: ignore[operator]
-        self.embed: Any = self.form.embed or bare(model.get_input_embeddings())  # type: ignore[operator]
+        self.lm_head: nn.Linear = self.form.head or model.get_output_embeddings()
+        self.embed = self.form.embed or bare(model.get_input_embeddings())
 
     def _check_width(self) -> None:
         head = self.form.sequential
@@ -227,8 +233,7 @@ class BlockModel(StructuredDrafter):
 
     def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         """No context that is not read yet."""
-        config: Any = self.assistant.config
-        size = len(self.traits.feature_layers) * config.hidden_size
+        size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 
     def _masks(
@@ -298,10 +303,10 @@ class _Context:
         return position_B if self.offset is None else position_B - self.offset
 
 
-def bare(embed: nn.Module) -> nn.Module:
+def bare(embed: nn.Module) -> nn.Embedding:
     """An embedding without the norm that some models give it: drafters read it as it is stored."""
     if getattr(embed, "embed_norm", None) is None:
-        return embed
-    new = copy.copy(embed)
+        return cast(nn.Embedding, embed)
+    new = copy.copy(cast(nn.Embedding, embed))
     new._modules = {**embed._modules, "embed_norm": nn.Identity()}
     return new

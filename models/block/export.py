@@ -40,7 +40,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     """
     check_form(drafter, form)
     form = "speculators" if form == "dspark" else form
-    assistant: Any = drafter.assistant
+    assistant = drafter.assistant
     if form == "transformers":
         assistant.save_pretrained(folder)
         return
@@ -97,7 +97,7 @@ def form_for(drafter: BlockModel) -> str:
 
 def head_config(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
     """The configuration of a published form."""
-    config: Any = drafter.assistant.config
+    config = drafter.assistant.config
     block, rope = drafter.form, dict(config.rope_parameters)
     theta, sliding = rope.pop("rope_theta"), "sliding_attention" in drafter.kinds
     layer: dict[str, Any] = {

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import MuseGlimmerAssistantModel
+from transformers import Cache, MuseGlimmerAssistantModel
 from transformers.activations import SiLUActivation
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantDecoderLayer
 
 from visspec.models.block.dflash2 import DFlash2Model, GroupedConv, convolved, kernels
 
@@ -80,7 +81,7 @@ class BlockPass:
         self.key_norms_LGE = torch.stack(norms)[:, None].expand(-1, self.shared, -1).contiguous()
         self.last = network.norm.weight.detach()
 
-    def _fuse_layer(self, layer: Any, pairs: Tensor) -> tuple[Any, ...]:
+    def _fuse_layer(self, layer: MuseGlimmerAssistantDecoderLayer, pairs: Tensor) -> tuple[Any, ...]:
         own, mlp = layer.self_attn, layer.mlp
         qkv = torch.cat(
             [_interleave_halves(own.q_proj, pairs), _interleave_halves(own.k_proj, pairs), own.v_proj.weight.detach()]
@@ -93,8 +94,8 @@ class BlockPass:
             own.o_proj.weight.detach().T.contiguous(),
             (gate_up * layer.post_attention_layernorm.weight.detach()).T.contiguous(),
             mlp.down_proj.weight.detach().T.contiguous(),
-            _around(layer, "attention_conv", layer.input_layernorm),
-            _around(layer, "mlp_conv", layer.post_attention_layernorm),
+            _around(layer, "attention_conv", layer.input_layernorm.weight),
+            _around(layer, "mlp_conv", layer.post_attention_layernorm.weight),
         )
 
     def __call__(
@@ -103,7 +104,7 @@ class BlockPass:
         context_hidden_states: Tensor,
         attention_mask: dict,
         position_ids: Tensor,
-        cache: Any,
+        cache: Cache,
     ) -> Tensor:
         """Hidden states (B, K, d). noise_embeds (B, K, d), context (B, C, F), positions (B, C + K) of both; masks by
         kind of layer, or None where nothing is hidden. K may be 0: the context is read for later passes.
@@ -143,11 +144,13 @@ class BlockPass:
         return F.rms_norm(x_BKd, (self.hidden,), self.last, self.eps)
 
 
-def _around(layer: Any, name: str, norm: Any) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]:
+def _around(
+    layer: nn.Module, name: str, scale: Tensor
+) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]:
     """What is done with the input of a sublayer without its norm's scale, and how its output is added."""
     if (conv := getattr(layer, name, None)) is None:
         return lambda x: (x, torch.add)
-    project = (conv.kernel_projection.weight * norm.weight).detach().T.contiguous()
+    project = (conv.kernel_projection.weight * scale).detach().T.contiguous()
     base_SGE = conv.base_SGE().detach()
 
     def around(x_BKd: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
@@ -163,7 +166,7 @@ def rotate_pairs(x_BTHE: Tensor, turn_BTP: Tensor) -> Tensor:
     return torch.view_as_real(pairs * turn_BTP.unsqueeze(-2)).flatten(-2).to(x_BTHE.dtype)
 
 
-def _interleave_halves(linear: Any, pairs: Tensor) -> Tensor:
+def _interleave_halves(linear: nn.Linear, pairs: Tensor) -> Tensor:
     """A projection to heads whose halves are rotated against each other, with the pairs beside each other."""
     weight = linear.weight.detach()
     return weight.unflatten(0, (-1, len(pairs)))[:, pairs].flatten(0, 1)

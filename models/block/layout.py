@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -125,11 +125,11 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 
-def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: Any) -> Any:
+def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: PreTrainedModel) -> Any:
     """The head that walks through the places, on `meta`; None if the form or the checkpoint has none."""
     said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
     with torch.device("meta"):
-        table = model.get_input_embeddings().weight
+        table = cast(Tensor, model.get_input_embeddings().weight)
         return sequential_of(folder, algorithm(form, data), said, vocab, few, table)
 
 
@@ -313,13 +313,15 @@ def _check_copies(folder: Path, form: str, shapes: Mapping[str, tuple[int, ...]]
             raise ValueError(f"checkpoint: tensor {name!r} of {folder} has shape {found}, expected {(vocab, hidden)}")
 
 
-def _copies(folder: Path, tensors: Mapping[str, Tensor], model: Any) -> dict[str, Any]:
+def _copies(folder: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Any]:
     """Embeddings and head of its own, as fields of the variant, where they are not those of the target."""
     found: dict[str, Any] = {}
     targets = model.get_input_embeddings(), model.get_output_embeddings()
     for name, field, target in zip(COPIES, ("embed", "head"), targets):
         rows, size = tensors[name].shape
-        module: Any = nn.Embedding(rows, size) if field == "embed" else nn.Linear(size, rows, bias=False)
+        module: nn.Embedding | nn.Linear = (
+            nn.Embedding(rows, size) if field == "embed" else nn.Linear(size, rows, bias=False)
+        )
         module = module.to(model.dtype)
         load_strictly(module, {"weight": tensors[name]}, folder)
         if not torch.equal(module.to(model.device).weight, target.weight[:rows]):

@@ -255,7 +255,7 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
 def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
     """What a published configuration says of a head; anchor: whether the pending token's place predicts."""
     if isinstance(head, Domino):
-        first: Any = head.embed_proj[0]
+        first = head.embed_proj[0]
         sizes = {
             "gru_hidden_dim": head.prefix_gru.hidden_size,
             "emb_dim": first.out_features,

@@ -26,7 +26,7 @@ from visspec.types import TrainingBatch
 DECAY = 0.8  # weight of a place in the loss, of that before it
 
 
-class BlockDrafter(checkpoint.NetworkDrafter, BlockModel):
+class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
     """A drafter around a `BlockHead`, for one loaded target. width > 1: trees of at most `nodes` nodes (DDTree).
 
     Raises ValueError if the network was made for another target.

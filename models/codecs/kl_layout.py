@@ -28,8 +28,7 @@ def load_kl(path: str | Path, scaling: float, shift: float = 0.0, dtype: torch.d
     """
     tensors = {n: t for n, (_, t) in rename(read_all_tensors(path), (), NOT_WEIGHTS).items()}
     config = config_of(tensors, path) | {"scaling_factor": scaling, "shift_factor": shift}
-    kind: Any = AutoencoderKL
-    model = kind(**config).eval()
+    model = AutoencoderKL(**config).eval()
     # diffusers' `to` warns about modules kept in float32 even if there are none
     nn.Module.to(model, dtype or require(tensors, "encoder.conv_in.weight", 4, path).dtype)
     named = rename(tensors, stock_rules(len(config["block_out_channels"])))

@@ -143,9 +143,9 @@ class ContinuousImageModel(OwnImageModel):
         return (self.autoencoder.decode(latents / scale).sample / 2 + 0.5).clamp(0, 1)
 
 
-def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> ContinuousImageModel:
+def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> ContinuousImageModel:
     """The model of a folder; see `load_own`."""
-    return load_own(ContinuousImageModel, folder, dtype)
+    return load_own(ContinuousImageModel, folder, dtype, empty)
 
 
 def value_of(velocity: Tensor, x: Tensor, signal: Tensor | float, noise: Tensor | float) -> Tensor:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.distributions import Categorical
+from visspec.loop.read_only import ReadOnlyState
 from visspec.sampling import propose
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -69,13 +71,12 @@ class LayerSkip(Drafter):
         self.choices: list[SkipPlan] = []
         self._lock = threading.Lock()
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: PreTrainedModel) -> None:
         if not isinstance(target, nn.Module):
             raise ValueError(
                 f"drafter: got {type(target).__name__}, expected a text model, whose layers can be left out"
             )
-        config: Any = target.config
-        depth = config.get_text_config().num_hidden_layers
+        depth = target.config.get_text_config().num_hidden_layers
         if self.exit >= depth > 0 or self.every == 1:
             raise ValueError(
                 f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers to run"
@@ -92,7 +93,7 @@ class LayerSkip(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         with self._lock:
             state.memory = chosen = max(self.choices, key=lambda choice: choice.worth)
-        view: Any = state  # with the target's layers, as `traits.partial` asks
+        view = cast(ReadOnlyState, state)  # with the target's layers, as `traits.partial` asks
         token = state.pending
         tokens: list[Tensor] = []
         distributions: list[Categorical] = []

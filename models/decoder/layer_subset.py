@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from visspec.models.attention.hooks import HOOKING
 from visspec.models.decoder.probe import restore_after
@@ -21,8 +22,8 @@ from visspec.models.runner.compiled import replace_decoder
 class LayerSubset:
     """Views of a model by the layers left out, made when first asked for."""
 
-    def __init__(self, model: nn.Module, decoder: nn.Module):
-        self.model: Any = model
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module):
+        self.model = model
         self.decoder = decoder
         self._views: dict[frozenset[int], nn.Module] = {}
         self._tuples: bool | None = None
@@ -66,8 +67,7 @@ class LayerSubset:
 
     def _layers(self) -> tuple[str, nn.ModuleList]:
         """The decoder's list of layers and its name."""
-        config: Any = self.model.config
-        count = config.get_text_config().num_hidden_layers
+        count = self.model.config.get_text_config().num_hidden_layers
         for name, module in self.decoder.named_children():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return name, module
@@ -84,7 +84,7 @@ class LayerSubset:
                 hook.remove()
         return seen[0]
 
-    def _run(self, model: Any) -> None:
+    def _run(self, model: nn.Module) -> None:
         """A pass over one id."""
         with HOOKING, restore_after(self.model):
             ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.model.parameters()).device)
@@ -99,7 +99,7 @@ class _SkippedLayer(nn.Module):
         object.__setattr__(self, "layer", layer)  # not as a child
         self.tuples = tuples
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
         return (hidden_states,) if self.tuples else hidden_states
 
     def __getattr__(self, name: str) -> Any:

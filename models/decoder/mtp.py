@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
 from visspec import tree as trees
@@ -43,7 +44,7 @@ class MultiToken(Drafter):
 
     traits = DrafterTraits(levels=1, feature_layers=LAST, joins=True)
 
-    def __init__(self, heads: nn.Module | None = None, levels: int | None = None):
+    def __init__(self, heads: MtpModel | mtp_layer.MtpLayer | None = None, levels: int | None = None):
         if levels is not None:
             check_whole("levels", levels, high=MOST)
         self.heads: Any = None
@@ -51,12 +52,12 @@ class MultiToken(Drafter):
         if heads is not None:
             self._take(heads)
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: PreTrainedModel) -> None:
         if self.heads is not None:
             if self.repeats:  # it is not the model's, and does not move with it
                 self.heads.to(device=target.device, dtype=target.dtype)
             return
-        config = target.config.get_text_config() if isinstance(target, nn.Module) else None  # type: ignore[union-attr, operator]
+        config = target.config.get_text_config() if isinstance(target, nn.Module) else None
         if not getattr(config, "num_mtp_layers", None):
             if config is None or mtp_layer.folder_of(target) is None:
                 raise ValueError(
@@ -243,6 +244,6 @@ class _Heads:
             self.pending_inputs = [(gather_rows(ahead_BCd, at_BA), gather_rows(hidden_BCd, at_BA), left)]
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> dict[str, Any]:
+def _no_mask(*args: object, **kwargs: object) -> dict[str, Any]:
     """In place of the heads' own masks, which are for one row: they are an argument."""
     return {}

@@ -14,15 +14,16 @@ import copy
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from visspec.io import hub
 from visspec.io.checkpoint import check_shapes, load_strictly, read_shapes, read_tensors
 from visspec.models.decoder.target import describe
 
+Shapes = dict[str, tuple[int, ...]]
 QWEN = r"(?:model\.)?mtp\."
 GLM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 COPIES = {"embed_tokens.weight", "shared_head.head.weight"}
@@ -35,7 +36,7 @@ class MtpLayer(nn.Module):
 
     repeats = True  # one layer for all levels
 
-    def __init__(self, model: Any):
+    def __init__(self, model: PreTrainedModel):
         super().__init__()
         decoder, self.config = model.get_decoder(), config_of(model)
         size, norm = self.config.hidden_size, type(decoder.norm)
@@ -57,7 +58,7 @@ class MtpLayer(nn.Module):
         level: int,
         hidden_BCd: Tensor,
         positions: Tensor,
-        cache: Any,
+        cache: Cache,
         *,
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
@@ -70,7 +71,7 @@ class MtpLayer(nn.Module):
         return self.norm(x_BCd)
 
 
-def config_of(model: Any) -> Any:
+def config_of(model: PreTrainedModel) -> PreTrainedConfig:
     """The configuration of a decoder of this layer alone. Raises ValueError if the target has no such layer."""
     config = copy.deepcopy(model.config.get_text_config())
     kinds = getattr(config, "layer_types", None)
@@ -85,7 +86,7 @@ def config_of(model: Any) -> Any:
     return config
 
 
-def folder_of(model: Any) -> Path | None:
+def folder_of(model: PreTrainedModel) -> Path | None:
     """The folder that a model was read from, if it is on this machine. Nothing is fetched."""
     name = getattr(model.config, "name_or_path", None)
     if not name:
@@ -111,7 +112,7 @@ def _own_name(short: str) -> str:
     return f"{GLM[module]}.{end}" if module in GLM else f"layers.0.{short}"
 
 
-def in_files(model: Any) -> bool:
+def in_files(model: PreTrainedModel) -> bool:
     """Whether the folder of a loaded model holds such a layer that `drafter="mtp"` reads, by headers of files alone.
     Nothing is fetched.
     """
@@ -122,7 +123,7 @@ def in_files(model: Any) -> bool:
         return False
 
 
-def check(model: Any, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
+def check(model: PreTrainedModel, shapes: Shapes | None = None) -> None:
     """Raises ValueError unless the folder of a model, which may be on `meta`, holds such a layer. shapes: of the
     folder's tensors, if they are known.
     """
@@ -132,7 +133,7 @@ def check(model: Any, shapes: dict[str, tuple[int, ...]] | None = None) -> None:
         _check_layer(model, shapes)
 
 
-def _find_layer(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], dict[str, tuple[int, ...]]]:
+def _find_layer(model: PreTrainedModel, shapes: Shapes | None = None) -> tuple[Path, dict[str, str], Shapes]:
     """The folder, the names of the layer's tensors in it with ours, and all shapes. Raises ValueError for none."""
     folder = folder_of(model)
     if folder is None:
@@ -144,7 +145,7 @@ def _find_layer(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], d
     return folder, own, shapes
 
 
-def _check_layer(model: Any, shapes: Any = None) -> tuple[Path, dict[str, str], MtpLayer]:
+def _check_layer(model: PreTrainedModel, shapes: Shapes | None = None) -> tuple[Path, dict[str, str], MtpLayer]:
     """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
     describe(model)
     folder, own, shapes = _find_layer(model, shapes)
@@ -165,7 +166,7 @@ def _naming(own: dict[str, str]) -> Callable[[str], str]:
     return lambda name: theirs.get(name, f"mtp.{name}")
 
 
-def load_layer(model: Any) -> MtpLayer:
+def load_layer(model: PreTrainedModel) -> MtpLayer:
     """The layer of a loaded model, from the safetensors in its folder, on the model's device and in its dtype.
 
     Raises ValueError if there is none, or if tensors are missing, left over or of other shapes.

@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import additive, gather_rows
 from visspec.distributions import Categorical
+from visspec.loop.read_only import ReadOnlyState
 from visspec.models.decoder.target import LAST, describe
 from visspec.sampling import propose, warp
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
+Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 LEVELS = 5  # where the assistant's generation configuration names no number
 
 
@@ -40,9 +44,8 @@ class SharedCache(Drafter):
 
     saved_as = "model"
 
-    def __init__(self, assistant: nn.Module, model: nn.Module, width: int = 1, nodes: int = 24):
-        config: Any = assistant.config
-        text: Any = model.config.get_text_config()  # type: ignore[union-attr, operator]
+    def __init__(self, assistant: PreTrainedModel, model: PreTrainedModel, width: int = 1, nodes: int = 24):
+        config, text = assistant.config, model.config.get_text_config()
         own, theirs = config.get_text_config(), describe(model)
         if config.backbone_hidden_size != text.hidden_size:
             raise ValueError(
@@ -62,9 +65,9 @@ class SharedCache(Drafter):
         self.traits = DrafterTraits(
             levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True, stored=True
         )
-        self.assistant: Any = copy.copy(assistant)  # shares all weights; takes masks as they are
+        self.assistant = copy.copy(assistant)  # shares all weights; takes masks as they are
         self.assistant.create_attention_masks = given_mask  # type: ignore[assignment]
-        self.embed = model.get_input_embeddings()  # type: ignore[operator]
+        self.embed = model.get_input_embeddings()
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
@@ -87,7 +90,7 @@ class SharedCache(Drafter):
             state.pending, torch.stack(tokens, dim=1), Categorical.chain(distributions) if distributions else None
         )
 
-    def _tree(self, state: State, depth: int, read: Any) -> Draft:
+    def _tree(self, state: State, depth: int, read: Read) -> Draft:
         if state.noise is not None and state.noise.samples:
             raise ValueError("acceptance: got a rule that judges draws, expected point masses for an assistant's tree")
         tree_builder = trees.TreeBuilder(state.pending, self.width)
@@ -101,9 +104,9 @@ class SharedCache(Drafter):
             hidden_BWd = gather_rows(hidden_BWd, above_BW)
         return tree_builder.finish(self.nodes)
 
-    def _reader(self, state: State) -> Any:
+    def _reader(self, state: State) -> Read:
         """A pass of the assistant over nodes of this round: (tokens (B, W), hidden (B, W, d)) to (logits, hidden)."""
-        view: Any = state  # with the target's keys and values, as `traits.stored` asks
+        view = cast(ReadOnlyState, state)  # with the target's keys and values, as `traits.stored` asks
         stored, held_BS = view.stored(list(self.layers.values()))
         shared = dict(zip(self.layers, stored))
         position_B = state.position
@@ -148,12 +151,12 @@ class SharedCache(Drafter):
         state.memory = torch.cat([state.memory, other.memory[take]])
 
 
-def given_mask(inputs_embeds: Tensor, attention_mask: Any, shared_kv_states: Any) -> Any:
+def given_mask(inputs_embeds: Tensor, attention_mask: dict, shared_kv_states: dict) -> dict:
     """In place of the assistant's own masks, which are for one row."""
     return attention_mask
 
 
-def providers(text: Any) -> dict[str, int]:
+def providers(text: PreTrainedConfig) -> dict[str, int]:
     """By kind of attention, the layer whose keys and values are handed on: the one that stores them for later layers,
     else the last.
     """

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import to_device
@@ -37,7 +38,7 @@ class SmallModel(StructuredDrafter):
 
     traits = DrafterTraits(levels=5, joins=True)
 
-    def __init__(self, small: nn.Module, model: nn.Module, reads: int | None = READS):
+    def __init__(self, small: PreTrainedModel, model: PreTrainedModel, reads: int | None = READS):
         if reads is not None and reads < 1:
             raise ValueError(f"reads: got {reads}, expected at least 1 or None")
         self.target, self.reads = HFDecoder(small), reads

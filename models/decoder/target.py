@@ -11,13 +11,13 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import SlotCache, contiguous_copy, gather_rows, to_device
@@ -25,7 +25,7 @@ from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention import folding, ragged, rotary
 from visspec.models.attention.hooks import DecoderRecorder
-from visspec.models.attention.masks import STATEFUL, Masks
+from visspec.models.attention.masks import STATEFUL, Mask, Masks
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
 from visspec.models.decoder import probe
@@ -50,10 +50,10 @@ CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio
 class HFDecoder(RunningTarget):
     """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
 
-    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm), concatenated for the
-    drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError for a model that can't
-    be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that take no 4-D mask), or
-    that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
+    `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm, n + 1 of n layers =
+    last, before it), concatenated for the drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError
+    for a model that can't be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that
+    take no 4-D mask), or that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class HFDecoder(RunningTarget):
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
         self.watched = tuple(features) == LAST and not headed
         inner = features and not self.watched
+        self.last_layer = self.decoder.layers[-1] if depth(model) + 1 in features else None
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
         self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
         self.states = state_layers(model.config)
@@ -91,7 +92,9 @@ class HFDecoder(RunningTarget):
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
         self._pads: bool | None = None
-        self.passes = compiled_passes(model, self.decoder, bool(self.states)) if compile else None
+        hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
+        why = "layers that keep a state" if self.states else hooked
+        self.passes = compiled_passes(model, self.decoder, why) if compile else None
         self.layer_subset = LayerSubset(model, self.decoder)
 
     def record(self, asked: bool | None) -> None:
@@ -127,7 +130,7 @@ class HFDecoder(RunningTarget):
         arguments[self.cache_name] = cache
         arguments.update(self._outputs)
         turning = rotary.PrefillRope(self.rotary, request.max_new_tokens)
-        with DecoderRecorder(self.decoder) as seen, turning:
+        with DecoderRecorder(self.decoder, self.last_layer) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         positions = seen.get("position_ids")
         if dropped and (positions is None or positions.dim() == 3):  # where it goes on is unknown
@@ -228,7 +231,7 @@ class HFDecoder(RunningTarget):
             return kept, None
         return kept, slots.held(self.device)
 
-    def _pass(self, model: Any, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
+    def _pass(self, model: PreTrainedModel, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
         slots: SlotCache = state.cache.slots
         tree = draft.tree
@@ -240,9 +243,10 @@ class HFDecoder(RunningTarget):
             return self._forward(model, state.cache, mask, ids, positions)
 
     def _forward(
-        self, model: Any, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor
+        self, model: PreTrainedModel, cache: SlotLayers, mask: Mask, ids: Tensor, positions: Tensor
     ) -> tuple[Any, dict[str, Any]]:
-        with DecoderRecorder(self.decoder) if self.watched else nullcontext({}) as seen:
+        recorded = self.watched or self.last_layer is not None
+        with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen:
             output = model(
                 input_ids=ids,
                 attention_mask=mask,
@@ -254,7 +258,7 @@ class HFDecoder(RunningTarget):
             )
         return output, seen
 
-    def _whole(self, cache: SlotLayers, mask: Any, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _whole(self, cache: SlotLayers, mask: Mask, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         output, seen = self._forward(self.model, cache, mask, ids, positions)
         return output.logits, self._features(output, seen)
 
@@ -291,8 +295,9 @@ class HFDecoder(RunningTarget):
             return None
         if self.watched:
             return seen["last_hidden_state"]
-        states = output.hidden_states
-        return states[layers[0]] if len(layers) == 1 else torch.cat([states[i] for i in layers], dim=-1)
+        states, behind = output.hidden_states, depth(self.model) + 1
+        found = [seen["before_norm"] if i == behind else states[i] for i in layers]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
@@ -315,7 +320,7 @@ def _last_position(positions: Tensor) -> Tensor:
     return time
 
 
-def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
+def describe(model: PreTrainedModel, features: tuple[int, ...] = ()) -> Capabilities:
     """Capabilities of a loaded model, from its configuration. Raises ValueError for unsupported models."""
     try:
         return _capabilities(model, features)
@@ -325,7 +330,7 @@ def describe(model: Any, features: tuple[int, ...] = ()) -> Capabilities:
         raise ValueError(f"model: got {kind}, expected a decoder of one stream of tokens ({said})") from error
 
 
-def _capabilities(model: Any, features: tuple[int, ...]) -> Capabilities:
+def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabilities:
     config = model.config
     text = config.get_text_config()
     name = type(model).__name__
@@ -351,9 +356,10 @@ def _capabilities(model: Any, features: tuple[int, ...]) -> Capabilities:
     if "position_ids" not in inspect.signature(decoder.forward).parameters or getattr(text, "alibi", False):
         raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
     deep = depth(model)
+    highest = deep + hasattr(decoder, "layers")
     for index in features:
-        if not -deep - 1 <= index <= deep:
-            raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{deep} ({name})")
+        if not -deep - 1 <= index <= highest:
+            raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{highest} ({name})")
     return Capabilities(
         vocab=vocabulary(model),
         never_drafted=content_ids(config),
@@ -378,13 +384,13 @@ def content_ids(config: PreTrainedConfig) -> frozenset[int]:
     return frozenset(i for i in named if isinstance(i, int))
 
 
-def spare_id(model: Any) -> int:
+def spare_id(model: PreTrainedModel) -> int:
     """An id that the text of answers does not have: that of a picture's slots, or of padding."""
     text = model.config.get_text_config()
     return min((i for i in content_ids(model.config) if i < text.vocab_size), default=text.pad_token_id or 0)
 
 
-def text_sizes(model: Any) -> dict[str, Any]:
+def text_sizes(model: PreTrainedModel) -> dict[str, Any]:
     """What a drafter for a model of text is made for, as fields of its configuration."""
     text = model.config.get_text_config()
     return {
@@ -395,7 +401,7 @@ def text_sizes(model: Any) -> dict[str, Any]:
     }
 
 
-def vocabulary(model: Any) -> int:
+def vocabulary(model: PreTrainedModel) -> int:
     """Number of logits, also for packed weights. Raises ValueError without a head."""
     head = model.get_output_embeddings()
     size = getattr(head, "out_features", None)
@@ -420,21 +426,21 @@ def unwrap_adapter(model: Any) -> Any:
     return model.get_base_model()
 
 
-def driven(model: nn.Module) -> nn.Module:
+def driven(model: nn.Module) -> PreTrainedModel:
     """The model that runs the decode loop: itself, that inside a `PeftModel`, or the inner model called by a custom
     `generate`.
 
     Raises ValueError for a `generate` that does neither.
     """
-    model = unwrap_adapter(model)
-    generate = getattr(type(model), "generate", GenerationMixin.generate)
+    inner: PreTrainedModel = unwrap_adapter(model)
+    generate = getattr(type(inner), "generate", GenerationMixin.generate)
     names = inspect.unwrap(generate).__code__.co_names
     if generate is GenerationMixin.generate or "super" in names:
-        return model
-    for name, child in model.named_children():
+        return inner
+    for name, child in inner.named_children():
         if name in names and isinstance(child, GenerationMixin):
-            return child
-    raise ValueError(f"model: {type(model).__name__} has a generate of its own, expected transformers' loop")
+            return cast(PreTrainedModel, child)
+    raise ValueError(f"model: {type(inner).__name__} has a generate of its own, expected transformers' loop")
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

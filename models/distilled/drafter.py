@@ -83,9 +83,9 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
 
     def start(self, state: State, scores: Scores) -> None:
         """Remember the prompt."""
-        check_grid(self.config, state.request)
+        check_grid(self.config.rows, self.config.columns, state.request)
         if not self.warned:
-            self.warned = warn_of_guidance(self.config, state.request.sampling.guidance)
+            self.warned = warn_of_guidance(self.config.guidance, state.request.sampling.guidance)
         prompt, rows = state.request.inputs, state.rows
         embeds, real_BP = prompt.embeds[rows].to(self.table.dtype), prompt.attention[rows]
         _, stored = self.head(*words(embeds, real_BP, self.head))

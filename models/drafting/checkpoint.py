@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +25,8 @@ from visspec.io.checkpoint import (
     shorten,
 )
 
+Shapes = dict[str, tuple[int, ...]]
+TargetT = TypeVar("TargetT")  # a model of text, or a family of images
 WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
 NAMES = {
     "hidden": "hidden size",
@@ -34,7 +36,7 @@ NAMES = {
 }
 
 
-class NetworkDrafter:
+class NetworkDrafter(Generic[TargetT]):
     """A drafter around a network, `head`, which is made for a target; its checkpoint folder is that network's.
 
     A trained drafter is a subclass that names the class of its network, with `sizes` and `defaults`, and a row of the
@@ -46,45 +48,45 @@ class NetworkDrafter:
     head: Any
 
     @classmethod
-    def subject(cls, target: Any) -> Any:
+    def subject(cls, target: TargetT) -> TargetT:
         """The target as the drafter takes it."""
         return target
 
     @classmethod
-    def sizes(cls, target: Any) -> dict[str, Any]:
+    def sizes(cls, target: TargetT) -> dict[str, Any]:
         """Fields of the configuration that have to be the target's."""
         raise NotImplementedError
 
     @classmethod
-    def defaults(cls, target: Any, options: dict[str, Any]) -> dict[str, Any]:
+    def defaults(cls, target: TargetT, options: dict[str, Any]) -> dict[str, Any]:
         """Other fields that a new configuration for this target starts from, where they are not in `options`."""
         raise NotImplementedError
 
     @classmethod
-    def config_for(cls, target: Any, **options: Any) -> Any:
+    def config_for(cls, target: TargetT, **options: Any) -> Any:
         """The configuration of a new network for a target. `options` are its fields."""
         known = {**cls.sizes(target), **cls.defaults(target, options)}
         return cls.head_class.config_class(**{**known, **options})
 
     @classmethod
-    def check_target(cls, config: Any, target: Any) -> None:
+    def check_target(cls, config: object, target: TargetT) -> None:
         """Raises ValueError if the network was made for another target."""
         check_target(config, **cls.sizes(target))
 
     @classmethod
-    def for_model(cls, target: Any, *, seed: int = 0, **options: Any) -> Self:
+    def for_model(cls, target: TargetT, *, seed: int = 0, **options: Any) -> Self:
         """An untrained drafter for a target. `options` are fields of the configuration."""
         target = cls.subject(target)
         torch.manual_seed(seed)
         return cls(cls.head_class(cls.config_for(target, **options)), target)  # type: ignore[call-arg]
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> Self:
+    def from_pretrained(cls, folder: str | Path, target: TargetT, shapes: Shapes | None = None, **options: Any) -> Self:
         """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor. For a target
-        on `meta` no weights are read.
+        on `meta` no weights are read. shapes: as in `read`.
         """
         target = cls.subject(target)
-        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target), on_meta(target))
+        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target), on_meta(target), shapes)
         return cls(head, target, **options)  # type: ignore[call-arg]
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
@@ -121,16 +123,18 @@ def on_meta(target: Any) -> bool:
     return all(weight.is_meta for weight in weights)
 
 
-def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None], empty: bool = False) -> Any:
+def read(
+    folder: str | Path, kind: type[Any], check: Callable[[Any], None], empty: bool = False, shapes: Shapes | None = None
+) -> Any:
     """The network of a checkpoint, of this kind, in a folder or by hub id; empty: on `meta`. Weights are read only
-    after `check`, and after headers were compared with the configuration.
+    after `check`, and after headers were compared with the configuration. shapes: what the headers say, where known.
     """
     folder = hub.resolve_folder(folder)
     config = read_config(folder, kind)
     check(config)
     with torch.device("meta"):
         head = kind(config)
-    check_shapes(head, read_shapes(Path(folder)), folder)
+    check_shapes(head, read_shapes(Path(folder)) if shapes is None else shapes, folder)
     if empty:
         return head
     derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not stored
@@ -149,7 +153,7 @@ def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torc
     (root / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
 
 
-def check_target(config: Any, **found: Any) -> None:
+def check_target(config: object, **found: Any) -> None:
     """Raises ValueError if the drafter was made for another target: `found` are fields of the configuration."""
     for key, value in found.items():
         if (wanted := getattr(config, key)) != value:

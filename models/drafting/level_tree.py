@@ -5,18 +5,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
+from visspec.models.drafting.static_tree import StaticTreeBuilder
 from visspec.sampling import warp
+from visspec.tree import TreeBuilder
 from visspec.types import Draft, State
 
 
 def over(
     state: State,
     logits_BKV: Tensor,
-    tree_builder: Any,
+    tree_builder: TreeBuilder | StaticTreeBuilder,
     nodes: int,
     below: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Draft:

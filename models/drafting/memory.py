@@ -8,13 +8,12 @@ Shapes: B rows, T elements, S slots, H heads, E head size, C = E / 2 rotations, 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visspec.cache import first_room, gather_rows, more_room, move_rows, to_device, widen_store
+from visspec.models.runner.buffer_pool import BufferLease
 from visspec.types import MAX_NODES, Outcome, Scores, Verdict
 
 
@@ -34,7 +33,7 @@ class FeatureMemory:
         self.kv = torch.empty(0)
         self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
-        self.lease: Any = None  # what keeps a store that was lent (`models.runner.buffer_pool`) from others
+        self.lease: BufferLease | None = None  # what keeps a store that was lent from others
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
 
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:

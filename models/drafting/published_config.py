@@ -35,12 +35,12 @@ def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
     return data[name]
 
 
-def object_of(value: Any) -> dict:
+def object_of(value: object) -> dict:
     """A JSON object, or an empty one in place of anything else."""
     return value if isinstance(value, dict) else {}
 
 
-def list_of(value: Any) -> list:
+def list_of(value: object) -> list:
     """A JSON list, or an empty one in place of anything else."""
     return value if isinstance(value, list) else []
 
@@ -48,7 +48,7 @@ def list_of(value: Any) -> list:
 def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
     """Raises ValueError if a checkpoint names a target of another class or with another number of layers."""
     named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
-    text: Any = model.config.get_text_config()
+    text = model.config.get_text_config()
     kind, layers = data.get("target_model_type"), data.get("num_target_layers")
     for name, wanted, *found in (
         ("class", named, type(model).__name__),
@@ -87,13 +87,13 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved, partial
 
 
-def check_verifier_named(model: Any, form: str, verifier: str | None) -> None:
+def check_verifier_named(model: PreTrainedModel, form: str, verifier: str | None) -> None:
     """Raises ValueError where other engines could not find the target, whose embeddings and head they load by name."""
     if form in ("speculators", "dspark") and not (verifier or model.config.name_or_path):
         raise ValueError("verifier: got None, expected the name or the path of the target, which is loaded by it")
 
 
-def speculators_config(algorithm: str, tokens: int, model: Any, verifier: str | None) -> dict[str, Any]:
+def speculators_config(algorithm: str, tokens: int, model: PreTrainedModel, verifier: str | None) -> dict[str, Any]:
     """What speculators and vLLM read of an algorithm and its target."""
     return {
         "algorithm": algorithm,

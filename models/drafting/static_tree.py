@@ -17,7 +17,6 @@ import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -119,14 +118,15 @@ def spread(counts: tuple[int, ...]) -> Paths:
 @lru_cache(maxsize=256)
 def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[TreeLevel]]:
     """The tree of a shape, or of counts as in `spread`. Raises ValueError if a node's parent is not in it."""
-    paths: Any = spread(shape) if isinstance(shape[0], int) else in_levels(shape)  # type: ignore[arg-type]
-    place = {(): 0} | {path: n for n, path in enumerate(paths, 1)}
+    paths = spread(shape) if isinstance(shape[0], int) else in_levels(shape)  # type: ignore[arg-type]
+    place: dict[tuple[int, ...], int] = {(): 0} | {path: n for n, path in enumerate(paths, 1)}
     for path in paths:
         if path[:-1] not in place:
             raise ValueError(f"tree: got node {path} without its parent, expected the parents of all nodes")
     tree = trees.static((-1, *(place[path[:-1]] for path in paths)), device)
     opened = {path[:-1] for path in paths}
-    levels, above = [], [()]
+    levels: list[TreeLevel] = []
+    above: list[tuple[int, ...]] = [()]
     for depth in range(1, len(paths[-1]) + 1):
         here = [path for path in paths if len(path) == depth]
         spot = {path: i for i, path in enumerate(path for path in above if path in opened)}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ class StructuredDrafter(Drafter):
         own = self.width == 1 or state.structure == OWN
         return Structure(self.width, self.nodes) if own else state.structure
 
-    def tree_builder(self, state: State, depth: int) -> Any:
+    def tree_builder(self, state: State, depth: int) -> trees.TreeBuilder | feature_tree.StaticTreeBuilder:
         """A tree builder: `trees.TreeBuilder`, or one with its methods."""
         if not self.paths:
             return trees.TreeBuilder(state.pending, self.structure(state).width)

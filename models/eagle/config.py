@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shorten
 from visspec.models.layers import MOST_LAYERS, OPTIONAL_FACTORS, ROPE_SCALINGS
@@ -31,7 +30,8 @@ class EagleConfig:
     """Configuration of the network and of its target.
 
     fusion: how embedding and feature come together, see `eagle_head`. feature_layers: indices into the target's
-    hidden_states (-1: last, after the final norm; with fusion "cross" one before it is a target of training alone).
+    hidden_states (-1: last, after the final norm; target_layers + 1: before it; with fusion "cross" one before the last
+    is a target of training alone).
     draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the
     product of two matrices (SlimSpec); 0: one matrix. rope_scaling: one of `ROPE_SCALINGS` with its factors by name.
     partial_rotary_factor: share of a head's channels that are rotated, the first ones. mrope_section: rotary channels
@@ -104,7 +104,7 @@ class EagleConfig:
                 raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
         depth = self.target_layers
         for name, low, high in (
-            ("feature_layers", -depth - 1, depth),
+            ("feature_layers", -depth - 1, depth + 1),
             ("image_ids", 0, LARGEST),
             ("mrope_section", 0, self.head_size),
         ):
@@ -187,7 +187,7 @@ class EagleConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return
-        kind: Any = scaling.get("rope_type") if isinstance(scaling, dict) else None
+        kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
         needed = ROPE_SCALINGS.get(kind) if isinstance(kind, str) else None
         names = set(scaling) - {"rope_type"}
         if needed is None or not needed <= names <= needed | OPTIONAL_FACTORS.get(str(kind), set()):

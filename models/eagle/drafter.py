@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,7 +27,7 @@ from visspec.types import Draft, Scores, State, TrainingBatch
 BLOCK = 512  # elements of a prompt that are read at a time, on the CPU
 
 
-class FeatureDrafter(FeatureDrafting):
+class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
     """A drafter around a `FeatureHead`, for one loaded target.
 
     width 1 drafts chains; above it, dynamic trees of at most `nodes` nodes. images=False drafts without image latents
@@ -69,6 +70,9 @@ class FeatureDrafter(FeatureDrafting):
     def config_for(cls, target: PreTrainedModel, **options: Any) -> Any:
         blind = {} if content_ids(target.config) else {"image_latents": 0}  # a decoder of text
         return super().config_for(target, **options | blind)
+
+    def _like(self, target: PreTrainedModel) -> Tensor:
+        return torch.empty(0, dtype=target.dtype, device=target.device)
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: compute keys and values of all elements except the last, which needs the pending token."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from visspec.cache import to_device
 from visspec.models.drafting import checkpoint
+from visspec.models.drafting.checkpoint import TargetT
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.static_tree import MOST_CHILDREN
 from visspec.models.drafting.structure import Chain, StructuredDrafter
@@ -33,7 +34,7 @@ from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, Stat
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
 
 
-class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
+class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` sets others.
 
@@ -47,13 +48,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
     lm_head: nn.Linear  # or what quantisation has put in its place
     borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
 
-    def __init__(self, head: Any, embed: Any, lm_head: Any, like: Tensor, width: int, nodes: int):
+    def __init__(self, head: Any, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
         """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
         for name, value, most in (("width", width, MOST_CHILDREN), ("nodes", nodes, MAX_NODES - 1)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name}: got {value}, expected a whole number from 1 to {most}")
         config = head.config
-        self.head, self.config, self.embed, self.lm_head = head.to(like.device), config, embed, lm_head
+        self.head, self.config = head.to(like.device), config
+        self.embed, self.lm_head = cast(nn.Embedding, embed), cast(nn.Linear, lm_head)
         self.width, self.nodes, self.dtype = width, nodes, like.dtype
         self.traits = DrafterTraits(config.levels, config.feature_layers, trees=width > 1)
         self._turns = self._rotations(256, like.device)
@@ -72,7 +74,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
     def _draft_layer(self) -> DraftLayer:
         return FoldedLayer(self.head, self.embed, self.lm_head, self.dtype)
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: TargetT) -> None:
         """Adapt to the device and dtype of a target (a model or a family)."""
         like = self._like(target)
         if (like.device, like.dtype) == (self._turns.device, self.dtype):
@@ -81,11 +83,11 @@ class FeatureDrafting(checkpoint.NetworkDrafter, StructuredDrafter):
         self._embed_again(target)
         self.refresh()
 
-    def _like(self, target: Any) -> Tensor:
+    def _like(self, target: TargetT) -> Tensor:
         """A tensor of the target's device and dtype."""
-        return torch.empty(0, dtype=target.dtype, device=target.device)
+        raise NotImplementedError
 
-    def _embed_again(self, target: Any) -> None:
+    def _embed_again(self, target: TargetT) -> None:
         """Rebuild the embedding of drafted ids from the target's weights, if it is not one of its modules."""
 
     def _rotations(self, length: int, device: torch.device) -> Tensor:

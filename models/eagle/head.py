@@ -21,7 +21,7 @@ size, d hidden size, F features, V vocabulary, D draft vocabulary, C rotations (
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,7 @@ def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor
     if scaling.get("rope_type", "default") == "default":
         return config.rope_theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size), 1.0
     given = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor, **scaling}
-    layer: Any = LlamaConfig(head_dim=config.head_size, rope_parameters=given)
+    layer = LlamaConfig(head_dim=config.head_size, rope_parameters=given)
     return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](layer, device)
 
 

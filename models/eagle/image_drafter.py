@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from visspec import tree as trees
 from visspec.grammar import fixed_ids
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting.memory import FeatureMemory
@@ -71,7 +72,7 @@ class ImageMemory(FeatureMemory):
             self.noise.select(keep)
 
 
-class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
+class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     """A drafter around an `ImageHead`, for one image model (or its `Family`).
 
     tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
@@ -131,9 +132,9 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
-        check_grid(self.config, state.request)
+        check_grid(self.config.rows, self.config.columns, state.request)
         if not self.warned:
-            self.warned = warn_of_guidance(self.config, state.request.sampling.guidance)
+            self.warned = warn_of_guidance(self.config.guidance, state.request.sampling.guidance)
         prompt, rows = state.request.inputs, state.rows
         length = prompt.ids.shape[1]
         whole = self._whole(scores).features
@@ -183,7 +184,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting):
     def propose(self, state: State, depth: int) -> Draft:
         return super().propose(state, min(depth, self.traits.levels) if self.counts else depth)
 
-    def tree_builder(self, state: State, depth: int) -> Any:
+    def tree_builder(self, state: State, depth: int) -> trees.TreeBuilder | feature_tree.StaticTreeBuilder:
         if self.counts is None:
             return super().tree_builder(state, depth)
         noise = state.memory.noise

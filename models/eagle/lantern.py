@@ -30,7 +30,7 @@ from visspec.io.checkpoint import (
     read_tensors,
     shorten,
 )
-from visspec.models.drafting.checkpoint import CONFIG, on_meta
+from visspec.models.drafting.checkpoint import CONFIG, Shapes, on_meta
 from visspec.models.drafting.published_config import strip_prefix
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns
@@ -73,11 +73,13 @@ class LanternDrafter(ImageFeatureDrafter):
         return known | {"vocab": vocab, "target_hidden": hidden}
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> Self:
+    def from_pretrained(
+        cls, folder: str | Path, target: nn.Module | Family, shapes: Shapes | None = None, **options: Any
+    ) -> Self:
         """Load a published checkpoint, as safetensors, for its target, strictly; `options` as in the constructor."""
         root, family = check_folder(folder), cls.subject(target)
-        data, shapes = read_json(root, CONFIG), strip_prefix(read_shapes(root), root)
-        config = config_of(root, data, shapes, family)
+        shapes = strip_prefix(read_shapes(root), root) if shapes is None else shapes
+        config = config_of(root, read_json(root, CONFIG), shapes, family)
         cls.check_target(config, family)
         with torch.device("meta"):
             head = EagleHead(config)

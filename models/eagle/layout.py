@@ -16,9 +16,10 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shorten
@@ -55,6 +56,7 @@ MODELOPT = {  # flags of its `eagle_config`, and their values in an EAGLE-3 head
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
+Layers = str | int | list[int] | tuple[int, ...]  # of an option: "2-14-29", one number, or a list
 
 
 def read(
@@ -65,7 +67,7 @@ def read(
     model: PreTrainedModel,
     images: str | None = None,
     norm_output: bool | None = None,
-    layers: Any = None,
+    layers: Layers | None = None,
     **options: Any,
 ) -> EagleDrafter:
     """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
@@ -104,7 +106,7 @@ def read(
     head = head.to_empty(device="cpu").to(model.dtype)
     tensors = strip_prefix(read_tensors(folder), folder)
     if missing and EMBEDDING in tensors:
-        rows: Any = model.get_input_embeddings().weight
+        rows = cast(Tensor, model.get_input_embeddings().weight)
         context_bias = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
         tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], context_bias])
     load_strictly(head, {own: tensors[name] for own, name in names.items()}, folder, named)
@@ -158,7 +160,7 @@ def config_of(
     shapes: Mapping[str, tuple[int, ...]],
     model: PreTrainedModel,
     images: str | None = None,
-    layers: Any = None,
+    layers: Layers | None = None,
 ) -> EagleConfig:
     """Our configuration of a checkpoint. Raises ValueError for what it asks for and is not there."""
     layer = _layer_of(data) if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
@@ -187,7 +189,8 @@ def config_of(
     _check_flags(folder, object_of(data.get("eagle_config")))
     ids = _states(folder, form, data, depth(model), layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    common |= {name: bool(data.get(name, False)) for name in flags}
+    stated = {**object_of(data.get("eagle_config")), **data}  # where NVIDIA writes norm_before_fc
+    common |= {name: bool(stated.get(name, False)) for name in flags}
     common |= SLOTS if common["mrope_section"] and _architecture(data) in ONE_ROW else {}
     return EagleConfig(
         **common,
@@ -268,7 +271,8 @@ def _check_flags(folder: Path, flags: dict) -> None:
 
 def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
     """(ids of the target's layers as a head of EAGLE-3 names them, what they are): "outputs" or "inputs" of layers,
-    "boundary" for inputs of which one is that of no layer; of a head that names none, hidden states by "defaults".
+    "boundary" for inputs of which one is that of no layer, the last one's output before the final norm (NVIDIA, vLLM);
+    of a head that names none, hidden states by "defaults".
     """
     parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
     own = data.get("target_layer_ids")  # DeepSpec's, of outputs
@@ -280,7 +284,7 @@ def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
     return stated, "boundary" if layers in list_of(stated) else "inputs"
 
 
-def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tuple[int, ...]:
+def _states(folder: Path, form: str, data: dict, depth: int, asked: Layers | None) -> tuple[int, ...]:
     """The hidden states that an EAGLE-3 head reads: those asked for; those of the ids that are stated at the top, or in
     `dflash_config` or `eagle_config`; those before layers 2, n / 2 and n - 3 if there are none, or [] (ModelOpt).
     """
@@ -291,8 +295,8 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
         read = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} that it names"
     if asked is not None:
         ids, convention, read = _layers_option(asked, depth), "asked", "as asked for"
-    given = [i + (convention == "outputs") for i in ids]
-    if wrong := [i for i in given if not 0 <= i < depth]:
+    given = [i + (convention == "outputs" or i == depth) for i in ids]
+    if wrong := [i for i in given if not (0 <= i < depth or convention == "boundary")]:
         found = (
             f"no {IDS} for a target of {depth} layers" if read == "the default" else f"a state after layer {wrong[0]}"
         )
@@ -309,7 +313,7 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Any) -> tupl
     return tuple(given)
 
 
-def _layers_option(value: Any, depth: int) -> tuple[int, ...]:
+def _layers_option(value: Layers, depth: int) -> tuple[int, ...]:
     """Hidden states of the option `layers`: "2-14-29", one number, or a list."""
     parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
     if not parts or not all(str(part).isdecimal() for part in parts):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +135,7 @@ class DraftCalls:
         """The elements that wait, as a call takes them."""
         return token_BT, feature_BTd
 
-    def _called(self, memory: FeatureMemory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _called(self, memory: FeatureMemory, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What `DraftLevels` gives."""
         return self.call(*given)
 
@@ -230,8 +229,9 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
         )  # behind the last of a row, where levels are written
         return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
 
-    def _called(self, memory: FeatureMemory, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _called(self, memory: FeatureMemory, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         token_BT, feature_BTd, numbers_BKV, told_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
+        assert memory.lease is not None
         held = [token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale]
         weights = (turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters())
         key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in held))
@@ -252,7 +252,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
             ids_BK, feature_B1d, told_3B = made.output
             return ids_BK.clone(), feature_B1d.clone(), told_3B.clone()
 
-    def _plain(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _plain(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.levels(*given[:5], given[4].shape[1], *given[6:])
 
     def _record(self, held: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:

@@ -10,12 +10,12 @@ d hidden size, F features.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from visspec.models.eagle.feature_head import FeatureHead
+from visspec.models.eagle.head import EagleHead
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: PromptLayout) ->
     return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
 
 
-def condense(head: Any, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
+def condense(
+    head: EagleHead, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: PromptLayout
+) -> tuple[Tensor, Tensor]:
     """The same of compressors that read the slots' layer inputs (FLASH, SpecVLM); there are no global vectors."""
     zero = embeddings_BLd.new_zeros(1 + len(layout.runs), embeddings_BLd.shape[-1])
     if not layout.runs:

@@ -26,7 +26,7 @@ def embedding(family: Family, vocab: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(family.embed(ids).detach())
 
 
-class ImageNetworkDrafter(checkpoint.NetworkDrafter):
+class ImageNetworkDrafter(checkpoint.NetworkDrafter[Family]):
     """A drafter around a network that was made for a family, its size of image and its guidance scale."""
 
     @classmethod
@@ -57,18 +57,17 @@ class ImageNetworkDrafter(checkpoint.NetworkDrafter):
         }
 
 
-def check_grid(config: Any, request: Request) -> None:
-    """Raises ValueError for images of another size than a drafter, with `rows` and `columns`, was trained on."""
+def check_grid(rows: int, columns: int, request: Request) -> None:
+    """Raises ValueError for images of another size than those that a drafter was trained on."""
     grid = request.grid
     stride = None if grid is None else request.max_new_tokens // grid[0]
-    if grid is None or (grid[0], stride) != (config.rows, config.columns):
+    if grid is None or (grid[0], stride) != (rows, columns):
         found = None if grid is None else (grid[0], stride)
-        raise ValueError(f"grid: got {found}, expected {(config.rows, config.columns)}, which it was trained on")
+        raise ValueError(f"grid: got {found}, expected {(rows, columns)}, which it was trained on")
 
 
-def warn_of_guidance(config: Any, scale: float) -> bool:
+def warn_of_guidance(taught: float, scale: float) -> bool:
     """Warn of a guidance scale far from that of a drafter's training; returns whether it did."""
-    taught = config.guidance
     if taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
         return False
     warnings.warn(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:  # so that the table can be read without transformers
+    from torch import nn
+
     from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 
 FAMILIES = {
@@ -34,7 +37,7 @@ LOADERS = {  # of folders with a network of ours: (folder, dtype) -> model
 }
 
 
-def family_of(model: Any, processor: Any, **parts: Any) -> Family:
+def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: Any) -> Family:
     """The family that drives a model. `parts` are what only some take: a codec, a style, a negative prompt.
 
     Raises ValueError for a model that draws no images here, or for a part that its family does not take.
@@ -59,7 +62,7 @@ def prompt_of(
     """
     if negative is None:
         return family.prompt(texts, guided, layout)
-    make: Any = family.prompt
+    make = cast(Callable, family.prompt)
     if "negative" not in signature(make).parameters:
         raise ValueError(f"negative_prompt: got {negative[0]!r}, expected None: {family.name} reads none")
     return make(texts, guided, layout, negative=negative)

@@ -25,7 +25,7 @@ from visspec.distributions import Categorical
 from visspec.grammar import constrain
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention import folding
-from visspec.models.attention.masks import Masks
+from visspec.models.attention.masks import Mask, Masks
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
@@ -378,7 +378,7 @@ class ImageAR(RunningTarget):
             embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
             return tree, (embeds, self.family.places(index.repeat(twice, 1), state))
 
-        def forward(cache: SlotLayers, mask: Any, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
+        def forward(cache: SlotLayers, mask: Mask, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
             return (self._run(embeds, mask, places, cache),)
 
         found = self.replayed(state, given, forward, lambda: self._eager(state, draft))
@@ -390,12 +390,12 @@ class ImageAR(RunningTarget):
             self.family.recorder = graphed_forward(asked, decoder, decoder, self.masks, decoder.config)
         self.recorder = self.family.recorder
 
-    def _pass(self, decoder: Any, state: State, draft: Draft) -> Tensor:
+    def _pass(self, decoder: nn.Module, state: State, draft: Draft) -> Tensor:
         """Hidden states (R, N, d) of a pass over a draft."""
         embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
         return self._attend(state, draft.tree, embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1), decoder)
 
-    def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: Any = None) -> Tensor:
+    def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: nn.Module | None = None) -> Tensor:
         """Hidden states (R, N, d) of a pass over the nodes of a tree, from their inputs."""
         slots: SlotCache = state.cache.slots
         twice, index = _twice(state), state.position[:, None] + tree.depth
@@ -441,7 +441,9 @@ class ImageAR(RunningTarget):
         logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
         return Scores(Categorical(warp(logits, state.request.sampling, uncond)), features)
 
-    def _run(self, embeds: Tensor, mask: Any, positions: Tensor, cache: SlotLayers, decoder: Any = None) -> Tensor:
+    def _run(
+        self, embeds: Tensor, mask: Mask, positions: Tensor, cache: SlotLayers, decoder: nn.Module | None = None
+    ) -> Tensor:
         output = (decoder or self.family.decoder)(
             inputs_embeds=embeds,
             attention_mask=mask,

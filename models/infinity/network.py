@@ -195,7 +195,7 @@ class InfinityBlock(nn.Module):
         return x_RQC + self.ffn(norm(x_RQC) * (scale2 + 1) + shift2) * gamma2
 
 
-class Infinity(NextScale):
+class Infinity(NextScale[Texts]):
     """Logits of a scale's bits, two for each."""
 
     def __init__(self, config: InfinityConfig):

@@ -10,19 +10,21 @@ Shapes: B images, R = B or 2 B rows, T text tokens, F features of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.infinity.network import Texts
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.bsq import BSQVAE
 from visspec.models.scales.kv_budget import CacheBudget
+from visspec.models.scales.pruning import TokenPruning
 from visspec.models.scales.target import ScaleImages, ScaleSettings
 
 GUIDANCE = 3.0  # of the published commands
@@ -35,7 +37,7 @@ class T5Features:
     tokenizer, encoder: of transformers (`T5TokenizerFast`, `T5EncoderModel`; Infinity's is google/flan-t5-xl).
     """
 
-    def __init__(self, tokenizer: Any, encoder: Any):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel):
         self.tokenizer, self.encoder = tokenizer, encoder
 
     @torch.no_grad()
@@ -80,7 +82,7 @@ class TextPrompt:
         )
         return Texts(features, real, torch.cat([given.none, self.none]))
 
-    def check(self, images: int, model: Any) -> None:
+    def check(self, images: int, model: NextScale) -> None:
         """Raises ValueError for other shapes, for texts without a token and for longer ones than the model takes."""
         width, most = model.config.text, model.config.longest
         for name, features, real in (
@@ -119,13 +121,13 @@ class InfinityImages(ScaleImages):
         self,
         model: NextScale,
         processor: Callable[[list[str]], Features] | None = None,
-        codec: Any = None,
+        codec: BSQVAE | None = None,
         per_scale: ScaleSettings | None = None,
         ramp: str = "constant",
         refiner: NextScale | None = None,
         handover: int | None = None,
         budget: CacheBudget | None = None,
-        pruning: Any = None,
+        pruning: TokenPruning | float | Sequence[float] | None = None,
     ):
         super().__init__(model, processor, codec, per_scale, ramp, refiner, handover, budget, pruning)
 

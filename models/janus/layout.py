@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ TOWERS = {"siglip_so400m": 16, "siglip_large": 16, "siglip_base": 12}  # prefix 
 VISION, TEXT, CODES = "vision_model.vision_tower.", "language_model.model.", "gen_vision_model."
 
 
-def _deeper(match: Any) -> str:
+def _deeper(match: re.Match[str]) -> str:
     """Linear layers of an MLP alternate with activations: layers 2, 4, ... are hidden layers 0, 1, ..."""
     return f"{match[1]}hidden_layers.{int(match[2]) // 2 - 1}."
 

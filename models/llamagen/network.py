@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from visspec.io.checkpoint import check_fields
@@ -299,10 +300,10 @@ class LlamaGen(nn.Module):
         inputs_embeds: Tensor,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        cache: SlotLayers | None = None,
+        cache: Cache | None = None,
         use_cache: bool = True,
         return_dict: bool = True,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
     ) -> BaseModelOutputWithPast:
         """Hidden states after the final norm, (B, N, d).
 

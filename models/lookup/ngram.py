@@ -11,8 +11,6 @@ that text which never repeats is decoded by plain passes.
 
 from __future__ import annotations
 
-from typing import Any
-
 from visspec import tree as trees
 from visspec.types import Draft, Drafter, DrafterTraits, Scores, State
 
@@ -60,9 +58,8 @@ class _Histories:
 
     def place(self, row: int, other: _Histories, theirs: int) -> None:
         """Row `theirs` of other histories becomes this row, which may be the next one."""
-        parts: Any = (self.ids, other.ids), (self.prompt, other.prompt)
-        parts += (self.seen, other.seen), (self.wrong, other.wrong)
-        for mine, new in parts:
+        for name in ("ids", "prompt", "seen", "wrong"):
+            mine, new = getattr(self, name), getattr(other, name)
             mine[row : row + 1] = new[theirs : theirs + 1]
 
     def extend(self, row: int, tokens: list[int]) -> None:

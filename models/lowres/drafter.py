@@ -28,6 +28,7 @@ from visspec.loop.draft_length import FixedLength
 from visspec.models.drafting import checkpoint as feature_checkpoint
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR
+from visspec.models.layers import same_table
 from visspec.models.lowres.upsampler import Upsampler
 from visspec.sampling import child_generator as spending
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
@@ -163,7 +164,7 @@ def check_siblings(family: Family, target: Family) -> None:
     own, wanted = family.codebook, target.codebook
     if own is None or wanted is None:
         raise ValueError("family: got a model without a codebook, expected one that shares the target's")
-    if own.shape != wanted.shape or not torch.allclose(own.to(wanted.device), wanted, atol=1e-4):
+    if not same_table(own, wanted, 1e-4):
         raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(wanted)} codes")
     ours, theirs = (_vocabulary(f) for f in (family, target))
     if ours != theirs:

@@ -54,7 +54,8 @@ class MARImageModel(OwnImageModel):
     def __init__(self, config: MARImageConfig):
         super().__init__(config)
         self.mar = MAR(MARConfig(**config.network))
-        self.schedule()  # refuses what the head can't say
+        with torch.device("cpu"):  # of numbers also where the weights are on `meta`
+            self.schedule()  # refuses what the head can't say
         if config.autoencoder is not None:
             self.autoencoder = AutoencoderKL(**config.autoencoder)
         self.post_init()
@@ -65,6 +66,6 @@ class MARImageModel(OwnImageModel):
         return replace(plan, predicts=self.config.predicts)
 
 
-def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> MARImageModel:
+def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> MARImageModel:
     """The model of a folder; see `load_own`."""
-    return load_own(MARImageModel, folder, dtype)
+    return load_own(MARImageModel, folder, dtype, empty)

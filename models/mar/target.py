@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,7 @@ class MARImages(Family):
     def __init__(
         self,
         model: MAR,
-        processor: Any = None,
+        processor: Callable[..., Any] | None = None,
         autoencoder: Any = None,
         plan: Schedule | None = None,
         scale: str = "linear",
@@ -158,7 +158,7 @@ class UnorderedBuffer(VectorBuffer):
         """(n, d) vectors that a row gained in the latest round."""
         return torch.cat(self.held[row][-2:])
 
-    def in_generation_order(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
         by_place = dict(zip(self.order[row].tolist(), items))
         return [by_place[place] for place in sorted(by_place)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import AutoencoderKL
@@ -83,9 +83,9 @@ def load_nextstep_vae(
     this class does not.
     """
     published = read_json(Path(folder), "config.json")
-    factor: Any = published.get("scaling_factor") if scaling is None else scaling
+    factor = published.get("scaling_factor") if scaling is None else scaling
     centre: Any = published.get("shift_factor") if shift is None else shift
     check_positive("scaling_factor", factor)
     if type(centre) not in (int, float) or not math.isfinite(centre):
         raise ValueError(f"shift_factor: got {centre!r}, expected a finite number, here or in config.json of {folder}")
-    return load_kl(folder, factor, centre, dtype)
+    return load_kl(folder, cast(float, factor), centre, dtype)

@@ -97,15 +97,16 @@ class NextStepImages(Family):
 class NextStepAR(ContinuousAR):
     """`NextStepImages` as a target. Drafts are chains of vectors."""
 
+    family: NextStepImages
+
     def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
         return self.family.model.embed(draft.value)
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
-        family: Any = self.family
         request = state.request
         index_BN = state.position[:, None] + draft.tree.depth - request.inputs.ids.shape[1] + 1
         index_RN = index_BN.repeat(len(last) // len(index_BN), 1)
-        distribution = family.token_distributions(last, index_RN, request.sampling, state.trace.calls)
+        distribution = self.family.token_distributions(last, index_RN, request.sampling, state.trace.calls)
         return Scores(distribution, self._drafter_features(state, hidden))
 
 

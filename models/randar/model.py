@@ -119,6 +119,6 @@ class JanusCodec:
         return made.image_tokens.view(len(pixels), -1)
 
 
-def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> RandARImageModel:
+def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> RandARImageModel:
     """The model of a folder; see `load_own`."""
-    return load_own(RandARImageModel, folder, dtype)
+    return load_own(RandARImageModel, folder, dtype, empty)

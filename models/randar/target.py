@@ -68,7 +68,7 @@ class RankBuffer(TokenBuffer):
         self.orders = [request.visits(row) for row in range(rows)]
         self.given = [0] * rows if request.known is None else (request.known != FREE).sum(dim=1).tolist()
 
-    def in_generation_order(self, row: int, items: list[Any], given: Any = None) -> list[Any]:
+    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
         order, drawn = self.orders[row], items[: len(self.orders[row]) - self.given[row]]
         found = [given] * len(order)
         for place, item in zip(order[self.given[row] :], drawn):

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -93,8 +93,8 @@ class CompiledFunctions:
         self.refused = why
         warnings.warn(refusal(self.name, why), RuntimeWarning, stacklevel=4)
 
-    def _backend(self, graph: Any, inputs: Any) -> Callable:
-        compiler: Any = torch._dynamo.lookup_backend(BACKEND)
+    def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
+        compiler: Callable = torch._dynamo.lookup_backend(BACKEND)
         if BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor)):
             # kernels are called from C++ too: calls from Python take a tenth of the time of a small model
             made = compiler(graph, inputs, config_patches={"cpp_wrapper": True})
@@ -113,7 +113,7 @@ class CompiledPasses(CompiledFunctions):
     def __init__(self, model: nn.Module, decoder: nn.Module):
         super().__init__(type(model).__name__)
         self.stock, self.decoder = model, decoder
-        self.view: Any = None
+        self.view: nn.Module | None = None
         self.form: tuple = ()
         self._look()
 
@@ -251,13 +251,11 @@ def refusal(name: str, why: str) -> str:
     return f"compile: got {name} with {why}, expected one without; it runs uncompiled"
 
 
-def compiled_passes(model: nn.Module, decoder: nn.Module, states: bool = False) -> CompiledPasses | None:
-    """`CompiledPasses` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass or
-    layers keep `states`.
+def compiled_passes(model: nn.Module, decoder: nn.Module, why: str = "") -> CompiledPasses | None:
+    """`CompiledPasses` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass, or
+    for the reason that is given.
     """
-    turning = rotary.modules(decoder)
-    if turning or states:
-        why = "rotary frequencies that depend on the length" if turning else "layers that keep a state"
+    if why := "rotary frequencies that depend on the length" if rotary.modules(decoder) else why:
         warnings.warn(refusal(type(model).__name__, why), RuntimeWarning, stacklevel=3)
         return None
     return CompiledPasses(model, decoder)

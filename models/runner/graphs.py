@@ -170,7 +170,7 @@ class GraphedForward(GraphBufferPool):
         return ""
 
 
-def _ours(hook: Any) -> bool:
+def _ours(hook: Callable) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("visspec.")
 
 

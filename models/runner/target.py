@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from visspec.cache import SlotCache
 from visspec.models.runner.compiled import CompiledPasses
@@ -33,7 +33,7 @@ class RunningTarget(Target):
         if self.recorder is not None:
             self.recorder.open()
 
-    def runs(self, stock: Any, state: State, cold: Callable[[Any, Draft], Tensor]) -> Any:
+    def runs(self, stock: nn.Module, state: State, cold: Callable[[Any, Draft], Tensor]) -> Any:
         """What an unrecorded pass goes through: `stock`, or its compiled view. cold: as of `CompiledPasses.choice`."""
         return stock if self.passes is None else self.passes.choice(state, cold)
 

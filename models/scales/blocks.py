@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sized
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+GivenT = TypeVar("GivenT", bound=Sized)  # of R rows: numbers of classes, or texts
 EPSILON = 1e-6  # of layer norms
 
 
@@ -64,17 +65,20 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPSILON)
 
 
-class NextScale(nn.Module):
+class NextScale(nn.Module, Generic[GivenT]):
     """Base class of networks that predict all codes of a scale at once, given the scales before it and a condition.
 
-    A subclass has `first(given)`, `embed(x, begin)`, `places(begin, end)`, `forward(x, given,
-    attend, places)` and `logits(hidden, given)`, and a parameter `pos_start`.
+    A subclass has these, and `forward(x, given, attend, places)`.
     """
 
     config: Any
     pos_start: nn.Parameter
+    first: Callable[..., Tensor]  # (given)
+    embed: Callable[..., Tensor]  # (x, begin)
+    places: Callable[..., Tensor]  # (begin, end)
+    logits: Callable[..., Tensor]  # (hidden, given)
 
-    def given(self, condition: Any) -> Any:
+    def given(self, condition: GivenT) -> Any:
         """What the blocks are given of a condition of R rows."""
         raise NotImplementedError
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +21,10 @@ from torch.nn import functional as F
 
 from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole
-from visspec.models.scales.blocks import NextScale
-from visspec.models.scales.bsq import BitQuantizer
+from visspec.models.scales.blocks import GivenT, NextScale
 from visspec.models.scales.cache import ScaleCache, select_rows
-from visspec.models.scales.multiscale import Quantizer, ScaleSizes
-from visspec.models.scales.reading import ConditionState
+from visspec.models.scales.multiscale import ScaleSizes
+from visspec.models.scales.reading import ConditionState, ScaleQuantizer
 
 WINDOW = 16  # as published
 POOL = 3  # side of the neighbourhood that attention is averaged over
@@ -240,9 +238,9 @@ class AttentionMeter(ScaleCache):
 
 @torch.inference_mode()
 def selectivity(
-    model: NextScale,
-    quantizer: Quantizer | BitQuantizer,
-    condition: Any,
+    model: NextScale[GivenT],
+    quantizer: ScaleQuantizer,
+    condition: GivenT,
     generator: torch.Generator,
     share: float = 0.1,
 ) -> Tensor:

@@ -179,7 +179,7 @@ class MultiScaleVAE(nn.Module):
             norm_num_groups=GROUPS,
         )
         self.quantize = Quantizer(shape.codes, shape.size, shape.shared)
-        around: Any = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
+        around: dict[str, Any] = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
         self.quant_conv = nn.Conv2d(shape.size, shape.size, **around)
         self.post_quant_conv = nn.Conv2d(shape.size, shape.size, **around)
 

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
+from visspec.models.scales.blocks import GivenT, NextScale
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import ScaleSizes
-from visspec.models.scales.reading import ConditionState, DistanceGroup
+from visspec.models.scales.reading import ConditionState, DistanceGroup, ScaleQuantizer
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class PrunedState(ConditionState):
     went through the blocks. full: beside it that of all tokens, with an audit; said: of the latest scale by it.
     """
 
-    def __init__(self, net: Any, quantizer: Any, condition: Any, images: int, pruning: TokenPruning):
+    def __init__(
+        self, net: NextScale[GivenT], quantizer: ScaleQuantizer, condition: GivenT, images: int, pruning: TokenPruning
+    ):
         self.counts = pruning.counts(net.config.scales)
         slots = ScaleSizes(tuple((1, max(count, 1)) for count in self.counts))
         super().__init__(net, quantizer, condition, images, ScaleCache(slots, net.config.depth))

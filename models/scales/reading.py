@@ -6,6 +6,7 @@ pass, C width, c channels of codes, V codes, (H, W) the finest grid.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
-from visspec.models.scales.blocks import NextScale
+from visspec.models.scales.blocks import GivenT, NextScale
 from visspec.models.scales.bsq import BitQuantizer
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import Quantizer
+
+ScaleQuantizer = Quantizer | BitQuantizer
 
 
 class DistanceGroup(NamedTuple):
@@ -40,11 +43,11 @@ class ConditionState:
     """
 
     def __init__(
-        self, net: NextScale, quantizer: Quantizer | BitQuantizer, condition: Any, images: int, cache: Any = None
+        self, net: NextScale[GivenT], quantizer: ScaleQuantizer, condition: GivenT, images: int, cache: Any = None
     ):
-        self.net: Any = net
+        self.net = net
         self.quantizer, self.scales = quantizer, net.config.scales
-        self.given: Any = self.net.given(condition)
+        self.given = self.net.given(condition)
         self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache
         self.count = [0] * images  # maps that were read
         self.features = quantizer.blank(images, self.scales, net.device)
@@ -178,7 +181,9 @@ class ConditionState:
         return x_RQC, places
 
 
-def stack_groups(groups: list[DistanceGroup], images: int, nodes: int, warped: Any) -> tuple[Tensor, Tensor]:
+def stack_groups(
+    groups: list[DistanceGroup], images: int, nodes: int, warped: Callable[[Tensor, int], Tensor]
+) -> tuple[Tensor, Tensor]:
     """Logits (B, N, S, V) of all images, and how many codes each node has (B, N).
 
     warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes behind the last scale have none.

@@ -16,7 +16,7 @@ Shapes: B images, R = B or 2 B rows, N nodes, S codes of the largest scale, V co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,9 +30,10 @@ from visspec.loop.decode import measure
 from visspec.loop.output import ScaleBuffer
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.scales.blocks import NextScale
+from visspec.models.scales.bsq import BSQVAE
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
-from visspec.models.scales.multiscale import ScaleSizes
+from visspec.models.scales.multiscale import MultiScaleVAE, ScaleSizes
 from visspec.models.scales.pruning import PrunedState, TokenPruning
 from visspec.models.scales.reading import ConditionState, DistanceGroup, stack_groups
 from visspec.sampling import warp
@@ -105,20 +106,20 @@ class ScaleImages(Family):
         self,
         model: NextScale,
         processor: Callable[..., Any] | None = None,
-        codec: Any = None,
+        codec: MultiScaleVAE | BSQVAE | None = None,
         per_scale: ScaleSettings | None = None,
         ramp: str = "linear",
         refiner: NextScale | None = None,
         handover: int | None = None,
         budget: CacheBudget | None = None,
-        pruning: Any = None,
+        pruning: TokenPruning | float | Sequence[float] | None = None,
     ):
         if ramp not in RAMPS:
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
-        if not isinstance(codec, self.autoencoder[0]):
+        if codec is None or not isinstance(codec, self.autoencoder[0]):
             raise ValueError(f"codec: got {type(codec).__name__}, expected {self.autoencoder[1]}")
-        self.model: Any = model
-        self.codec: Any = codec
+        self.model = model
+        self.codec = codec
         self.processor = processor
         self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
@@ -173,7 +174,7 @@ class ScaleImages(Family):
         return self.codec.decode(tokens, self.scales).float() / 2 + 0.5
 
 
-def check_codec(model: NextScale, codec: Any) -> None:
+def check_codec(model: NextScale, codec: MultiScaleVAE | BSQVAE) -> None:
     """Raises ValueError unless the codes are the model's."""
     found, wanted = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
     if found != wanted:
@@ -229,7 +230,7 @@ class ScaleTarget(Target):
 
     def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
         """An empty reading of a model."""
-        cache: Any = None
+        cache: ScaleCache | BudgetedCache | None = None
         quantizer, rows = self.family.codec.quantize, prompt.rows(sampling.guidance != 1.0)
         if self.family.pruning is not None:
             return PrunedState(model, quantizer, rows, len(prompt), self.family.pruning)

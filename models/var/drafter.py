@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Maps
+from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.reading import ConditionState, DistanceGroup, ReadingPosition, stack_groups
 from visspec.models.scales.target import ScaleImages, check_alike
@@ -35,11 +36,11 @@ class SmallVAR(Drafter):
         self.family: ScaleImages | None = None
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any) -> SmallVAR:
+    def from_pretrained(cls, folder: str | Path, target: VARImageModel | NextScale) -> SmallVAR:
         """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
         both are models of other codes.
         """
-        found: Any = load(folder, target.dtype)
+        found: Any = load(folder, target.dtype, on_meta(target))
         found = found.to(target.device)
         if isinstance(target, VARImageModel):
             check_codebook("drafter", found, target)

@@ -6,7 +6,7 @@ A smaller model of the same maps is its refiner (CoDe) or its drafter; a number 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from visspec.io import included
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
+from visspec.models.scales.pruning import TokenPruning
 from visspec.models.scales.target import ScaleSettings
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.models.var.network import VAR
@@ -36,10 +37,10 @@ class LabelledVARImages(VARImages):
         settings: GenerationConfig | None = None,
         per_scale: ScaleSettings | None = None,
         ramp: str = "linear",
-        refiner: Any = None,
+        refiner: VARImageModel | VAR | str | None = None,
         handover: int | None = None,
-        budget: Any = None,
-        pruning: Any = None,
+        budget: CacheBudget | float | None = None,
+        pruning: TokenPruning | float | Sequence[float] | None = None,
     ):
         if isinstance(budget, (bool, str)):
             raise ValueError(f"budget: got {budget!r}, expected a `Budget` or the share of the cache, a number")
@@ -69,7 +70,7 @@ class LabelledVARImages(VARImages):
         return [self.numbers.get(text, text) for text in texts]
 
 
-def small(other: Any, model: VARImageModel) -> Any:
+def small(other: VARImageModel | VAR | str | None, model: VARImageModel) -> Any:
     """The network of a smaller model; of an included one by its name, or by its kind ("var") the one that is made for
     the model, on the model's device and in its dtype.
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from visspec.io.checkpoint import check_whole
 from visspec.models.folders import OwnImageModel, load_own
+from visspec.models.layers import same_table
 from visspec.models.scales.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import VAR, VARConfig
 
@@ -79,10 +80,10 @@ class VARImageModel(OwnImageModel):
 def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> None:
     """Raises ValueError unless both models' codes mean the same."""
     own, wanted = (one.autoencoder.quantize.embedding.weight for one in (other, model))
-    if own.shape != wanted.shape or not torch.allclose(own.to(wanted), wanted, atol=1e-3):
+    if not same_table(own, wanted, 1e-3):
         raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(wanted)} codes")
 
 
-def load(folder: str | Path, dtype: torch.dtype = torch.float32) -> VARImageModel:
+def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> VARImageModel:
     """The model of a folder; see `load_own`."""
-    return load_own(VARImageModel, folder, dtype)
+    return load_own(VARImageModel, folder, dtype, empty)

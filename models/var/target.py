@@ -10,6 +10,7 @@ from torch import Tensor
 
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
+from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.multiscale import MultiScaleVAE
 from visspec.models.scales.target import ScaleImages
 
@@ -38,7 +39,7 @@ class ScalePrompt:
         """(R,), conditional rows first."""
         return torch.cat([self.classes, self.against]) if guided else self.classes
 
-    def check(self, images: int, model: Any) -> None:
+    def check(self, images: int, model: NextScale) -> None:
         """Raises ValueError for other shapes, or for numbers that are none of the model's classes."""
         rows, none = (images,), model.config.classes
         if self.classes.shape != rows or self.against.shape != rows:

@@ -176,9 +176,8 @@ class DiffusionHead(nn.Module):
 
     def run_modulated(self, x: Tensor, modulations: Tensor) -> Tensor:
         """The head at x (..., d), whose modulations are known."""
-        blocks: Any = self.res_blocks
         *parts, shift, scale = modulations.split(self.final_layer.linear.in_features, dim=-1)
         x = self.input_proj(x)
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(self.res_blocks):
             x = block(x, parts[3 * i : 3 * i + 3])
         return self.final_layer(x, (shift, scale))

@@ -66,7 +66,6 @@ def image_record(tmp_path_factory):
     home = tmp_path_factory.mktemp("bench")
     tiny_images.painter(home / "model")
     pipe = ImagePipeline.from_pretrained(str(home / "model"))
-    pipe.set_progress_bar_config(disable=True)
     with pytest.MonkeyPatch.context() as patch:
         scenes = included.scenes()
         few = scenes.prompts()[:6]

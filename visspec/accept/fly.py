@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from visspec.accept.block import RoundNoise
 from visspec.accept.exact import follow
-from visspec.accept.rejection import Rejection
+from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.distributions import categorical
 from visspec.types import Draft, RuleTraits, Scores, Verdict
 
@@ -50,23 +50,24 @@ class Fly(Rejection):
         return RoundNoise(generators)
 
     def deferred(self, draft: Draft, p_BNV: Tensor, agreed_BT: Tensor) -> Tensor:
-        """(B, T) whether each draft is kept even as a mismatch. agreed_BT: those that the exact rule accepts."""
+        """(B, T) whether each draft is kept even as a mismatch. agreed_BT: those that the exact rule accepts where they
+        are real.
+        """
         p_BTV = p_BNV[:, :-1]
+        if draft.real is not None:
+            agreed_BT = agreed_BT & draft.real[:, 1:]
         if self.top:
             entropy_BT = torch.special.entr(p_BTV.topk(min(self.top, p_BTV.shape[-1])).values).sum(-1)
         else:
             entropy_BT = torch.special.entr(p_BTV).sum(-1) / math.log(p_BTV.shape[-1])
-        possible_BT = p_BTV.gather(-1, draft.value[:, 1:, None])[..., 0] > 0
+        possible_BT = draft_probabilities(draft, p_BNV)[:, 1:] > 0
         behind_BT = F.pad(agreed_BT, (0, self.window))[:, 1:].unfold(1, self.window, 1).all(-1)
         return behind_BT & possible_BT & (entropy_BT >= self.theta)
 
     def relaxation(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor) -> dict[str, Any]:
-        p_BT = p_BNV[:, :-1].gather(-1, draft.value[:, 1:, None])[..., 0]
+        p_BT = draft_probabilities(draft, p_BNV)[:, 1:]
         q_BT = torch.ones_like(p_BT) if draft.q is None else categorical(draft.q).at(draft.value)[:, 1:].clamp(min=TINY)
-        agreed_BT = coins_BN[:, 1:] < p_BT / q_BT
-        if draft.real is not None:
-            agreed_BT &= draft.real[:, 1:]
-        return {"mass": F.pad(self.deferred(draft, p_BNV, agreed_BT).float(), (1, 0))}
+        return {"mass": F.pad(self.deferred(draft, p_BNV, coins_BN[:, 1:] < p_BT / q_BT).float(), (1, 0))}
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
         if draft.tree.size == 1:
@@ -74,8 +75,6 @@ class Fly(Rejection):
         distribution = categorical(scores.distribution)
         best_BN, drafted_BT = distribution.logits.argmax(dim=-1), draft.value[:, 1:]
         agreed_BT = drafted_BT == best_BN[:, :-1]
-        if draft.real is not None:
-            agreed_BT &= draft.real[:, 1:]
         deferred_BT = self.deferred(draft, distribution.p, agreed_BT) & ~agreed_BT
         verdict = follow(draft, torch.cat([torch.where(deferred_BT, drafted_BT, best_BN[:, :-1]), best_BN[:, -1:]], 1))
         passed_BT = torch.arange(1, draft.tree.size, device=best_BN.device) < verdict.length[:, None]

@@ -9,10 +9,11 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from visspec.api import queueing, requests, saving, tuned_preset, zoo
@@ -29,7 +30,7 @@ from visspec.loop.stream import Answer
 from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
-from visspec.types import Acceptance, DrafterTraits, Processor, State, Tokenizer
+from visspec.types import Acceptance, ConfiguredModel, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})  # of an Accelerated
@@ -71,7 +72,7 @@ def accelerate(
     """
     file = str(drafter) if isinstance(drafter, (str, Path)) else ""
     if file.endswith(".json") and (":" not in file or Path(file).is_file()):  # and no option, like tree=FILE.json
-        preset = tuned_preset.read_preset(file, model)
+        preset = tuned_preset.read_preset(file, cast(ConfiguredModel, model))
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
     return Accelerated(
@@ -124,23 +125,23 @@ class Accelerated(Rebuildable):
     call. Copies and pickles keep the model and the arguments of `accelerate`; statistics and pace are reset.
     """
 
-    model: Any
+    model: PreTrainedModel
 
     def __init__(
         self,
-        model: Any,
+        model: nn.Module,
         drafter: DrafterSpec = "auto",
         *,
         tokenizer: Processor | Tokenizer | None = None,
         adaptive: bool = True,
         **options: Any,
     ):
-        self.model, self.tokenizer, self._why = model, tokenizer, ""
+        self.model, self.tokenizer, self._why = cast(PreTrainedModel, model), tokenizer, ""
         if isinstance(drafter, (list, tuple)):
-            drafter = [default_drafter(model)[0] if one == "auto" else one for one in drafter]
+            drafter = [default_drafter(self.model)[0] if one == "auto" else one for one in drafter]
         elif drafter == "auto":
             alone = options.get("compile") or options.get("acceptance", "exact") != "exact"
-            drafter, self._why = default_drafter(model, several=not alone)
+            drafter, self._why = default_drafter(self.model, several=not alone)
         own = SetupOptions(drafter, **options)
         self._options = own if adaptive or own.length is not None else replace(own, length="fixed")
         self._made = (self._fits(), self._build())
@@ -296,7 +297,7 @@ class Accelerated(Rebuildable):
         requests.adopt_cache(kwargs)
         media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
         call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media, self._why)
-        output = self.model.generate(**kwargs, custom_generate=call)
+        output = cast(GenerationMixin, self.model).generate(**kwargs, custom_generate=call)
         assert call.result is not None
         self.last_state, self.last_stats = call.result
         return Result(output, *call.result)
@@ -387,12 +388,12 @@ class Speculative:
         """
         saving.write_method(folder, {"drafter": self.drafter, "acceptance": "exact", **self.options})
 
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, self.save_pretrained, **options)
+    def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
+        """Upload what `save_pretrained` writes. Returns the URL."""
+        return hub.push(repo_id, self.save_pretrained, private, message)
 
 
-def default_drafter(model: Any, several: bool = False) -> tuple[DrafterSpec, str]:
+def default_drafter(model: PreTrainedModel, several: bool = False) -> tuple[DrafterSpec, str]:
     """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
     layer in its own files that predicts further tokens, or an included one that is made for it; else "ngram", or with
     `several` a list of those that need no training. Nothing is fetched.

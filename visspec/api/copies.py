@@ -37,7 +37,7 @@ class Rebuildable:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """For pickle. Raises ValueError for a model that can't be pickled because of its hooks."""
-        reduced: Any = super().__reduce_ex__(protocol)  # (function, its arguments, state, ...)
+        reduced = super().__reduce_ex__(protocol)  # (function, its arguments, state, ...)
         with HOOKING:
             return *reduced[:2], _without_hooks(reduced[2], {}), *reduced[3:]
 

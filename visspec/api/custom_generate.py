@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+from transformers import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
 from visspec.api.accelerate import Speculative, speculative
@@ -20,12 +21,12 @@ def hook(drafter: str, acceptance: str) -> Speculative:
 
 
 def generate(
-    model: Any,
+    model: GenerationMixin,
     drafter: str = "auto",
     acceptance: str = "exact",
     streamer: BaseStreamer | None = None,
     **arguments: Any,
 ) -> Any:
     """`model.generate(**arguments)` with drafts; drafter and acceptance by name, as in `visspec.accelerate`."""
-    own = {} if streamer is None else {"tok_streamer": streamer}  # transformers keeps `streamer` from hooks
+    own: dict = {} if streamer is None else {"tok_streamer": streamer}  # transformers keeps `streamer` from hooks
     return model.generate(custom_generate=hook(drafter, acceptance), **arguments, **own)

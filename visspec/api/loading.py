@@ -19,6 +19,7 @@ from visspec.api import zoo
 from visspec.api.sources import need
 from visspec.io import checkpoint, included
 from visspec.models.image_codes.families import LOADERS
+from visspec.models.layers import check_layers
 
 SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
@@ -69,7 +70,8 @@ def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "a
 
 def without_weights(spec: str | None = None) -> Any:
     """The model of a folder, a hub id, a config.json or an included one by name, on `meta`: only its configuration is
-    read, and fetched. Raises ValueError for one that transformers does not know.
+    read, and fetched; of an image model of ours the headers of its weights, too. Raises ValueError for one that
+    neither transformers nor we know.
     """
     where = str(spec or included.text_model())
     shipped = zoo.included_folder(where)
@@ -77,10 +79,14 @@ def without_weights(spec: str | None = None) -> Any:
     local = Path(where).exists() or where.startswith((".", "/"))
     if not local and "/" not in where:
         raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model")
+    entries = checkpoint.read_json(Path(where), "config.json") if Path(where, "config.json").is_file() else {}
+    if reader := LOADERS.get(str(entries.get("model_type"))):
+        return zoo.load(reader)(where, empty=True)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     try:
         with quiet():
             config = transformers.AutoConfig.from_pretrained(where, **options)
+            check_layers(config.to_dict(), where)
             kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
             named = getattr(transformers, (config.architectures or [""])[0], None)
             auto = next((kind for kind in kinds if type(config) in kind._model_mapping), kinds[-1])
@@ -89,7 +95,9 @@ def without_weights(spec: str | None = None) -> Any:
             if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(where)
     except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"target: {where} describes no model of transformers ({_first_line(error)})") from None
+        raise ValueError(
+            f"target: {where} describes no model of transformers ({checkpoint.first_line(error)})"
+        ) from None
     return model
 
 
@@ -139,7 +147,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     except (RuntimeError, OSError, KeyError, SafetensorError) as error:
         known = ", ".join(included.table().models) or "none here"
         expected = f", expected a folder, a hub id or an included model ({known})"
-        why = _first_line(error) + ("" if local or "/" in where else expected)
+        why = checkpoint.first_line(error) + ("" if local or "/" in where else expected)
         raise ValueError(f"model: {where} could not be loaded, {why}") from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
@@ -157,7 +165,7 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device: got {device!r}, expected one that this torch can use ({_first_line(error)})"
+            f"device: got {device!r}, expected one that this torch can use ({checkpoint.first_line(error)})"
         ) from None
 
 
@@ -166,7 +174,3 @@ def _check_spread(device: str) -> None:
     if device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...)")
     need("accelerate", f"device {device}", "train")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +76,8 @@ class RequestBuilder:
         self.content = torch.tensor(sorted(setup.target.capabilities.never_drafted), dtype=torch.long)
         pad = getattr(model.generation_config, "pad_token_id", None)
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
-        generate: Any = model.generate
         own = setup.target.model is not model  # a generate of its own around it, with options of its own
-        self.named = frozenset(signature(generate).parameters) if own else frozenset()
+        self.named = frozenset(signature(cast(Callable, model.generate)).parameters) if own else frozenset()
         self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
         self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
 

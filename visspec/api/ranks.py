@@ -30,7 +30,7 @@ class RankMeter(Drafter):
         ranks = [max(path[-1] for path in inner.paths if len(path) == d + 1) + 1 for d in range(inner.traits.levels)]
         self.reached, self.accepted = ([[0] * count for count in ranks] for _ in range(2))
 
-    def attach(self, target: Any) -> None:
+    def attach(self, target: PreTrainedModel) -> None:
         self.inner.attach(target)
 
     def start(self, state: State, scores: Scores) -> None:

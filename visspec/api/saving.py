@@ -17,7 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from visspec.api import zoo
 from visspec.api.zoo import DrafterSpec
@@ -25,7 +25,7 @@ from visspec.io import checkpoint, hub
 from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import PROVENANCE
-from visspec.types import Acceptance, Drafter, Order
+from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
 
 FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
 ENTRIES = ("drafter", "acceptance", "order", "levels", "parts")
@@ -190,7 +190,7 @@ def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any
 # --- one entry, written -----------------------------------------------------------------------------------------------
 
 
-def _drafter_entry(drafter: DrafterSpec, model: nn.Module, staged: Path) -> Json:
+def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -> Json:
     """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
     from transformers import PreTrainedModel
 
@@ -293,7 +293,7 @@ def portable_name(what: str, table: Mapping[str, Any], text: str) -> str:
     return text
 
 
-def reference(thing: Any) -> str:
+def reference(thing: object) -> str:
     """An object's class, as the tables of `zoo` write it."""
     return f"{type(thing).__module__}:{type(thing).__qualname__}"
 

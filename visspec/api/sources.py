@@ -134,7 +134,7 @@ def _files(paths: Iterable[Path], unlisted: Iterable[OSError] = ()) -> Callable[
     return lambda: iter(found)
 
 
-def of_entry(entry: Any, fallback: str, folder: Path) -> Record:
+def of_entry(entry: object, fallback: str, folder: Path) -> Record:
     """From a mapping with image, and optionally prompt and id; relative paths start at `folder`."""
     if not isinstance(entry, Mapping):
         return Record(fallback, error=f"{fallback}: got {type(entry).__name__}, expected an object with an image")

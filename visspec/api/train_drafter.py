@@ -235,7 +235,7 @@ def fresh_or_resumed(
     out: str | Path,
     resume: bool,
     seed: int,
-    kind: Any = FeatureDrafter,
+    kind: type[Any] = FeatureDrafter,
     draft: Mapping[str, Any] | None = None,
     **options: Any,
 ):

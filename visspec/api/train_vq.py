@@ -179,7 +179,7 @@ class MultiScaleVQStage(Stage):
         return figures
 
 
-def _as_json(value: Any) -> Json:
+def _as_json(value: object) -> Json:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 

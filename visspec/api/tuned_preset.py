@@ -25,7 +25,7 @@ def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, 
     write_json(path, {**{name: choice[name] for name in KEPT}, "made_for": preset_target(model), **more})
 
 
-def read_preset(path: str | Path, model: Any) -> dict[str, Any]:
+def read_preset(path: str | Path, model: ConfiguredModel) -> dict[str, Any]:
     """Arguments of `accelerate`: drafter, acceptance, levels. Raises ValueError for another file or model."""
     found = read_json(Path(path).parent, Path(path).name)
     missing = [name for name in (*KEPT, "made_for") if name not in found]

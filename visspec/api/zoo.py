@@ -21,7 +21,7 @@ from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
 from visspec.loop.draft_length import DraftLengthPolicy
-from visspec.types import Drafter, Order
+from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | Sequence[Any] | None  # what `accelerate` takes as its drafter
 SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
@@ -96,7 +96,7 @@ def acceptance(text: str, what: str = "acceptance") -> Any:
     return make(what, name, load(str(_pick(ACCEPTANCE, what, name).reference)), options)
 
 
-def preset(name: str, draws: str = "any order", model: nn.Module | None = None) -> Preset:
+def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = None) -> Preset:
     """A preset of image generation, for a family that `draws` codes, codes in any order, vectors or maps. Drafters that
     have to be trained are named by kind; with a `model`, by the included one of that kind that is made for it, where
     one is. Raises ValueError for an unknown name.
@@ -108,7 +108,7 @@ def preset(name: str, draws: str = "any order", model: nn.Module | None = None) 
     return found._replace(drafter=_drafter_of(found.drafter, model), parts=parts)
 
 
-def _drafter_of(spec: str, model: nn.Module) -> str:
+def _drafter_of(spec: str, model: ConfiguredModel) -> str:
     """`spec` with the included model that is made for `model` in place of each kind of one."""
     name, options = parse(spec)
     if DRAFTERS[name].of == "vectors":  # their drafters are models of the same type
@@ -118,12 +118,12 @@ def _drafter_of(spec: str, model: nn.Module) -> str:
     return f"{name}:{words}" if words else name
 
 
-def made_for(kind: str, model: nn.Module) -> str:
+def made_for(kind: str, model: ConfiguredModel) -> str:
     """The included model of a kind that is made for `model`; the kind itself, where none is."""
     return included.made_for(kind, model) or kind
 
 
-def included_drafter(model: nn.Module, kind: str = "eagle") -> str | None:
+def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
     """The included drafter of a kind that is made for a model, by its configuration; None where there is none."""
     own = included.made_for(kind, model)
     return own if own and included.present(own) else None
@@ -134,7 +134,7 @@ def training_preset(name: str) -> TrainedPreset:
     return _pick(TRAINED, "preset", name)
 
 
-def kind_of(model: nn.Module) -> str:
+def kind_of(model: nn.Module | ConfiguredModel) -> str:
     """The `model_type` of a model's configuration; of a class without one, its name."""
     return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
 
@@ -172,7 +172,7 @@ def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthP
     return partial(kind, **options)
 
 
-def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
+def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
     """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`."""
     if spec is None or spec == "none":
         return None, "none"
@@ -197,15 +197,20 @@ def drafter(spec: DrafterSpec, model: nn.Module) -> tuple[Any, str]:
             raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
         name = own
     if name in SHIPPED:
-        folder, target = included.check("drafter", name), SHIPPED[name].target
-        if apart := included.difference(target, model):
-            where, value, found = apart
-            raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
+        folder = included.check("drafter", name)
+        check_included(name, model)
         return from_folder(folder, model, options), name
     if name in DRAFTERS:
         return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
+
+
+def check_included(name: str, model: ConfiguredModel) -> None:
+    """Raises ValueError unless an included drafter is made for this model, by its configuration."""
+    if apart := included.difference(SHIPPED[name].target, model):
+        where, value, found = apart
+        raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
 
 
 def drafter_class(name: str) -> Any:
@@ -216,20 +221,27 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def from_folder(folder: Path, model: nn.Module, options: dict[str, Any]) -> Any:
-    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
+def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], **known: object) -> Any:
+    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class. known:
+    further arguments of its `from_pretrained`.
+    """
     config = read_json(folder, "config.json")
     if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
         kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     else:
         kind = load("visspec.models.published:reader")(folder)
-    read = partial(getattr(kind, "from_pretrained", kind), folder, model)
+    read = partial(getattr(kind, "from_pretrained", kind), folder, model, **known)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
-    if not later:
+    return shaped(found, folder.name, later)
+
+
+def shaped(found: object, name: str, options: dict[str, Any]) -> Any:
+    """A drafter with options of `SHAPE`. Raises ValueError for one that takes none."""
+    if not options:
         return found
     if not isinstance(found, load("visspec.models.drafting.structure:StructuredDrafter")):
-        name = next(iter(later))
-        raise ValueError(f"{name}: got {later[name]} for {folder.name}, expected a drafter that builds its drafts")
-    return make("drafter", folder.name, found.shaped, later)
+        option, value = next(iter(options.items()))
+        raise ValueError(f"{option}: got {value} for {name}, expected a drafter that builds its drafts")
+    return make("drafter", name, found.shaped, options)

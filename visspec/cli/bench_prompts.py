@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
@@ -79,9 +79,9 @@ SHAPES = ((8, 8, 32, 4, 256), (8, 2, 32, 4, 256), (16, 4, 64, 8, 512), (28, 4, 1
 LAYOUTS = {str(layout): layout for layout in (HeadLayout(*shape) for shape in SHAPES)}
 
 
-def small_model(model: nn.Module) -> SmallModel:
+def small_model(model: PreTrainedModel) -> SmallModel:
     """A `SmallModel` drafter for a Llama, with a quarter of its width and heads and half its layers."""
-    small: Any = copy.deepcopy(model.config)
+    small = copy.deepcopy(model.config)
     small.num_hidden_layers = max(small.num_hidden_layers // 2, 1)
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         setattr(small, name, max(getattr(small, name) // SMALLER, 1))
@@ -243,7 +243,7 @@ class PromptRun:
         queries, mask = max(nodes, 1), None
         query = torch.randn(1, queries, layout.heads, layout.size, device=device).transpose(1, 2)
         key, value = (torch.cat([x, x[:, :, :1].expand(-1, -1, queries, -1)], dim=2) for x in self.cached[0])
-        module: Any = SimpleNamespace(num_key_value_groups=layout.heads // layout.keys, is_causal=True)
+        module = SimpleNamespace(num_key_value_groups=layout.heads // layout.keys, is_causal=True)
         if nodes:
             slots = SlotLayers(1).slots
             slots.lengths = [self.length - 1]

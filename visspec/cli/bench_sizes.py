@@ -55,7 +55,7 @@ class Size(NamedTuple):
 
     def config(self, room: int) -> LlamaConfig | Qwen2Config:
         """The configuration, for `room` positions."""
-        kind: Any = Qwen2Config if self.qwen else LlamaConfig
+        kind: type[Any] = Qwen2Config if self.qwen else LlamaConfig
         sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.inner}
         heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.keys}
         ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}

@@ -118,7 +118,7 @@ class CaptionRun:
                 continue
             self.taken.add(record.id)
             if record.id not in self.journal.done:
-                self.pictures.look(record)
+                self.pictures.look(record.id, record.image)
                 yield record
 
     def with_bar(self, captions: Iterator[Caption]) -> Iterator[Caption]:

@@ -34,6 +34,8 @@ def lines(name: str, found: dict[str, Any], target: str | None) -> list[str]:
     said = [f"{name}: {found['form'] or 'a form that is not known'}"]
     if found["layers"] is not None:
         said.append(f"layers: {found['layers']} ({found['convention']}), hidden states {found['hidden_states']}")
+        if found["convention"] == "boundary":
+            said[-1] += ", of which the highest is the last layer's output before the final norm"
     elif found["convention"]:
         said.append(f"layers: {found['convention']}, which the depth of a --target tells")
     if positions := found["positions"]:

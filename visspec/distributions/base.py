@@ -20,19 +20,19 @@ class Distribution:
         raise NotImplementedError
 
     @classmethod
-    def limits(cls, capabilities: Any, device: torch.device | str) -> Any:
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
         """Data about a target (`types.Capabilities`) for `drafted` and `sanitize`, computed once."""
         raise NotImplementedError
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(sanitised values, which are valid (B, N) bool, which may be drafted (B, N) bool).
 
         Raises ValueError unless `value` is a tensor of such values for (B, N) nodes.
         """
         raise NotImplementedError
 
-    def sanitize(self, value: Tensor, limits: Any) -> tuple[Distribution, Tensor]:
+    def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Distribution, Tensor]:
         """(the distribution of drafts, sanitised; at which nodes it is valid (B, N) bool).
 
         Raises ValueError for a distribution of the wrong shape or dtype.

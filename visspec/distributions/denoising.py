@@ -45,9 +45,10 @@ class DenoisingSteps:
         size = len(self.keep)
         for name in ("keep", "move", "low", "high"):
             values = getattr(self, name)
-            if values.shape != (size,) or not bool(values.isfinite().all()):
+            finite = values.is_meta or bool(values.isfinite().all())
+            if values.shape != (size,) or not finite:
                 raise ValueError(
-                    f"{name}: got shape {tuple(values.shape)}, finite {bool(values.isfinite().all())}, expected"
+                    f"{name}: got shape {tuple(values.shape)}, finite {finite}, expected"
                     f" {size} finite numbers, one for each step"
                 )
         if size == 0:

@@ -26,25 +26,31 @@ LARGEST = 1 << 24  # upper limit of sizes in a configuration; products of two do
 Value = TypeVar("Value")  # a tensor, or its shape
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """A value for an error message: on one line, truncated if long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_whole(name: str, value: Any, low: int = 1, high: int = LARGEST) -> None:
+def first_line(error: Exception) -> str:
+    """What an error says on its first line, and on the next if that ends with a colon."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
+
+
+def check_whole(name: str, value: object, low: int = 1, high: int = LARGEST) -> None:
     """Raises ValueError if an entry of a configuration is not an integer from low to high."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name}: got {shorten(value)}, expected a whole number from {low} to {high}")
 
 
-def check_fields(record: Any, *names: str, check: Callable[..., None] = check_whole, **limits: int) -> None:
+def check_fields(record: object, *names: str, check: Callable[..., None] = check_whole, **limits: int) -> None:
     """Raises ValueError as `check` does, for the first of these fields of a configuration that does not pass it."""
     for name in names:
         check(name, getattr(record, name), **limits)
 
 
-def check_wholes(name: str, values: Any, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
+def check_wholes(name: str, values: object, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
     """A list of at most `most` integers, as a tuple. Raises ValueError as `check_whole` does."""
     if not isinstance(values, (list, tuple)) or len(values) > most:
         raise ValueError(f"{name}: got {shorten(values)}, expected a list of at most {most} whole numbers")
@@ -64,7 +70,7 @@ def inside(folder: Path, name: str) -> Path:
     in the hub's cache links to its repository's own `blobs`.
     """
     root = Path(os.path.realpath(folder))  # unlike `resolve` of Python 3.11 it raises nothing for a loop of links
-    path, cached = Path(os.path.realpath(root / name)), root.parent.parent
+    path, cached = Path("/") if "\0" in name else Path(os.path.realpath(root / name)), root.parent.parent
     snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
     if not path.is_relative_to(root) and not (snapshot and path.parent == cached / "blobs"):
         raise ValueError(f"checkpoint: {folder} names the file {name!r}, expected a file inside the folder")

@@ -79,7 +79,7 @@ def reason(error: Exception) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def state_dicts(content: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def state_dicts(content: object, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """(weights, averaged weights) of what a file holds; either may be empty."""
     beside: dict[str, Tensor] = {}
     while isinstance(content, Mapping):

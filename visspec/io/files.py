@@ -56,7 +56,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
         raise
 
 
-def write_json(path: str | Path | None, value: Any) -> None:
+def write_json(path: str | Path | None, value: object) -> None:
     """Write a value as JSON; does nothing if `path` is None."""
     if path is None:
         return
@@ -72,7 +72,7 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("JSON is nested too deeply") from None
 
 
-def append_json(path: Path, value: Any) -> None:
+def append_json(path: Path, value: object) -> None:
     """Add a value as a line to a file of JSON lines. On return the system has it, which outlives this process."""
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
@@ -257,7 +257,7 @@ class Results:
             append_json(self.part, self.about)
         return self
 
-    def add(self, result: Any) -> None:
+    def add(self, result: object) -> None:
         """Add a result."""
         self.found.append(result)
         if self.part is not None:

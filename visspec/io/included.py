@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-    from visspec.types import Processor
+    from visspec.types import ConfiguredModel, Processor
 
 PACKAGE, TABLE = "visspec.toys", "visspec.toys.table"
 FOLDER = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
@@ -156,7 +156,7 @@ def check(what: str, name: str) -> Path:
     return folder(name)
 
 
-def made_for(kind: str, model: Any) -> str | None:
+def made_for(kind: str, model: ConfiguredModel) -> str | None:
     """The included model of a kind that is made for a model, by its configuration; None where none is."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return None
@@ -164,7 +164,7 @@ def made_for(kind: str, model: Any) -> str | None:
     return next((name for name, row in rows if present(row.target) and not difference(row.target, model)), None)
 
 
-def difference(name: str, model: Any) -> tuple[str, Any, Any] | None:
+def difference(name: str, model: ConfiguredModel) -> tuple[str, Any, Any] | None:
     """Where a model's configuration differs from that of an included one: what, there and here."""
     from visspec.io.checkpoint import read_json  # which imports torch: the table is read by `visspec --help` too
 

@@ -61,7 +61,7 @@ class ReadOnlyList(Sequence):
     def __init__(self, items: list[Any]):
         self._items = items
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         return self._items[index]
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class ReadOnlyRows(ReadOnlyList):
 
     __slots__ = ()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         found = self._items[index]
         return list(map(ReadOnlyList, found)) if isinstance(index, slice) else ReadOnlyList(found)
 

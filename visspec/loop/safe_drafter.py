@@ -97,7 +97,7 @@ class SafeDrafter(Drafter):
             name = type(self.inner).__name__
             warnings.warn(f"drafter {name}: {what}; decoding goes on without it", RuntimeWarning, stacklevel=3)
 
-    def _try(self, state: State, call: Callable[..., Any], *more: Any, target: Target | None = None) -> Any:
+    def _try(self, state: State, call: Callable[..., Any], *more: object, target: Target | None = None) -> Any:
         """What a call of the drafter returns, with what it may read of the state; None if it fails, or has failed
         earlier in this request.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Generic
 
 from typing_extensions import TypeVar
 
@@ -78,7 +78,7 @@ def build_setup(
     drafter: Drafter | None,
     name: str,
     rule: Acceptance,
-    subject: Any,
+    subject: object,
     make_target: Callable[[DrafterTraits], TargetT],
     *,
     order: Order | None = None,

@@ -65,7 +65,7 @@ class Row:
     def _caught(self, call: Callable | None) -> Callable[[Any], bool]:
         """A function that ends the row where it returns true or raises."""
 
-        def caught(argument: Any) -> Any:
+        def caught(argument: Tensor | list[int]) -> Any:
             found = None if call is None else self._call_user(call, argument)
             return found if self.error is None else True
 
@@ -78,7 +78,7 @@ class Row:
 
         return caught
 
-    def _call_user(self, call: Callable, *arguments: Any) -> Any:
+    def _call_user(self, call: Callable, *arguments: Tensor | list[int]) -> Any:
         """What a call of the user's returns; None if it raises, or something has before."""
         if self.error is None:
             try:
@@ -264,7 +264,7 @@ def join(
     index = to_device(take, state.pending.device)
     state.pending = torch.cat([state.pending, other.pending[index]])
     state.position = torch.cat([state.position, other.position[index]])
-    if state.noise is not None:
+    if state.noise is not None and other.noise is not None:
         state.noise.join(other.noise, take)
     for name in {*state.meters, *other.meters}:
         state.meters[name] = _merge_meter(state, other, name, rows, places)

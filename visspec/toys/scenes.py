@@ -5,7 +5,6 @@ eval vqa`: nothing to download.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -14,11 +13,12 @@ from visspec.toys.world import captions
 from visspec.toys.world.render import to_image
 from visspec.toys.world.scene import Scene, held_out_scenes
 from visspec.toys.world.worlds import World, known_to, world
+from visspec.types import Processor
 
 WORDS = {"captions": "captions", "prompts": "suite"}  # use: the module of a world that has the words
 
 
-def scenes_of(name: str | None, processor: Any, use: str) -> World:
+def scenes_of(name: str | None, processor: Processor | None, use: str) -> World:
     """As `io.included.scenes`."""
     if name is None and processor is not None:
         return known_to(processor, lambda place: getattr(place, WORDS[use]).vocabulary())

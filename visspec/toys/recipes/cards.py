@@ -104,7 +104,7 @@ def read_stages(folder: Path, files: Mapping[str, str]) -> tuple[dict[str, Any],
     return {part: saved for part, (saved, _) in read.items()}, {part: stage for part, (_, stage) in read.items()}
 
 
-def origin(model: Any, recipe: str, folder: Path, measured: dict, **more: Any) -> dict[str, Any]:
+def origin(model: nn.Module, recipe: str, folder: Path, measured: dict, **more: Any) -> dict[str, Any]:
     """The provenance of a finished folder, which is written; `more` are seeds and steps of the recipe's stages."""
     versions: dict[str, Any] = {"numpy": np.__version__, "pillow": PIL.__version__}
     stored: dict[str, Any] = {"compute_dtype": "bfloat16 autocast over float32 weights", "stored_dtype": "float16"}

@@ -88,7 +88,7 @@ def world(name: str) -> World:
     return _shapes() if name == "shapes" else _emoji()
 
 
-def known_to(processor: Any, words: Callable[[World], Iterable[str]]) -> World:
+def known_to(processor: object, words: Callable[[World], Iterable[str]]) -> World:
     """The world all of whose words a model's processor or tokenizer has; shapes for other models."""
     tokenizer = getattr(processor, "tokenizer", processor)
     there = set(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else set()

@@ -1,0 +1,105 @@
+"""Painters' folders: what is written is read, as a model and as a pipeline; what is no painter is refused by name."""
+
+import pytest
+import torch
+
+from tests import test_any_order_painter, test_continuous_painting, test_mar_painter, test_scale_painter
+from tests.doubles import altered, one_sentence
+from visspec import ImagePipeline
+from visspec.api import zoo
+from visspec.api.loading import load_image_model
+from visspec.models.continuous import model as continuous
+from visspec.models.mar import model as mar
+from visspec.models.randar import model as any_order
+from visspec.models.var import model as scale
+from visspec.toys.recipes.painter_build import build_processor
+
+KINDS = {  # how a painter is made, its processor, what loads it, a tensor of it, and its type
+    "scale": (test_scale_painter.fresh, None, scale.load, "var.head.bias", "var_image"),
+    "mar": (lambda: test_mar_painter.fresh(test_mar_painter.SMALL), None, mar.load, "mar.z_proj.bias", "mar_image"),
+    "continuous": (
+        lambda: test_continuous_painting.fresh("painter", test_mar_painter.SMALL), lambda: build_processor(side=64),
+        continuous.load, "z_proj.bias", "continuous_image",
+    ),
+    "any_order": (test_any_order_painter.fresh, lambda: build_processor(True), any_order.load, "words.weight",
+                  "randar_image"),
+}  # fmt: skip
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """By kind: a pipeline, and the folder it was saved in."""
+    found = {}
+    for kind, (make, processor, *_) in KINDS.items():
+        with torch.inference_mode(False):
+            pipe = ImagePipeline(make(), processor and processor())
+        pipe.save_pretrained(folder := tmp_path_factory.mktemp(kind))
+        found[kind] = pipe, folder
+    return found
+
+
+@each_kind
+def test_a_folder_is_the_pipeline_it_was_written_from(written, kind):
+    pipe, folder = written[kind]
+    model, processor = load_image_model(str(folder))
+    assert type(model) is type(pipe.model) and not model.training and (processor is None) == (pipe.processor is None)
+    assert zoo.kind_of(model) == KINDS[kind][-1]
+    for name, value in pipe.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    assert model.generation_config.guidance_scale == pipe.model.generation_config.guidance_scale != 1.0
+    again = ImagePipeline.from_pretrained(str(folder))
+    assert (again.drafter, again.acceptance) == (pipe.drafter, pipe.acceptance)
+    assert not [file for file in folder.iterdir() if file.suffix in (".bin", ".pt")]
+    prompt = "a photo of a star"
+    assert torch.equal(again(prompt, seed=1).tokens[0], pipe(prompt, seed=1).tokens[0])
+
+
+@each_kind
+def test_tensors_and_types_are_exactly_those_of_the_kind(written, tmp_path, kind):
+    _, folder = written[kind]
+    name, other = KINDS[kind][3], next(row[-1] for row in KINDS.values() if row[-1] != KINDS[kind][-1])
+    for i, (change, said) in enumerate((
+        (lambda t, c: t.pop(name), f"lacks tensor '{name}'"),
+        (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
+        (lambda t, c: t.update({name: torch.ones(3)}), f"tensor '{name}' of .* has shape"),
+        (lambda t, c: c.update(model_type=other), f"model_type: got '{other}'"),
+    )):  # fmt: skip
+        (tmp_path / str(i)).mkdir()
+        with one_sentence(said):
+            KINDS[kind][2](altered(folder, tmp_path / str(i), change))
+
+
+CHANGES = {
+    "scale": [
+        (lambda t, c: c["network"].update(depth=0), "depth: got 0, expected a whole number"),
+        (lambda t, c: c["network"].update(heads=3), "heads: got 3, expected a divisor of the width 32"),
+        (lambda t, c: c.update(labels=["one"] * 4), "labels: got 1 names of 4, expected each once"),
+        (lambda t, c: c.update(grids=[[1, 1], [2]]), "describes no model"),
+        (lambda t, c: c["autoencoder"].update(codes=-1), "codes: got -1, expected a whole number"),
+        (lambda t, c: c["autoencoder"].update(channels=33), "channels: got 33, expected a multiple of 32"),
+    ],
+    "mar": [
+        (lambda t, c: c["network"].update(size=0), "size: got 0, expected a whole number"),
+        (lambda t, c: c.update(labels=["one"] * 88), "labels: got 1 names, expected 88"),
+        (lambda t, c: c.update(predicts="speed"), "predicts: got 'speed', expected one of"),
+        (lambda t, c: c.update(denoising_steps=1001), "denoising_steps: got 1001, expected"),
+    ],
+    "continuous": [
+        (lambda t, c: t["z_proj.bias"].fill_(torch.nan), "not finite"),
+        (lambda t, c: c.update(token=0), "token: got 0, expected a whole number"),
+        (lambda t, c: c.update(denoising_steps=1), "denoising_steps: got 1, expected"),
+        (lambda t, c: c["text_config"].update(hidden_size="wide"), "config.json of .* describes no model"),
+    ],
+    "any_order": [
+        (lambda t, c: c["network"].update(heads=0), "heads: got 0, expected a whole number"),
+        (lambda t, c: c["network"].update(grid=4), "describes no model"),
+        (lambda t, c: c.update(words=0), "words: got 0, expected a whole number from 1"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "change", "said"), [(kind, *row) for kind, rows in CHANGES.items() for row in rows])
+def test_configurations_that_describe_no_painter_are_refused(written, tmp_path, kind, change, said):
+    with one_sentence(said):
+        KINDS[kind][2](altered(written[kind][1], tmp_path, change))
