@@ -24,7 +24,7 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import AdaptiveLength, DraftLengthPolicy, FixedLength
 from visspec.loop.output import TokenBuffer
 from visspec.models.lookup import ngram
-from visspec.types import Capabilities, DrafterTraits, Request, Round, Scores, State
+from visspec.types import OWN, Capabilities, DrafterTraits, Request, Round, Scores, State, Structure
 
 TOKENS = 1500
 LEVELS = 8
@@ -45,7 +45,9 @@ def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, length_po
             gained += 1
         times = {"verify": verify(asked), "accept": 0.0, "draft": draft(asked) if asked else 0.0, "observe": 0.0}
         times = {k: v * random.uniform(1 - noise, 1 + noise) for k, v in times.items()}
-        trace = Bag(rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40, requested=asked)
+        trace = Bag(
+            rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40, requested=asked, structure=OWN
+        )
         length_policy.observe(trace)
         seconds, rounds, drafted, made = seconds + sum(times.values()), rounds + 1, drafted + (asked > 0), made + gained
     return seconds / made, drafted, rounds
@@ -87,11 +89,18 @@ def test_so_it_does_where_acceptance_turns(turns, slope, step, price, seed):
     )
 
 
+class Stubborn(AdaptiveLength):
+    """Expects that drafts pay, whatever it has seen."""
+
+    def best(self, limit, costs=None):
+        return limit, OWN
+
+
 def test_without_the_account_the_bound_is_missed():
-    """A negative control: not quite half accepted, at a price of one pass for any draft."""
+    """A negative control: not quite half accepted, at a price of one pass for any draft, where the account is alone."""
     rate, costs = (lambda n: 0.45), COSTS["cheap passes, first level dear"]
-    assert decoded(rate, *costs)[0] <= 1.03
-    assert decoded(rate, *costs, length_policy=AdaptiveLength(LEVELS, share=1e9))[0] > 1.03
+    assert decoded(rate, *costs, length_policy=Stubborn(LEVELS))[0] <= 1.03
+    assert decoded(rate, *costs, length_policy=Stubborn(LEVELS, share=1e9))[0] > 1.03
 
 
 def test_a_price_of_plain_passes_that_is_only_extrapolated_misses_it_too(monkeypatch):
@@ -129,7 +138,7 @@ def test_what_is_known_holds_behind_longer_contexts():
     decoded(lambda n: 0.7, lambda n: 1 + 0.05 * n, lambda n: 0.03 * n, length_policy=length_policy, tokens=600)
     state = Bag(budget=99, trace=Bag(gave_up=0, context=draft_length.SHORT, cooldown=0))
     length_policy.at(draft_length.SHORT).next_probe = 10**6
-    assert 0 < length_policy.depth(state) == length_policy.best(12) < 6
+    assert 0 < length_policy.depth(state) == length_policy.best(12)[0] < 6
 
 
 def test_a_search_that_finds_nothing_is_paid_for():
@@ -161,6 +170,146 @@ def test_plain_passes_are_measured_now_and_then_and_not_often():
     )
     assert 4 <= rounds - drafted <= 0.03 * rounds
     assert length_policy.costs[0].step == pytest.approx(1.0, abs=0.01) and length_policy.costs[0].verify.at(0) > 1.2
+
+
+# --- structures -------------------------------------------------------------------------------------------------------
+
+CHAIN, SMALL, TREE = STRUCTURES = Structure(1, 0), Structure(4, 20), Structure(10, 60)
+RATES = {  # acceptance of every level, by structure
+    "siblings help": (0.6, 0.75, 0.82),
+    "siblings seldom help": (0.9, 0.92, 0.93),
+    "the small tree has what helps": (0.5, 0.8, 0.82),
+}
+PASSES = {  # seconds by nodes
+    "nodes cost": lambda n: 1 + 0.2 * (n > 0) + 0.03 * n,
+    "nodes are free": lambda n: 1 + 0.002 * n,
+    "nodes cost a little": lambda n: 1 + 0.01 * n,
+}
+DRAFTS = dict(zip(STRUCTURES, (0.05, 0.07, 0.1)))  # seconds a level
+
+
+def in_structures(rates, verify, seed=0, tokens=TOKENS, request=96, first=0.0, length_policy=None):
+    """(seconds a token, levels and structure of each round) on a clock that errs by a tenth. A chain is the first path
+    of the trees. first: seconds that the first draft of each structure takes longer.
+    """
+    random, length_policy = Random(seed), length_policy or AdaptiveLength(6)
+    length_policy.structures = STRUCTURES
+    seconds, made, picks, rates = 0.0, 0, [], dict(zip(STRUCTURES, rates))
+    while made < tokens:
+        state = Bag(budget=request - made % request, trace=Bag(gave_up=0, context=40, cooldown=0, structure=OWN))
+        levels = length_policy.depth(state)
+        structure, gained, chain = state.trace.structure, 1, None
+        while gained <= levels:
+            draw = random.random()
+            chain = gained if chain is None and draw >= rates[CHAIN] else chain
+            if draw >= rates[structure]:
+                break
+            gained += 1
+        late = first * (levels > 0 and structure not in {s for _, s in picks})
+        times = {"verify": verify(structure.size(levels)), "draft": levels and DRAFTS[structure] * levels + late}
+        times = {k: t * random.uniform(0.9, 1.1) for k, t in times.items()} | {"accept": 0.0, "observe": 0.0}
+        more = {"requested": levels, "structure": structure, "chain": [chain or gained]}
+        rounds = [Round(levels, [gained], [gained <= levels])]
+        length_policy.observe(Bag(rounds=rounds, latest=times, context=40, **more))
+        seconds, made = seconds + sum(times.values()), made + gained
+        picks.append((levels, structure))
+    return seconds / made, picks
+
+
+def price(rates, verify, pick):
+    """Seconds a token of rounds with such drafts."""
+    levels, structure = pick
+    rate = dict(zip(STRUCTURES, rates)).get(structure, 0.0)
+    seconds = verify(structure.size(levels)) + (levels and DRAFTS[structure] * levels)
+    return seconds / sum(rate**i for i in range(levels + 1))
+
+
+def best_price(rates, verify):
+    pairs = [(levels, structure) for levels in range(1, 7) for structure in STRUCTURES]
+    return min(price(rates, verify, pick) for pick in [(0, OWN), *pairs])
+
+
+@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize("rates", RATES)
+def test_the_best_structure_is_found(rates, passes):
+    """Behind 80 rounds, which hold two looks at each structure: within a seventh of the best pair's time a token, and
+    at the worst of six seeds within two fifths.
+    """
+    rates, verify = RATES[rates], PASSES[passes]
+    best, means = best_price(rates, verify), []
+    for seed in range(6):
+        picks = in_structures(rates, verify, seed)[1][80:]
+        means.append(sum(price(rates, verify, pick) for pick in picks) / len(picks) / best)
+    assert sum(means) / 6 < 1.15 and max(means) < 1.4, means
+
+
+def test_structures_pay_where_each_does():
+    """The controls: none of the three is close to the best everywhere."""
+    for structure in STRUCTURES:
+        alone = [
+            min(price(rates, verify, (levels, structure)) for levels in range(1, 7)) / best_price(rates, verify)
+            for rates in RATES.values()
+            for verify in PASSES.values()
+        ]
+        assert max(alone) > 1.2
+
+
+@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize("rates", [(0.0, 0.0, 0.0), (0.1, 0.15, 0.2), (0.3, 0.35, 0.4)])
+def test_structures_cost_three_per_cent_at_most(rates, passes):
+    for seed in range(4):
+        assert in_structures(rates, PASSES[passes], seed)[0] <= 1.03
+
+
+def test_a_slow_first_draft_of_a_structure_is_not_the_last(monkeypatch):
+    """It takes five passes longer. Behind 200 rounds and by the best price: a quarter more, but for a second look."""
+    rates, verify = RATES["the small tree has what helps"], PASSES["nodes are free"]
+
+    def mean():
+        found = [in_structures(rates, verify, seed, tokens=3000, first=5.0)[1][200:] for seed in range(6)]
+        prices = [price(rates, verify, pick) for picks in found for pick in picks]
+        return sum(prices) / len(prices) / best_price(rates, verify)
+
+    assert mean() < 1.25
+    monkeypatch.setattr(AdaptiveLength, "_forget_unused", lambda *_: None)
+    assert mean() > 1.25
+
+
+def test_a_tree_tells_what_a_chain_is_worth():
+    """Paths of four nodes, of which the first is a first child and the others are not."""
+    length_policy = AdaptiveLength(6)
+    length_policy.structures = STRUCTURES
+    times = dict.fromkeys(("verify", "accept", "draft", "observe"), 1.0)
+    more = {"context": 40, "requested": 6, "structure": TREE, "chain": [2]}
+    for _ in range(40):
+        length_policy.observe(Bag(rounds=[Round(6, [5], [True])], latest=times, **more))
+    assert length_policy.acceptance(CHAIN).rates()[:2] == pytest.approx([1.0, 0.0], abs=0.06)
+    assert length_policy.acceptance(TREE).rates()[3:5] == pytest.approx([1.0, 0.0], abs=0.07)
+
+
+def test_short_first_answers_are_drafted_at_once():
+    """48 tokens behind no other, eight tenths accepted: at least 0.92 of the tokens a round of the fixed length."""
+    verify, draft = (lambda n: 1 + 0.03 * n), (lambda n: 0.02)
+
+    def rounds(make):
+        return sum(decoded(lambda n: 0.8, verify, draft, seed, 48, 0.1, make(6), 48)[2] for seed in range(100))
+
+    assert rounds(FixedLength) > 0.92 * rounds(AdaptiveLength)
+
+
+class NothingSaved(AdaptiveLength):
+    def charge(self, seconds, costs):
+        self.overhead = max(self.overhead + seconds, 0.0)
+
+
+def test_a_hard_passage_rests_no_drafts_that_pay():
+    """Twelve tokens in a hundred are hardly drafted, at 2.3 passes a round: with nothing saved up, drafts rest."""
+    hard, verify, draft = (lambda n: 0.1 if n % 100 < 12 else 0.8), (lambda n: 1 + 0.5 * (n > 0)), (lambda n: 0.8)
+
+    def seconds(make):
+        return sum(decoded(hard, verify, draft, seed, 3000, 0.1, make(LEVELS))[0] for seed in range(6))
+
+    assert seconds(AdaptiveLength) < 0.95 * seconds(NothingSaved)
 
 
 def test_an_overdrawn_account_is_paid_by_plain_passes():
@@ -299,7 +448,7 @@ def test_no_pass_is_widened_by_look_ups_that_are_seldom_right():
     random = Random(0)
     texts = [[random.randrange(5, 96) for _ in range(100)] for _ in range(30)]
     (widened, _), (careless, _) = looked_up(texts, False), looked_up(texts, True)
-    assert widened <= 0.005 < careless, (widened, careless)
+    assert widened <= 0.006 < careless, (widened, careless)
 
 
 def test_text_that_repeats_is_drafted_as_ever():

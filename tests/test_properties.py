@@ -13,7 +13,7 @@ from visspec import tree as trees
 from visspec.cache import GROW, SlotCache, visibility
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.stream import fill_places
-from visspec.types import Round
+from visspec.types import OWN, Round
 
 NEW = 12
 
@@ -279,7 +279,14 @@ def test_pace_asks_within_limits(data, levels):
     for _ in range(60):
         budget = data.draw(st.integers(1, 9))
         times = {k: data.draw(st.floats(0, 1)) for k in ("verify", "accept", "draft", "observe")}
-        trace = Bag(latest=times, gave_up=0, rounds=[], requested=0, context=data.draw(st.sampled_from([0, 40, 5000])))
+        trace = Bag(
+            latest=times,
+            gave_up=0,
+            rounds=[],
+            requested=0,
+            structure=OWN,
+            context=data.draw(st.sampled_from([0, 40, 5000])),
+        )
         state = Bag(budget=budget, trace=trace)
         depth = pace.depth(state)
         assert 0 <= depth <= min(levels, budget - 1)
@@ -296,5 +303,7 @@ def test_pace_sees_the_pass_wherever_the_host_waits_for_it(where):
         levels = n % 5
         times = {"verify": 0.001, "accept": 0.001, "draft": 0.0001 * levels, "observe": 0.0}
         times[where] += 0.02 * levels  # a level costs ten plain passes: nothing drafted can pay
-        pace.observe(Bag(latest=times, rounds=[Round(levels, [levels + 1], [False])], context=0, requested=levels))
-    assert pace.best(8) == 0
+        pace.observe(
+            Bag(latest=times, rounds=[Round(levels, [levels + 1], [False])], context=0, requested=levels, structure=OWN)
+        )
+    assert pace.best(8) == (0, OWN)

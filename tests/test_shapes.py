@@ -18,6 +18,7 @@ from tests.tiny import llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import zoo
 from visspec.distributions import Categorical
+from visspec.loop.decode import first_children
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.small_model import SmallModel
@@ -29,7 +30,7 @@ from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.lookup.ngram import NGram
 from visspec.sampling import Uniform
-from visspec.types import MAX_NODES, Sampling
+from visspec.types import MAX_NODES, DraftLengthPolicy, Sampling
 
 RATES = [[0.5, 0.3, 0.1], [0.6, 0.1, 0.2], [0.4, 0.05]]  # ranks are not always in order
 VALUES = {
@@ -63,6 +64,59 @@ def test_tokens_depend_on_no_shape(value, ranks):
     drafter = shaped("llava", *VALUES[value], ranks)
     fast = check_exact(model_of("llava"), drafter, prompt("llava", shapes("llava")["ragged"]), NEW)
     assert max(r.levels for r in fast.last_state.trace.rounds) > 1
+
+
+class ByTurns(DraftLengthPolicy):
+    """Drafts as deep as it may, in each structure of a drafter in turn."""
+
+    def depth(self, state):
+        state.trace.structure = self.structures[len(state.trace.rounds) % len(self.structures)]
+        state.trace.requested = self.limit(state)
+        return state.trace.requested
+
+
+def by_turns(family, drafter, **options):
+    """The drafter's model, and the drafts that it made: (structure, tree)."""
+    seen, propose = [], drafter.propose
+    fast = visspec.accelerate(model_of(family), drafter, length=ByTurns(drafter.traits.levels), **options)
+
+    def watched(state, depth):
+        draft = propose(state, depth)
+        seen.append((state.structure, draft.tree))
+        return draft
+
+    drafter.propose = watched
+    return fast, seen
+
+
+@pytest.mark.parametrize("family", ["llama", "llava"])
+@pytest.mark.parametrize("value", ["eagle2", "opt", "eagle"])
+def test_tokens_depend_on_no_structure_that_a_round_chooses(value, family, ranks):
+    """Chains where they are asked for, no more nodes than a structure has, and the tokens of plain decoding."""
+    drafter = shaped(family, *VALUES[value], ranks)
+    fast, seen = by_turns(family, drafter)
+    plain = visspec.accelerate(model_of(family), None)
+    inputs = prompt(family, shapes(family)["ragged"])
+    sampled = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.9, "seed": [3, 4, 5]}
+    for options in ({"max_new_tokens": NEW, "do_sample": False}, sampled):
+        assert torch.equal(fast.generate(**inputs, **options), plain.generate(**inputs, **options))
+        assert fast.last_stats.faults == 0
+    assert {structure for structure, _ in seen} == set(drafter.structures) and len(drafter.structures) > 1
+    assert all(tree.chain == (structure.width == 1) for structure, tree in seen if tree.levels > 1)
+    assert all(tree.size - 1 <= structure.size(tree.levels) for structure, tree in seen)
+
+
+def test_draws_report_what_they_were_drawn_from_in_every_structure(ranks):
+    fast, seen = by_turns("llama", shaped("llama", *VALUES["eagle2"], ranks), acceptance="rejection")
+    fast.generate(**prompt("llama", ["9", "4"]), max_new_tokens=NEW, do_sample=True, seed=1)
+    assert fast.last_stats.faults == 0 and len({structure for structure, _ in seen}) > 1
+
+
+def test_what_a_chain_is_worth_is_read_off_the_first_children():
+    """Nodes 1 and 2 hang from the root, 3 and 4 from node 1, 5 from 4."""
+    parents = [-1, 0, 0, 1, 1, 4]
+    found = [first_children(parents, path) for path in ([0], [0, 1], [0, 1, 3], [0, 1, 4, 5], [0, 2])]
+    assert found == [1, 2, 3, 2, 1]
 
 
 def test_the_rule_of_draws_takes_them_all(ranks):

@@ -283,6 +283,22 @@ class OutputBuffer:
         raise NotImplementedError
 
 
+class Structure(NamedTuple):
+    """Of a draft: most nodes of a level that others hang from, 1 for a chain, and of the tree without its root."""
+
+    width: int = 0  # 0: the drafter's own
+    nodes: int = 0
+
+    def size(self, levels: int) -> int:
+        """Nodes of so many levels; one a level where the structure is unknown."""
+        if self.width <= 1 or not levels:
+            return levels
+        return min(self.nodes, self.width * (1 + self.width * (levels - 1)))
+
+
+OWN = Structure()
+
+
 class Round(NamedTuple):
     """One pass over a draft, for every row that was live."""
 
@@ -303,6 +319,8 @@ class Trace:
     calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
     requested: int = 0  # levels that the drafter was asked for in the latest round
+    structure: Structure = OWN  # that it was asked for
+    chain: list[int] = field(default_factory=list)  # tokens that first children alone would have committed, of each row
     cooldown: int = 0  # rounds to come without drafting, for the same reason
     doubted: bool = False  # whether drafting has rested and no draft was accepted since
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
@@ -339,6 +357,11 @@ class State:
     def doubted(self) -> bool:
         """Whether drafts were measured not to pay, and none was accepted since: a drafter may ask more of its own."""
         return self.trace.doubted
+
+    @property
+    def structure(self) -> Structure:
+        """The structure to draft in, of those that the drafter offers."""
+        return self.trace.structure
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -512,6 +535,7 @@ class Drafter:
     traits = DrafterTraits()
     passes: Passes | None = None  # its calls, compiled, if it has any
     recorder: Passes | None = None  # its calls recorded as CUDA graphs, if they are
+    structures: Sequence[Structure] = (OWN,)  # that it can draft in, narrower ones first
     saved_as = ""  # "network": it writes its weights (`save_pretrained`); "model": they are those of a model it runs
 
     def compile(self) -> None:
@@ -594,8 +618,10 @@ class Acceptance(Generic[NoiseT]):
 class DraftLengthPolicy:
     """Base class (`loop.draft_length`). `depth` is called before each round, `observe` after it.
 
-    levels: maximum number of levels.
+    levels: maximum number of levels. structures: that the drafter offers; the chosen one is `state.trace.structure`.
     """
+
+    structures: Sequence[Structure] = (OWN,)
 
     def __init__(self, levels: int = 8):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:

@@ -119,10 +119,10 @@ class DiffusionModel(StructuredDrafter):
         depth = min(self.levels(state, depth), self.block)
         texts = [state.memory.prompts[row] + list(state.tokens[row]) for row in state.rows]
         texts = [text if len(text) <= self.reads else [text[0], *text[len(text) - self.reads + 1 :]] for text in texts]
-        if self.width > 1:
+        if (structure := self.structure(state)).width > 1:
             state.calls["draft_pass"] += 1
             logits_BKV = self._mask_undraftable(self.denoised(texts, None, depth))
-            return block_tree.over(state, logits_BKV, self.tree_builder(state, depth), self.nodes)
+            return block_tree.over(state, logits_BKV, self.tree_builder(state, depth), structure.nodes)
         chain = Chain(state, self.stop)
         while (done := len(chain.tokens)) < depth:
             state.calls["draft_pass"] += 1

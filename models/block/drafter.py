@@ -151,10 +151,10 @@ class BlockModel(StructuredDrafter):
     def propose(self, state: State, depth: int) -> Draft:
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
         logits_BKV, head = self._laws(hidden_BKd), self.form.sequential
-        if self.width > 1:
+        if (structure := self.structure(state)).width > 1:
             tree_builder = self.tree_builder(state, logits_BKV.shape[1])
             below = None if head is None else head.begun(logits_BKV, hidden_BKd)
-            return block_tree.over(state, logits_BKV, tree_builder, self.nodes, below)
+            return block_tree.over(state, logits_BKV, tree_builder, structure.nodes, below)
         chain = Chain(state, self.stop)
         if head is None:
             chain.extend(logits_BKV)

@@ -29,7 +29,7 @@ from visspec.distributions import Categorical
 from visspec.io.checkpoint import read_json
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.sampling import sample_distribution, warp
-from visspec.types import MAX_NODES, Draft, Drafter, Outcome, State
+from visspec.types import MAX_NODES, OWN, Draft, Drafter, Outcome, State, Structure
 
 TREES = ("chain", "dynamic", "opt", "eagle")
 RANKS = "acceptance_by_rank"  # of a file: a list for every depth, of how often the child of each rank is accepted
@@ -171,10 +171,24 @@ class StructuredDrafter(Drafter):
             self.traits = replace(self.traits, levels=depths[-1])
         self.traits = replace(self.traits, trees=self.width > 1)
 
+    @property
+    def structures(self) -> tuple[Structure, ...]:  # type: ignore[override]
+        """Beside grown trees a chain, and trees of a third of their nodes; beside static ones a chain."""
+        if self.width == 1:
+            return (OWN,)
+        third = -(-self.width // 3)
+        smaller = [] if self.paths or third in (1, self.width) else [Structure(third, -(-self.nodes // 3))]
+        return Structure(1, 0), *smaller, Structure(self.width, len(self.paths) or self.nodes)
+
+    def structure(self, state: State) -> Structure:
+        """The structure of this round's draft."""
+        own = self.width == 1 or state.structure == OWN
+        return Structure(self.width, self.nodes) if own else state.structure
+
     def tree_builder(self, state: State, depth: int) -> trees.TreeBuilder | feature_tree.StaticTreeBuilder:
         """A tree builder: `trees.TreeBuilder`, or one with its methods."""
         if not self.paths:
-            return trees.TreeBuilder(state.pending, self.width)
+            return trees.TreeBuilder(state.pending, self.structure(state).width)
         return feature_tree.StaticTreeBuilder(
             state.pending, tuple(path for path in self.paths if len(path) <= depth), None
         )

@@ -169,7 +169,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         memory: FeatureMemory = state.memory
         depth, guidance = self.levels(state, depth), state.request.sampling.guidance
         feature_Bd = self._catch_up(memory, depth)
-        if self.width > 1:
+        if self.structure(state).width > 1:
             return self._tree(state, memory, feature_Bd, depth)
         chain = Chain(state, self.stop)
         rope_BTC, bias_BTd = memory.rope(memory.table, max(depth - 1, 1)), memory.context_bias(max(depth - 1, 1))
@@ -251,7 +251,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             query_NHE = qkv[:, :, : self.config.heads].flatten(0, 1)
             feature_Nd = self.layer.after_attention(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
             feature_BWd = feature_Nd.view(rows, width, -1)
-        return tree_builder.finish(self.nodes)
+        return tree_builder.finish(self.structure(state).nodes)
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         """The elements of a lesson's prompts and answers."""

@@ -193,9 +193,9 @@ class EagleDrafter(FeatureDrafter):
         depth = self.levels(state, depth)
         spread = self.layer.head.spread
         ahead_BKd = spread(self._catch_up(memory, depth))
-        if self.width > 1:
+        if (structure := self.structure(state)).width > 1:
             logits_BKV = self._logits(ahead_BKd[:, :depth])
-            return block_tree.over(state, logits_BKV, self.tree_builder(state, logits_BKV.shape[1]), self.nodes)
+            return block_tree.over(state, logits_BKV, self.tree_builder(state, logits_BKV.shape[1]), structure.nodes)
         chain = Chain(state, self.stop)
         while True:
             chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))

@@ -32,7 +32,7 @@ from visspec.models.image_codes.drafting import (
 )
 from visspec.models.image_codes.target import Family, ImageAR
 from visspec.sampling import Gumbel, child_generator
-from visspec.types import FREE, Draft, Outcome, Request, Scores, State, TrainingBatch, Verdict
+from visspec.types import FREE, OWN, Draft, Outcome, Request, Scores, State, Structure, TrainingBatch, Verdict
 
 TREES = ("chain", "dynamic", "static")
 
@@ -118,6 +118,10 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         super().attach(target)
 
     @property
+    def structures(self) -> tuple[Structure, ...]:  # type: ignore[override]
+        return super().structures if self.counts is None else (OWN,)
+
+    @property
     def vocab(self) -> int:
         """Number of codes and ids of grammar."""
         return self.family.codes + self.family.grammar
@@ -182,7 +186,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     def tree_builder(self, state: State, depth: int) -> trees.TreeBuilder | feature_tree.StaticTreeBuilder:
         if self.counts is None:
-            return trees.TreeBuilder(state.pending, self.width)
+            return super().tree_builder(state, depth)
         noise = state.memory.noise
         return feature_tree.StaticTreeBuilder(
             state.pending, self.counts[:depth], None if noise is None else noise.window(depth)

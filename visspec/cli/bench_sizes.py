@@ -71,8 +71,8 @@ class Size(NamedTuple):
             torch.manual_seed(0)
             model = self.build()._from_config(self.config(room), dtype=dtype, attn_implementation="sdpa").eval()
             with torch.no_grad():
-                table = torch.nn.init.normal_(model.model.embed_tokens.weight, std=2.0)
-                model.lm_head.weight.copy_(table.roll(1, 0) / (0.5 * self.hidden**0.5))
+                table = torch.nn.init.normal_(model.model.embed_tokens.weight, std=4.0)
+                model.lm_head.weight.copy_(table.roll(1, 0) / self.hidden**0.5)
         model.generation_config = GenerationConfig(pad_token_id=0)
         return model
 

@@ -131,12 +131,13 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
     tree, output, origin = draft.tree, state.output, state.trace.origin
     parts = columns(state, draft, verdict)
     ends = [0, *accumulate([part.shape[1] for part in parts])]
-    outcome, had_rejection = Outcome(path=[], tokens=[]), []
+    outcome, had_rejection, state.trace.chain = Outcome(path=[], tokens=[]), [], []
     for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
         found = Columns(*[numbers[i:j] for i, j in pairwise(ends)])
         path = found.path[: found.length[0]]
         end, row = path[-1], state.rows[b]
         below = range(end + 1, tree.size)[:1] if tree.chain else children(found.parent, end)
+        state.trace.chain.append(len(path) if tree.chain else first_children(found.parent, path))
         new_tokens = output.new_tokens(path, found.values, found.following)
         had_rejection.append(any([found.real[n] for n in below]) if found.real else len(below) > 0)
         last = "corrected" if had_rejection[b] else "bonus" if len(path) > 1 else "plain"
@@ -168,6 +169,12 @@ def measure(state: State, name: str, amount_B: Tensor) -> None:
 def children(parents: list[int], node: int) -> list[int]:
     """Children of a node."""
     return [n for n, parent in enumerate(parents) if parent == node]
+
+
+def first_children(parents: list[int], path: list[int]) -> int:
+    """Nodes of a path, its root included, up to one that is not the first child of the one above."""
+    ends = (n for n, (above, node) in enumerate(pairwise(path), 1) if parents.index(above) != node)
+    return next(ends, len(path))
 
 
 def retire(state: State, target: Target, drafter: Drafter | None) -> None:

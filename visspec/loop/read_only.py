@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from visspec.distributions import Categorical
-from visspec.types import Noise, Request, State, Target
+from visspec.types import Noise, Request, State, Structure, Target
 
 
 def copy_tensors(value: Any) -> Any:
@@ -219,6 +219,10 @@ class ReadOnlyState:
     @property
     def doubted(self) -> bool:
         return self._state().doubted
+
+    @property
+    def structure(self) -> Structure:
+        return self._state().structure
 
     @property
     def finished(self) -> frozenset[int]:

@@ -133,6 +133,8 @@ def build_setup(
     if not traits.adaptive_depth and not isinstance(length_policy, FixedLength):
         kind = type(length_policy).__name__
         raise ValueError(f"length: got {kind} for {type(drafter).__name__}, expected 'fixed', as its drafts are")
+    if drafter is not None:
+        length_policy.structures = drafter.structures
     return DecodingSetup(target, guarded, name, rule, length_policy, order.bind(rule, guarded))
 
 
