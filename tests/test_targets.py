@@ -121,7 +121,7 @@ def test_prompts_that_end_in_a_picture_are_refused():
 
 
 def test_features_out_of_range():
-    with pytest.raises(ValueError, match=r"features: got layer 9, expected one of -3\.\.2"):
+    with pytest.raises(ValueError, match=r"features: got layer 9, expected one of -3\.\.3"):
         HFDecoder(model_of("llama"), (9,))
 
 
