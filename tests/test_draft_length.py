@@ -30,10 +30,11 @@ TOKENS = 1500
 LEVELS = 8
 
 
-def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, length_policy=None, request=96):
+def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, length_policy=None, request=96, observe=0.0):
     """(seconds, rounds that drafted, all rounds) of `tokens` tokens in requests of so many.
 
-    accepted(n): acceptance rate of every level at token n; verify, draft: seconds by levels. noise: of the clock.
+    accepted(n): acceptance rate of every level at token n; verify, draft: seconds by levels; observe: of each round.
+    noise: of the clock.
     """
     random, length_policy = Random(seed), length_policy or AdaptiveLength(LEVELS)
     seconds, drafted, rounds, made = 0.0, 0, 0, 0
@@ -43,7 +44,7 @@ def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, length_po
         gained = 1
         while gained <= asked and random.random() < accepted(made):
             gained += 1
-        times = {"verify": verify(asked), "accept": 0.0, "draft": draft(asked) if asked else 0.0, "observe": 0.0}
+        times = {"verify": verify(asked), "accept": 0.0, "draft": draft(asked) if asked else 0.0, "observe": observe}
         times = {k: v * random.uniform(1 - noise, 1 + noise) for k, v in times.items()}
         trace = Bag(
             rounds=[Round(asked, [gained], [gained <= asked])], latest=times, context=40, requested=asked, structure=OWN
@@ -312,6 +313,16 @@ def test_a_hard_passage_rests_no_drafts_that_pay():
     assert seconds(AdaptiveLength) < 0.95 * seconds(NothingSaved)
 
 
+def test_what_a_drafter_reads_while_it_rests_is_no_debt():
+    """It takes 2 % of a pass, more than the account may lose: an overdrawn account would grow by it for ever."""
+    costs = (lambda n: 0.8), (lambda n: 1 + 0.1 * n), (lambda n: 0.1)
+    length_policy = AdaptiveLength(LEVELS)
+    decoded(*costs, length_policy=length_policy, observe=0.02, tokens=200)
+    length_policy.overhead = 50.0
+    seconds, drafted, rounds = decoded(*costs, length_policy=length_policy, observe=0.02, tokens=3000)
+    assert drafted > rounds / 3 and seconds < 0.7, (seconds, drafted, rounds)
+
+
 def test_an_overdrawn_account_is_paid_by_plain_passes():
     length_policy = AdaptiveLength(2)
     costs = length_policy.costs[0]
@@ -445,10 +456,13 @@ def looked_up(texts, careless):
 
 def test_no_pass_is_widened_by_look_ups_that_are_seldom_right():
     """One in 91 is."""
-    random = Random(0)
-    texts = [[random.randrange(5, 96) for _ in range(100)] for _ in range(30)]
-    (widened, _), (careless, _) = looked_up(texts, False), looked_up(texts, True)
-    assert widened <= 0.006 < careless, (widened, careless)
+    found = []
+    for seed in range(4):
+        random = Random(seed)
+        texts = [[random.randrange(5, 96) for _ in range(100)] for _ in range(30)]
+        found.append([looked_up(texts, careless)[0] for careless in (False, True)])
+    widened, careless = (sum(shares) / 4 for shares in zip(*found))
+    assert widened <= 0.005 < careless, (widened, careless)
 
 
 def test_text_that_repeats_is_drafted_as_ever():

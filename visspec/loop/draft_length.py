@@ -35,7 +35,8 @@ from visspec.types import OWN, DraftLengthPolicy, State, Structure, Trace
 WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97
 RIDGE = 2.0  # weight of the slope that a line has before it is known, in rounds one level off the mean
-PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0
+PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
+GAIN, DOUBTED_GAIN = 1.02, 1.06  # over plain decoding, that drafting must promise; the second after it did not pay
 MISSES = 2 / 3  # share of a narrower structure's misses that are expected of a wider one before it was drafted
 FIRST_COOLDOWN, LONGEST_COOLDOWN = 8, 256
 FIRST_PROBE = 16  # rounds before the first plain one; it comes at once where a round commits less than `SURE` tokens
@@ -320,7 +321,7 @@ class AdaptiveLength(DraftLengthPolicy):
             found = zip(self.acceptance(structure).expected(limit), costs.drafted(range(1, limit + 1), structure))
             for d, (expected, seconds) in enumerate(found, 1):
                 rate = expected / max(seconds, 1e-9)
-                if rate > speed * (1.02 if winner[0] == 0 else 1.0):
+                if rate > speed * (1.0 if winner[0] else DOUBTED_GAIN if costs.doubted else GAIN):
                     winner, speed = (d, structure), rate
         return winner
 
@@ -350,7 +351,9 @@ class AdaptiveLength(DraftLengthPolicy):
                 self.charge(min(verified + drafted, ceiling) - costs.step * tokens, costs)
             else:
                 costs.plain.add(0, verified)
-                self.charge(drafted if trace.requested else latest["observe"], costs)  # nothing was found to draft
+                # nothing was found to draft, or drafts rest: then at most half of what is paid back
+                resting = min(latest["observe"], self.share * costs.step / 2)
+                self.charge(drafted if trace.requested else resting, costs)
             self.elapsed += verified + drafted
         else:
             first = (costs.verify, nodes, verified), (costs.plain, 0, verified), (draft, levels, drafted)
