@@ -15,7 +15,7 @@ the seconds that drafted rounds took beyond plain decoding of the tokens they ga
 them are saved up, so that a hard passage rests no drafts that pay elsewhere. Drafting is off while the account is
 overdrawn: `share` of all seconds and `slack` plain passes, for `LONGEST_COOLDOWN` rounds at most. So drafting costs
 little more than that over all rounds, and `SAVED` times `slack` passes more over some of them, whatever is accepted and
-whenever that changes.
+whenever that changes. What a drafter reads of plain rounds is charged in part, or a debt could grow while it is paid.
 
 A policy is shared by all requests and threads of an accelerated model, so measurements carry over between requests, and
 rounds are counted over all threads. The output does not depend on it (see `sampling`).
@@ -351,9 +351,8 @@ class AdaptiveLength(DraftLengthPolicy):
                 self.charge(min(verified + drafted, ceiling) - costs.step * tokens, costs)
             else:
                 costs.plain.add(0, verified)
-                # nothing was found to draft, or drafts rest: then at most half of what is paid back
-                resting = min(latest["observe"], self.share * costs.step / 2)
-                self.charge(drafted if trace.requested else resting, costs)
+                reading = min(latest["observe"], self.share * costs.step / 2)  # of what a round pays back
+                self.charge(drafted if trace.requested else reading, costs)  # nothing was found to draft, or drafts rest
             self.elapsed += verified + drafted
         else:
             first = (costs.verify, nodes, verified), (costs.plain, 0, verified), (draft, levels, drafted)
