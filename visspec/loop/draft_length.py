@@ -352,7 +352,7 @@ class AdaptiveLength(DraftLengthPolicy):
             else:
                 costs.plain.add(0, verified)
                 reading = min(latest["observe"], self.share * costs.step / 2)  # of what a round pays back
-                self.charge(drafted if trace.requested else reading, costs)  # nothing was found to draft, or drafts rest
+                self.charge(drafted if trace.requested else reading, costs)  # nothing was found, or drafts rest
             self.elapsed += verified + drafted
         else:
             first = (costs.verify, nodes, verified), (costs.plain, 0, verified), (draft, levels, drafted)
