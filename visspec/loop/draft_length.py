@@ -113,11 +113,11 @@ def expected_tokens(shares: Iterable[float]) -> Iterator[float]:
 
 
 @dataclass
-class Acceptance:
+class AcceptanceRates:
     """What is accepted of the drafts of a structure, by depth. narrower: that of the structure that it is judged by."""
 
     levels: int
-    narrower: Acceptance | None = None
+    narrower: AcceptanceRates | None = None
     reached: list[float] = field(init=False)  # rows whose path reached the depth above
     attempts: list[float] = field(init=False)  # of these, rows with a node at this depth
     accepted: list[float] = field(init=False)  # of these, rows that accepted one
@@ -241,7 +241,7 @@ class AdaptiveLength(DraftLengthPolicy):
                 raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
         self.share, self.slack, self.probe_interval = share, slack, probe_interval
         self.costs = {0: RoundCosts()}  # by doublings of the context beyond `SHORT`
-        self.accepted: dict[Structure, Acceptance] = {}
+        self.accepted: dict[Structure, AcceptanceRates] = {}
         self.rounds, self.committed = 0, 0.0  # rounds, and tokens of a row
         self.elapsed = self.overhead = 0.0  # seconds of all rounds, and those beyond plain decoding
         self._lock = threading.Lock()  # held for a few microseconds a round
@@ -252,11 +252,13 @@ class AdaptiveLength(DraftLengthPolicy):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
 
-    def acceptance(self, structure: Structure = OWN) -> Acceptance:
+    def acceptance(self, structure: Structure = OWN) -> AcceptanceRates:
         """What is accepted of a structure."""
         if structure not in self.accepted:
             narrower = [s for s in self.structures if s < structure]
-            self.accepted[structure] = Acceptance(self.levels, self.acceptance(max(narrower)) if narrower else None)
+            self.accepted[structure] = AcceptanceRates(
+                self.levels, self.acceptance(max(narrower)) if narrower else None
+            )
         return self.accepted[structure]
 
     def depth(self, state: State) -> int:
