@@ -10,10 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import check_folder, read_json, read_shapes, shorten
+from visspec.io.checkpoint import CONFIG, check_folder, read_json, read_shapes, shorten
 from visspec.models import assistants
 from visspec.models.block import layout as dflash_layouts
-from visspec.models.drafting.checkpoint import CONFIG
 from visspec.models.drafting.published_config import list_of, object_of, strip_prefix
 from visspec.models.eagle import layout as eagle_layouts
 from visspec.models.eagle.lantern import LanternDrafter, family_of_layout

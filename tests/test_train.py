@@ -156,7 +156,7 @@ class Dying:
         torn = lambda path: Path(path).open("wb").write(b"torn")  # noqa: E731
         for where, half in {
             "visspec.train.loop.save_file": lambda tensors, path, *more: torn(path),
-            "visspec.models.drafting.checkpoint.save_file": lambda tensors, path, *more: torn(path),
+            "visspec.io.checkpoint.save_file": lambda tensors, path, *more: torn(path),
             "pathlib.Path.write_text": lambda path, text: torn(path),
             "shutil.copyfile": lambda source, path: torn(path),
             "pathlib.Path.replace": lambda path, to: None,

@@ -535,8 +535,12 @@ class Drafter:
     traits = DrafterTraits()
     passes: Passes | None = None  # its calls, compiled, if it has any
     recorder: Passes | None = None  # its calls recorded as CUDA graphs, if they are
-    structures: Sequence[Structure] = (OWN,)  # that it can draft in, narrower ones first
     saved_as = ""  # "network": it writes its weights (`save_pretrained`); "model": they are those of a model it runs
+
+    @property
+    def structures(self) -> Sequence[Structure]:
+        """Structures that it can draft in, narrower ones first."""
+        return (OWN,)
 
     def compile(self) -> None:
         """Called after `attach` where compiled passes were asked for; by default a drafter runs as it is."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 
+from visspec.io.checkpoint import write_folder
 from visspec.models.block import sequential
 from visspec.models.block.dflash2 import CONVOLUTIONS
 from visspec.models.block.sequential import CandidateSelector, Domino, Spark, entries, published_name
-from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
 from visspec.models.drafting.published_config import VERSION, speculators_config
 from visspec.models.layers import depth
 
@@ -56,10 +54,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
         if block.ids is not None:
             tensors["d2t"] = block.ids - torch.arange(len(block.ids), device=block.ids.device)
             tensors["t2d"] = torch.zeros(drafter.vocab, dtype=torch.bool).index_fill_(0, block.ids.cpu(), True)
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, root / WEIGHTS)
-    (root / CONFIG).write_text(json.dumps(head_config(drafter, form, verifier), indent=2) + "\n")
+    write_folder(folder, tensors, head_config(drafter, form, verifier))
 
 
 def check_form(drafter: BlockModel, form: str) -> None:

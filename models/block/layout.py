@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
 from visspec.io.checkpoint import (
+    CONFIG,
     LARGEST,
     check_positive,
     check_shapes,
@@ -37,7 +38,7 @@ from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.export import RENAMED, SIZES
 from visspec.models.block.sequential import Spark, published_name, sequential_of
 from visspec.models.decoder.target import vocabulary
-from visspec.models.drafting.checkpoint import CONFIG, on_meta
+from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import (
     check_verifier,
     entry,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
-from safetensors.torch import save_file
 
 from visspec.io import hub
 from visspec.io.checkpoint import (
+    CONFIG,
     check_folder,
     check_shapes,
     load_strictly,
@@ -23,11 +23,12 @@ from visspec.io.checkpoint import (
     read_shapes,
     read_tensors,
     shorten,
+    write_folder,
 )
 
 Shapes = dict[str, tuple[int, ...]]
 TargetT = TypeVar("TargetT")  # a model of text, or a family of images
-WEIGHTS, CONFIG, PROVENANCE = "model.safetensors", "config.json", "provenance.json"
+PROVENANCE = "provenance.json"
 NAMES = {
     "hidden": "hidden size",
     "target_hidden": "hidden size",
@@ -145,12 +146,9 @@ def read(
 
 def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
     """Save a network; `dtype`: of the stored weights (default: unchanged)."""
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    tensors = {k: v.detach().to("cpu", dtype or v.dtype).contiguous() for k, v in head.state_dict().items()}
-    save_file(tensors, root / WEIGHTS)
-    (root / CONFIG).write_text(json.dumps({"kind": head.kind, **head.config.to_dict()}, indent=2) + "\n")
-    (root / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
+    tensors = {k: v.to(dtype or v.dtype) for k, v in head.state_dict().items()}
+    write_folder(folder, tensors, {"kind": head.kind, **head.config.to_dict()})
+    (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
 
 
 def check_target(config: object, **found: Any) -> None:

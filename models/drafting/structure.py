@@ -172,7 +172,7 @@ class StructuredDrafter(Drafter):
         self.traits = replace(self.traits, trees=self.width > 1)
 
     @property
-    def structures(self) -> tuple[Structure, ...]:  # type: ignore[override]
+    def structures(self) -> tuple[Structure, ...]:
         """Beside grown trees a chain, and trees of a third of their nodes; beside static ones a chain."""
         if self.width == 1:
             return (OWN,)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from visspec.models.drafting.checkpoint import CONFIG, WEIGHTS
+from visspec.io.checkpoint import write_folder
 from visspec.models.drafting.published_config import VERSION, speculators_config
 from visspec.models.eagle.config import EagleConfig
 
@@ -37,10 +35,7 @@ def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | 
     data, tensors = head_config(config, drafter.model, form, verifier), dict(drafter.head.state_dict())
     if form == "eagle3":
         tensors = {name.replace(LAYER, MIDLAYER, 1): tensor for name, tensor in tensors.items()}
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, root / WEIGHTS)
-    (root / CONFIG).write_text(json.dumps(data, indent=2) + "\n")
+    write_folder(folder, tensors, data)
 
 
 def check_form(config: EagleConfig, form: str) -> None:

@@ -118,7 +118,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         super().attach(target)
 
     @property
-    def structures(self) -> tuple[Structure, ...]:  # type: ignore[override]
+    def structures(self) -> tuple[Structure, ...]:
         return super().structures if self.counts is None else (OWN,)
 
     @property

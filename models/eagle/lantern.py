@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import (
+    CONFIG,
     check_folder,
     check_shapes,
     load_strictly,
@@ -30,7 +31,7 @@ from visspec.io.checkpoint import (
     read_tensors,
     shorten,
 )
-from visspec.models.drafting.checkpoint import CONFIG, Shapes, on_meta
+from visspec.models.drafting.checkpoint import Shapes, on_meta
 from visspec.models.drafting.published_config import strip_prefix
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shorten
+from visspec.io.checkpoint import CONFIG, check_shapes, check_wholes, load_strictly, read_tensors, shorten
 from visspec.models.decoder.target import content_ids, vocabulary
-from visspec.models.drafting.checkpoint import CONFIG, on_meta
+from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import (
     check_verifier,
     entry,

@@ -4,20 +4,18 @@ tensor names, with config.json).
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from visspec.io.checkpoint import read_json
+from visspec.io.checkpoint import CONFIG, read_json, write_folder
 from visspec.models.llamagen.network import SIZES, LlamaGen, LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.published_tensors import count, place, read_all_tensors, rename, require
 
-CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "llamagen"
+KIND = "llamagen"
 IMAGENET = 1000  # classes of the published models
 QUERIES = "pos_instruct_embeddings"
 NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
@@ -59,10 +57,7 @@ def load_llamagen(
 
 def save_llamagen(folder: str | Path, model: LlamaGen) -> None:
     """Write config.json and model.safetensors; tensors keep their published names."""
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}, root / WEIGHTS)
-    (root / CONFIG).write_text(json.dumps({"kind": KIND, **model.config.to_dict()}, indent=2) + "\n")
+    write_folder(folder, model.state_dict(), {"kind": KIND, **model.config.to_dict()})
 
 
 def config_of(

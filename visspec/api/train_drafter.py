@@ -24,11 +24,10 @@ from visspec.api.captions import PROMPT, chat_text, move_inputs, prepare
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
 from visspec.api.train_processes import workers
 from visspec.eval.report import training
-from visspec.io.checkpoint import read_json
+from visspec.io.checkpoint import CONFIG, read_json
 from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.drafting.checkpoint import CONFIG
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, TrainingOptions, checkpoint
 from visspec.train.validation import measure

@@ -1,4 +1,4 @@
-"""Checks of checkpoint folders: safetensors only, no files outside the folder, strict names and shapes.
+"""Checkpoint folders: safetensors only, no files outside the folder, strict names and shapes.
 
 Used by all loaders. Errors are ValueErrors of one sentence, raised before any weight is read.
 """
@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAX_JSON_BYTES = 16 << 20
 LITEMA = "model_ema."  # prefix of names without dots
@@ -257,6 +259,14 @@ def check_shapes(
     for name, found in shapes.items():
         if found != (expected := tuple(wanted[name].shape)):
             raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}")
+
+
+def write_folder(folder: str | Path, tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> None:
+    """Write model.safetensors and config.json into a folder, which is made."""
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, root / WEIGHTS)
+    (root / CONFIG).write_text(json.dumps(entries, indent=2) + "\n")
 
 
 def load_strictly(

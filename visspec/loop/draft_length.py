@@ -343,14 +343,14 @@ class AdaptiveLength(DraftLengthPolicy):
         verified, drafted = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
         nodes, draft = structure.size(levels), costs.draft[structure]
         if self.rounds > WARM_UP:
-            ceiling = costs.ceiling(levels, structure)
             behind, costs.after_plain = costs.after_plain, not levels
             if levels:  # a second node may cost as much as the first: plain passes would bend the line
+                seconds = min(verified + drafted, costs.ceiling(levels, structure))
                 costs.used.add(structure)
                 if not behind:
                     costs.verify.add(nodes, verified)
                     draft.add(levels, drafted)
-                self.charge(min(verified + drafted, ceiling) - costs.step * tokens, costs)
+                self.charge(seconds - costs.step * tokens, costs)
             else:
                 costs.plain.add(0, verified)
                 reading = min(latest["observe"], self.share * costs.step / 2)  # of what a round pays back
