@@ -20,8 +20,11 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
+from torch import Tensor
+
 from visspec.api import completions
 from visspec.api.accelerate import Accelerated
+from visspec.api.answers import Entries, Piece, TextResult, parsed_message, token_logprobs
 from visspec.api.captions import move_inputs
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
@@ -39,29 +42,19 @@ class ClientDisconnected(Exception):
 
 
 @dataclass(frozen=True)
-class TextResult:
-    """A finished answer. ended: "stop" or "length"."""
-
-    text: str
-    tokens: int
-    prompt: int  # tokens
-    ended: str
-
-
-@dataclass(frozen=True)
 class ImageResult:
     """Finished images, as PNG files."""
 
     files: list[bytes]
 
 
-Told = str | TextResult | ImageResult | Exception | None  # what a worker tells of a request
+Told = Piece | TextResult | ImageResult | Exception | None  # what a worker tells of a request
 
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request. tell: called in the worker's thread, with None when the model has read a chat, with pieces of text
-    (streamed answers), and at last with the result or an exception.
+    """One request. tell: called in the worker's thread, with None when the model has read a chat, with pieces
+    (streamed answers), and at last with the result, that of each choice of a chat, or an exception.
     """
 
     tell: Callable[[Told], None]
@@ -77,25 +70,71 @@ class QueuedImages(QueuedRequest):
 
 @dataclass(eq=False)
 class QueuedChat(QueuedRequest):
-    """A request of a chat. inputs: arguments of generate, while it waits. prompt: tokens."""
+    """A request of a chat, of one row a choice. inputs: arguments of generate, while it waits. prompt: its ids."""
 
     asked: ChatRequest = field(kw_only=True)
     inputs: dict[str, Any] = field(default_factory=dict)
-    prompt: int = 0
-    writer: StopTextFilter | None = None
+    prompt: list[int] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    unread: int = 0  # choices whose prompt the model has not read
+    left: int = 0  # choices without a result
+
+
+@dataclass(eq=False)
+class Choice:
+    """A row of a chat. live: whether its text is read round by round. logprobs: of its tokens, if they are asked for,
+    of which `told` went to the client.
+    """
+
+    job: QueuedChat
+    index: int
+    writer: StopTextFilter
+    live: bool
+    logprobs: Entries | None
+    told: int = 0
     begun: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the stream. Seeds count up from the request's."""
+        asked, found = self.job.asked, self.job.inputs | {"id": self, "on_tokens": self.put}
+        if asked.penalties is not None:
+            found["logits_processor"] = [replace(asked.penalties, prompt=len(self.job.prompt))]
+        if self.logprobs is not None:
+            found["on_logits"] = self.read
+        return found | ({"seed": found["seed"] + self.index} if "seed" in found else {})
+
+    def read(self, tokens: list[int], logits_TV: Tensor) -> None:
+        """Take the logits of a round's tokens, before these."""
+        before, top = self.writer.tokens, self.job.asked.top
+        if self.logprobs is not None and top is not None:
+            self.logprobs += token_logprobs(self.writer.decode, before, tokens, logits_TV, top)
 
     def put(self, tokens: list[int]) -> bool:
         """Take a round's tokens. Returns whether the row is to end."""
+        job = self.job
         if not self.begun:
             self.begun = True
-            self.tell(None)
-        if self.cancelled or self.writer is None:
-            return self.cancelled
+            job.unread -= 1
+            if not job.unread:
+                job.tell(None)
+        if job.cancelled or not self.live:
+            return job.cancelled
         piece = self.writer.add(tokens)
-        if piece and self.asked.stream:
-            self.tell(piece)
+        if not job.asked.tools:  # those are parsed at the end
+            self.say(piece)
         return self.writer.stopped
+
+    def say(self, piece: str) -> None:
+        """Tell what is new of a streamed answer."""
+        if self.job.asked.stream and (piece or (self.logprobs is not None and self.told < len(self.writer.tokens))):
+            self.job.tell(Piece(self.index, piece, self.take()))
+
+    def take(self) -> Entries | None:
+        """The logprobs that were not told."""
+        if self.logprobs is None:
+            return None
+        before, self.told = self.told, len(self.writer.tokens)
+        return self.logprobs[before : self.told]
 
 
 Job = TypeVar("Job", bound=QueuedRequest)
@@ -151,7 +190,7 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()  # by kind and outcome
         self.seconds = 0.0  # of finished requests
-        self.tokens = self.images = self.passes = self.committed = 0
+        self.tokens = self.images = self.passes = self.committed = self.drafted = self.kept = 0
         self.drift = 0.0
         self.reached: Counter[int] = Counter()  # by depth
         self.accepted: Counter[int] = Counter()
@@ -161,6 +200,8 @@ class ServerMetrics:
         self.tokens += len(answer.tokens)
         self.passes += len(answer.rounds)
         self.committed += sum(r.committed[0] for r in answer.rounds)
+        self.drafted += sum(r.levels for r in answer.rounds)
+        self.kept += answer.origin.count("drafted")
         self.drift += answer.drift
         for depth, (reached, accepted) in enumerate(zip(*by_depth(answer.rounds)), 1):
             self.reached[depth] += reached
@@ -182,6 +223,8 @@ class ServerMetrics:
         }
         counters = {
             "tokens": self.tokens,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.kept,
             "images": self.images,
             "passes": self.passes,
             "drift": self.drift,
@@ -335,7 +378,9 @@ class TextWorker(QueueWorker[QueuedChat]):
         limits: RequestLimits,
     ):
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
-        self.fast, self.processor, self.slots, self.limits = fast, processor, slots, limits
+        self.fast, self.processor, self.slots = fast, processor, slots
+        vocab, no_tools = fast.target.capabilities.vocab, completions.why_no_tools(processor)
+        self.limits = replace(limits, vocab=vocab, no_tools=no_tools)
         self.decoder = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.processing = threading.Lock()
         self.tensors = completions.takes_tensors(processor)
@@ -345,11 +390,15 @@ class TextWorker(QueueWorker[QueuedChat]):
     def job(self, asked: ChatRequest, tell: Callable[[Told], None]) -> QueuedChat:
         """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
         inputs = completions.prompt_of(self.processor, asked, self.processing, self.tensors)
-        length = inputs["input_ids"].shape[1]
-        most = completions.room(length, asked, self.limits)
+        prompt = inputs["input_ids"][0].tolist()
+        most = completions.room(len(prompt), asked, self.limits)
         inputs = move_inputs(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
-        writer = StopTextFilter(self._decode, asked.stops) if asked.stops or asked.stream else None
-        return QueuedChat(tell, asked=asked, inputs=inputs, prompt=length, writer=writer)
+        job = QueuedChat(tell, asked=asked, inputs=inputs, prompt=prompt, unread=asked.n, left=asked.n)
+        live = bool(asked.stops or asked.stream or asked.top is not None)
+        for index in range(asked.n):
+            writer = StopTextFilter(self._decode, asked.stops)
+            job.choices.append(Choice(job, index, writer, live, None if asked.top is None else []))
+        return job
 
     def _decode(self, tokens: list[int]) -> str:
         return self.decoder.decode(tokens, skip_special_tokens=True)
@@ -377,24 +426,44 @@ class TextWorker(QueueWorker[QueuedChat]):
                 self.over = True
                 return
             self.running.add(job)
-            entry = job.inputs | {"id": job, "on_tokens": job.put}
-            job.inputs = {}
-            yield entry
-            entry.clear()  # of pixels too, before it waits
+            for choice in job.choices:
+                entry = choice.arguments()
+                yield entry
+                entry.clear()
+            job.inputs = {}  # of pixels too, before it waits
 
-    def _answer(self, job: QueuedChat, answer: Answer) -> None:
-        self.running.discard(job)
+    def _answer(self, choice: Choice, answer: Answer) -> None:
+        job, writer = choice.job, choice.writer
+        job.left -= 1
+        if not job.left:
+            self.running.discard(job)
         self.meters.row(answer)
         if answer.error is not None:
             job.tell(answer.error)
             return
-        writer = job.writer or StopTextFilter(self._decode)
-        if job.writer is None:
+        if not choice.live:
             writer.add(answer.tokens)
-        if (rest := writer.finish()) and job.asked.stream:
-            job.tell(rest)
+        rest, message = writer.finish(), {"content": writer.text}
+        if job.asked.tools:
+            message = self._parsed(job, writer) or message
+            rest = message["content"] or ""
+        choice.say(rest)
         ended = "length" if answer.ended == "length" and not writer.stopped else "stop"
-        job.tell(TextResult(writer.text, len(writer.tokens), job.prompt, ended))
+        if "tool_calls" in message and ended == "stop":
+            ended = "tool_calls"
+        result = TextResult(choice.index, message, len(writer.tokens), len(job.prompt), ended, answer, choice.take())
+        job.tell(result)
+
+    def _parsed(self, job: QueuedChat, writer: StopTextFilter) -> dict[str, Any] | None:
+        """The message that an answer is, by the tokenizer's own parser; None if it can't read it."""
+        text = self.decoder.decode(writer.tokens)
+        text = text[: min((at for stop in writer.stops if (at := text.find(stop)) >= 0), default=len(text))]
+        try:
+            return parsed_message(
+                self.decoder.parse_response(text, prefix=self.decoder.decode(job.prompt), tools=list(job.asked.tools))
+            )
+        except Exception:  # of parsers of what a model wrote, which raise anything
+            return None
 
 
 class ImageWorker(QueueWorker[QueuedImages]):
