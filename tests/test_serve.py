@@ -35,11 +35,12 @@ from openai.types.chat import completion_create_params
 
 import visspec
 from tests import children
-from visspec.api import completions, loading
+from visspec.api import chat_inputs, completions, loading
 from visspec.api.captions import prepare
+from visspec.api.choices import QueuedRequest, StopTextFilter
 from visspec.api.completions import RequestError, RequestLimits
 from visspec.api.server import Server, Service
-from visspec.api.serving import ImageWorker, QueueWorker, RequestQueue, ServerMetrics, StopTextFilter, TextWorker
+from visspec.api.serving import ImageWorker, QueueWorker, RequestQueue, ServerMetrics, TextWorker
 from visspec.toys.world.captions import questions
 from visspec.toys.world.render import to_image
 from visspec.toys.world.scene import held_out_scenes
@@ -397,9 +398,9 @@ def test_a_prompt_is_the_same_of_images_and_of_tensors(captioner, size):
     body = {"messages": asked("describe it .", *[url(random_image(*size))] * 2)}
 
     def of(tensors):
-        return completions.prompt_of(captioner[1], completions.chat(body, RequestLimits()), nullcontext(), tensors)
+        return chat_inputs.prompt_of(captioner[1], completions.chat(body, RequestLimits()), nullcontext(), tensors)
 
-    assert completions.takes_tensors(captioner[1])
+    assert chat_inputs.takes_tensors(captioner[1])
     want, got = of(False), of(True)
     assert want.keys() == got.keys() and len(want["pixel_values"]) == 2
     for name in want:
@@ -424,17 +425,17 @@ def test_a_processor_is_given_images_where_tensors_make_a_difference(captioner):
     def opened(images):
         return [[i.convert("RGB") for i in row] for row in images]
 
-    assert completions.takes_tensors(with_images(lambda images: images))
-    assert not completions.takes_tensors(with_images(brighter))
-    assert not completions.takes_tensors(with_images(opened))
-    assert not completions.takes_tensors(with_images(lambda images: images, CLIPImageProcessorPil))
-    assert not completions.takes_tensors(processor.tokenizer)
+    assert chat_inputs.takes_tensors(with_images(lambda images: images))
+    assert not chat_inputs.takes_tensors(with_images(brighter))
+    assert not chat_inputs.takes_tensors(with_images(opened))
+    assert not chat_inputs.takes_tensors(with_images(lambda images: images, CLIPImageProcessorPil))
+    assert not chat_inputs.takes_tensors(processor.tokenizer)
 
 
 @pytest.mark.parametrize("tensors", [False, True])
 def test_images_are_decoded_when_there_is_room_and_let_go(captioner, monkeypatch, tensors):
     """At most one request's pixels are decoded at once here, and none is left, without the garbage collector."""
-    monkeypatch.setattr(completions, "takes_tensors", lambda processor: tensors)
+    monkeypatch.setattr(chat_inputs, "takes_tensors", lambda processor: tensors)
     alive, most = weakref.WeakSet(), []
 
     class Counted(Image.Image):
@@ -447,8 +448,8 @@ def test_images_are_decoded_when_there_is_room_and_let_go(captioner, monkeypatch
         most.append(len(alive))
         return image
 
-    read = completions.read_image
-    monkeypatch.setattr(completions, "read_image", counted)
+    read = chat_inputs.read_image
+    monkeypatch.setattr(chat_inputs, "read_image", counted)
     pictures = [url(Image.new("RGB", (200, 200), (20 * i, 0, 0))) for i in range(3)]
     with Running(captioner, slots=2, at_once=130_000) as running:
         with pytest.raises(openai.BadRequestError, match="images of 160000 pixels together, expected at most 130000"):
@@ -704,8 +705,6 @@ def test_jobs_that_nobody_wants_any_more_are_passed_by():
         def _work(self):
             while (job := self._next(block=True)) is not None:
                 seen.append(job)
-
-    from visspec.api.serving import QueuedRequest
 
     jobs = [QueuedRequest(print, cancelled=i == 1) for i in range(3)]
     worker = Noting("x", ServerMetrics())

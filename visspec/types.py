@@ -101,7 +101,7 @@ class Scores:
 
     distribution: Distribution  # after each node (B, N), warped (temperature, cuts, processors)
     features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
-    # with reads_raw: "raw", (B, N, V) unwarped logits; with `DrafterTraits.ahead` A: "ahead", (B, N, A, V) warped logits
+    # with reads_raw: "raw", (B, N, V) raw logits; with `DrafterTraits.ahead` A: "ahead", (B, N, A, V) warped logits
     aux: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from visspec.loop.stats import added_text
 from visspec.loop.stream import Answer
+from visspec.types import Processor
 
 LEAST = -9999.0  # OpenAI's value for a token without probability
 CONTEXT = 3  # tokens: a character of UTF-8 has one more at most
@@ -42,6 +44,19 @@ class TextResult:
     ended: str
     answer: Answer
     logprobs: Entries | None = None
+
+
+def response_template(processor: Processor, model: PreTrainedModel) -> Any:
+    """How a model writes its messages, for `parse_response`: as its tokenizer says, or transformers knows of its type;
+    None if neither does.
+    """
+    if (own := getattr(processor.tokenizer, "response_template", None)) is not None:
+        return own
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:  # transformers' own server, which needs more than is installed here
+        return None
+    return get_response_template(processor, model)
 
 
 def parsed_message(parsed: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,30 +9,22 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-import numpy as np
-import torch
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers.image_processing_backends import TorchvisionBackend
 
-from visspec.api.captions import chat_text
 from visspec.api.image_call import ImageRequest
 from visspec.api.penalties import GeneratedTokenPenalties
 from visspec.io.files import Json
-from visspec.io.images import MAX_PIXELS, image_size, read_image
-from visspec.types import Processor
+from visspec.io.images import MAX_PIXELS, image_size
 
 MEDIA = ("image/png", "image/jpeg", "image/webp")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MOST_STOPS = 4
 MOST_CHOICES = 16
 MOST_LOGPROBS = 20
-TRIED = ((97, 150), (431, 260))  # heights and widths of images that a processor is tried on
 MOST_SEED = 2**62  # rows and images count up from a seed
 NOTHING: dict[str, tuple] = {  # arguments of a completion that are not supported, with the values that ask for nothing
     "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
@@ -79,8 +71,8 @@ def refusal(name: str, found: Json, expected: str, code: str | None = None) -> R
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may bring. new: tokens of an answer that asks for no number; context: the model's, in tokens, as
-    is its vocabulary; no_tools: why it takes none.
+    """What one request may bring. new: tokens of an answer that asks for no number; context, vocab: of the model, in
+    tokens; no_tools: why it takes none.
     """
 
     body: int = 20_000_000  # bytes
@@ -206,7 +198,9 @@ class ChatBody(Body):
     top_logprobs: int | None = whole(0, MOST_LOGPROBS)
     frequency_penalty: float | None = number(-2, 2)
     presence_penalty: float | None = number(-2, 2)
-    logit_bias: dict[TokenId, Bias] | None = Field(None, description="ids of the model's tokens, and -100 to 100 for each")
+    logit_bias: dict[TokenId, Bias] | None = Field(
+        None, description="ids of the model's tokens, and -100 to 100 for each"
+    )
     tools: list[Tool] | None = Field(None, description="a list of functions, not strict: calls are not enforced")
     tool_choice: Literal["none", "auto"] | None = Field(None, description="'none' or 'auto': calls are not enforced")
     parallel_tool_calls: bool | None = Field(None, description="true or false")
@@ -321,7 +315,7 @@ def message(given: Json, where: str, images: list[Picture], limits: RequestLimit
         raise refusal(f"{where}.role", role, f"one of {', '.join(roles)}")
     given = {name: found for name, found in given.items() if found not in (None, [])}
     own = {} if limits.no_tools else {"assistant": "tool_calls", "tool": "tool_call_id"}
-    only(given, ("role", "content", own.get(role)), f"{where}.")
+    only(given, ("role", "content", own.get(role, "")), f"{where}.")
     found: dict[str, Any] = {"role": roles[role]}
     if "tool_calls" in given:
         given.setdefault("content", "")
@@ -409,90 +403,3 @@ def picture(url: Json, where: str, most: int) -> Picture:
     except ValueError as error:
         raise RequestError(str(error), param=where) from None
     return Picture(content, width * height, where)
-
-
-def prompt_of(
-    processor: Processor, asked: ChatRequest, lock: AbstractContextManager, tensors: bool = False
-) -> dict[str, Any]:
-    """A processor's output for a chat, on the CPU, whose images are decoded here and let go. lock: held while the
-    processor runs. tensors: the processor is one that `takes_tensors`. Raises Refused for what can't be read.
-    """
-    images = []
-    try:
-        for picture in asked.images:
-            try:
-                image = read_image(picture.data, picture.where, picture.pixels)
-            except ValueError as error:
-                raise RequestError(str(error), param=picture.where) from None
-            images.append(tensor_of(image) if tensors else image)
-            del image
-        with lock:
-            return _process(processor, asked.messages, images, asked.tools)
-    except RequestError:
-        raise
-    except Exception as error:  # of chat templates and processors, which raise anything
-        said = str(error).split("\n")[0][:200]
-    finally:
-        images.clear()  # an error remembers what its functions had
-        asked.images.clear()
-    raise RequestError(f"messages: got what the model's processor can't read ({said}), expected a chat")
-
-
-def _process(
-    processor: Processor, messages: list[dict[str, Any]], images: list[Any], tools: Sequence[dict[str, Any]] = ()
-) -> dict[str, Any]:
-    given = {"images": [images]} if images else {}
-    return dict(processor(text=[chat_text(processor, messages, tools)], **given, return_tensors="pt"))
-
-
-def why_no_tools(processor: Processor) -> str:
-    """Why a model takes no tools; nothing if it does. Tried on a chat."""
-    messages = [{"role": "user", "content": [{"type": "text", "text": "?"}]}]
-    tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-    try:
-        if chat_text(processor, messages, [tool]) == chat_text(processor, messages):
-            return "the model's chat template shows no tools"
-    except Exception:  # of chat templates, which raise anything
-        return "the model's chat template can't show tools"
-    if getattr(processor.tokenizer, "response_template", None) is None:
-        return "the model's tokenizer has no response_template to read calls with"
-    return ""
-
-
-def tensor_of(image: Image.Image) -> torch.Tensor:
-    """Pixels of an RGB image, (3, H, W) uint8, as image processors of transformers make of it first."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-
-
-def takes_tensors(processor: Processor) -> bool:
-    """Whether a processor's first step is `tensor_of`, so that an image's tensor may stand for the image; where it is
-    not, both are held until the last image of a prompt is read. Tried on two images.
-    """
-    if not isinstance(getattr(processor, "image_processor", None), TorchvisionBackend):
-        return False
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-    try:
-        for size in TRIED:
-            noise = torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-            image = Image.fromarray(noise.numpy())
-            want, got = (_process(processor, messages, [given]) for given in (image, tensor_of(image)))
-            if want.keys() != got.keys() or not all(torch.equal(want[name], got[name]) for name in want):
-                return False
-    except Exception:  # of chat templates and processors, which raise anything
-        return False
-    return True
-
-
-def room(length: int, asked: ChatRequest, limits: RequestLimits) -> int:
-    """How many tokens an answer may have behind a prompt of `length`. Raises Refused beyond the context."""
-    most = limits.new if asked.most is None else asked.most
-    if limits.context is not None and asked.most is None:
-        most = max(1, min(most, limits.context - length))
-    if limits.context is not None and length + most > limits.context:
-        raise RequestError(
-            f"messages: got a prompt of {length} tokens and {most} new ones, expected at most {limits.context},"
-            " the model's context",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    return most

@@ -29,17 +29,15 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from visspec import __version__
 from visspec.api import completions
 from visspec.api.answers import Piece, TextResult, choice, completion, usage
+from visspec.api.choices import ImageResult, QueuedChat, Told
 from visspec.api.completions import ChatRequest, RequestError
 from visspec.api.serving import (
     ClientDisconnected,
-    ImageResult,
     ImageWorker,
-    QueuedChat,
     QueuedImages,
     QueueWorker,
     RequestQueue,
     TextWorker,
-    Told,
 )
 from visspec.io.files import Json
 

@@ -15,17 +15,16 @@ import threading
 import time
 from asyncio import CancelledError, Event, Lock
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
-
-from visspec.api import completions
+from visspec.api import chat_inputs
 from visspec.api.accelerate import Accelerated
-from visspec.api.answers import Entries, Piece, TextResult, parsed_message, token_logprobs
+from visspec.api.answers import TextResult, parsed_message, response_template
 from visspec.api.captions import move_inputs
+from visspec.api.choices import Choice, ImageResult, QueuedChat, QueuedRequest, StopTextFilter, Told
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
@@ -41,26 +40,6 @@ class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
-@dataclass(frozen=True)
-class ImageResult:
-    """Finished images, as PNG files."""
-
-    files: list[bytes]
-
-
-Told = Piece | TextResult | ImageResult | Exception | None  # what a worker tells of a request
-
-
-@dataclass(eq=False)
-class QueuedRequest:
-    """One request. tell: called in the worker's thread, with None when the model has read a chat, with pieces
-    (streamed answers), and at last with the result, that of each choice of a chat, or an exception.
-    """
-
-    tell: Callable[[Told], None]
-    cancelled: bool = False
-
-
 @dataclass(eq=False)
 class QueuedImages(QueuedRequest):
     """A request of images."""
@@ -68,120 +47,7 @@ class QueuedImages(QueuedRequest):
     asked: ImageRequest = field(kw_only=True)
 
 
-@dataclass(eq=False)
-class QueuedChat(QueuedRequest):
-    """A request of a chat, of one row a choice. inputs: arguments of generate, while it waits. prompt: its ids."""
-
-    asked: ChatRequest = field(kw_only=True)
-    inputs: dict[str, Any] = field(default_factory=dict)
-    prompt: list[int] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
-    unread: int = 0  # choices whose prompt the model has not read
-    left: int = 0  # choices without a result
-
-
-@dataclass(eq=False)
-class Choice:
-    """A row of a chat. live: whether its text is read round by round. logprobs: of its tokens, if they are asked for,
-    of which `told` went to the client.
-    """
-
-    job: QueuedChat
-    index: int
-    writer: StopTextFilter
-    live: bool
-    logprobs: Entries | None
-    told: int = 0
-    begun: bool = False
-
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the stream. Seeds count up from the request's."""
-        asked, found = self.job.asked, self.job.inputs | {"id": self, "on_tokens": self.put}
-        if asked.penalties is not None:
-            found["logits_processor"] = [replace(asked.penalties, prompt=len(self.job.prompt))]
-        if self.logprobs is not None:
-            found["on_logits"] = self.read
-        return found | ({"seed": found["seed"] + self.index} if "seed" in found else {})
-
-    def read(self, tokens: list[int], logits_TV: Tensor) -> None:
-        """Take the logits of a round's tokens, before these."""
-        before, top = self.writer.tokens, self.job.asked.top
-        if self.logprobs is not None and top is not None:
-            self.logprobs += token_logprobs(self.writer.decode, before, tokens, logits_TV, top)
-
-    def put(self, tokens: list[int]) -> bool:
-        """Take a round's tokens. Returns whether the row is to end."""
-        job = self.job
-        if not self.begun:
-            self.begun = True
-            job.unread -= 1
-            if not job.unread:
-                job.tell(None)
-        if job.cancelled or not self.live:
-            return job.cancelled
-        piece = self.writer.add(tokens)
-        if not job.asked.tools:  # those are parsed at the end
-            self.say(piece)
-        return self.writer.stopped
-
-    def say(self, piece: str) -> None:
-        """Tell what is new of a streamed answer."""
-        if self.job.asked.stream and (piece or (self.logprobs is not None and self.told < len(self.writer.tokens))):
-            self.job.tell(Piece(self.index, piece, self.take()))
-
-    def take(self) -> Entries | None:
-        """The logprobs that were not told."""
-        if self.logprobs is None:
-            return None
-        before, self.told = self.told, len(self.writer.tokens)
-        return self.logprobs[before : self.told]
-
-
 Job = TypeVar("Job", bound=QueuedRequest)
-
-
-class StopTextFilter:
-    """The text of one row as its tokens come. Held back is what may still change: blanks at the end, half a
-    character, and what may become a stop text, which is no part of the answer.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
-        self.decode, self.stops = decode, stops
-        self.tokens: list[int] = []
-        self.text = ""  # that won't change
-        self.stopped = False
-
-    def add(self, tokens: list[int]) -> str:
-        """Take tokens, and return the text that they add."""
-        before = len(self.tokens)
-        self.tokens += tokens
-        full = self._read(len(self.tokens))
-        if any(stop in full for stop in self.stops):  # the first token that completes one: rounds don't matter
-            numbers = range(before + 1, len(self.tokens) + 1)
-            del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
-            self.stopped = True
-            full = self._read(len(self.tokens))
-            return self._grown(full[: min(at for stop in self.stops if (at := full.find(stop)) >= 0)])
-        full = full.rstrip("\ufffd")
-        return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)])
-
-    def finish(self) -> str:
-        """The text that was held back, when no token follows."""
-        return "" if self.stopped else self._grown(self._read(len(self.tokens)))
-
-    def _read(self, count: int) -> str:
-        return self.decode(self.tokens[:count]).lstrip()
-
-    def _grown(self, text: str) -> str:
-        text, before = text.rstrip(), len(self.text)
-        if len(text) > before:
-            self.text = text
-        return text[before:]
-
-
-def pending(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop text."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class ServerMetrics:
@@ -379,19 +245,20 @@ class TextWorker(QueueWorker[QueuedChat]):
     ):
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
         self.fast, self.processor, self.slots = fast, processor, slots
-        vocab, no_tools = fast.target.capabilities.vocab, completions.why_no_tools(processor)
-        self.limits = replace(limits, vocab=vocab, no_tools=no_tools)
-        self.decoder = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
+        self.template = response_template(processor, fast.model)
+        no_tools = chat_inputs.why_no_tools(processor, self.template is not None)
+        self.limits = replace(limits, vocab=fast.target.capabilities.vocab, no_tools=no_tools)
+        self.decoder: Any = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.processing = threading.Lock()
-        self.tensors = completions.takes_tensors(processor)
+        self.tensors = chat_inputs.takes_tensors(processor)
         self.over = False
         super().__init__(name, meters)
 
     def job(self, asked: ChatRequest, tell: Callable[[Told], None]) -> QueuedChat:
         """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
-        inputs = completions.prompt_of(self.processor, asked, self.processing, self.tensors)
+        inputs = chat_inputs.prompt_of(self.processor, asked, self.processing, self.tensors)
         prompt = inputs["input_ids"][0].tolist()
-        most = completions.room(len(prompt), asked, self.limits)
+        most = chat_inputs.room(len(prompt), asked, self.limits)
         inputs = move_inputs(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
         job = QueuedChat(tell, asked=asked, inputs=inputs, prompt=prompt, unread=asked.n, left=asked.n)
         live = bool(asked.stops or asked.stream or asked.top is not None)
@@ -456,12 +323,11 @@ class TextWorker(QueueWorker[QueuedChat]):
 
     def _parsed(self, job: QueuedChat, writer: StopTextFilter) -> dict[str, Any] | None:
         """The message that an answer is, by the tokenizer's own parser; None if it can't read it."""
-        text = self.decoder.decode(writer.tokens)
+        text, prompt = self.decoder.decode(writer.tokens), self.decoder.decode(job.prompt)
         text = text[: min((at for stop in writer.stops if (at := text.find(stop)) >= 0), default=len(text))]
+        tools = list(job.asked.tools)
         try:
-            return parsed_message(
-                self.decoder.parse_response(text, prefix=self.decoder.decode(job.prompt), tools=list(job.asked.tools))
-            )
+            return parsed_message(self.decoder.parse_response(text, self.template, prefix=prompt, tools=tools))
         except Exception:  # of parsers of what a model wrote, which raise anything
             return None
 

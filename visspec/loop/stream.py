@@ -65,7 +65,7 @@ class Row:
             on_tokens=self._caught(request.on_tokens) if request.on_tokens or request.on_logits else None,
         )
 
-    def _caught(self, call: Callable | None) -> Callable[..., bool]:
+    def _caught(self, call: Callable | None) -> Callable[..., Any]:
         """A function that ends the row where it returns true or raises."""
 
         def caught(*arguments: Tensor | list[int]) -> Any:
