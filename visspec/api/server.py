@@ -327,9 +327,9 @@ def application(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        asked = f"{request.method} {request.url.path}"
+        asked, paths = f"{request.method} {request.url.path}", ", ".join(path for _, path, _ in routes)
         return JSONResponse(
-            RequestError(f"path: got {asked}, expected one of the API's", error.status_code).body, error.status_code
+            RequestError(f"path: got {asked}, expected one of {paths}", error.status_code).body, error.status_code
         )
 
     @app.exception_handler(ClientDisconnected)
