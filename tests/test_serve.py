@@ -419,11 +419,16 @@ def test_images_are_decoded_when_there_is_room_and_let_go(captioner, monkeypatch
 
 
 NAMES = ("messages", "stop", "stream", "stream_options", "seed", "n", "tools", "size", "prompt", "temperature", "top_p")
+NAMES += ("logit_bias", "logprobs", "top_logprobs", "presence_penalty", "tool_choice")
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(("role", "content", "type", "text", "image_url", "url")), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(("role", "content", "type", "text", "image_url", "url", "tool_calls", "5")),
+            inner,
+            max_size=3,
+        )
     ),
     max_leaves=8,
 )
@@ -436,7 +441,10 @@ GOOD = st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": CONTE
 @given(st.dictionaries(st.sampled_from(NAMES), values), st.none() | GOOD)
 def test_any_body_is_read_or_refused(body, messages):
     body |= {} if messages is None else {"messages": messages, "prompt": "a red ring"}
-    for read in (lambda: completions.chat(body, RequestLimits()), lambda: completions.drawing(body)):
+    for read in (
+        lambda: completions.chat(body, RequestLimits(vocab=9, no_tools="")),
+        lambda: completions.drawing(body),
+    ):
         try:
             read()
         except RequestError as error:

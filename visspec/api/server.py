@@ -150,7 +150,7 @@ class Service:
             assert writing is not None
             events = JobEvents(request, waiting)
             stack.callback(events.close)
-            await events.until(waiting.enter_async_context(self.desk.decoded(asked.pixels)))
+            await events.until(waiting.enter_async_context(self.desk.decoded(asked.pixels * asked.n)))
             job = await loop.run_in_executor(self.readers, writing.job, asked, events.tell)
             stack.callback(setattr, job, "cancelled", True)  # however this ends
             writing.submit(job)

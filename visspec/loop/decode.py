@@ -147,8 +147,8 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
         output.record(row, b, path, count, scores)
         output.tell(row, count)
         outcome.path.append(path)
-        offered = sum(found.real) if found.real else tree.size
-        outcome.draft_lengths.append(offered - 1 if tree.chain else tree.levels)
+        offered = sum(found.real[1:]) if found.real else tree.size - 1
+        outcome.draft_lengths.append(offered if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
     meters = ("drift", verdict.drift), ("displacement", verdict.displacement), ("capped", verdict.capped)
     for name, measured in meters:
