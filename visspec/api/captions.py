@@ -55,11 +55,10 @@ def chat_prompt(processor, request: str, kind: str = "image") -> str:
 def chat_text(processor, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
     """The prompt of a conversation, in the processor's chat template (plain text if it has none)."""
     if getattr(processor, "chat_template", None):
-def chat_text(processor, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """The prompt of a conversation, in the processor's chat template (plain text if it has none)."""
-    if getattr(processor, "chat_template", None):
         given = {"tools": list(tools)} if tools else {}
         return processor.apply_chat_template(messages, add_generation_prompt=True, **given)
+    marks = {kind: getattr(processor, f"{kind}_token", f"<{kind}>") for kind in ("image", "video")}
+    return " ".join(marks.get(p["type"]) or p["text"] for m in messages for p in m["content"])
 
 
 def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:
