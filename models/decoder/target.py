@@ -152,7 +152,7 @@ class HFDecoder(RunningTarget):
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
             aux["embeddings"] = seen["inputs_embeds"]
-        if request.keep_raw:
+        if request.reads_raw:
             aux["raw"] = output.logits[:, -1:]
         logits = process(output.logits[:, -1:], trees.empty_draft(state.pending, own=True), state)
         return state, Scores(Categorical(logits), self._features(output, seen), aux)
@@ -200,7 +200,7 @@ class HFDecoder(RunningTarget):
         )
         logits, features = found or self._eager(state, draft)
         assert logits is not None
-        aux = {"raw": logits} if state.request.keep_raw else {}
+        aux = {"raw": logits} if state.request.reads_raw else {}
         return Scores(Categorical(process(logits, draft, state)), features, aux)
 
     def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None]:

@@ -103,7 +103,7 @@ class RequestBuilder:
             own = {"seed": self.seed + index} | own  # as generate's rows
         own = self.defaults | own
         seed, generator, streamer = own.pop("seed", None), own.pop("generator", None), own.pop("streamer", None)
-        on_tokens = own.pop("on_tokens", None)
+        calls = {name: own.pop(name, None) for name in ("on_tokens", "on_logits")}
         requests.check(own)
         requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(own)
@@ -122,7 +122,7 @@ class RequestBuilder:
         found.prompt, found.inputs = ids, prompt | more
         if not found.sampling.greedy:
             found.generators = requests.generators(generator, seed, ids)
-        found.on_tokens = on_tokens
+        found.on_tokens, found.on_logits = calls["on_tokens"], calls["on_logits"]
         if streamer is not None:
             found.on_tokens = requests.streaming(streamer, ids)
             streamer.put(ids.cpu())

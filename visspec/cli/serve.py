@@ -70,9 +70,14 @@ def make_service(arguments: Options, key: str | None, local: bool) -> Any:
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    images = {"images": arguments.max_images, "at_once": max(arguments.pixels_at_once, arguments.max_pixels)}
-    given = {"body": arguments.max_body, "pixels": arguments.max_pixels, "new": arguments.max_new_tokens}
-    limits = RequestLimits(context=context, **given, **images)
+    limits = RequestLimits(
+        body=arguments.max_body,
+        pixels=arguments.max_pixels,
+        at_once=max(arguments.pixels_at_once, arguments.max_pixels),
+        images=arguments.max_images,
+        new=arguments.max_new_tokens,
+        context=context,
+    )
     meters, painting = ServerMetrics(), None
     if arguments.image_model is not None:
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **arguments.hardware)
