@@ -25,7 +25,6 @@ from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
-from visspec.models.attention.hooks import DecoderRecorder
 from visspec.models.attention.masks import laid
 from visspec.models.decoder import probe
 from visspec.sampling import process
