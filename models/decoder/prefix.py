@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,6 +62,11 @@ class PromptKey(NamedTuple):
         unread = self.length - found
         return found if found >= max(self.least, unread) and unread <= MAX_NODES else 0
 
+    def cut(self, shared: int) -> PromptKey:
+        """The part of this prompt to be read for others that share so many slots of it, and for itself."""
+        least = max(shared, self.least + 1, -(-self.length // 2), self.length - MAX_NODES)
+        return self._replace(ids=self.ids[:, :least]) if shared else self
+
 
 class Prefix(NamedTuple):
     """A prompt that was read. parts: positions (L, P); features (L, F) and embeddings (L, d), if drafters read them."""
@@ -80,12 +86,14 @@ Start = tuple[Prefix, int]  # a prompt and how many of its slots another one tak
 @dataclass(eq=False)
 class PrefixPlan:
     """How the rows of a request are prefilled. keys: of its rows; known: what they start from, if it was kept before;
-    first: a request of the rows that others of this batch start from; whole: makes one of all rows, to be read afresh.
+    first: a request of the `rows` to be read before the others, as far as those share them; whole: makes one of all
+    rows, to be read afresh.
     """
 
     cache: PrefixCache
     keys: list[PromptKey]
     known: list[Start | None] = field(default_factory=list)
+    rows: Collection[int] = ()
     first: Request | None = None
     whole: Callable[[], Request] | None = None
     made: list[Prefix] = field(default_factory=list)
@@ -123,19 +131,20 @@ class PrefixCache:
                 self.refused = "states, or rotations that depend on a prompt's length"
         return self if self.room and not self.refused else None
 
-    def find(self, keys: Sequence[PromptKey]) -> tuple[list[Start | None], list[int]]:
-        """Of each row the kept prompt that shares most slots, and the rows to be read first: those that share none with
-        a kept prompt, nor with a row to be read before them.
+    def find(self, keys: Sequence[PromptKey]) -> tuple[list[Start | None], dict[int, PromptKey]]:
+        """Of each row the kept prompt that shares most slots; and what is to be read first, by row: of rows that share
+        none with a kept prompt, nor with such a row before them.
         """
         with self._lock:
             known = [_longest(key, self._kept) for key in keys]
             used = {id(start[0]) for start in known if start is not None}
             self._kept.sort(key=lambda p: id(p) in used)
-        first: list[int] = []
+        shared: dict[int, int] = {}
         for b, key in enumerate(keys):
-            if known[b] is None and not any(key.shared(keys[f]) for f in first):
-                first.append(b)
-        return known, first
+            if known[b] is None:
+                row = next((f for f in shared if key.shared(keys[f])), b)
+                shared[row] = max(shared.get(row, 0), key.shared(keys[row]) if row != b else 0)
+        return known, {b: keys[b].cut(n) for b, n in shared.items()}
 
     def put(self, keys: Sequence[PromptKey], rows: Sequence[int], state: State, scores: Scores) -> list[Prefix]:
         """Keep the prompts of these rows after their prefill."""
@@ -194,10 +203,10 @@ class PrefixCache:
                 self.refuse("other distributions behind a prefix than after a fresh prefill")
                 return target.prefill(replace(request, inputs=plan.whole().inputs))
             self._checked.add(kind)
-        own = {id(p.key) for p in made}
-        request.reused = [0 if id(key) in own else n for key, (_, n) in zip(plan.keys, starts)]
-        self.hits += len(request.reused) - request.reused.count(0)
-        grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length]  # a chat that goes on
+        request.reused = [0 if b in plan.rows else n for b, (_, n) in enumerate(starts)]
+        self.hits += len(starts) - len(plan.rows)
+        users = Counter(id(p) for p, _ in starts)
+        grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat that goes on
         self.put([plan.keys[b] for b in grown], grown, state, scores)
         for b in grown:
             self.drop(starts[b][0])

@@ -191,10 +191,10 @@ class RequestBuilder:
         inputs = self._inputs(group)
         found = Request({"attention_mask": inputs["attention_mask"]}, inputs["input_ids"], max_new_tokens=_limit(group))
         found.media = media_of(inputs)
-        found.prefix = PrefixPlan(cache, keys, known, whole=lambda: self._batch(group))
+        found.prefix = plan = PrefixPlan(cache, keys, known, rows=first, whole=lambda: self._batch(group))
         if first:
-            found.prefix.first = self._batch([group[b] for b in first])
-            found.prefix.first.prefix = PrefixPlan(cache, [keys[b] for b in first])
+            plan.first = self._batch([_cut(group[b], key.length) for b, key in first.items()])
+            plan.first.prefix = PrefixPlan(cache, list(first.values()))
         return found
 
     def _batch(self, group: Sequence[Request]) -> Request:
@@ -239,6 +239,13 @@ class RequestBuilder:
             return None
         least = int(slots[-1]) + 1 if len(slots) else 0
         return PromptKey(digest.digest(), np.stack(ids), least, frozenset(request.inputs))
+
+
+def _cut(request: Request, length: int) -> Request:
+    """The first ids of a request, with all of its media."""
+    whole = request.prompt.shape[1]
+    parts = {k: v[:, :length] if isinstance(v, Tensor) and of_ids(v, whole) else v for k, v in request.inputs.items()}
+    return replace(request, prompt=request.prompt[:, :length], inputs=parts)
 
 
 def _limit(group: Sequence[Request]) -> int:
