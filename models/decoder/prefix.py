@@ -83,19 +83,23 @@ class Prefix(NamedTuple):
 Start = tuple[Prefix, int]  # a prompt and how many of its slots another one takes
 
 
+def _no_batch(rows: Sequence[int]) -> Request:
+    raise NotImplementedError
+
+
 @dataclass(eq=False)
 class PrefixPlan:
     """How the rows of a request are prefilled. keys: of its rows; known: what they start from, if it was kept before;
-    first: a request of the `rows` to be read before the others, as far as those share them; whole: makes one of all
-    rows, to be read afresh.
+    rows, first: those that are read before the others, and their request, as far as others share them; batch: makes a
+    request of rows by number, to be read afresh. Without `known` it is read as it is, and kept.
     """
 
     cache: PrefixCache
     keys: list[PromptKey]
     known: list[Start | None] = field(default_factory=list)
     rows: Collection[int] = ()
+    batch: Callable[[Sequence[int]], Request] = _no_batch
     first: Request | None = None
-    whole: Callable[[], Request] | None = None
     made: list[Prefix] = field(default_factory=list)
 
 
@@ -112,7 +116,6 @@ class PrefixCache:
         self.refused = ""  # why the model's prompts can't be continued
         self._target: HFDecoder | None = None
         self._kept: list[Prefix] = []  # the most recently used last
-        self._checked: set[tuple] = set()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -126,7 +129,7 @@ class PrefixCache:
         """To be called before requests of a target; prompts of another one are dropped. None: nothing is to be kept."""
         if self._target is not target:
             self.clear()
-            self._target, self._checked, self.refused = target, set(), ""
+            self._target, self.refused = target, ""
             if target.states or target.rotary or target.restarts:
                 self.refused = "states, or rotations that depend on a prompt's length"
         return self if self.room and not self.refused else None
@@ -183,7 +186,6 @@ class PrefixCache:
 
     def prefill(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores]:
         """`HFDecoder.prefill` of rows that start from prompts kept before, or from others of their batch."""
-        assert plan.whole is not None
         made: list[Prefix] = []
         if plan.first is not None:
             of_first = plan.first.prefix
@@ -192,17 +194,15 @@ class PrefixCache:
         known = [start or _longest(key, made) for start, key in zip(plan.known, plan.keys)]
         starts = [start for start in known if start is not None]
         if len(starts) < len(known):
-            return target.prefill(replace(request, inputs=plan.whole().inputs))
+            return self._afresh(target, request, plan)
         state, scores, raw_B1V = resume(target, request, plan.keys, starts)
-        alike = all(np.array_equal(key.ids, p.key.ids) for key, (p, _) in zip(plan.keys, starts))
-        if (kind := (plan.keys[0].names, alike)) not in self._checked:
-            inputs = plan.whole().inputs
-            fresh, expected = target.prefill(Request(inputs, request.prompt, request.max_new_tokens, keep_raw=True))
-            same = probe.alike(target, raw_B1V, expected.aux["raw"])
-            if not same or not torch.equal(fresh.position, state.position):
-                self.refuse("other distributions behind a prefix than after a fresh prefill")
-                return target.prefill(replace(request, inputs=plan.whole().inputs))
-            self._checked.add(kind)
+        same = [np.array_equal(key.ids, p.key.ids) for key, (p, _) in zip(plan.keys, starts)]
+        row = same.index(False) if False in same else 0
+        if (kind := (plan.keys[0].names, same[row])) not in target.continues:
+            target.continues[kind] = self._check(target, plan, row, raw_B1V, state)
+        if not target.continues[kind]:
+            self.refuse("other distributions behind a prefix than after a fresh prefill")
+            return self._afresh(target, request, plan)
         request.reused = [0 if b in plan.rows else n for b, (_, n) in enumerate(starts)]
         self.hits += len(starts) - len(plan.rows)
         users = Counter(id(p) for p, _ in starts)
@@ -211,6 +211,15 @@ class PrefixCache:
         for b in grown:
             self.drop(starts[b][0])
         return state, scores
+
+    def _afresh(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores]:
+        return target.prefill(replace(request, inputs=plan.batch(range(len(plan.keys))).inputs))
+
+    def _check(self, target: HFDecoder, plan: PrefixPlan, row: int, raw_B1V: Tensor, state: State) -> bool:
+        """Whether a row that has started from a prefix is as after a fresh prefill."""
+        fresh, scores = target.prefill(replace(plan.batch([row]), keep_raw=True))
+        same = probe.alike(target, raw_B1V[row : row + 1], scores.aux["raw"])
+        return same and bool(fresh.position == state.position[row])
 
 
 def _longest(key: PromptKey, prompts: Sequence[Prefix]) -> Start | None:

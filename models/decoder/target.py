@@ -92,6 +92,7 @@ class HFDecoder(RunningTarget):
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
         self._pads: bool | None = None
+        self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept one (`prefix`)
         hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
         why = "layers that keep a state" if self.states else hooked
         self.passes = compiled_passes(model, self.decoder, why) if compile else None

@@ -191,7 +191,7 @@ class RequestBuilder:
         inputs = self._inputs(group)
         found = Request({"attention_mask": inputs["attention_mask"]}, inputs["input_ids"], max_new_tokens=_limit(group))
         found.media = media_of(inputs)
-        found.prefix = plan = PrefixPlan(cache, keys, known, rows=first, whole=lambda: self._batch(group))
+        found.prefix = plan = PrefixPlan(cache, keys, known, first, lambda rows: self._batch([group[b] for b in rows]))
         if first:
             plan.first = self._batch([_cut(group[b], key.length) for b, key in first.items()])
             plan.first.prefix = PrefixPlan(cache, list(first.values()))
