@@ -123,9 +123,10 @@ class SlotCache:
         self.lengths = [length for _, length in starts]
         made = []
         for stores in zip(*(stores for stores, _ in starts)):
-            new = self._allocate(stores[0][None].expand(len(starts), -1, -1, -1), self.length + more)
+            heads, _, width = stores[0].shape
+            new = stores[0].new_empty(len(starts), heads, self.length + more, width)
             for row, old, length in zip(new, stores, self.lengths):
-                row[:, :length] = old[:, :length]
+                row[:, :length], row[:, length:] = old[:, :length], 0  # as in `_allocate`
             made.append(new)
         self.keys, self.values = made[: len(made) // 2], made[len(made) // 2 :]
 

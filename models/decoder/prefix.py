@@ -74,17 +74,10 @@ class Prefix(NamedTuple):
     key: PromptKey
     stores: list[Tensor]  # keys of all layers, then values: (H, L, E)
     parts: dict[str, Tensor]
-
-    @property
-    def bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.stores, *self.parts.values()))
+    bytes: int
 
 
 Start = tuple[Prefix, int]  # a prompt and how many of its slots another one takes
-
-
-def _no_batch(rows: Sequence[int]) -> Request:
-    raise NotImplementedError
 
 
 @dataclass(eq=False)
@@ -98,7 +91,7 @@ class PrefixPlan:
     keys: list[PromptKey]
     known: list[Start | None] = field(default_factory=list)
     rows: Collection[int] = ()
-    batch: Callable[[Sequence[int]], Request] = _no_batch
+    batch: Callable[[Sequence[int]], Request] | None = None
     first: Request | None = None
     made: list[Prefix] = field(default_factory=list)
 
@@ -149,8 +142,10 @@ class PrefixCache:
                 shared[row] = max(shared.get(row, 0), key.shared(keys[row]) if row != b else 0)
         return known, {b: keys[b].cut(n) for b, n in shared.items()}
 
-    def put(self, keys: Sequence[PromptKey], rows: Sequence[int], state: State, scores: Scores) -> list[Prefix]:
-        """Keep the prompts of these rows after their prefill."""
+    def put(
+        self, keys: Sequence[PromptKey], rows: Sequence[int], state: State, scores: Scores, old: Sequence[Prefix] = ()
+    ) -> list[Prefix]:
+        """Keep the prompts of these rows after their prefill, in place of old ones."""
         slots, width = state.cache.slots, state.request.prompt.shape[1]
         if slots.length != width:
             self.refuse(f"{slots.length} slots of a prompt of {width} ids")
@@ -163,20 +158,15 @@ class PrefixCache:
         for key, b in zip(keys, rows):
             end, first = slots.lengths[b], width - key.length
             stores = [s[b, :, end - key.length : end].clone() for s in (*slots.keys, *slots.values)]
-            made.append(Prefix(key, stores, {k: x[b, first:].clone() for k, x in found.items() if x is not None}))
+            parts = {name: x[b, first:].clone() for name, x in found.items() if x is not None}
+            made.append(Prefix(key, stores, parts, sum(x.nbytes for x in (*stores, *parts.values()))))
         with self._lock:
-            new = [p for p in made if p.bytes <= self.room]
-            self._kept, self.bytes = self._kept + new, self.bytes + sum(p.bytes for p in new)
-            while self.bytes > self.room:
-                self.bytes -= self._kept.pop(0).bytes
+            self._kept = [p for p in self._kept if all(p is not gone for gone in old)]
+            self._kept += [p for p in made if p.bytes <= self.room]
+            while (found_bytes := sum(p.bytes for p in self._kept)) > self.room:
+                del self._kept[0]
+            self.bytes = found_bytes
         return made
-
-    def drop(self, prefix: Prefix) -> None:
-        """Drop a prompt, if it is still kept."""
-        with self._lock:
-            kept = [p for p in self._kept if p is not prefix]
-            self.bytes -= prefix.bytes * (len(self._kept) - len(kept))
-            self._kept = kept
 
     def refuse(self, why: str) -> None:
         """No prompt is continued any more."""
@@ -186,6 +176,13 @@ class PrefixCache:
 
     def prefill(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores]:
         """`HFDecoder.prefill` of rows that start from prompts kept before, or from others of their batch."""
+        assert plan.batch is not None
+        found = self._start(target, request, plan)
+        return found or target.prefill(replace(request, inputs=plan.batch(range(len(plan.keys))).inputs))
+
+    def _start(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores] | None:
+        """None where the model can't continue prompts."""
+        assert plan.batch is not None
         made: list[Prefix] = []
         if plan.first is not None:
             of_first = plan.first.prefix
@@ -194,32 +191,29 @@ class PrefixCache:
         known = [start or _longest(key, made) for start, key in zip(plan.known, plan.keys)]
         starts = [start for start in known if start is not None]
         if len(starts) < len(known):
-            return self._afresh(target, request, plan)
-        state, scores, raw_B1V = resume(target, request, plan.keys, starts)
+            return None
         same = [np.array_equal(key.ids, p.key.ids) for key, (p, _) in zip(plan.keys, starts)]
         row = same.index(False) if False in same else 0
-        if (kind := (plan.keys[0].names, same[row])) not in target.continues:
-            target.continues[kind] = self._check(target, plan, row, raw_B1V, state)
+        kind = plan.keys[0].names, same[row]
+        try:
+            state, scores, raw_B1V = resume(target, request, plan.keys, starts)
+            if kind not in target.continues:
+                fresh, expected = target.prefill(replace(plan.batch([row]), keep_raw=True))
+                alike = probe.alike(target, raw_B1V[row : row + 1], expected.aux["raw"])
+                target.continues[kind] = alike and bool(fresh.position == state.position[row])
+        except Exception as error:
+            if kind in target.continues or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                raise
+            target.continues[kind] = False
         if not target.continues[kind]:
             self.refuse("other distributions behind a prefix than after a fresh prefill")
-            return self._afresh(target, request, plan)
+            return None
         request.reused = [0 if b in plan.rows else n for b, (_, n) in enumerate(starts)]
         self.hits += len(starts) - len(plan.rows)
         users = Counter(id(p) for p, _ in starts)
         grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat that goes on
-        self.put([plan.keys[b] for b in grown], grown, state, scores)
-        for b in grown:
-            self.drop(starts[b][0])
+        self.put([plan.keys[b] for b in grown], grown, state, scores, [starts[b][0] for b in grown])
         return state, scores
-
-    def _afresh(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores]:
-        return target.prefill(replace(request, inputs=plan.batch(range(len(plan.keys))).inputs))
-
-    def _check(self, target: HFDecoder, plan: PrefixPlan, row: int, raw_B1V: Tensor, state: State) -> bool:
-        """Whether a row that has started from a prefix is as after a fresh prefill."""
-        fresh, scores = target.prefill(replace(plan.batch([row]), keep_raw=True))
-        same = probe.alike(target, raw_B1V[row : row + 1], scores.aux["raw"])
-        return same and bool(fresh.position == state.position[row])
 
 
 def _longest(key: PromptKey, prompts: Sequence[Prefix]) -> Start | None:
