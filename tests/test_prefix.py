@@ -13,7 +13,7 @@ from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
 from visspec.api.queueing import RequestBuilder
 from visspec.loop.decode import open_request
 from visspec.models.block.trained import BlockDrafter
-from visspec.models.decoder.prefix import PrefixCache
+from visspec.models.decoder.prefix import PrefixCache, following
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.head_drafter import EagleDrafter
@@ -150,6 +150,12 @@ def test_another_image_is_a_miss_and_so_is_one_that_differs_in_a_number():
     assert (cache.hits, cache.misses) == (0, 2)
     assert streamed(quick, questions("llava", 3)[2:3], cache)[1] == [0]  # another image, the text of the first
     assert streamed(quick, entries[:1], cache)[1] == [entries[0]["input_ids"].shape[1] - 1]
+
+
+def test_positions_behind_an_image_go_on_from_the_largest_of_three():
+    assert following(torch.tensor([9, 3, 4, 6])).tolist() == [10, 7, 7, 7] and following(
+        torch.tensor([5])
+    ).tolist() == [6]
 
 
 def test_padding_and_images_that_no_id_stands_for_are_read_afresh():

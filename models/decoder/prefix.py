@@ -237,7 +237,7 @@ def resume(
     slots.fill([(p.stores, n) for p, n in starts], size)
     extent, tree = slots.open(size, device), _chain(size, device)
     column_BN = to_device([[width - c + min(n, c - 1) for n in range(size)] for c in counts], device)
-    first_BP = torch.stack([_following(p.parts["positions"][n - 1]) for p, n in starts])
+    first_BP = torch.stack([following(p.parts["positions"][n - 1]) for p, n in starts])
     positions_BNP = first_BP[:, None] + tree.depth[0, :, None]
     mask = target.masks.whole(tree.ancestor, tree.depth, slots.lengths, None, extent)
     mask = laid(mask, False) if isinstance(mask, Tensor) else mask
@@ -271,7 +271,7 @@ def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[i
     return found
 
 
-def _following(position_P: Tensor) -> Tensor:
+def following(position_P: Tensor) -> Tensor:
     """Positions of the token after one: behind an image, M-RoPE goes on from the largest of its three."""
     return torch.cat([position_P[:-3], position_P[-3:].amax().expand(min(len(position_P), 3))]) + 1
 
