@@ -9,7 +9,7 @@ import visspec
 from tests.doubles import fast, one_sentence
 from tests.test_eagle import make
 from tests.test_stream import widened
-from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
+from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
 from visspec.api.queueing import RequestBuilder
 from visspec.loop.decode import open_request
 from visspec.models.block.trained import BlockDrafter
@@ -150,6 +150,22 @@ def test_another_image_is_a_miss_and_so_is_one_that_differs_in_a_number():
     assert (cache.hits, cache.misses) == (0, 2)
     assert streamed(quick, questions("llava", 3)[2:3], cache)[1] == [0]  # another image, the text of the first
     assert streamed(quick, entries[:1], cache)[1] == [entries[0]["input_ids"].shape[1] - 1]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_all_image_slots_have_to_be_shared(name):
+    """Of prompts of two images; another one differs in front of them, and a third between them."""
+    whole = prompt(name, ["3 i 4 i 9"])
+    ids = whole["input_ids"]
+    slots = (ids[0] == IMAGE).nonzero().flatten()
+    between = next(n for n in range(int(slots[0]), int(slots[-1])) if ids[0, n] < IMAGE)
+    entries = [whole | {"max_new_tokens": 6, "input_ids": ids.clone()} for _ in range(5)]
+    for entry, place in zip(entries[1:], (1, between, -6, -5)):
+        entry["input_ids"][0, place] = 88 - ids[0, place] // 2
+    quick, cache = fast(name, "ngram"), PrefixCache()
+    found, reused = streamed(quick, entries, cache)
+    assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
+    assert [bool(n) for n in reused] == [False, False, False, True, True] and not cache.refused
 
 
 def test_positions_behind_an_image_go_on_from_the_largest_of_three():
