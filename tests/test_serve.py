@@ -478,6 +478,20 @@ def test_metrics(captioner, scenes):
     assert found['visspec_reached_total{depth="1"}'] >= found['visspec_accepted_total{depth="1"}'] > 0
 
 
+def test_an_image_is_read_once_for_all_that_is_asked_of_it(captioner, scenes):
+    """And a chat that goes on is read from its last turn on."""
+    picture = url(to_image(scenes[0]))
+    with Running(captioner) as running:
+        chat = asked("how many shapes are there ?", picture)
+        for text in ("what is the ground like ?", "what is at the top edge ?"):
+            answer = ask(running.client(), chat, max_tokens=8).choices[0].message.content
+            chat += [{"role": "assistant", "content": answer}, *asked(text)]
+        ask(running.client(), asked("what is at the top edge ?", picture), max_tokens=8)
+        found = measured(running)
+    assert (found["visspec_prefix_hits_total"], found["visspec_prefix_misses_total"]) == (2, 1)
+    assert found["visspec_prefix_tokens_total"] > 2 * 36 and found["visspec_prefix_bytes"] > 0
+
+
 def in_thread(call):
     """Start a call. Returns a function that waits for its result, or raises what it raised."""
     found = {}

@@ -152,6 +152,8 @@ class Request:
     order: tuple[int, ...] | None = None  # any-order targets: the place of each code, as they are drawn; None: raster
     known: Tensor | None = None  # the same: (B, rows * columns) codes that are given, FREE elsewhere, on the CPU
     each: list[Request] = field(default_factory=list)  # a request of one row per row, if rows were put together
+    prefix: Any = None  # what of its prompts is kept or known (`models.decoder.prefix`); the prefill takes it
+    reused: list[int] = field(default_factory=list)  # of each row, tokens of its prompt that the prefill did not read
 
     def of(self, row: int) -> tuple[Request, int]:
         """The request that a row's limit, ends, processors and prompt come from, and the row's index in it."""

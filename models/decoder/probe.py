@@ -135,8 +135,14 @@ def _as_alone(target: HFDecoder) -> bool:
         raise
     except Exception:  # it needs more than ids: what can't be asked is not believed
         return False
-    errors = (_difference(padded, torch.cat(alone), _exact(target.model))[0] for padded, alone in pairs)
-    return max(errors) <= (EXACT if _exact(target.model) and target.rounding <= EXACT else COARSE)
+    return all(alike(target, padded, torch.cat(alone)) for padded, alone in pairs)
+
+
+def alike(target: HFDecoder, found_RPV: Tensor, expected_RPV: Tensor) -> bool:
+    """Whether distributions differ by no more than rounding."""
+    exact = _exact(target.model)
+    limit = EXACT if exact and target.rounding <= EXACT else COARSE
+    return _difference(found_RPV.float(), expected_RPV.float(), exact)[0] <= limit
 
 
 def _probe(target: HFDecoder) -> ProbeResult:

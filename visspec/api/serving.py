@@ -30,6 +30,7 @@ from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
+from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.types import Processor
 
 BODIES = 100_000_000  # bytes of bodies that are held at once
@@ -58,6 +59,8 @@ class ServerMetrics:
         self.seconds = 0.0  # of finished requests
         self.tokens = self.images = self.passes = self.committed = self.drafted = self.kept = 0
         self.drift = 0.0
+        self.reused = 0  # tokens of prompts that were not read again
+        self.prefixes = PrefixCache(0)  # of the model of text
         self.reached: Counter[int] = Counter()  # by depth
         self.accepted: Counter[int] = Counter()
 
@@ -69,6 +72,7 @@ class ServerMetrics:
         self.drafted += sum(r.levels for r in answer.rounds)
         self.kept += answer.origin.count("drafted")
         self.drift += answer.drift
+        self.reused += answer.reused
         for depth, (reached, accepted) in enumerate(zip(*by_depth(answer.rounds)), 1):
             self.reached[depth] += reached
             self.accepted[depth] += accepted
@@ -86,6 +90,7 @@ class ServerMetrics:
             "tau": self.committed / max(self.passes, 1),
             "acceptance": accepted / max(reached, 1),
             "drift_per_token": self.drift / max(self.tokens, 1),
+            "prefix_bytes": self.prefixes.bytes,
         }
         counters = {
             "tokens": self.tokens,
@@ -95,6 +100,9 @@ class ServerMetrics:
             "passes": self.passes,
             "drift": self.drift,
             "request_seconds": self.seconds,
+            "prefix_hits": self.prefixes.hits,
+            "prefix_misses": self.prefixes.misses,
+            "prefix_tokens": self.reused,
         }
         found = [f"# TYPE visspec_{name} gauge\nvisspec_{name} {value:g}" for name, value in gauges.items()]
         for name, value in counters.items():
@@ -242,7 +250,9 @@ class TextWorker(QueueWorker[QueuedChat]):
         meters: ServerMetrics,
         slots: int,
         limits: RequestLimits,
+        prefix_cache: int = ROOM,
     ):
+        self.prefixes = meters.prefixes = PrefixCache(prefix_cache)  # which outlives a stream that has failed
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
         self.fast, self.processor, self.slots = fast, processor, slots
         self.template = response_template(processor, fast.model)
@@ -273,7 +283,7 @@ class TextWorker(QueueWorker[QueuedChat]):
     def _work(self) -> None:
         while not self.over:
             try:
-                for answer in self.fast.stream(self._entries(), slots=self.slots):
+                for answer in self.fast.stream(self._entries(), slots=self.slots, prefix_cache=self.prefixes):
                     self._answer(answer.id, answer)
             except Exception as error:  # of the model itself: the rows that ran are lost, those that wait are not
                 logger.exception("%s: a pass failed", self.name)

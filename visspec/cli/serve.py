@@ -30,6 +30,9 @@ class Options(ModelOptions):
     pixels_at_once: Positive = option(
         "of a request's images together, and of all images that are decoded at once", 128_000_000
     )
+    prefix_cache: int = option(
+        "bytes of prompts kept for those that begin alike, such as chats that go on; 0: none", 1 << 29
+    )
     grace: Positive = option("seconds for running answers after SIGTERM", 60)
 
 
@@ -83,6 +86,7 @@ def make_service(arguments: Options, key: str | None, local: bool) -> Any:
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **arguments.hardware)
         pipe.set_progress_bar_config(disable=True)
         painting = ImageWorker(arguments.image_model, pipe, meters)
-    writing = TextWorker(arguments.model or included.text_model(), fast, processor, meters, arguments.slots, limits)
+    name, room = arguments.model or included.text_model(), arguments.prefix_cache
+    writing = TextWorker(name, fast, processor, meters, arguments.slots, limits, room)
     desk = RequestQueue(arguments.places, meters, limits.at_once, max(BODIES, limits.body))
     return Service(desk, writing, painting, key, local)

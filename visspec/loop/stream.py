@@ -39,6 +39,7 @@ class Answer:
     drift: float = 0.0  # summed over tokens
     error: Exception | None = None
     text: str | None = None
+    reused: int = 0  # tokens of the prompt whose keys and values were known
 
     @property
     def tau(self) -> float:
@@ -55,6 +56,7 @@ class Row:
         self.id = id
         self.error: Exception | None = None
         self.rounds: list[Round] = []
+        self.reused = 0
         processors = tuple(map(self._processor, request.sampling.processors))
         called = processors or request.stop is not None
         self.request = replace(
@@ -118,6 +120,7 @@ class RunningBatch:
             row.rounds,
             0.0 if drift is None else float(drift[number]),
             row.error,
+            reused=row.reused,
         )
 
 
@@ -224,8 +227,8 @@ class Stream:
                 yield from self._open([row])
             return
         state.request.inputs, state.request.media = {}, {}  # pixels are not kept
-        for row in group:
-            row.request.inputs = {}
+        for row, reused in zip(group, state.request.reused or [0] * len(group)):
+            row.request.inputs, row.reused = {}, reused
         opened = RunningBatch(state, group)
         yield from opened.leavers()
         if opened.left:
