@@ -44,9 +44,9 @@ class Caption:
     record: Record | None = None  # what it was made from, without the pixels
 
 
-def chat_prompt(processor, request: str) -> str:
-    """One user turn of an image and a request, as `chat_text`."""
-    content = [{"type": "image"}, {"type": "text", "text": request}]
+def chat_prompt(processor, request: str, images: int = 1) -> str:
+    """One user turn of images and a request, as `chat_text`."""
+    content = [*[{"type": "image"}] * images, {"type": "text", "text": request}]
     return chat_text(processor, [{"role": "user", "content": content}])
 
 
@@ -65,18 +65,19 @@ def prepare(processor, images: Sequence, request: str | Sequence[str], model) ->
 
 
 def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
-    """A processor's output for a batch of PIL images, left-padded, on the CPU. Raises ValueError for a request with an
-    image token, as its image has one.
+    """A processor's output for a batch of PIL images, or lists of them, left-padded, on the CPU. Raises ValueError for
+    a request with an image token, as its image has one.
     """
+    several = [image if isinstance(image, list) else [image] for image in images]
     processor.tokenizer.padding_side = "left"
     marks = {m for name in ("image_token", "boi_token") if isinstance(m := getattr(processor, name, None), str)}
-    for text, mark in itertools.product(requests, marks):
+    for (text, own), mark in itertools.product(zip(requests, several), marks):
         if mark in text:
-            raise ValueError(
-                f"prompt: got {text!r} with {text.count(mark) + 1} {mark} for 1 image, expected none in the text itself"
-            )
-    chats = [chat_prompt(processor, text) for text in requests]
-    return dict(processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True))
+            count, given = text.count(mark) + len(own), f"{len(own)} image{'s' * (len(own) != 1)}"
+            raise ValueError(f"prompt: got {text!r} with {count} {mark} for {given}, expected none in the text itself")
+    chats = [chat_prompt(processor, text, len(own)) for text, own in zip(requests, several)]
+    pixels = several if any(several) else None
+    return dict(processor(text=chats, images=pixels, return_tensors="pt", padding=True))
 
 
 def move_inputs(inputs: dict[str, Any], model) -> dict[str, Any]:
