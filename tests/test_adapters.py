@@ -66,7 +66,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", ["eager", "compile", "graphs"])
+@pytest.mark.parametrize("passes", ["eager", pytest.param("compile", marks=pytest.mark.nightly), "graphs"])
 @each_drafter
 def test_adapters_switched_between_calls(drafter, passes, quick):
     model, inputs = adapted(llama(3)), prompt("llama", ["9", "5"])

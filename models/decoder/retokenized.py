@@ -69,7 +69,8 @@ class _Row:
         """The `count` most probable ids behind `read`, one by one."""
         pairs = zip(self.ids, read[:-1])
         same = next((n for n, (old, new) in enumerate(pairs) if old != new), min(len(self.ids), len(read) - 1))
-        self.cache.crop(same)
+        if same < len(self.ids):
+            self.cache.crop(same - len(self.ids))
         new, found = read[same:], list[int]()
         for _ in range(count):
             ids = torch.tensor([new], device=small.device)
