@@ -1,6 +1,7 @@
 """A small model with another tokenizer drafts through text: the target's tokens, whatever the tokenizers say."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,18 +69,27 @@ def test_the_tokens_of_plain_decoding(name):
     assert torch.equal(*sampled)
 
 
-def test_drafts_are_the_small_models_text_in_the_targets_ids():
-    """The target is a model that says one text again and again; the small one continues it letter by letter."""
-    tokenizer, theirs = pieces(), characters()
-    small = model_of(len(theirs.get_vocab()), seed=1)
-    said = tokenizer("abba dab cab", add_special_tokens=False)["input_ids"]
-    read = theirs("abba dab cab", add_special_tokens=False)["input_ids"]
-    follow = small.generate(torch.tensor([read]), max_new_tokens=5, do_sample=False, eos_token_id=None)[0, len(read) :]
-    drafter = RetokenizedModel(small, theirs, tokenizer)
-    state = type("S", (), {"rows": [0], "memory": {0: _Row()}, "ids": lambda self, b: torch.tensor([said])})()
-    whole = tokenizer("abba dab cab" + theirs.decode(follow, skip_special_tokens=True), add_special_tokens=False)
-    expected = whole["input_ids"][len(said) :] if whole["input_ids"][: len(said)] == said else []
-    assert drafter._ahead(state, 0, 5) == expected[:5]
+FOLLOWS = {  # what was said, what the small model says next
+    "at the end of an id": (["cad"], " cab"),
+    "inside of an id": (["ab", "a"], "b"),
+    "no text": (["ab"], ""),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWS)
+def test_drafts_are_the_small_models_text_in_the_targets_ids(name, monkeypatch):
+    """Where the text goes on inside of the last id, nothing is drafted."""
+    tokenizer, theirs, (parts, text) = pieces(), characters(), FOLLOWS[name]
+    said, follow = (each("".join(words), add_special_tokens=False)["input_ids"] for each, words in
+                    ((tokenizer, parts), (theirs, text)))  # fmt: skip
+    if name == "inside of an id":
+        said = [i for part in parts for i in tokenizer(part, add_special_tokens=False)["input_ids"]]
+    monkeypatch.setattr(_Row, "follow", lambda self, small, read, count: follow)
+    drafter = RetokenizedModel(model_of(60), theirs, tokenizer)
+    state = SimpleNamespace(rows=[0], memory={0: _Row()}, ids=lambda b: torch.tensor([said]))
+    found = drafter._ahead(state, 0, 5)
+    assert tokenizer.decode(found) == ("" if name == "inside of an id" else text)
+    assert bool(found) == (name == "at the end of an id")
 
 
 def test_keys_and_values_of_what_is_left_of_the_text():

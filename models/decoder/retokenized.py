@@ -13,6 +13,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from visspec import tree as trees
+from visspec.cache import to_device
 from visspec.types import Draft, Drafter, DrafterTraits, Scores, State, Tokenizer
 
 CONTEXT = 16  # ids of the target whose text is put into ids again with what follows it: words that a draft goes on with
@@ -45,7 +46,8 @@ class RetokenizedModel(Drafter):
         if not read:
             return []
         before, known = self._text(self.theirs, read), self._text(self.tokenizer, said[-CONTEXT:])
-        text = self._text(self.theirs, read + row.follow(self.small, read, depth))
+        count = max(depth, round(depth * len(read) / len(said)))  # of ids that may be shorter than the target's
+        text = self._text(self.theirs, read + row.follow(self.small, read, count))
         if not text.startswith(before):
             return []
         own, whole = (self._ids(self.tokenizer, part) for part in (known, known + text[len(before) :]))
@@ -73,7 +75,7 @@ class _Row:
             self.cache.crop(same - len(self.ids))
         new, found = read[same:], list[int]()
         for _ in range(count):
-            ids = torch.tensor([new], device=small.device)
+            ids = to_device([new], small.device)
             at = torch.arange(same, same + len(new), device=small.device)
             logits = small(input_ids=ids, position_ids=at[None], past_key_values=self.cache, use_cache=True).logits
             same += len(new)

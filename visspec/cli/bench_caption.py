@@ -55,6 +55,7 @@ def run(arguments: Options) -> None:
     model, processor, drafter = load(arguments)
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
+    images: Sequence[Any]
     if data is None:
         images = arguments.scenes(processor).images(arguments.images)
     else:
