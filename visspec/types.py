@@ -207,6 +207,23 @@ class ConfiguredModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+class RowProcessor:
+    """Base class of logits processors that are called for one row at a time, at any prefix. Others are called with the
+    shape that the request's prompts have.
+    """
+
+    def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+        return torch.stack([self.row(b, *given) for b, given in enumerate(zip(ids_BL, scores_BV))])
+
+    def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
+        """The scores (V,) behind ids of an original row."""
+        raise NotImplementedError
+
+    def only(self, index: int, ids: list[int]) -> int | None:
+        """The token that is the only one possible behind ids; None if there are others, or it is not known."""
+        return None
+
+
 class Noise(Protocol):
     """Random numbers of a request, with one generator a row (`sampling.BufferedNoise`)."""
 
