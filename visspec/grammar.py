@@ -1,8 +1,10 @@
-"""Tokens that are known before they are drawn. They cost no drafter, and are always accepted.
+"""Tokens that are known before they are drawn. They cost no drafter.
 
 Of images: tokens fixed by the layout (end of row, end of image). `Request.fixed` has the fixed id of every output
-position, or FREE. The target's distribution there is a point mass, and drafts are filled in before they are verified.
-Of text: forced tokens, the only ones that a request's processors leave, as of a JSON schema. A run of them is a draft.
+position, or FREE. The target's distribution there is a point mass, and drafts are filled in before they are verified,
+so such tokens are always accepted.
+Of text: forced tokens, where a request's processors leave one text, as those of a JSON schema do. A run of them is a
+draft like any other: where the text can be split in several ways, the target decides.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def forced_tokens(state: State, row: int) -> list[int]:
         return run
     ids = state.output.ids(row)[0].tolist()
     while len(run) < min(state.room(row) - 1, MOST_FORCED) and not (run and run[-1] in own.eos):
-        token = next((t for each in processors if (t := each.only(index, ids + run)) is not None), None)
+        token = next((t for each in processors if (t := each.forced(index, ids + run)) is not None), None)
         if token is None:
             break
         run.append(token)

@@ -219,8 +219,10 @@ class RowProcessor:
         """The scores (V,) behind ids of an original row."""
         raise NotImplementedError
 
-    def only(self, index: int, ids: list[int]) -> int | None:
-        """The token that is the only one possible behind ids; None if there are others, or it is not known."""
+    def forced(self, index: int, ids: list[int]) -> int | None:
+        """The only token possible behind ids, or the longest one where all begin the same text; None where there is a
+        choice, or it is not known.
+        """
         return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, Protocol
 
@@ -27,6 +28,7 @@ STATEFUL = {  # processors whose scores depend on earlier calls, by their names 
     "transformers.generation.logits_process.DiaEOSDelayPatternLogitsProcessor",
 }
 BITS = 32  # of a word of the packages' masks
+SPELLINGS = 32  # tokens, at most, that are beginnings of one text
 
 
 class Matcher(Protocol):
@@ -44,6 +46,9 @@ class Matcher(Protocol):
     def mask(self) -> Tensor:
         """(ids / 32,) int32: a bit for each id, the lowest first, of the tokens allowed next."""
 
+    def text(self, token: int) -> bytes | None:
+        """What a token writes; None for an end, and where it is not known."""
+
 
 class XGrammarMatcher:
     """Of a compiled grammar of xgrammar."""
@@ -55,6 +60,12 @@ class XGrammarMatcher:
 
         self.matcher = xgrammar.GrammarMatcher(compiled)
         self.words = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+        self.compiled, self.ends = compiled, frozenset(self.matcher.stop_token_ids)
+
+    @cached_property
+    def texts(self) -> Sequence[bytes]:
+        info = self.compiled.tokenizer_info  # whose property makes a list, in seconds for 150,000 tokens
+        return info._handle.decoded_vocab() if hasattr(info, "_handle") else info.decoded_vocab
 
     @property
     def finished(self) -> bool:
@@ -70,6 +81,9 @@ class XGrammarMatcher:
         self.matcher.fill_next_token_bitmask(self.words)
         return self.words[0].clone()
 
+    def text(self, token: int) -> bytes | None:
+        return None if token in self.ends else bytes(self.texts[token])
+
 
 class LLGuidanceMatcher:
     """Of a grammar of llguidance, for one of its tokenizers. Raises ValueError for one that it can't read."""
@@ -79,7 +93,7 @@ class LLGuidanceMatcher:
     def __init__(self, grammar: str, tokenizer: Any):
         import llguidance
 
-        self.matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+        self.tokenizer, self.matcher = tokenizer, llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if self.matcher.is_error():
             raise ValueError(f"grammar: got {grammar[:80]!r}, expected one of llguidance: {self.matcher.get_error()}")
 
@@ -91,6 +105,9 @@ class LLGuidanceMatcher:
 
     def mask(self) -> Tensor:
         return torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32)
+
+    def text(self, token: int) -> bytes | None:
+        return None if self.tokenizer.is_special_token(token) else self.tokenizer.decode_bytes([token])
 
 
 class OutlinesMatcher:
@@ -120,6 +137,9 @@ class OutlinesMatcher:
         bits = torch.zeros(int(allowed.max()) // BITS * BITS + BITS if len(allowed) else 0, dtype=torch.int32)
         bits[allowed] = 1
         return (bits.view(-1, BITS) << torch.arange(BITS, dtype=torch.int32)).sum(1, dtype=torch.int32)
+
+    def text(self, token: int) -> bytes | None:
+        return None  # an index has no vocabulary
 
 
 class Path:
@@ -163,10 +183,16 @@ class Grammar(RowProcessor):
         allowed = torch.nn.functional.pad(allowed, (0, len(scores_V) - len(allowed)), value=path.matcher.beyond)
         return scores_V.masked_fill(~allowed, float("-inf"))
 
-    def only(self, index: int, ids: list[int]) -> int | None:
-        words = self._path(index).mask(ids[self.start :])
-        found = [] if words is None else unpack(words).nonzero()[:2].flatten().tolist()
-        return found[0] if len(found) == 1 else None
+    def forced(self, index: int, ids: list[int]) -> int | None:
+        path = self._path(index)
+        words = path.mask(ids[self.start :])
+        found = [] if words is None else unpack(words).nonzero()[: SPELLINGS + 1].flatten().tolist()
+        if len(found) == 1:
+            return found[0]
+        texts = {token: text for token in found[:SPELLINGS] if (text := path.matcher.text(token)) is not None}
+        longest = max(texts, key=lambda token: (len(texts[token]), token), default=None)
+        alike = len(texts) == len(found) and all(texts[longest].startswith(text) for text in texts.values())
+        return longest if alike else None
 
     def _path(self, index: int) -> Path:
         if index not in self.paths:
@@ -188,7 +214,7 @@ class PrefixFunction(RowProcessor):
         mask_V[allowed] = 0
         return scores_V + mask_V
 
-    def only(self, index: int, ids: list[int]) -> int | None:
+    def forced(self, index: int, ids: list[int]) -> int | None:
         found = set(self.allowed(index, torch.tensor(ids, device=self.device)))
         return int(found.pop()) if len(found) == 1 else None
 

@@ -91,9 +91,9 @@ class CaughtProcessor(RowProcessor):
         found = self.caught.call_user(self.processor, ids_L[None], scores_V[None].clone())
         return scores_V if found is None else found[0]
 
-    def only(self, index: int, ids: list[int]) -> int | None:
+    def forced(self, index: int, ids: list[int]) -> int | None:
         inner = self.processor
-        return self.caught.call_user(inner.only, index, ids) if isinstance(inner, RowProcessor) else None
+        return self.caught.call_user(inner.forced, index, ids) if isinstance(inner, RowProcessor) else None
 
 
 class RunningBatch:
