@@ -27,6 +27,11 @@ STATEFUL = {  # processors whose scores depend on earlier calls, by their names 
     "transformers.generation.logits_process.SynthIDTextWatermarkLogitsProcessor",
     "transformers.generation.logits_process.DiaEOSDelayPatternLogitsProcessor",
 }
+COPIES: dict[str, Callable[[Any], Any]] = {  # of the grammar packages' objects, which `copy` refuses
+    **dict.fromkeys(("CompiledGrammar", "LLTokenizer", "Index"), lambda constant: constant),
+    "GrammarMatcher": lambda matcher: matcher.fork(),
+    "LLMatcher": lambda matcher: matcher.deep_copy(),
+}
 BITS = 32  # of a word of the packages' masks
 SPELLINGS = 32  # tokens, at most, that are beginnings of one text
 
@@ -35,7 +40,7 @@ class Matcher(Protocol):
     """Where a grammar stands behind a row's tokens."""
 
     beyond: bool  # whether ids that its vocabulary does not have are allowed
-    finished: bool  # whether it takes no more tokens, and allows what it allowed before the last one
+    finished: bool  # whether it takes no more tokens
 
     def accept(self, token: int) -> bool:
         """Go to the state behind a token; false, in the same state, where it is not allowed."""
@@ -43,8 +48,8 @@ class Matcher(Protocol):
     def rollback(self, count: int) -> None:
         """Take back the last tokens."""
 
-    def mask(self) -> Tensor:
-        """(ids / 32,) int32: a bit for each id, the lowest first, of the tokens allowed next."""
+    def mask(self) -> Tensor | None:
+        """(ids / 32,) int32: a bit for each id, the lowest first, of the tokens allowed next; None: as before."""
 
     def text(self, token: int) -> bytes | None:
         """What a token writes; None for an end, and where it is not known."""
@@ -77,7 +82,9 @@ class XGrammarMatcher:
     def rollback(self, count: int) -> None:
         self.matcher.rollback(count)
 
-    def mask(self) -> Tensor:
+    def mask(self) -> Tensor | None:
+        if self.finished:
+            return None
         self.matcher.fill_next_token_bitmask(self.words)
         return self.words[0].clone()
 
@@ -88,7 +95,7 @@ class XGrammarMatcher:
 class LLGuidanceMatcher:
     """Of a grammar of llguidance, for one of its tokenizers. Raises ValueError for one that it can't read."""
 
-    beyond, finished = False, False
+    beyond = False
 
     def __init__(self, grammar: str, tokenizer: Any):
         import llguidance
@@ -96,6 +103,10 @@ class LLGuidanceMatcher:
         self.tokenizer, self.matcher = tokenizer, llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         if self.matcher.is_error():
             raise ValueError(f"grammar: got {grammar[:80]!r}, expected one of llguidance: {self.matcher.get_error()}")
+
+    @property
+    def finished(self) -> bool:
+        return self.matcher.is_stopped()
 
     def accept(self, token: int) -> bool:
         return self.matcher.try_consume_tokens([token]) == 1
@@ -146,7 +157,9 @@ class Path:
     """A row's matcher, the tokens that it stands behind, and what it allows behind each of them."""
 
     def __init__(self, matcher: Matcher):
-        self.matcher, self.tokens, self.masks, self.accepted = matcher, list[int](), [matcher.mask()], 0
+        first = matcher.mask()
+        assert first is not None
+        self.matcher, self.tokens, self.masks, self.accepted = matcher, list[int](), [first], 0
 
     def mask(self, tokens: list[int]) -> Tensor | None:
         """What is allowed behind tokens; None where the grammar refuses one of them."""
@@ -158,12 +171,13 @@ class Path:
             self.accepted = keep
         del self.tokens[keep:], self.masks[keep + 1 :]
         for token in tokens[keep:]:
-            if not self.matcher.finished:
-                if not self.matcher.accept(token):
-                    return None
+            if self.matcher.accept(token):
                 self.accepted += 1
+            elif not self.matcher.finished:
+                return None
             self.tokens.append(token)
-            self.masks.append(self.masks[-1] if self.matcher.finished else self.matcher.mask())
+            mask = self.matcher.mask()
+            self.masks.append(self.masks[-1] if mask is None else mask)
         return self.masks[-1]
 
 
@@ -249,9 +263,17 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def fork(processor: Any) -> Any:
-    """A copy with state of its own, but the same tokenizer. Raises TypeError for what can't be copied."""
-    shared = [held for held in vars(processor).values() if isinstance(held, PreTrainedTokenizerBase)]
-    return copy.deepcopy(processor, {id(held): held for held in shared})
+    """A copy with state of its own. Raises an exception for what can't be copied."""
+    memo = {id(held): COPIES[type(held).__name__](held) for held in package_objects(processor)}
+    memo |= {id(held): held for held in vars(processor).values() if isinstance(held, PreTrainedTokenizerBase)}
+    return copy.deepcopy(processor, memo)
+
+
+def package_objects(processor: Any) -> list[Any]:
+    """The grammar packages' objects that a processor holds."""
+    values = list(getattr(processor, "__dict__", {}).values())
+    values += [entry for value in values if isinstance(value, list) for entry in value]
+    return [value for value in values if type(value).__name__ in COPIES]
 
 
 GRAMMARS: dict[str, Callable[[Any], Callable[[int], Matcher]]] = {  # by names: what makes the matcher of a row
@@ -287,11 +309,11 @@ def at_any_prefix(processor: Any, prompt: Tensor) -> Callable[[Tensor, Tensor], 
 
 
 def keeps_state(processor: Any) -> bool:
-    """Whether a processor is known to keep state between calls, or can be reset, which says so."""
+    """Whether a processor is known to keep state between calls, holds a grammar, or can be reset, which says so."""
     if getattr(getattr(processor, "call_fn", None), "__name__", None) == "stateless_call":  # xgrammar's
         return False
     known = any(fnmatch(name(kind), pattern) for kind in type(processor).__mro__ for pattern in STATEFUL)
-    return known or callable(getattr(processor, "reset", None))
+    return known or bool(package_objects(processor)) or callable(getattr(processor, "reset", None))
 
 
 def name(kind: type) -> str:
