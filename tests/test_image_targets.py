@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -520,6 +520,45 @@ def test_glm_image_leaves_the_model_as_it_was():
         assert (model._cached_decode_position_ids, model._prefill_len) == ("kept", 7)
     finally:
         model._cached_decode_position_ids = model._prefill_len = None
+
+
+def test_glm_image_pixels_are_those_of_diffusers_from_the_same_codes(tmp_path):
+    whole = tiny.glm_diffusion()
+    draws = {"height": 64, "width": 96, "drafter": "ngram", "seed": [3, 4], "guidance_scale": 1.0}
+    pipe = ImagePipeline(
+        whole.vision_language_encoder, whole.processor, parts={"diffusion": partial(whole, num_inference_steps=2)}
+    )
+    pipe.set_progress_bar_config(disable=True)
+    texts = ["a 'red' cube", "blue grass"]
+    images, codes = (pipe(texts, output_type=kind, **draws).images for kind in ("pt", "latent"))
+    for text, seed, image, code in zip(texts, (3, 4), images, codes):
+        stock = whole(
+            text,
+            prior_token_ids=whole._upsample_token_ids(code, 2, 3),
+            num_inference_steps=2,
+            height=64,
+            width=96,
+            generator=torch.Generator().manual_seed(seed),
+            output_type="pt",
+        )
+        assert image.shape == (3, 64, 96) and image.equal(stock.images[0])
+    assert not images[0].equal(images[1])
+    whole.save_pretrained(tmp_path)
+    loaded = ImagePipeline.from_pretrained(str(tmp_path), drafter="ngram")
+    loaded.parts["diffusion"].set_progress_bar_config(disable=True)
+    assert loaded("blue grass", seed=4, height=64, width=96, output_type="latent").images[0].equal(codes[1])
+    assert loaded("blue grass", seed=4, height=64, width=64).images[0].size == (64, 64)
+
+
+def test_what_is_no_glm_image_pipeline_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="diffusion: got 3, expected diffusers' GlmImagePipeline"):
+        ImagePipeline(tiny.glm_image(), tiny.glm_processor(), parts={"diffusion": 3})
+    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    with pytest.raises(ValueError, match="model: got diffusers' FluxPipeline, expected GlmImagePipeline"):
+        ImagePipeline.from_pretrained(str(tmp_path))
+    (tmp_path / "vae").symlink_to("/")
+    with pytest.raises(ValueError, match="names the file 'vae', expected a file inside the folder"):
+        ImagePipeline.from_pretrained(str(tmp_path))
 
 
 def test_chameleon_prompts_end_as_its_style_says():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+import diffusers
 import pytest
 import torch
 import transformers as tf
@@ -194,6 +195,28 @@ def glm_processor() -> tf.GlmImageProcessor:
     processor = tf.GlmImageProcessor(tf.GlmImageImageProcessor(), tokenizer, chat_template=template)
     processor.target_h, processor.target_w = 64, 96
     return processor
+
+
+@functools.cache
+@torch.inference_mode(False)
+def glm_diffusion() -> diffusers.GlmImagePipeline:
+    """diffusers' own pipeline around `glm_image`, all parts tiny."""
+    torch.manual_seed(0)
+    transformer = diffusers.GlmImageTransformer2DModel(
+        in_channels=4, out_channels=4, num_layers=1, attention_head_dim=8, num_attention_heads=2, text_embed_dim=16,
+        time_embed_dim=16, condition_dim=8, prior_vq_quantizer_codebook_size=CODES,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=[4] * 4, down_block_types=["DownEncoderBlock2D"] * 4, norm_num_groups=2, latent_channels=4,
+        up_block_types=["UpDecoderBlock2D"] * 4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+    )  # fmt: skip
+    text = tf.T5Config(vocab_size=400, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+    pipe = diffusers.GlmImagePipeline(
+        tf.ByT5Tokenizer(), glm_processor(), tf.T5EncoderModel(text).eval(), glm_image(), vae.eval(),
+        transformer.eval(), diffusers.FlowMatchEulerDiscreteScheduler(),
+    )  # fmt: skip
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 # --- Chameleon: special ids and words, then 24 codes in a shuffled order ----------------------------------------------

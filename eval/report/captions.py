@@ -6,7 +6,8 @@ from typing import Any
 
 from visspec.eval.report import rendering
 from visspec.eval.report.images import MAX_PIXELS, thumbnail
-from visspec.io.images import open_image, read_image
+from visspec.io.images import read_image
+from visspec.io.videos import Clip, open_media
 
 Pieces = Sequence[tuple[str, str]]  # of a text, with the origin of each
 MOST = 200  # records with a thumbnail, and errors, on a page
@@ -34,8 +35,8 @@ class CaptionSamples:
             data = self.images.get(record["id"])
             if data is None and not record["image"]:
                 return None
-            image = open_image(record["image"], MAX_PIXELS) if data is None else read_image(data, "", MAX_PIXELS)
-            return thumbnail(image)
+            found = open_media(record["image"], MAX_PIXELS, 1) if data is None else read_image(data, "", MAX_PIXELS)
+            return thumbnail(found.frames[0] if isinstance(found, Clip) else found)
         except (ValueError, OSError):
             return None
 

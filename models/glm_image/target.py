@@ -2,10 +2,13 @@
 
 From texts it draws a small grid of codes, then the large one, then an end marker. Position ids are cells of those
 grids, from the model's own function. Its codes become pixels in diffusers' `GlmImagePipeline`, a diffusion model.
+
+Lengths: r rows and c columns of the grid, P = 32 pixels a code.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +24,21 @@ PREVIEW = 16  # codes along a side of a square preview
 
 
 class GlmImage(Family):
-    """`processor` is a `GlmImageProcessor`; its `target_h` and `target_w` are the size where none is given."""
+    """`processor` is a `GlmImageProcessor`; its `target_h` and `target_w` are the size where none is given.
+
+    diffusion: what turns codes into pixels, diffusers' `GlmImagePipeline`, or `functools.partial(pipeline,
+    num_inference_steps=30)`. Without it there are codes alone. It draws each image alone, with the image's seed.
+    """
 
     guided = False
-    no_pixels = (
-        "the codes of GLM-Image become pixels in diffusers' GlmImagePipeline (prior_token_ids, each code doubled along"
-        " both sides)"
-    )
+    no_pixels = "the codes of GLM-Image become pixels in diffusers' GlmImagePipeline, parts={'diffusion': pipeline}"
 
-    def __init__(self, model: PreTrainedModel, processor: Processor):
-        config = model.config
+    def __init__(self, model: PreTrainedModel, processor: Processor, diffusion: Callable[..., Any] | None = None):
+        if diffusion is not None:
+            if not callable(diffusion):
+                raise ValueError(f"diffusion: got {diffusion!r}, expected diffusers' GlmImagePipeline")
+            self.no_pixels = ""
+        self.diffusion, config = diffusion, model.config
         self.model, self.processor, self.name = model, processor, config.model_type
         self.decoder = model.model.language_model
         self.codes, self.grammar = config.vq_config.num_embeddings, 1
@@ -91,6 +99,25 @@ class GlmImage(Family):
         model._cached_decode_position_ids, model._prefill_len = kept
         positions = torch.cat([seen_ABL, drawn_ABT.to(seen_ABL)], dim=-1)
         return EncodedPrompt(ids, self.model.get_input_embeddings()(ids), attention.bool(), positions)
+
+    def render(self, tokens: Tensor, layout: ImageLayout, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+        """(B, r c) codes -> (B, 3, r P, c P), by `diffusion`. It reads each code four times, as a square."""
+        if self.diffusion is None:
+            return self.pixels(tokens, layout)
+        rows, columns = layout.grid
+        ids_B4N = tokens.view(-1, rows, columns).repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
+        images = [
+            self.diffusion(
+                prompt=text,
+                prior_token_ids=ids_B4N[b : b + 1],
+                height=rows * FACTOR,
+                width=columns * FACTOR,
+                generator=torch.Generator().manual_seed(seed),
+                output_type="pt",
+            ).images
+            for b, (text, seed) in enumerate(zip(texts, seeds, strict=True))
+        ]
+        return torch.cat(images).float()
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.get_input_embeddings()(self.vocabulary(tokens))

@@ -10,6 +10,7 @@ A axes of position ids, d hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -179,6 +180,10 @@ class Family:
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]. Raises ValueError where `no_pixels`."""
         raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
+
+    def render(self, tokens: Tensor, layout: ImageLayout, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
+        """`pixels` of images that were drawn from these texts with these seeds, which some decoders read."""
+        return self.pixels(tokens, layout)
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
         """(B, T) loop ids from the model's own `generate`, with torch's global generator: the baseline of benchmarks.

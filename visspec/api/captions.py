@@ -14,11 +14,13 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from PIL.Image import Image
 
 from visspec.api import queueing
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, seed_of
-from visspec.io.images import MAX_PIXELS, open_image, read_image
+from visspec.io.images import MAX_PIXELS, read_image
+from visspec.io.videos import FRAMES, Clip, open_media
 from visspec.loop.stats import Stats, ended_by, text_pieces
 from visspec.loop.stream import Answer
 from visspec.types import Processor
@@ -44,9 +46,9 @@ class Caption:
     record: Record | None = None  # what it was made from, without the pixels
 
 
-def chat_prompt(processor, request: str) -> str:
-    """One user turn of an image and a request, as `chat_text`."""
-    content = [{"type": "image"}, {"type": "text", "text": request}]
+def chat_prompt(processor, request: str, kind: str = "image") -> str:
+    """One user turn of an image, or a "video", and a request, as `chat_text`."""
+    content = [{"type": kind}, {"type": "text", "text": request}]
     return chat_text(processor, [{"role": "user", "content": content}])
 
 
@@ -54,29 +56,37 @@ def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
     """The prompt of a conversation, in the processor's chat template (plain text if it has none)."""
     if getattr(processor, "chat_template", None):
         return processor.apply_chat_template(messages, add_generation_prompt=True)
-    image = getattr(processor, "image_token", "<image>")
-    return " ".join(image if p["type"] == "image" else p["text"] for m in messages for p in m["content"])
+    marks = {kind: getattr(processor, f"{kind}_token", f"<{kind}>") for kind in ("image", "video")}
+    return " ".join(marks.get(p["type"]) or p["text"] for m in messages for p in m["content"])
 
 
 def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:
-    """A model's inputs for a batch of PIL images, under one request or one each; left-padded, on its device."""
+    """A model's inputs for a batch of PIL images, or of clips, under one request or one each; left-padded, there."""
     requests = [request] * len(images) if isinstance(request, str) else request
     return move_inputs(process_batch(processor, images, requests), model)
 
 
 def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
-    """A processor's output for a batch of PIL images, left-padded, on the CPU. Raises ValueError for a request with an
-    image token, as its image has one.
+    """A processor's output for a batch of PIL images, or of clips, left-padded, on the CPU. Raises ValueError for a
+    request with an image token, as its image has one, and for clips of a processor that reads none.
     """
     processor.tokenizer.padding_side = "left"
-    marks = {m for name in ("image_token", "boi_token") if isinstance(m := getattr(processor, name, None), str)}
+    clips = [image for image in images if isinstance(image, Clip)]
+    if clips and getattr(processor, "video_processor", None) is None:
+        raise ValueError(f"video: got a clip, expected an image: {type(processor).__name__} reads no videos")
+    names = ("image_token", "boi_token", "video_token")
+    marks = {m for name in names if isinstance(m := getattr(processor, name, None), str)}
     for text, mark in itertools.product(requests, marks):
         if mark in text:
             raise ValueError(
                 f"prompt: got {text!r} with {text.count(mark) + 1} {mark} for 1 image, expected none in the text itself"
             )
-    chats = [chat_prompt(processor, text) for text in requests]
-    return dict(processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True))
+    chats = [chat_prompt(processor, text, "video" if clips else "image") for text in requests]
+    if not clips:
+        return dict(processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True))
+    frames, metadata = [clip.frames for clip in clips], [clip.metadata for clip in clips]
+    options = {"do_sample_frames": False, "return_tensors": "pt", "padding": True}
+    return dict(processor(text=chats, videos=frames, video_metadata=metadata, **options))
 
 
 def move_inputs(inputs: dict[str, Any], model) -> dict[str, Any]:
@@ -93,9 +103,11 @@ def caption_files(
     request: str = PROMPT,
     batch_size: int = 1,
     max_pixels: int = MAX_PIXELS,
+    frames: int = FRAMES,
     **generate: Any,
 ) -> Iterator[tuple[Caption, Stats | None]]:
-    """Caption files in order, `batch_size` at a time. An unreadable file yields its error; the others are processed.
+    """Caption files in order, `batch_size` at a time, images and videos of a batch apart; of a video `frames` are read.
+    An unreadable file yields its error; the others are processed.
 
     Extra arguments go to `generate`; the int `seed` is used for each image, so results do not depend on the batch.
     """
@@ -106,14 +118,16 @@ def caption_files(
         group = [str(p) for p in paths[start : start + batch_size]]
         for path in group:
             try:
-                opened.append((path, open_image(path, max_pixels)))
+                opened.append((path, open_media(path, max_pixels, frames)))
             except (ValueError, OSError) as error:
                 failed[path] = str(error)
         done: dict[str, Caption] = {}
         stats = None
-        if opened:
-            seeds = {} if seed is None else {"seed": [seed] * len(opened)}
-            done, stats = _caption_batch(fast, processor, opened, request, generate | seeds)
+        for kind in (Image, Clip):
+            if alike := [entry for entry in opened if isinstance(entry[1], kind)]:
+                seeds = {} if seed is None else {"seed": [seed] * len(alike)}
+                made, stats = _caption_batch(fast, processor, alike, request, generate | seeds)
+                done |= made
         for path in group:
             yield (done[path], stats) if path in done else (Caption(path, None, error=failed[path]), None)
 
@@ -132,8 +146,8 @@ class Captions:
     """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
 
     request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
-    `2 * slots` at most. generate: arguments of generate; of the int `seed` and a record's id its own seed is made
-    (`sources.seed_of`), so that results do not depend on batch, order or process.
+    `2 * slots` at most. frames: of a video that are read. generate: arguments of generate; of the int `seed` and a
+    record's id its own seed is made (`sources.seed_of`), so that results do not depend on batch, order or process.
 
     A context manager: `close` ends captions that are being made, and the threads.
     """
@@ -147,12 +161,13 @@ class Captions:
         slots: int = 8,
         workers: int = 2,
         max_pixels: int = MAX_PIXELS,
+        frames: int = FRAMES,
         **generate: Any,
     ):
         if not isinstance(workers, int) or workers < 1:
             raise ValueError(f"workers: got {workers!r}, expected a whole number of at least 1")
         self.fast, self.processor, self.request, self.slots, self.workers = fast, processor, request, slots, workers
-        self.max_pixels, self.generate = max_pixels, generate
+        self.max_pixels, self.frames, self.generate = max_pixels, frames, generate
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)
         self._processing = threading.Lock()  # tokenizers are not made for several threads
         self._runs: weakref.WeakSet[Generator[Caption, None, None]] = weakref.WeakSet()
@@ -206,7 +221,7 @@ class Captions:
             if isinstance(image, bytes):
                 image = read_image(image, record.id, self.max_pixels)
             elif isinstance(image, (str, Path)):
-                image = open_image(image, self.max_pixels)
+                image = open_media(image, self.max_pixels, self.frames)
             with self._processing:
                 inputs = process_batch(self.processor, [image], [bare.prompt or ""])
             length, new = inputs["input_ids"].shape[1], self.generate.get("max_new_tokens") or 0

@@ -35,7 +35,7 @@ from visspec.api.image_call import (
 )
 from visspec.api.image_call import image_seeds as image_seeds
 from visspec.api.inpainting import picture_of
-from visspec.api.loading import load_image_model
+from visspec.api.loading import load_diffusers, load_image_model
 from visspec.api.zoo import DrafterSpec
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
@@ -109,6 +109,9 @@ class ImagePipeline(Rebuildable):
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
         where = where or included.image_model()
         options = saving.read(str(where), options)
+        if (whole := load_diffusers(where, device=device, dtype=dtype)) is not None:
+            options["parts"] = {"diffusion": whole} | (options.get("parts") or {})
+            return cls(whole.vision_language_encoder, whole.processor, **options)
         model, processor = load_image_model(where, device=device, dtype=dtype, trust_remote_code=remote)
         return cls(model, processor, **options)
 
@@ -409,7 +412,7 @@ class ImagePipeline(Rebuildable):
         if kind == "latent":
             out.images = list(job.layout.latents(codes))
             return out
-        pixels = job.family.pixels(codes.to(self.model.device), job.layout).cpu()
+        pixels = job.family.render(codes.to(self.model.device), job.layout, out.prompts, out.seeds).cpu()
         if batch.picture is not None:
             pixels = batch.picture.put(pixels, done)
         out.images = list(pixels) if kind == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]

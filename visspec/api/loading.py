@@ -8,18 +8,22 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from safetensors import SafetensorError
+from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from visspec.api import zoo
 from visspec.api.sources import need
-from visspec.io import checkpoint, included
+from visspec.io import checkpoint, hub, included
 from visspec.models.image_codes.families import LOADERS
 from visspec.models.layers import check_layers
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
 
 SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
@@ -57,6 +61,34 @@ def load_image_model(
         return _load_included(folder, reader, device, dtype)
     kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
+
+
+def load_diffusers(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "auto") -> DiffusionPipeline | None:
+    """diffusers' pipeline of a folder or a hub id in its layout (`model_index.json`); None for others.
+
+    Safetensors only, no remote code. dtype "auto" is float32 on a CPU, else bfloat16. Raises ValueError for a pipeline
+    without an autoregressive stage.
+    """
+    if not (Path(where).is_dir() or hub.names(where)):
+        return None
+    try:
+        index = cached_file(where, "model_index.json", _raise_exceptions_for_missing_entries=False)
+    except OSError:  # no such repository: transformers says so when the model is loaded
+        index = None
+    if index is None:
+        return None
+    folder = Path(index).parent
+    for path in folder.rglob("*"):
+        checkpoint.inside(folder, str(path.relative_to(folder)))
+    found = checkpoint.read_json(folder, "model_index.json").get("_class_name")
+    if found != "GlmImagePipeline":
+        raise ValueError(f"model: got diffusers' {found}, expected GlmImagePipeline: it has an autoregressive stage")
+    from diffusers import DiffusionPipeline  # importing it takes seconds
+
+    _check_device(device)
+    usual = torch.float32 if device == "cpu" else torch.bfloat16
+    precision = usual if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return DiffusionPipeline.from_pretrained(where, torch_dtype=precision, use_safetensors=True).to(device)
 
 
 def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False):

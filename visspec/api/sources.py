@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from visspec.io import images, videos
 from visspec.io.files import loads
-from visspec.io.images import SUFFIXES, image_files
+from visspec.io.images import image_files
 
 TABLES = (".jsonl", ".parquet", ".tar")
+SUFFIXES = images.SUFFIXES + videos.SUFFIXES
 LARGEST = 256 << 20  # bytes of a member of a shard: a sparse one may claim any size
 DATASET = "hf:"  # hf:NAME[:SPLIT], or a folder that `save_to_disk` wrote
 
@@ -57,7 +59,7 @@ def reader(source: str) -> Callable[[], Iterator[Record]]:
         return lambda: _to_the_end(source, of_dataset(source))
     unlisted: list[OSError] = []
     if path.is_dir():
-        return _files(image_files(path, unlisted=unlisted), unlisted)
+        return _files(image_files(path, unlisted=unlisted, suffixes=SUFFIXES), unlisted)
     if not path.exists() and glob.has_magic(source):
         found = sorted(p for p in glob.glob(source, recursive=True) if Path(p).suffix.lower() in SUFFIXES)
         unlisted = _unreadable_folders(path)
@@ -135,10 +137,12 @@ def _files(paths: Iterable[Path], unlisted: Iterable[OSError] = ()) -> Callable[
 
 
 def of_entry(entry: object, fallback: str, folder: Path) -> Record:
-    """From a mapping with image, and optionally prompt and id; relative paths start at `folder`."""
+    """From a mapping with image (or the path of a video), and optionally prompt and id; relative paths start at
+    `folder`.
+    """
     if not isinstance(entry, Mapping):
         return Record(fallback, error=f"{fallback}: got {type(entry).__name__}, expected an object with an image")
-    image, prompt = entry.get("image"), entry.get("prompt")
+    image, prompt = entry.get("image", entry.get("video")), entry.get("prompt")
     id = str(fallback if entry.get("id") is None else entry["id"])
     if isinstance(image, Mapping):  # as data sets keep images: the bytes, or else a path
         image = image.get("bytes") or image.get("path")
@@ -202,7 +206,7 @@ def of_tar(path: Path) -> Iterator[Record]:
                 yield _of_member(path, name, found)
                 found = {}
             name = key
-            kind = "image" if f".{suffix.lower()}" in SUFFIXES else suffix
+            kind = "image" if f".{suffix.lower()}" in images.SUFFIXES else suffix
             if kind not in ("image", "json", "prompt"):
                 continue
             if member.size > LARGEST:

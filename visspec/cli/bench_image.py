@@ -150,7 +150,7 @@ class StockImageArm:
         tokens = self.family.stock(texts, self.sampling, layout, cache_implementation=self.cache)
         if not self.family.no_pixels:
             with torch.inference_mode():
-                self.family.pixels(tokens[:, layout.free], layout)
+                self.family.render(tokens[:, layout.free], layout, texts, row_seeds(self.seed, index, len(texts)))
         return speed.ArmRun(time.perf_counter() - start, tokens[:, layout.free].tolist())
 
 

@@ -22,7 +22,7 @@ LOOKS = 4  # files looked at, at most, to see whether the included model was mad
 @dataclass(kw_only=True)
 class Options(RayOptions, CaptioningOptions):
     image: list[Path] = option(
-        "PNG, JPEG or WEBP files; with --out also folders, globs, .jsonl and .parquet of {image, prompt, id},"
+        "PNG, JPEG, WEBP or video files; with --out also folders, globs, .jsonl and .parquet of {image, prompt, id},"
         " .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
         positional=True,
     )
@@ -33,6 +33,7 @@ class Options(RayOptions, CaptioningOptions):
     workers: Positive = option("threads that read images ahead, with --out; with --ray processes", 2)
     report: Path | None = option("a page of the records with thumbnails, with --out", None, writes="file")
     max_pixels: Positive = option(default=64_000_000)
+    frames: Positive = option("frames read of a video", 8)
     top_k: int | None = option(default=None)
     top_p: float | None = option(default=None)
     stats: bool = option("print rounds, tau and times of the last batch", False)
@@ -65,7 +66,7 @@ def run(arguments: Options) -> int:
     request = arguments.prompt or PROMPT
     about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments)
-    reading = {name: getattr(arguments, name) for name in ("batch_size", "max_pixels")}
+    reading = {name: getattr(arguments, name) for name in ("batch_size", "max_pixels", "frames")}
     stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options)
     several, failed, newest = len(arguments.image) > 1, 0, None
     hidden = not several or not sys.stderr.isatty()
@@ -95,7 +96,7 @@ def run_settings(arguments: Options, fast: Accelerated, request: str, options: d
 def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """What captions are made with, as asked for."""
     about = {"model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter}
-    return about | {"acceptance": arguments.acceptance, "sampling": options}
+    return about | {"acceptance": arguments.acceptance, "sampling": options, "frames": arguments.frames}
 
 
 def decode_options(arguments: Options) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def load_captions(
     """The model, and what makes the captions of records, whose images so many threads read ahead."""
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
-    reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels")}
+    reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
     return fast, Captions(fast, processor, request=request, workers=workers, **reading, **options)
 
 

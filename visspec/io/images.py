@@ -107,8 +107,13 @@ def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
     return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
-def image_files(folder: str | Path, recursive: bool = True, unlisted: list[OSError] | None = None) -> list[Path]:
-    """Files of a folder with an image suffix, in natural order; hidden files are skipped.
+def image_files(
+    folder: str | Path,
+    recursive: bool = True,
+    unlisted: list[OSError] | None = None,
+    suffixes: tuple[str, ...] = SUFFIXES,
+) -> list[Path]:
+    """Files of a folder with one of the suffixes, in natural order; hidden files are skipped.
 
     unlisted: gets the errors of folders that can't be listed; without it the first of them is raised. Raises
     FileNotFoundError when the folder does not exist and ValueError when it holds no image.
@@ -119,13 +124,13 @@ def image_files(folder: str | Path, recursive: bool = True, unlisted: list[OSErr
     files: list[Path] = []
     lost: list[OSError] = [] if unlisted is None else unlisted
     for home, below, names in os.walk(folder, onerror=lost.append):
-        files += [Path(home, n) for n in names if Path(n).suffix.lower() in SUFFIXES and not n.startswith(".")]
+        files += [Path(home, n) for n in names if Path(n).suffix.lower() in suffixes and not n.startswith(".")]
         if not recursive:
             below.clear()
     if unlisted is None and lost:
         raise lost[0]
     if not files and not lost:
-        raise ValueError(f"the folder {folder} holds no image ({', '.join(SUFFIXES)})")
+        raise ValueError(f"the folder {folder} holds no image ({', '.join(suffixes)})")
     return sorted(files, key=natural_key)
 
 

@@ -1,0 +1,139 @@
+"""Videos: which frames are read, captions of clips, and files that are refused."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import av
+import pytest
+import torch
+import transformers as tf
+from PIL import Image
+
+from tests import tiny
+from tests.doubles import one_sentence
+from tests.tiny_images import glm_processor, word_tokenizer
+from visspec.api.accelerate import accelerate
+from visspec.api.captions import Captions, caption_files, process_batch
+from visspec.api.sources import records
+from visspec.cli.main import main
+from visspec.io.videos import Clip, read_clip
+from visspec.models.eagle.drafter import FeatureDrafter
+
+FRAMES, SIDE = 25, 16
+SPECIAL = {tiny.IMAGE: "<|image_pad|>", tiny.VIDEO: "<|video_pad|>"}
+SPECIAL |= {tiny.VISION_START: "<|vision_start|>", tiny.VISION_END: "<|vision_end|>", tiny.PAD: "<pad>"}
+TEMPLATE = (
+    "{% for m in messages %}{% for c in m.content %}{% if c.type == 'text' %} {{ c.text }}{% else %}"
+    "<|vision_start|><|{{ c.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@cache
+def processor() -> tf.Qwen2_5_VLProcessor:
+    names = [SPECIAL.get(i, f"w{i}") for i in range(tiny.VOCAB)] + ["<unk>"]
+    tokenizer = word_tokenizer(names, pad_token="<pad>", image_token=SPECIAL[90], video_token=SPECIAL[91])
+    sizes = {"patch_size": 2, "size": {"shortest_edge": 64, "longest_edge": 8 * SIDE**2}}
+    pixels, frames = tf.Qwen2VLImageProcessor(**sizes), tf.Qwen2VLVideoProcessor(**sizes)
+    return tf.Qwen2_5_VLProcessor(pixels, tokenizer, frames, chat_template=TEMPLATE)
+
+
+@cache
+def model():
+    return tiny.qwen2_5_vl()
+
+
+def write(path: Path, codec: str = "h264", frames: int = FRAMES, side: int = SIDE) -> Path:
+    """A clip of 10 frames a second whose frame i has red 10 i."""
+    pixel_format = "yuv420p" if codec == "h264" else "bgr0"
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream(codec, rate=10)
+        stream.width, stream.height, stream.pix_fmt = side, side, pixel_format
+        for i in range(frames):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (side, side), (10 * i, 0, 0)))
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    return path
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("video") / "clip.mp4")
+
+
+@pytest.mark.parametrize("count, indices", [(1, [12]), (4, [3, 9, 15, 21]), (100, list(range(FRAMES)))])
+def test_frames_are_the_middles_of_equal_parts(clip, count, indices):
+    found = read_clip(clip, count)
+    assert (found.indices, found.count, found.fps) == (indices, FRAMES, 10.0)
+    reds = [frame.getpixel((5, 5))[0] for frame in found.frames]
+    assert max(abs(red - 10 * i) for red, i in zip(reds, indices, strict=True)) < 5
+    assert found.metadata["duration"] == 2.5
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "vispec"])
+def test_captions_of_clips_are_those_of_generate(clip, tmp_path, drafter):
+    Image.new("RGB", (SIDE, SIDE), (0, 90, 0)).save(tmp_path / "still.png")
+    files = [clip, tmp_path / "still.png"]
+    if drafter == "vispec":
+        drafter = FeatureDrafter.for_model(model(), image_latents=2)
+    fast = accelerate(model(), drafter)
+    found = caption_files(fast, processor(), files, request="w7 w8", batch_size=2, frames=4, max_new_tokens=9)
+    with torch.inference_mode():
+        for (made, _), media in zip(found, (read_clip(clip, 4), Image.open(files[1]))):
+            inputs = process_batch(processor(), [media], ["w7 w8"])
+            grid = inputs.get("video_grid_thw", inputs.get("image_grid_thw"))
+            ids, slots = inputs["input_ids"], int(grid.prod()) // 4
+            if isinstance(media, Clip):  # two frames a patch, 1.6 frames a second
+                assert float(inputs["second_per_grid_ts"][0]) == pytest.approx(2 / 1.6)
+            assert (ids == (tiny.VIDEO if isinstance(media, Clip) else tiny.IMAGE)).sum() == slots > 8
+            stock = model().generate(**inputs, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+            assert made.text == processor().tokenizer.decode(stock, skip_special_tokens=True).strip()
+
+
+def test_a_stream_of_records_takes_clips_and_images(clip, tmp_path):
+    home = tmp_path / "media"
+    home.mkdir()
+    (home / "a.mp4").write_bytes(clip.read_bytes())
+    Image.new("RGB", (SIDE, SIDE), (0, 90, 0)).save(home / "b.png")
+    lines = tmp_path / "more.jsonl"
+    lines.write_text(json.dumps({"video": "media/a.mp4", "id": "again", "prompt": "w7"}))
+    with Captions(accelerate(model(), None), processor(), request="w7", frames=2, max_new_tokens=5) as captions:
+        found = {made.path: made for made in captions(records([home, lines]))}
+    assert not any(made.error for made in found.values())
+    assert found["again"].text == found[str(home / "a.mp4")].text != found[str(home / "b.png")].text
+
+
+def test_the_command_captions_a_clip(clip, tmp_path, capsys):
+    model().save_pretrained(tmp_path / "model")
+    processor().save_pretrained(tmp_path / "model")
+    given = ["--model", str(tmp_path / "model"), "--prompt", "w7", "--max-new-tokens", "4", "--drafter", "ngram"]
+    texts = []
+    for frames in ("2", "8"):
+        assert main(["caption", str(clip), *given, "--frames", frames]) in (0, None)
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("w") and texts[0] != texts[1]
+
+
+def test_refusals(clip, tmp_path):
+    playlist = f"#EXTM3U\n#EXT-X-TARGETDURATION:10\n#EXTINF:10,\n{clip}\n#EXT-X-ENDLIST\n"
+    (tmp_path / "playlist.mp4").write_text(playlist)
+    (tmp_path / "cut.mp4").write_bytes(clip.read_bytes()[:900])
+    (tmp_path / "still.mp4").write_bytes(b"")
+    write(tmp_path / "odd.mkv", "ffv1", 3)
+    cases = {
+        "playlist.mp4 is broken or no video of mov": lambda: read_clip(tmp_path / "playlist.mp4"),
+        "cut.mp4 is broken": lambda: read_clip(tmp_path / "cut.mp4"),
+        "still.mp4 is broken": lambda: read_clip(tmp_path / "still.mp4"),
+        "odd.mkv is a video of ffv1, expected one of h264": lambda: read_clip(tmp_path / "odd.mkv"),
+        "has 16 x 16 pixels, more than the limit of 255": lambda: read_clip(clip, 2, 255),
+        "video: got a clip, expected an image: GlmImageProcessor": lambda: process_batch(
+            glm_processor(), [read_clip(clip, 2)], ["w7"]
+        ),
+    }
+    for why, call in cases.items():
+        with one_sentence(why):
+            call()
+    with pytest.raises(FileNotFoundError, match="there is no video file"):
+        read_clip(tmp_path / "none.mp4")
