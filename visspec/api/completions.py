@@ -34,7 +34,7 @@ MOST_SEED = 2**62  # rows and images count up from a seed
 NOTHING: dict[str, tuple] = {  # arguments of a completion that are not supported, with the values that ask for nothing
     "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "functions": ([],),
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
-    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,), "response_format": ({"type": "text"},),
+    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
     "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "moderation": (),
     "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,), "service_tier": ("auto", "default"),
 }  # fmt: skip
@@ -107,6 +107,7 @@ class ChatRequest:
     stops: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False  # whether a streamed answer ends with its counts
+    schema: Any = None  # of the JSON that the answer is
 
     @property
     def pixels(self) -> int:
@@ -155,6 +156,7 @@ class ChatBody(Body):
         None, description=f"a text or a list of at most {MOST_STOPS}"
     )
     stream: bool | None = Field(None, description="true or false")
+    response_format: Any = None
     stream_options: StreamOptions | None = Field(
         None, description="an object in which include_usage is true or false, include_obfuscation false"
     )
@@ -226,11 +228,28 @@ def chat(body: Json, limits: RequestLimits) -> ChatRequest:
     most = [n for n in (asked.max_completion_tokens, asked.max_tokens) if n is not None]
     usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
     stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    found = ChatRequest(messages, images, options, min(most, default=None), stops, bool(asked.stream), usage)
+    schema = schema_of(asked.response_format)
+    found = ChatRequest(messages, images, options, min(most, default=None), stops, bool(asked.stream), usage, schema)
     if found.pixels > limits.at_once:
         said = f"messages: got images of {found.pixels} pixels together, expected at most {limits.at_once}"
         raise RequestError(said, param="messages")
     return found
+
+
+def schema_of(given: Json) -> Json:
+    """The schema of a response_format; None for text. Raises Refused."""
+    kind = given.get("type") if isinstance(given, Mapping) else given
+    if kind in (None, "text") and given in (None, {"type": "text"}):
+        return None
+    if given == {"type": "json_object"}:
+        return {"type": "object"}
+    described = given.get("json_schema") if isinstance(given, Mapping) and kind == "json_schema" else None
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise refusal("response_format", given, "text, json_object, or json_schema with its schema")
+    only(given, ("type", "json_schema"), "response_format.")
+    only(described, ("name", "description", "schema", "strict"), "response_format.json_schema.")
+    return schema
 
 
 def drawing(body: Json) -> ImageRequest:

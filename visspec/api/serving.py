@@ -26,6 +26,8 @@ from visspec.api.captions import move_inputs
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
+from visspec.api.schemas import JsonGrammars
+from visspec.io.files import Json
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
 from visspec.types import Processor
@@ -339,6 +341,7 @@ class TextWorker(QueueWorker[QueuedChat]):
         self.decoder = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.processing = threading.Lock()
         self.tensors = completions.takes_tensors(processor)
+        self.grammars: JsonGrammars | None = None
         self.over = False
         super().__init__(name, meters)
 
@@ -348,8 +351,20 @@ class TextWorker(QueueWorker[QueuedChat]):
         length = inputs["input_ids"].shape[1]
         most = completions.room(length, asked, self.limits)
         inputs = move_inputs(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
+        if asked.schema is not None:
+            inputs |= self._by_schema(asked.schema)
         writer = StopTextFilter(self._decode, asked.stops) if asked.stops or asked.stream else None
         return QueuedChat(tell, asked=asked, inputs=inputs, prompt=length, writer=writer)
+
+    def _by_schema(self, schema: Json) -> dict[str, Any]:
+        """generate's arguments for an answer of a schema. Raises Refused."""
+        try:
+            with self.processing:
+                if self.grammars is None:
+                    self.grammars = JsonGrammars(self.processor.tokenizer, self.fast.model, "response_format")
+                return self.grammars.options(schema)
+        except ValueError as error:
+            raise RequestError(str(error), param="response_format") from None
 
     def _decode(self, tokens: list[int]) -> str:
         return self.decoder.decode(tokens, skip_special_tokens=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ from visspec.io.options import option
 
 if TYPE_CHECKING:
     from visspec.api.accelerate import Accelerated
-    from visspec.api.schemas import JsonSchema
+    from visspec.api.captions import Caption
 
 LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
 
@@ -67,19 +69,18 @@ def run(arguments: Options) -> int:
     from visspec.api.captions import PROMPT, caption_files
 
     model, processor, drafter = load(arguments)
-    schema = json_schema(arguments, model, processor)
+    constraint, check = by_schema(arguments, model, processor)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
     request = arguments.prompt or PROMPT
     about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments)
     reading = {name: getattr(arguments, name) for name in ("batch_size", "max_pixels", "frames")}
-    options |= schema.options if schema else {}
-    stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options)
+    stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options, **constraint)
     several, failed, newest = len(arguments.image) > 1, 0, None
     hidden = not several or not sys.stderr.isatty()
     with Results(arguments.json, about) as results:
         for found, stats in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
-            newest, found = stats or newest, schema.check(found) if schema else found
+            newest, found = stats or newest, check(found)
             row = {"path": found.path, "caption": found.text, "tokens": found.tokens, "ended": found.ended}
             results.add(row | {"error": found.error})
             if found.error:
@@ -108,13 +109,15 @@ def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[
     return about | {"acceptance": arguments.acceptance, "sampling": options, "frames": arguments.frames}
 
 
-def json_schema(arguments: Options, model: Any, processor: Any) -> JsonSchema | None:
-    """What --schema asks for."""
+def by_schema(arguments: Options, model: Any, processor: Any) -> tuple[dict[str, Any], Callable[[Caption], Caption]]:
+    """generate's arguments for --schema, and what checks a caption by it."""
     if arguments.schema is None:
-        return None
-    from visspec.api.schemas import JsonSchema
+        return {}, lambda found: found
+    from visspec.api.schemas import JsonGrammars
 
-    return JsonSchema(read_schema(arguments.schema), processor.tokenizer, model, "--schema")
+    schema = read_schema(arguments.schema)
+    grammars = JsonGrammars(processor.tokenizer, model, "--schema")
+    return grammars.options(schema), partial(grammars.check, schema=schema)
 
 
 def read_schema(path: Path) -> Any:

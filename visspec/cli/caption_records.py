@@ -71,12 +71,11 @@ def load_captions(
 ) -> tuple[Accelerated, Callable[[Iterable[Record]], Iterator[Caption]]]:
     """The model, and what makes the captions of records, whose images so many threads read ahead."""
     model, processor, drafter = load(arguments)
-    schema = caption.json_schema(arguments, model, processor)
+    constraint, check = caption.by_schema(arguments, model, processor)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
-    options = options | (schema.options if schema else {})
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
-    captions = Captions(fast, processor, request=request, workers=workers, **reading, **options)
-    return fast, lambda records: map(schema.check, captions(records)) if schema else captions(records)
+    captions = Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint)
+    return fast, lambda records: map(check, captions(records))
 
 
 def output_path(arguments: caption.Options) -> Path:
