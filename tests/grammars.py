@@ -11,12 +11,13 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+import transformers as tf
 import transformers.tokenization_utils as tokenization
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from tests.tiny import EOS, PAD, VOCAB, model_of
+from tests.tiny import EOS, IMAGE, PAD, VOCAB, model_of
 
 SHAPE = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}, "count": {"enum": [1, 2, 12]}}}
 SHAPE |= {"required": ["colour", "count"], "additionalProperties": False}
@@ -66,6 +67,18 @@ def json_model() -> nn.Module:
             embedding.weight.data = 0.3 * torch.randn(embedding.weight.shape, generator=generator)
     model.generation_config.eos_token_id = EOS
     return model.eval()
+
+
+def json_processor() -> tf.LlavaProcessor:
+    """The model's processor."""
+    return tf.LlavaProcessor(
+        image_processor=tf.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
+        tokenizer=tokenizer(),
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        image_token=f"<{IMAGE}>",
+        num_additional_image_tokens=1,
+    )
 
 
 def record(tokens: list[int]) -> Any:

@@ -1,19 +1,25 @@
 """Processors that keep state, those of the grammar packages among them, and the tokens that grammars force."""
 
 import itertools
+import json
+import sys
 import threading
 
+import jsonschema
 import pytest
 import torch
 import transformers as tf
+from PIL import Image
 from scipy.stats import chisquare
 
 import visspec
 from tests.doubles import NEW, Hostile, TreeOracle, fast, new_tokens, one_sentence
-from tests.grammars import LONGEST, PACKAGES, json_model, record, tokenizer
+from tests.grammars import LONGEST, PACKAGES, SCHEMA, json_model, json_processor, record, tokenizer
 from tests.tiny import EOS, model_of, prompt, shapes
 from visspec import grammar
-from visspec.api import processors
+from visspec.api import processors, schemas
+from visspec.cli import caption
+from visspec.cli.main import main
 
 
 def inputs_of(rows: int) -> dict[str, torch.Tensor]:
@@ -156,6 +162,46 @@ def test_what_keeps_state_and_cannot_be_copied_is_refused():
         "^logits_processor: got .*Taking, which keeps state between calls, expected one that can be copied"
     ):
         fast("llava", "ngram").generate(**inputs, max_new_tokens=2, logits_processor=[held])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A folder of a model that writes JSON, a schema's file and a picture."""
+    pytest.importorskip("xgrammar")
+    folder = tmp_path_factory.mktemp("json")
+    json_model().save_pretrained(folder)
+    json_processor().save_pretrained(folder)
+    schema, picture = folder / "schema.json", folder / "picture.png"
+    schema.write_text(json.dumps(SCHEMA))
+    Image.new("RGB", (8, 8), "red").save(picture)
+    return folder, schema, picture
+
+
+def test_captions_of_a_schema(files, tmp_path, capsys):
+    folder, schema, picture = files
+    options = ["--model", str(folder), "--schema", str(schema), "--drafter", "ngram"]
+    out = tmp_path / "records.jsonl"
+    assert main(["caption", str(picture), *options]) == 0
+    text = capsys.readouterr().out
+    jsonschema.validate(json.loads(text), SCHEMA)
+    assert main(["caption", str(picture), *options, "--out", str(out)]) == 0
+    assert json.loads(out.read_text().splitlines()[0])["caption"] == text.strip()
+    assert main(["caption", str(picture), *options, "--max-new-tokens", "9"]) == 2
+    assert "got 9 tokens that --schema does not allow, expected JSON of it" in capsys.readouterr().err
+
+
+def test_grammars_refuse_in_a_sentence(files, captioner, tmp_path, monkeypatch):
+    model, grammars = json_model(), schemas.JsonGrammars(tokenizer(), json_model(), "schema")
+    for schema in (7, {"type": "nonsense"}):
+        with one_sentence("^schema: got what can't be a grammar, expected a JSON schema"):
+            grammars.options(schema)
+    with one_sentence("^--schema: got a model whose tokenizer can't write .*, expected one that can"):
+        schemas.JsonGrammars(captioner[1].tokenizer, captioner[0], "--schema")
+    with one_sentence("^--schema: got .*gone.json, expected a file with a JSON schema"):
+        caption.read_schema(tmp_path / "gone.json")
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with one_sentence("^schema: xgrammar is not installed, expected it"):
+        schemas.JsonGrammars(tokenizer(), model, "schema")
 
 
 TEXTS = [[7, 8, 9, a, 10, 11, b, 12, EOS] for a, b in itertools.product((20, 21, 22), (30, 31))] + [[7, 8, 40, 41, EOS]]

@@ -8,6 +8,7 @@ import base64
 import copy
 import gc
 import io
+import json
 import re
 import signal
 import socket
@@ -18,6 +19,7 @@ import weakref
 from contextlib import contextmanager, nullcontext
 from typing import get_type_hints
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,7 @@ from openai.types.chat import completion_create_params
 
 import visspec
 from tests import children
+from tests.grammars import SCHEMA, json_model, json_processor
 from visspec.api import completions, loading
 from visspec.api.captions import prepare
 from visspec.api.completions import RequestError, RequestLimits
@@ -233,6 +236,27 @@ ASKS = {  # values that ask for what the server has not
 }  # fmt: skip
 UNKNOWN = {"repetition_penalty": 1.2, "min_p": 0.1, "guided_json": {}, "min_tokens": 3, "stop_token_ids": [2],
            "temprature": 1, "a\nb": 1, "\ud800": 1}  # fmt: skip
+
+
+def test_answers_of_a_schema(captioner):
+    pytest.importorskip("xgrammar")
+    described = {"type": "json_schema", "json_schema": {"name": "scene", "schema": SCHEMA, "strict": True}}
+    with Running((json_model(), json_processor()), context=None) as found:
+
+        def answer(**options):
+            made = found.client().chat.completions.create(model="captioner", messages=asked("x"), **options)
+            return made.choices[0]
+
+        jsonschema.validate(json.loads(answer(response_format=described).message.content), SCHEMA)
+        cut = answer(response_format={"type": "json_object"}, max_tokens=3)
+        assert cut.finish_reason == "length" and cut.message.content.startswith("{")
+        assert (
+            answer(response_format={"type": "text"}, max_tokens=3).message.content
+            == answer(max_tokens=3).message.content
+        )
+        described["json_schema"]["schema"] = {"type": "nonsense"}
+        with pytest.raises(openai.BadRequestError, match="response_format: got what can't be a grammar"):
+            answer(response_format=described)
 
 
 @pytest.mark.parametrize(
