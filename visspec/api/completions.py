@@ -238,18 +238,18 @@ def chat(body: Json, limits: RequestLimits) -> ChatRequest:
 
 def schema_of(given: Json) -> Json:
     """The schema of a response_format; None for text. Raises Refused."""
-    kind = given.get("type") if isinstance(given, Mapping) else given
-    if kind in (None, "text") and given in (None, {"type": "text"}):
+    if given in (None, {"type": "text"}):
         return None
     if given == {"type": "json_object"}:
         return {"type": "object"}
-    described = given.get("json_schema") if isinstance(given, Mapping) and kind == "json_schema" else None
-    schema = described.get("schema") if isinstance(described, Mapping) else None
-    if not isinstance(schema, Mapping):
+    described = given.get("json_schema") if isinstance(given, Mapping) and given.get("type") == "json_schema" else None
+    if not (
+        isinstance(given, Mapping) and isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping)
+    ):
         raise refusal("response_format", given, "text, json_object, or json_schema with its schema")
     only(given, ("type", "json_schema"), "response_format.")
     only(described, ("name", "description", "schema", "strict"), "response_format.json_schema.")
-    return schema
+    return described["schema"]
 
 
 def drawing(body: Json) -> ImageRequest:

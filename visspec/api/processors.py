@@ -40,7 +40,10 @@ class Matcher(Protocol):
     """Where a grammar stands behind a row's tokens."""
 
     beyond: bool  # whether ids that its vocabulary does not have are allowed
-    finished: bool  # whether it takes no more tokens
+
+    @property
+    def finished(self) -> bool:
+        """Whether it takes no more tokens."""
 
     def accept(self, token: int) -> bool:
         """Go to the state behind a token; false, in the same state, where it is not allowed."""
