@@ -89,11 +89,11 @@ def record(tokens: list[int]) -> Any:
 
 
 @functools.cache
-def compiled(**options: Any) -> Any:
-    """The schema's grammar of xgrammar."""
+def compiled(schema: str = json.dumps(SCHEMA), **options: Any) -> Any:
+    """A schema's grammar of xgrammar."""
     xgrammar = pytest.importorskip("xgrammar")
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer(), vocab_size=len(tokenizer()))
-    return xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), **options)
+    return xgrammar.GrammarCompiler(info).compile_json_schema(schema, **options)
 
 
 def _xgrammar() -> dict[str, Any]:

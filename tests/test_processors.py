@@ -14,12 +14,19 @@ from scipy.stats import chisquare
 
 import visspec
 from tests.doubles import NEW, Hostile, TreeOracle, fast, new_tokens, one_sentence
-from tests.grammars import LONGEST, PACKAGES, SCHEMA, json_model, json_processor, record, tokenizer
+from tests.grammars import LONGEST, PACKAGES, SCHEMA, compiled, json_model, json_processor, record, tokenizer
 from tests.tiny import EOS, model_of, prompt, shapes
 from visspec import grammar
 from visspec.api import processors, schemas
 from visspec.cli import caption
 from visspec.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def _not_compiled():
+    """The packages compile their own functions, which takes a minute."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
 
 
 def inputs_of(rows: int) -> dict[str, torch.Tensor]:
@@ -102,6 +109,26 @@ def test_matchers_go_to_any_prefix(package):
         assert used.mask(ways[n][:at]).tolist() == expected[n][at]
     assert used.mask([*ways[0][:3], 5]) is None, "an id that writes nothing"
     assert walk(used, ways[0]) == expected[0], "a refused token leaves it where it was"
+
+
+@pytest.mark.parametrize("package", ["xgrammar", "outlines", "outlines-llguidance"])
+def test_scores_are_those_of_the_package(package):
+    """Ids that the grammar's vocabulary does not have are banned or not, as the package does."""
+    made, ids, scores = PACKAGES[package]()["logits_processor"][0], torch.tensor([[1, 5]]), torch.randn(1, 500)
+    own = processors.at_any_prefix(made, ids)
+    assert torch.equal(own(ids, scores.clone()), made(ids, scores.clone()))
+
+
+def test_a_row_has_its_own_grammar():
+    pytest.importorskip("xgrammar")
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    grammars = [compiled(any_whitespace=False), compiled(any_whitespace=False, schema='{"enum": [12, "red"]}')]
+    inputs, options = inputs_of(2), {"max_new_tokens": LONGEST, "do_sample": False}
+    make = lambda: {"logits_processor": [LogitsProcessor(grammars)]}  # noqa: E731
+    expected = new_tokens(json_model().generate(**inputs, **options, **make()), inputs)
+    found = visspec.accelerate(json_model(), "ngram").generate(**inputs, **options, **make())
+    assert new_tokens(found, inputs) == expected and record(expected[0])
 
 
 class Taking(tf.LogitsProcessor):
