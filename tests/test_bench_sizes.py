@@ -20,7 +20,7 @@ COMMON = {
 ROW = {
     "size", "layers", "arm", "batch_size", "tau", "expected_tau", "given_acceptance", "speedup", "speedup_ci95",
     "speedup_decode_only", "decode_over_transformers_static", "decode_over_plain", "identical", "compared", "law_error",
-    "attention", "compiled", "failures", "ms_per_token", "ms_per_round", "pass_ms", "host_share", "over_bytes",
+    "attention", "compiled", "failures", "ms_per_token", "ms_per_round", "pass_ms", "host_share", "bytes_bound",
 }  # fmt: skip
 DRAFTED = {
     "ideal_speedup",
@@ -31,6 +31,7 @@ DRAFTED = {
     "over_pass",
 }
 ARMS = ["transformers_generate", "transformers_static", "plain", "oracle 0.6", "oracle 0.9", "oracle 1"]
+ARMS += ["policy 0.6", "policy 0.9", "policy 1"]
 
 
 def tiny(name="qwen2.5-vl-7b", batch=2, **changes):
@@ -53,30 +54,29 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
     record = json.loads(file.read_text())
     rows = record["rows"]
     assert record.keys() >= COMMON and record["bench"] == "sizes" and record["random_weights"]
-    assert record["provenance"]["dtype"] == "float32" and record["identical"] == record["compared"] == 2 * 2 * 4 * 6
-    assert [(r["size"], r["batch_size"]) for r in rows[::6]] == [
+    assert record["provenance"]["dtype"] == "float32" and record["identical"] == record["compared"] == 2 * 2 * 4 * 9
+    assert [(r["size"], r["batch_size"]) for r in rows[::9]] == [
         (name, batch) for name in ("qwen2.5-vl-7b", "llamagen-xl") for batch in (1, 3)
     ]
     assert [r["arm"] for r in rows] == ARMS * 4
     for row in rows:
         assert row.keys() >= ROW and not row["failures"] and row["law_error"] < 1e-4 and row["layers"] == 2
         assert row["identical"] == row["compared"] == 2 * row["batch_size"] and row["speedup"] > 0
-        assert all(
-            row[name] is None for name in ("ms_per_token", "ms_per_round", "pass_ms", "host_share", "over_bytes")
-        )
+        assert all(row[name] is None for name in ("ms_per_token", "ms_per_round", "pass_ms", "host_share"))
         assert not row["compiled"] and row["attention"] == "a mask over stored keys (no CUDA device)"
-        drafted = row["arm"].startswith("oracle")
+        drafted, paced = row["arm"].startswith(("oracle", "policy")), row["arm"].startswith("policy")
+        assert row["bytes_bound"] > 0 and (0 < row.get("length_share", 0) < 1.2) == paced
         assert (row["tau"] is not None) == drafted == (row.keys() >= DRAFTED)
         if drafted:
             cost = row["verify_over_plain"] + row["draft_over_plain"] + row["host_over_plain"]
             assert row["ideal_speedup"] == pytest.approx(row["tau"] / cost)
             assert row["over_pass"] == pytest.approx(row["measured_over_ideal"] * row["ideal_speedup"])
     for a, wanted in ((0.6, 2.38), (0.9, 4.69)):
-        found = [row for row in rows if row["given_acceptance"] == a]
+        found = [row for row in rows if row["arm"] == f"oracle {a}"]
         assert all(abs(row["expected_tau"] - wanted) < 0.01 for row in found)
         rounds = sum(row["compared"] * 71 / row["tau"] for row in found)  # 71: the first token is the prefill's
         assert abs(sum(row["compared"] * 71 for row in found) / rounds - wanted) < 0.35
-    surely = [row["tau"] for row in rows if row["given_acceptance"] == 1]
+    surely = [row["tau"] for row in rows if row["arm"] == "oracle 1"]
     assert surely == [pytest.approx(71 / 12)] * 4  # six a pass, the last one shorter
     out = capsys.readouterr().out
     assert "random weights" in out and "ms a token" not in out  # ratios on a CPU
@@ -87,7 +87,7 @@ def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
     seen, by_tree = [], ragged.by_tree
     monkeypatch.setattr(ragged, "by_tree", lambda *args: seen.append(1) or by_tree(*args))
     record = bench_sizes.bench_sizes(options("qwen2.5-vl-7b", [2], max_new_tokens=12, attention=way))
-    assert bool(seen) == (way == "tree") and record["identical"] == record["compared"] == 8
+    assert bool(seen) == (way == "tree") and record["identical"] == record["compared"] == 10
     assert all(row["attention"] == ragged.WORDS[way] and row["law_error"] < 1e-4 for row in record["rows"])
 
 
@@ -99,14 +99,14 @@ def test_a_gpu_gets_times(monkeypatch):
     rows = [{"size": "tiny", "layers": 2} | row for row in case.rows([0.8], 1)]
     weights = 4 * sum(p.numel() for p in case.model.parameters())
     for row in rows:
-        assert row["over_bytes"] == pytest.approx(row["pass_ms"] * 1e6 / weights)
+        assert row["bytes_bound"] == pytest.approx(weights / row["pass_ms"] / 1e6)
         assert 0 < row["host_share"] <= 1 and row["ms_per_token"] > 0
-        assert (row["ms_per_round"] is not None) == (row["arm"] in ("plain", "oracle 0.8"))
+        assert (row["ms_per_round"] is not None) == (row["arm"] in ("plain", "oracle 0.8", "policy 0.8"))
         assert row["compiled"] == (row["arm"] == "transformers_static")
     assert rows[3]["ms_per_round"] / rows[3]["ms_per_token"] == pytest.approx(rows[3]["tau"])
     assert rows[3]["over_pass"] == pytest.approx(rows[3]["pass_ms"] / rows[3]["ms_per_token"])
     view = bench_sizes.view({"rows": rows, "prompt": 12, "max_new_tokens": 40})
-    assert [column.header for column in view.columns][-4:] == ["ms a token", "pass, ms", "host", "over bytes"]
+    assert [column.header for column in view.columns][-3:] == ["ms a token", "pass, ms", "host"]
 
 
 def test_proportions_are_those_of_the_model():
@@ -175,7 +175,7 @@ def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
 
     monkeypatch.setattr(bench_sizes.SizeCase, "ours", full)
     record = bench_sizes.bench_sizes(options("llamagen-xl", [3, 1], max_new_tokens=6))
-    assert [row["batch_size"] for row in record["rows"]] == [1] * 4
+    assert [row["batch_size"] for row in record["rows"]] == [1] * 5
     (failure,) = record["failures"]
     assert failure.startswith("llamagen-xl, batch 3: prompt 0: OutOfMemoryError: CUDA")
     assert failure in bench_sizes.view(record).caption

@@ -9,10 +9,12 @@ from visspec.types import Draft, Drafter, DrafterTraits, State
 
 
 class Oracle(Drafter):
-    """Chains of known drafts (B, T), which can be set anew for each prompt. B rows, T tokens of an answer."""
+    """Chains of known drafts (B, T), which can be set anew for each prompt. B rows, T tokens of an answer. adaptive: a
+    draft-length policy chooses how many of them.
+    """
 
-    def __init__(self, drafts_BT: Tensor | None = None, levels: int = 8):
-        self.traits = DrafterTraits(levels=levels, adaptive_depth=False, observes="none")
+    def __init__(self, drafts_BT: Tensor | None = None, levels: int = 8, adaptive: bool = False):
+        self.traits = DrafterTraits(levels=levels, adaptive_depth=adaptive, observes="none")
         self.drafts_BT = drafts_BT
 
     def propose(self, state: State, depth: int) -> Draft:

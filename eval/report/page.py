@@ -15,7 +15,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from visspec.eval.bench.paired import in_words, suspicion
-from visspec.eval.report import figures, kernels, overview, prompts
+from visspec.eval.report import figures, kernels, overview, prompts, rules
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, QUALITY, Method, interval, methods_of, number, pairs_of, positive, read
 from visspec.eval.report.records import RecordImage
@@ -46,13 +46,15 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         raise ValueError(f"report: --out: {out} is a folder, expected a file")
     together: dict[tuple[str, str], list[Method]] = {}
     methods: list[Method] = []
-    tables, curves, others = [], [], []  # of kernels; of long prompts; of other benches
+    tables, curves, simulated, others = [], [], [], []  # of kernels; of long prompts; of rules; of other benches
     for path in map(Path, paths):
         record = read(path)
         if record["bench"] == "kernels":
             tables.append(kernels.Table(record, path.name))
         elif record["bench"] == "prompts":
             curves.append(prompts.Curves(record, path.name))
+        elif record["bench"] == "rules":
+            simulated.append(rules.RuleCurves(record, path.name))
         elif record["bench"] not in KINDS:
             others.append(kernels.scalar_fields(record, path.name))
         for method in methods_of(record, path) if record["bench"] in KINDS else []:
@@ -62,8 +64,10 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     groups = [MethodGroup(kind, target, found) for (kind, target), found in together.items()]
     shown = {"groups": groups, "methods": [summary(m) for m in methods], "tables": tables, "curves": curves}
     shown |= {"others": others, "failures": [failure for group in groups for failure in group.failures]}
+    shown["simulated"] = simulated
     where = [(f"Kernels of {table.source}", table.provenance) for table in tables if table.provenance]
     where += [(f"Long prompts of {curve.source}", curve.provenance) for curve in curves if curve.provenance]
+    where += [(f"Rules of {found.source}", found.provenance) for found in simulated if found.provenance]
     relative = overview.distance_of(methods) == "fd_ratio"
     shown |= {"provenance": where + provenance(methods), "relative": relative, "few": figures.FEW}
     shown |= {"guarantees": overview.GUARANTEES, "equal": overview.EQUAL_FD}

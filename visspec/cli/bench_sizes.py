@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.api.accelerate import accelerate
+from visspec.api.accelerate import Accelerated, accelerate
 from visspec.cli.arguments import Positive, Probability
 from visspec.cli.bench import BenchOptions
 from visspec.distributions import categorical
@@ -40,6 +40,7 @@ from visspec.types import Request, State
 Decoder = LlamaForCausalLM | Qwen2ForCausalLM
 Answer = tuple[Tensor, State | None]  # ids with the prompt's before them, and the state of our loop
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"
+ORACLE, POLICY = "oracle", "policy"
 
 
 class Size(NamedTuple):
@@ -116,13 +117,15 @@ def run(arguments: Options) -> None:
 
 def bench_sizes(arguments: Options) -> dict[str, Any]:
     """One row for each size, batch and arm: transformers' `generate`, the same with a static cache (compiled on a GPU),
-    our loop without a drafter, and with oracles. Raises ValueError for fewer than two tokens.
+    our loop without a drafter, with oracles of `levels` drafts, and with oracles whose draft-length policy has learnt
+    nothing yet. Raises ValueError for fewer than two tokens.
 
     speedup: whole calls over transformers' generate, decode_over_*: without the prompt. tau of `expected_tau`;
     ideal_speedup: tau / (v + c + o) in passes over one node, o being the part of our plain round that is no pass;
     over_pass: what was measured in that unit. attention: how our passes attend, None for the device's own choice.
-    identical of compared: rows equal to transformers'. On a GPU only: pass_ms, host_share (the part of a pass until the
-    host has issued it) and over_bytes (a pass over reading its weights at copy bandwidth).
+    identical of compared: rows equal to transformers'. length_share: tau of the policy over that of `levels` drafts.
+    bytes_bound: reading the weights at copy bandwidth over a pass, in seconds of both. On a GPU only: pass_ms and
+    host_share (the part of a pass until the host has issued it).
     """
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
@@ -165,14 +168,20 @@ class SizeCase:
         self.vocabulary = model.config.vocab_size
         self.static: StaticCache | None = None
         self.known: dict[int, Tensor] = {}
-        self.plain = accelerate(model, None, compile=compile)
-        self.drafter = Oracle(levels=levels)
-        self.fast = accelerate(model, self.drafter, adaptive=False, levels=levels, compile=compile)
-        for target in (self.plain.target, self.fast.target):
-            if attention is not None:
-                folding.register()
-                text = model.config.get_text_config()
-                target.masks.backend = ragged.choose(target.decoder, text, model.dtype, model.device, attention)
+        self.compile, self.attention = compile, attention
+        self.plain = self.accelerate(None)
+        self.drafters: dict[str, Oracle] = {}
+        self.fast: dict[str, Accelerated] = {}
+
+    def accelerate(self, drafter: Oracle | None) -> Accelerated:
+        """The model with a drafter, which says whether the policy chooses lengths."""
+        model, attention, adaptive = self.model, self.attention, drafter is not None and drafter.traits.adaptive_depth
+        fast = accelerate(model, drafter, adaptive=adaptive, levels=self.levels, compile=self.compile)
+        if attention is not None:
+            folding.register()
+            text, target = model.config.get_text_config(), fast.target
+            target.masks.backend = ragged.choose(target.decoder, text, model.dtype, model.device, attention)
+        return fast
 
     def ids(self, prompt: int) -> Tensor:
         generator = torch.Generator().manual_seed(prompt)
@@ -194,13 +203,17 @@ class SizeCase:
         self.static.reset()
         return self.stock(ids, new, **{CACHE: self.static})
 
-    def ours(self, ids: Tensor, new: int, drafted: bool = False) -> Answer:
-        found = (self.fast if drafted else self.plain).run(**self.options(ids, new))
+    def ours(self, ids: Tensor, new: int, arm: str = "") -> Answer:
+        found = (self.fast[arm] if arm else self.plain).run(**self.options(ids, new))
         return found.output, found.state
 
-    def time_drafted(self, acceptance: float, prompt: int) -> speed.ArmRun:
-        self.drafter.drafts_BT = erring(self.answer(prompt), acceptance, self.vocabulary, seed=prompt)
-        return self.time_calls(partial(self.ours, drafted=True), prompt)
+    def time_drafted(self, arm: str, prompt: int) -> speed.ArmRun:
+        if arm not in self.fast or arm.startswith(POLICY):
+            self.drafters[arm] = Oracle(levels=self.levels, adaptive=arm.startswith(POLICY))
+            self.fast[arm] = self.accelerate(self.drafters[arm])
+        drafts_BT = erring(self.answer(prompt), acceptance_of(arm), self.vocabulary, seed=prompt)
+        self.drafters[arm].drafts_BT = drafts_BT
+        return self.time_calls(partial(self.ours, arm=arm), prompt)
 
     def options(self, ids: Tensor, new: int) -> dict[str, Any]:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
@@ -219,7 +232,8 @@ class SizeCase:
             STATIC: partial(self.time_calls, self.with_static_cache),
             PLAIN: partial(self.time_calls, self.ours),
         }
-        arms |= {f"oracle {a:g}": partial(self.time_drafted, a) for a in acceptance}
+        drafted = [f"{kind} {a:g}" for kind in (ORACLE, POLICY) for a in acceptance]
+        arms |= {name: partial(self.time_drafted, name) for name in drafted}
         runs, failures = speed.interleave(arms, list(range(repeats)), warmup=1)
         if not runs[STOCK]:
             raise RuntimeError(failures[0])
@@ -229,18 +243,20 @@ class SizeCase:
     def row(self, name: str, runs: dict[str, list[speed.ArmRun]], passes: dict[str, Any]) -> dict[str, Any]:
         """A row of the record: one arm."""
         found, against = runs[name], speed.compare(runs[STOCK], runs[name])
-        acceptance = float(name.removeprefix("oracle ")) if name.startswith("oracle ") else None
+        acceptance = acceptance_of(name) if name in self.fast else None
         reach = speed.tau(found)["tau"] if acceptance is not None else None
         each = [sum(run.seconds - run.first for run in part) for part in (found, runs[PLAIN])]
         rounds = [sum(len(run.rounds) for run in part) for part in (found, runs[PLAIN])]
         row: dict[str, Any] = {"arm": name, "batch_size": self.batch, "given_acceptance": acceptance, "tau": reach}
         row["expected_tau"] = None if acceptance is None else expected_tau(acceptance, self.levels)
+        if reach is not None and name.startswith(POLICY):
+            row["length_share"] = reach / speed.tau(runs[f"{ORACLE} {acceptance:g}"])["tau"]
         row |= {key: against[key] for key in ("speedup", "speedup_ci95", "speedup_decode_only")}
         row["identical"] = sum(a == b for s, f in zip(runs[STOCK], found) for a, b in zip(s.tokens, f.tokens))
         row |= {"compared": len(found) * self.batch, "compiled": name == STATIC and self.cuda}
         row["ms_per_token"] = 1e3 * each[0] / max(len(found) * (self.new - 1), 1) if self.cuda else None
         row["ms_per_round"] = 1e3 * each[0] / rounds[0] if self.cuda and rounds[0] else None
-        row["attention"] = str(self.fast.target.masks.backend)
+        row["attention"] = str(self.plain.target.masks.backend)
         for other in (STATIC, PLAIN):
             row[f"decode_over_{other}"] = speed.compare(runs[other], found)["speedup_decode_only"]
         if reach is not None:
@@ -251,7 +267,7 @@ class SizeCase:
             row |= {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o, "over_pass": over}
             row["ideal_speedup"] = reach / (v + c + o)
             row["measured_over_ideal"] = over / row["ideal_speedup"]
-        return row | {key: passes[key] for key in ("pass_ms", "host_share", "over_bytes", "law_error")}
+        return row | {key: passes[key] for key in ("pass_ms", "host_share", "bytes_bound", "law_error")}
 
     @torch.inference_mode()
     def passes(self) -> dict[str, Any]:
@@ -268,14 +284,20 @@ class SizeCase:
         error = ((found - whole).norm(dim=-1) / spread).max()
         calls = {1: lambda: target.verify(state, single), 2: lambda: target.verify(state, chain)}
         seconds = median_seconds(calls, 9, self.wait)
-        record: dict[str, Any] = dict.fromkeys(("pass_ms", "host_share", "over_bytes"))
+        record: dict[str, Any] = dict.fromkeys(("pass_ms", "host_share"))
         record |= {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        bandwidth = copy_bandwidth(self.model.device, clock_of(self.model.device))
+        record["bytes_bound"] = weights / bandwidth / seconds[1]
         if self.cuda:
-            weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-            bandwidth = copy_bandwidth(self.model.device, clock_of(self.model.device))
-            record |= {"pass_ms": 1e3 * seconds[1], "over_bytes": seconds[1] * bandwidth / weights}
+            record["pass_ms"] = 1e3 * seconds[1]
             record["host_share"] = min(1.0, median(issue_times(lambda _: calls[1](), self.wait)) / seconds[1])
         return record
+
+
+def acceptance_of(arm: str) -> float:
+    """The acceptance that an arm with an oracle is given, the last word of its name."""
+    return float(arm.split()[-1])
 
 
 def expected_tau(acceptance: float, levels: int) -> float:
@@ -287,13 +309,13 @@ COLUMNS: dict[str, Cell] = {
     "size": "{size}", "batch": "{batch_size}", "arm": lambda row: row["arm"].removeprefix("transformers_"),
     "tau (expected)": "{tau:.2f} ({expected_tau:.2f})", "speed-up": "{speedup:.2f}",
     "over static": f"{{decode_over_{STATIC}:.2f}}", "over plain": f"{{decode_over_{PLAIN}:.2f}}",
-    "over pass": "{over_pass:.2f}", "tau/(v+c+o)": "{ideal_speedup:.2f}", "same": "{identical}/{compared}",
+    "over pass": "{over_pass:.2f}", "tau/(v+c+o)": "{ideal_speedup:.2f}", "length": "{length_share:.2f}",
+    "bytes": "{bytes_bound:.2f}", "same": "{identical}/{compared}",
 }  # fmt: skip
 TIMES: dict[str, Cell] = {
     "ms a token": "{ms_per_token:.2f}",
     "pass, ms": "{pass_ms:.2f}",
     "host": "{host_share:.2f}",
-    "over bytes": "{over_bytes:.2f}",
 }
 
 
