@@ -87,6 +87,16 @@ def test_forced_text_is_drafted(package, monkeypatch):
     assert torch.equal(plain.output, found.output) and plain.stats.tau == 1.0
 
 
+@pytest.mark.parametrize("package", ["xgrammar", "outlines-llguidance"])
+def test_the_longest_of_the_tokens_that_begin_one_text_is_forced(package):
+    own = processors.at_any_prefix(PACKAGES[package]()["logits_processor"][0], torch.tensor([[1]]))
+    ids = lambda text: tokenizer()(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    assert own.forced(0, [1, *ids('{"')]) == ids("ground")[0], "`g` begins it, too"
+    assert own.forced(0, [1, *ids('{"ground": "')]) is None
+    assert own.forced(0, [1, *ids('{"ground": "a", "first": {"colour": "')]) is None
+    assert own.forced(0, [1, *ids('{"ground": "a", "first": {"colour": "red", "count": 2}, "seen": true}')]) == EOS
+
+
 def walk(law: processors.Path, tokens: list[int]) -> list[list[int]]:
     return [law.mask(tokens[:n]).tolist() for n in range(len(tokens) + 1)]
 
