@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.doubles import one_sentence
+from visspec.api.simulation import Simulation, nats, overlap
 from visspec.cli import bench_rules
 from visspec.cli.main import main
-from visspec.eval.bench.simulation import Simulation, nats, overlap
 from visspec.eval.report.page import build
 
 SMALL = {"codes": 256, "rows": 64, "tokens": 96}

@@ -116,6 +116,20 @@ class SlotCache:
         self.nodes, self._slots, self._extent = slots.shape[1], slots, extent
         self._reserve()
 
+    def fill(self, starts: Sequence[tuple[Sequence[Tensor], int]], more: int) -> None:
+        """Begin with copies of other rows' first slots, and room for `more` behind them. Of each row: keys of all
+        layers, then values, (H, S, E), and how many slots are taken.
+        """
+        self.lengths = [length for _, length in starts]
+        made = []
+        for stores in zip(*(stores for stores, _ in starts)):
+            heads, _, width = stores[0].shape
+            new = stores[0].new_empty(len(starts), heads, self.length + more, width)
+            for row, old, length in zip(new, stores, self.lengths):
+                row[:, :length], row[:, length:] = old[:, :length], 0  # as in `_allocate`
+            made.append(new)
+        self.keys, self.values = made[: len(made) // 2], made[len(made) // 2 :]
+
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""
         if layer == len(self.keys):

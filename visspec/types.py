@@ -101,7 +101,7 @@ class Scores:
 
     distribution: Distribution  # after each node (B, N), warped (temperature, cuts, processors)
     features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
-    # with keep_raw: "raw", (B, N, V) unwarped logits; with `DrafterTraits.ahead` A: "ahead", (B, N, A, V) warped logits
+    # with reads_raw: "raw", (B, N, V) raw logits; with `DrafterTraits.ahead` A: "ahead", (B, N, A, V) warped logits
     aux: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -139,6 +139,8 @@ class Request:
     stop: Callable[[Tensor], bool] | None = None  # called with (1, length) ids after each token; true ends the row
     generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
     on_tokens: Callable[[list[int]], bool | None] | None = None  # batch 1: called with a round's tokens; true ends it
+    # batch 1: called with a round's tokens and their raw logits (n, V), before `on_tokens`
+    on_logits: Callable[[list[int], Tensor], None] | None = None
     on_round: Callable[[State], None] | None = None  # called after each round, between passes
     keep_logits: bool = False  # store the warped distribution of every emitted token
     keep_raw: bool = False  # store the target's unprocessed logits of every emitted token
@@ -150,10 +152,17 @@ class Request:
     order: tuple[int, ...] | None = None  # any-order targets: the place of each code, as they are drawn; None: raster
     known: Tensor | None = None  # the same: (B, rows * columns) codes that are given, FREE elsewhere, on the CPU
     each: list[Request] = field(default_factory=list)  # a request of one row per row, if rows were put together
+    prefix: Any = None  # what of its prompts is kept or known (`models.decoder.prefix`); the prefill takes it
+    reused: list[int] = field(default_factory=list)  # of each row, tokens of its prompt that the prefill did not read
 
     def of(self, row: int) -> tuple[Request, int]:
         """The request that a row's limit, ends, processors and prompt come from, and the row's index in it."""
         return (self.each[row], 0) if self.each else (self, row)
+
+    @property
+    def reads_raw(self) -> bool:
+        """Whether raw logits are asked for."""
+        return self.keep_raw or any(own.on_logits is not None for own in self.each or (self,))
 
     def visits(self, row: int) -> list[int]:
         """Places of a row's codes in the order in which an any-order target reads and draws them, given ones first."""
@@ -281,9 +290,15 @@ class OutputBuffer:
         """Add a row's new tokens up to its end, and return how many were added."""
         raise NotImplementedError
 
-    def record(self, row: int, b: int, path: list[int], scores: Scores) -> None:
-        """Keep what the request asks for beside the tokens just added."""
+    def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
+        """Keep what the request asks for beside the tokens just added, `count` of those that a path gave."""
         raise NotImplementedError
+
+    def tell(self, row: int, count: int) -> None:
+        """Call the request's `on_tokens` with the tokens just added."""
+        on_tokens, tokens = self.request.of(row)[0].on_tokens, self.tokens[row]
+        if on_tokens is not None and on_tokens(tokens[len(tokens) - count :]):
+            self.finished.add(row)
 
     def values(self, row: int) -> Tensor:
         """What an original row has produced, (T, ...)."""

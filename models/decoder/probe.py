@@ -41,6 +41,7 @@ SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of th
 BESIDE_WINDOW = 16
 EXPECTED = "a decoder of ids that attends by the mask and the positions it is given"
 SPECIAL = ("pad", "bos", "eos")
+FULL_PRECISION = (torch.float32, torch.float64)
 # relative errors that may be rounding: in float32; where integers are behind it; in half precision, times the root's,
 # within bounds
 EXACT, COARSE, TIMES_ROOT, WRONG = 1e-3, 0.1, 10.0, 0.5
@@ -90,7 +91,7 @@ def check(target: HFDecoder) -> ProbeResult:
         backend.name, backend.why = ragged.MASK, answer.needs_mask
     if answer.fault is not None:
         raise ValueError(answer.fault)
-    if answer.error > EXACT and _exact(model):
+    if answer.error > EXACT and model.dtype in FULL_PRECISION:
         warnings.warn(
             f"model: {type(model).__name__} computes a token's law differently beside others (by {answer.error:.2g} of"
             " its spread), as quantised arithmetic may: tokens near a tie can fall otherwise than one by one",
@@ -135,8 +136,14 @@ def _as_alone(target: HFDecoder) -> bool:
         raise
     except Exception:  # it needs more than ids: what can't be asked is not believed
         return False
-    errors = (_difference(padded, torch.cat(alone), _exact(target.model))[0] for padded, alone in pairs)
-    return max(errors) <= (EXACT if _exact(target.model) and target.rounding <= EXACT else COARSE)
+    return all(alike(target, padded, torch.cat(alone)) for padded, alone in pairs)
+
+
+def alike(target: HFDecoder, found_RPV: Tensor, expected_RPV: Tensor) -> bool:
+    """Whether distributions differ by no more than rounding."""
+    exact = _exact(target.model)
+    limit = EXACT if exact and target.rounding <= EXACT else COARSE
+    return _difference(found_RPV.float(), expected_RPV.float(), exact)[0] <= limit
 
 
 def _probe(target: HFDecoder) -> ProbeResult:
@@ -180,7 +187,7 @@ def _unlike(name: str, error: float) -> str:
 
 def _exact(model: PreTrainedModel) -> bool:
     """Whether it claims to compute in float32 or better."""
-    return model.dtype in (torch.float32, torch.float64) and not getattr(model, "is_quantized", False)
+    return model.dtype in FULL_PRECISION and not getattr(model, "is_quantized", False)
 
 
 def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float, float]:

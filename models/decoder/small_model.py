@@ -48,7 +48,9 @@ class SmallModel(StructuredDrafter):
             )
         ours, theirs = self.target.capabilities, describe(model)
         if abs(ours.vocab - theirs.vocab) > VOCABULARY_PADDING:
-            raise ValueError(f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}")
+            raise ValueError(
+                f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}, or `RetokenizedModel`"
+            )
         self.vocab, self.full = min(ours.vocab, theirs.vocab), theirs.vocab
         self.content = sorted(theirs.never_drafted)
         self.sees = bool(ours.never_drafted)

@@ -92,6 +92,7 @@ class HFDecoder(RunningTarget):
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
         self._pads: bool | None = None
+        self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept one (`prefix`)
         hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
         why = "layers that keep a state" if self.states else hooked
         self.passes = compiled_passes(model, self.decoder, why) if compile else None
@@ -113,6 +114,9 @@ class HFDecoder(RunningTarget):
         Scores: logits (B, 1, V) after the prompt; features (B, L, F); aux: embeddings (B, L, d), positions
         (B, L) or (3|4, B, L), attention (B, L) bool or None. A prompt given as `inputs_embeds` has no ids.
         """
+        plan, request.prefix = request.prefix, None
+        if plan is not None and plan.known:
+            return plan.cache.prefill(self, request, plan)
         inputs = dict(request.inputs)
         rows, length = request.prompt.shape
         if length == 0:
@@ -152,10 +156,14 @@ class HFDecoder(RunningTarget):
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
             aux["embeddings"] = seen["inputs_embeds"]
-        if request.keep_raw:
+        if request.reads_raw:
             aux["raw"] = output.logits[:, -1:]
         logits = process(output.logits[:, -1:], trees.empty_draft(state.pending, own=True), state)
-        return state, Scores(Categorical(logits), self._features(output, seen), aux)
+        scores = Scores(Categorical(logits), self.features(output, seen), aux)
+        if plan is not None:
+            plan.cache.misses += rows
+            plan.made = plan.cache.put(plan.keys, state.rows, state, scores)
+        return state, scores
 
     def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
         """An empty cache."""
@@ -200,7 +208,7 @@ class HFDecoder(RunningTarget):
         )
         logits, features = found or self._eager(state, draft)
         assert logits is not None
-        aux = {"raw": logits} if state.request.keep_raw else {}
+        aux = {"raw": logits} if state.request.reads_raw else {}
         return Scores(Categorical(process(logits, draft, state)), features, aux)
 
     def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None]:
@@ -211,7 +219,7 @@ class HFDecoder(RunningTarget):
             (output, seen), own_BN = self._pass(model, state, draft), None
         else:
             (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft)
-        logits, features = _of(output.logits, own_BN), self._features(output, seen)
+        logits, features = _of(output.logits, own_BN), self.features(output, seen)
         return logits, None if features is None else _of(features, own_BN)
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
@@ -240,12 +248,20 @@ class HFDecoder(RunningTarget):
         ids = contiguous_copy(draft.value) if slots.steady else draft.value
         with turning:
             mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth
-            return self._forward(model, state.cache, mask, ids, positions)
+            return self.forward(model, state.cache, mask, ids, positions)
 
-    def _forward(
-        self, model: PreTrainedModel, cache: SlotLayers, mask: Mask, ids: Tensor, positions: Tensor
+    def forward(
+        self,
+        model: PreTrainedModel,
+        cache: SlotLayers,
+        mask: Mask,
+        ids: Tensor,
+        positions: Tensor,
+        recorded: bool = False,
+        **more: Any,
     ) -> tuple[Any, dict[str, Any]]:
-        recorded = self.watched or self.last_layer is not None
+        """The output of `model`, and what its decoder was seen to take and give."""
+        recorded = recorded or self.watched or self.last_layer is not None
         with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen:
             output = model(
                 input_ids=ids,
@@ -255,12 +271,13 @@ class HFDecoder(RunningTarget):
                 return_dict=True,
                 **{self.cache_name: cache},
                 **self._outputs,
+                **more,
             )
         return output, seen
 
     def _whole(self, cache: SlotLayers, mask: Mask, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, seen = self._forward(self.model, cache, mask, ids, positions)
-        return output.logits, self._features(output, seen)
+        output, seen = self.forward(self.model, cache, mask, ids, positions)
+        return output.logits, self.features(output, seen)
 
     def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.DraftRope:
         """Each node's sequence length, for models whose rotary frequencies depend on it."""
@@ -289,7 +306,7 @@ class HFDecoder(RunningTarget):
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.cache.join(other.cache, take)
 
-    def _features(self, output, seen: dict[str, Any]) -> Tensor | None:
+    def features(self, output, seen: dict[str, Any]) -> Tensor | None:
         layers = self.capabilities.feature_layers
         if not layers:
             return None

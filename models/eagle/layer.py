@@ -87,9 +87,11 @@ class DraftLayer(nn.Module):
 
 
 def head_logits(lm_head: nn.Module, feature: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits of a linear head, without the hooks on it; one with packed weights computes them itself, from `dtype`."""
+    """Logits of a linear head, without the hooks on it; one with packed weights, or an adapter, computes them itself,
+    from `dtype`.
+    """
     weight = getattr(lm_head, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or hasattr(lm_head, "base_layer"):
         return lm_head(feature.to(dtype))
     return F.linear(feature.to(weight.dtype), weight, lm_head.bias)  # type: ignore[arg-type]
 

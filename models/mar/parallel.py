@@ -51,7 +51,7 @@ class ParallelMAR(Order):
             for row in rows:
                 assert isinstance(state.output, VectorBuffer)
                 state.output.held[row].append(known.values[row, numbers.start : numbers.stop])
-                state.output.append(row, list(numbers))
+                state.output.tell(row, state.output.append(row, list(numbers)))
                 trace.origin[row] += ["plain"] * len(numbers)
             passes += [step] * len(numbers)
             if step:  # the first is the prefill's, as elsewhere

@@ -30,6 +30,12 @@ from visspec.types import Draft, State
 WORTH = 32  # new tokens that a request must ask for to be one that passes are compiled for
 NODES = (5, 7)  # of the pass that stands for all with more than one; the first that is not the number of rows
 GRAPHS = 64  # a bound that is never reached, in place of torch's 8
+ADAPTER = (
+    "_active_adapter",
+    "_disable_adapters",
+    "merged_adapters",
+    "scaling",
+)  # which one PEFT's layers add, how much
 BACKEND = "inductor"
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a pass's output relative to its norm; 5e-2 for others
 COMPILING = threading.Lock()  # one warm-up at a time
@@ -123,8 +129,9 @@ class CompiledPasses(CompiledFunctions):
         slots.steady = not self.refused
 
     def _look(self) -> None:
-        """Start anew where the decoder's modules are not those that graphs were made of."""
-        if self.refused or (now := form(self.decoder)) == self.form:
+        """Start anew where the decoder's modules, or the head behind them, are not those that graphs were made of."""
+        head = getattr(self.stock, "get_output_embeddings", lambda: None)()
+        if self.refused or (now := (id(head), *form(self.decoder))) == self.form:
             return
         self.form, self.ready = now, set()
         if hooked := _hooked_module(self.decoder):
@@ -201,10 +208,13 @@ def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
 
 
 def form(decoder: nn.Module) -> tuple:
-    """What graphs of a decoder take for granted: its modules, their mode and hooks, and the kind of their weights."""
+    """What graphs of a decoder take for granted: its modules, their mode, hooks and adapters, and the kind of their
+    weights.
+    """
     found: list[Any] = []
     for module in decoder.modules():
         found += (id(module), module.training, module is not decoder and bool(foreign(module)))
+        found += (repr(vars(module)[name]) for name in ADAPTER if name in vars(module))
         for weight in (*module._parameters.values(), *module._buffers.values()):
             if weight is not None:
                 found += (weight.dtype, weight.device, weight.shape)

@@ -29,6 +29,7 @@ from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
 from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
+from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
 from visspec.types import Acceptance, ConfiguredModel, DrafterTraits, Processor, State, Tokenizer
 
@@ -303,15 +304,24 @@ class Accelerated(Rebuildable):
         return Result(output, *call.result)
 
     def stream(
-        self, prompts: Iterable[queueing.Entry | None], *, slots: int = 8, ahead: int | None = None, **options: Any
+        self,
+        prompts: Iterable[queueing.Entry | None],
+        *,
+        slots: int = 8,
+        ahead: int | None = None,
+        prefix_cache: int | PrefixCache = ROOM,
+        **options: Any,
     ) -> Generator[Answer, None, None]:
         """Results of many prompts as they are ready (continuous batching): a row enters the batch as another leaves.
 
         prompts: `generate` arguments of one prompt each, and optionally its `id` (default: its number), `seed` or
         `generator`, `streamer`, and `on_tokens`, called with the ids of each round; if it returns true, the row ends.
+        Before it `on_logits` is called with the ids and the model's raw logits (n, V) that gave them.
         They are read as slots come free; None says that none is waiting now. options: arguments for the prompts that
         don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once. ahead: prompts prefilled at
-        once (default: slots); as many more may stand ready.
+        once (default: slots); as many more may stand ready. prefix_cache: bytes of prompts, their keys and values, that
+        are kept for those that begin alike (the same image asked twice); 0 for none, or a `PrefixCache` that outlives
+        this stream.
         A row's tokens are those that it has alone. An error of one prompt is its result. Raises ValueError for a
         drafter whose rows can't enter a batch.
         """
@@ -319,7 +329,8 @@ class Accelerated(Rebuildable):
         for each in setup.each:
             queueing.check(each, slots, ahead, options)
         setup = setup.select()
-        return queueing.answers(self.model, setup, prompts, slots, ahead or slots, options, self.tokenizer)
+        prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
+        return queueing.answers(self.model, setup, prompts, slots, ahead or slots, options, self.tokenizer, prefixes)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)

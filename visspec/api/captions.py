@@ -46,16 +46,17 @@ class Caption:
     record: Record | None = None  # what it was made from, without the pixels
 
 
-def chat_prompt(processor, request: str, kind: str = "image") -> str:
-    """One user turn of an image, or a "video", and a request, as `chat_text`."""
-    content = [{"type": kind}, {"type": "text", "text": request}]
+def chat_prompt(processor, request: str, kind: str = "image", count: int = 1) -> str:
+    """One user turn of `count` images, or a "video", and a request, as `chat_text`."""
+    content = [*[{"type": kind}] * count, {"type": "text", "text": request}]
     return chat_text(processor, [{"role": "user", "content": content}])
 
 
-def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
+def chat_text(processor, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
     """The prompt of a conversation, in the processor's chat template (plain text if it has none)."""
     if getattr(processor, "chat_template", None):
-        return processor.apply_chat_template(messages, add_generation_prompt=True)
+        given = {"tools": list(tools)} if tools else {}
+        return processor.apply_chat_template(messages, add_generation_prompt=True, **given)
     marks = {kind: getattr(processor, f"{kind}_token", f"<{kind}>") for kind in ("image", "video")}
     return " ".join(marks.get(p["type"]) or p["text"] for m in messages for p in m["content"])
 
@@ -67,23 +68,25 @@ def prepare(processor, images: Sequence, request: str | Sequence[str], model) ->
 
 
 def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
-    """A processor's output for a batch of PIL images, or of clips, left-padded, on the CPU. Raises ValueError for a
-    request with an image token, as its image has one, and for clips of a processor that reads none.
+    """A processor's output for a batch of PIL images, of lists of them, or of clips, left-padded, on the CPU. Raises
+    ValueError for a request with an image token, as its image has one, and for clips of a processor that reads none.
     """
+    several = [image if isinstance(image, list) else [image] for image in images]
     processor.tokenizer.padding_side = "left"
     clips = [image for image in images if isinstance(image, Clip)]
     if clips and getattr(processor, "video_processor", None) is None:
         raise ValueError(f"video: got a clip, expected an image: {type(processor).__name__} reads no videos")
     names = ("image_token", "boi_token", "video_token")
     marks = {m for name in names if isinstance(m := getattr(processor, name, None), str)}
-    for text, mark in itertools.product(requests, marks):
+    for (text, own), mark in itertools.product(zip(requests, several), marks):
         if mark in text:
-            raise ValueError(
-                f"prompt: got {text!r} with {text.count(mark) + 1} {mark} for 1 image, expected none in the text itself"
-            )
-    chats = [chat_prompt(processor, text, "video" if clips else "image") for text in requests]
+            count, given = text.count(mark) + len(own), f"{len(own)} image{'s' * (len(own) != 1)}"
+            raise ValueError(f"prompt: got {text!r} with {count} {mark} for {given}, expected none in the text itself")
+    kind = "video" if clips else "image"
+    chats = [chat_prompt(processor, text, kind, len(own)) for text, own in zip(requests, several)]
     if not clips:
-        return dict(processor(text=chats, images=[[image] for image in images], return_tensors="pt", padding=True))
+        pixels = several if any(several) else None
+        return dict(processor(text=chats, images=pixels, return_tensors="pt", padding=True))
     frames, metadata = [clip.frames for clip in clips], [clip.metadata for clip in clips]
     options = {"do_sample_frames": False, "return_tensors": "pt", "padding": True}
     return dict(processor(text=chats, videos=frames, video_metadata=metadata, **options))

@@ -1,52 +1,46 @@
 """Bodies of OpenAI's chat completions and image generations: read strictly, answered in the same form.
 
-What can't be honoured is refused with a sentence rather than passed over: a client that asks for tools or logprobs
-should know that it gets none. Images come as data URLs; addresses are never fetched.
+What can't be honoured is refused with a sentence rather than passed over: a client that asks for audio should know that
+it gets none. Images come as data URLs; addresses are never fetched.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import time
+import json
 from collections.abc import Collection, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-import numpy as np
-import torch
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from transformers.image_processing_backends import TorchvisionBackend
 
-from visspec.api.captions import chat_text
 from visspec.api.image_call import ImageRequest
+from visspec.api.penalties import GeneratedTokenPenalties
 from visspec.io.files import Json
-from visspec.io.images import MAX_PIXELS, image_size, read_image
-from visspec.types import Processor
+from visspec.io.images import MAX_PIXELS, image_size
 
 MEDIA = ("image/png", "image/jpeg", "image/webp")
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 MOST_STOPS = 4
-TRIED = ((97, 150), (431, 260))  # heights and widths of images that a processor is tried on
+MOST_CHOICES = 16
+MOST_LOGPROBS = 20
 MOST_SEED = 2**62  # rows and images count up from a seed
 NOTHING: dict[str, tuple] = {  # arguments of a completion that are not supported, with the values that ask for nothing
-    "n": (1,), "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "functions": ([],),
-    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
-    "logit_bias": ({},), "presence_penalty": (0,), "frequency_penalty": (0,),
+    "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "moderation": (),
-    "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,), "service_tier": ("auto", "default"),
+    "reasoning_effort": ("none",), "verbosity": ("medium",), "service_tier": ("auto", "default"),
 }  # fmt: skip
 NO_PICTURE: dict[str, tuple] = {  # the same of an image generation
     "response_format": ("b64_json",), "output_format": ("png",), "stream": (False,), "partial_images": (0,),
     "background": ("auto", "opaque"), "output_compression": (100,), "quality": ("auto", "standard"), "style": (),
     "moderation": ("auto", "low"), "complexity": (), "frame_count": (1,), "frame_duration_ms": (), "svg": (),
 }  # fmt: skip
-NO_MATTER = (  # arguments that change no answer: who asks, what else may be cached
+NO_MATTER = (  # arguments that change no answer: who asks, what else may be cached or kept
     "user",
     "safety_identifier",
     "metadata",
+    "store",
     "prompt_cache_key",
     "prompt_cache_options",
     "prompt_cache_retention",
@@ -77,7 +71,9 @@ def refusal(name: str, found: Json, expected: str, code: str | None = None) -> R
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may bring. new: tokens of an answer that asks for no number; context: the model's, in tokens."""
+    """What one request may bring. new: tokens of an answer that asks for no number; context, vocab: of the model, in
+    tokens; no_tools: why it takes none.
+    """
 
     body: int = 20_000_000  # bytes
     pixels: int = MAX_PIXELS  # of an image
@@ -85,6 +81,8 @@ class RequestLimits:
     images: int = 16
     new: int = 128
     context: int | None = None
+    vocab: int | None = None
+    no_tools: str = "this server has nothing else"
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,9 @@ class Picture:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """A chat completion that was asked for. messages: roles and parts as chat templates take them."""
+    """A chat completion that was asked for. messages, tools: as chat templates take them. top: likely tokens whose
+    logprobs are asked for beside each token's own; None: none at all.
+    """
 
     messages: list[dict[str, Any]]
     images: list[Picture]
@@ -107,6 +107,10 @@ class ChatRequest:
     stops: tuple[str, ...] = ()
     stream: bool = False
     usage: bool = False  # whether a streamed answer ends with its counts
+    n: int = 1
+    top: int | None = None
+    penalties: GeneratedTokenPenalties | None = None
+    tools: tuple[dict[str, Any], ...] = ()
     schema: Any = None  # of the JSON that the answer is
 
     @property
@@ -141,7 +145,38 @@ class StreamOptions(BaseModel):
     include_obfuscation: Literal[False] | None = None
 
 
+class Function(BaseModel):
+    model_config = Body.model_config
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(BaseModel):
+    model_config = Body.model_config
+
+    type: Literal["function"]
+    function: Function
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of an earlier answer, which has its arguments as a text."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 Stop = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class ChatBody(Body):
@@ -160,6 +195,17 @@ class ChatBody(Body):
     stream_options: StreamOptions | None = Field(
         None, description="an object in which include_usage is true or false, include_obfuscation false"
     )
+    n: int | None = whole(1, MOST_CHOICES)
+    logprobs: bool | None = Field(None, description="true or false")
+    top_logprobs: int | None = whole(0, MOST_LOGPROBS)
+    frequency_penalty: float | None = number(-2, 2)
+    presence_penalty: float | None = number(-2, 2)
+    logit_bias: dict[TokenId, Bias] | None = Field(
+        None, description="ids of the model's tokens, and -100 to 100 for each"
+    )
+    tools: list[Tool] | None = Field(None, description="a list of functions, not strict: calls are not enforced")
+    tool_choice: Literal["none", "auto"] | None = Field(None, description="'none' or 'auto': calls are not enforced")
+    parallel_tool_calls: bool | None = Field(None, description="true or false")
 
 
 class DrawingBody(Body):
@@ -209,14 +255,8 @@ def chat(body: Json, limits: RequestLimits) -> ChatRequest:
     asked = read(ChatBody, body, NOTHING)
     messages: list[dict[str, Any]] = []
     images: list[Picture] = []
-    for i, message in enumerate(asked.messages):
-        where = f"messages[{i}]"
-        role = message.get("role") if isinstance(message, Mapping) else message
-        if not isinstance(role, str) or role not in ROLES or not isinstance(message, Mapping):
-            raise refusal(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-        only(message, ("role", "content"), f"{where}.")
-        parts = content(message.get("content"), f"{where}.content", images, limits)
-        messages.append({"role": ROLES[role], "content": parts})
+    for i, given in enumerate(asked.messages):
+        messages.append(message(given, f"messages[{i}]", images, limits))
     options: dict[str, Any] = {} if asked.seed is None else {"seed": asked.seed}
     if asked.temperature != 0:  # a greedy answer has nothing to cut
         cuts = {"top_p": asked.top_p, "top_k": asked.top_k}
@@ -228,8 +268,22 @@ def chat(body: Json, limits: RequestLimits) -> ChatRequest:
     most = [n for n in (asked.max_completion_tokens, asked.max_tokens) if n is not None]
     usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
     stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    schema = schema_of(asked.response_format)
-    found = ChatRequest(messages, images, options, min(most, default=None), stops, bool(asked.stream), usage, schema)
+    found = ChatRequest(
+        messages,
+        images,
+        options,
+        min(most, default=None),
+        stops,
+        bool(asked.stream),
+        usage,
+        n=asked.n or 1,
+        top=(asked.top_logprobs or 0) if asked.logprobs else None,
+        penalties=penalties(asked, limits),
+        tools=tools(asked, limits),
+        schema=schema_of(asked.response_format),
+    )
+    if asked.top_logprobs and not asked.logprobs:
+        raise refusal("top_logprobs", asked.top_logprobs, "none without logprobs: true")
     if found.pixels > limits.at_once:
         said = f"messages: got images of {found.pixels} pixels together, expected at most {limits.at_once}"
         raise RequestError(said, param="messages")
@@ -250,6 +304,55 @@ def schema_of(given: Json) -> Json:
     only(given, ("type", "json_schema"), "response_format.")
     only(described, ("name", "description", "schema", "strict"), "response_format.json_schema.")
     return described["schema"]
+
+
+def penalties(asked: ChatBody, limits: RequestLimits) -> GeneratedTokenPenalties | None:
+    """What a body asks for beside the model's own scores. Raises Refused for tokens that the model has not."""
+    bias = {int(id): value for id, value in (asked.logit_bias or {}).items()}
+    if limits.vocab is not None and (strange := [id for id in bias if id >= limits.vocab]):
+        raise refusal("logit_bias", strange[0], f"ids of tokens below {limits.vocab}, the size of the vocabulary")
+    found = GeneratedTokenPenalties(asked.frequency_penalty or 0.0, asked.presence_penalty or 0.0, bias)
+    return None if found == GeneratedTokenPenalties() else found
+
+
+def tools(asked: ChatBody, limits: RequestLimits) -> tuple[dict[str, Any], ...]:
+    """The tools that a chat template is to show. Raises Refused where the model takes none."""
+    if not asked.tools or asked.tool_choice == "none":
+        return ()
+    if limits.no_tools:
+        raise refusal("tools", [tool.function.name for tool in asked.tools], f"none: {limits.no_tools}")
+    if asked.parallel_tool_calls is False:
+        raise refusal("parallel_tool_calls", False, "true: the number of calls is not enforced")
+    return tuple(tool.model_dump(exclude_unset=True) for tool in asked.tools)
+
+
+def message(given: Json, where: str, images: list[Picture], limits: RequestLimits) -> dict[str, Any]:
+    """A message as chat templates take it; its images are added to `images`. Raises Refused."""
+    role = given.get("role") if isinstance(given, dict) else given
+    roles = ROLES if limits.no_tools else ROLES | {"tool": "tool"}
+    if not isinstance(role, str) or role not in roles or not isinstance(given, dict):
+        raise refusal(f"{where}.role", role, f"one of {', '.join(roles)}")
+    given = {name: found for name, found in given.items() if found not in (None, [])}
+    own = {} if limits.no_tools else {"assistant": "tool_calls", "tool": "tool_call_id"}
+    only(given, ("role", "content", own.get(role, "")), f"{where}.")
+    found: dict[str, Any] = {"role": roles[role]}
+    if "tool_calls" in given:
+        given.setdefault("content", "")
+        found["tool_calls"] = called(given["tool_calls"], f"{where}.tool_calls")
+    if "tool_call_id" in given:
+        found["tool_call_id"] = given["tool_call_id"]
+    return found | {"content": content(given.get("content"), f"{where}.content", images, limits)}
+
+
+def called(given: Json, where: str) -> list[dict[str, Any]]:
+    """Calls of an earlier answer, with their arguments as objects. Raises Refused."""
+    try:
+        calls = [ToolCall.model_validate(call).model_dump() for call in cast(list, given)]
+        for call in calls:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    except (ValueError, TypeError):
+        raise refusal(where, given, "calls with id, type and function, as they were answered") from None
+    return calls
 
 
 def drawing(body: Json) -> ImageRequest:
@@ -319,84 +422,3 @@ def picture(url: Json, where: str, most: int) -> Picture:
     except ValueError as error:
         raise RequestError(str(error), param=where) from None
     return Picture(content, width * height, where)
-
-
-def prompt_of(
-    processor: Processor, asked: ChatRequest, lock: AbstractContextManager, tensors: bool = False
-) -> dict[str, Any]:
-    """A processor's output for a chat, on the CPU, whose images are decoded here and let go. lock: held while the
-    processor runs. tensors: the processor is one that `takes_tensors`. Raises Refused for what can't be read.
-    """
-    images = []
-    try:
-        for picture in asked.images:
-            try:
-                image = read_image(picture.data, picture.where, picture.pixels)
-            except ValueError as error:
-                raise RequestError(str(error), param=picture.where) from None
-            images.append(tensor_of(image) if tensors else image)
-            del image
-        with lock:
-            return _process(processor, asked.messages, images)
-    except RequestError:
-        raise
-    except Exception as error:  # of chat templates and processors, which raise anything
-        said = str(error).split("\n")[0][:200]
-    finally:
-        images.clear()  # an error remembers what its functions had
-        asked.images.clear()
-    raise RequestError(f"messages: got what the model's processor can't read ({said}), expected a chat")
-
-
-def _process(processor: Processor, messages: list[dict[str, Any]], images: list[Any]) -> dict[str, Any]:
-    given = {"images": [images]} if images else {}
-    return dict(processor(text=[chat_text(processor, messages)], **given, return_tensors="pt"))
-
-
-def tensor_of(image: Image.Image) -> torch.Tensor:
-    """Pixels of an RGB image, (3, H, W) uint8, as image processors of transformers make of it first."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
-
-
-def takes_tensors(processor: Processor) -> bool:
-    """Whether a processor's first step is `tensor_of`, so that an image's tensor may stand for the image; where it is
-    not, both are held until the last image of a prompt is read. Tried on two images.
-    """
-    if not isinstance(getattr(processor, "image_processor", None), TorchvisionBackend):
-        return False
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-    try:
-        for size in TRIED:
-            noise = torch.randint(256, (*size, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-            image = Image.fromarray(noise.numpy())
-            want, got = (_process(processor, messages, [given]) for given in (image, tensor_of(image)))
-            if want.keys() != got.keys() or not all(torch.equal(want[name], got[name]) for name in want):
-                return False
-    except Exception:  # of chat templates and processors, which raise anything
-        return False
-    return True
-
-
-def room(length: int, asked: ChatRequest, limits: RequestLimits) -> int:
-    """How many tokens an answer may have behind a prompt of `length`. Raises Refused beyond the context."""
-    most = limits.new if asked.most is None else asked.most
-    if limits.context is not None and asked.most is None:
-        most = max(1, min(most, limits.context - length))
-    if limits.context is not None and length + most > limits.context:
-        raise RequestError(
-            f"messages: got a prompt of {length} tokens and {most} new ones, expected at most {limits.context},"
-            " the model's context",
-            param="messages",
-            code="context_length_exceeded",
-        )
-    return most
-
-
-def completion(name: str, id: str, model: str, choice: dict[str, Any]) -> dict[str, Any]:
-    """The frame of a completion, or of a piece of a streamed one."""
-    made = {"index": 0, "logprobs": None, **choice}
-    return {"id": id, "object": name, "created": int(time.time()), "model": model, "choices": [made]}
-
-
-def usage(prompt: int, new: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}

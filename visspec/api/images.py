@@ -36,6 +36,7 @@ from visspec.api.image_call import (
 from visspec.api.image_call import image_seeds as image_seeds
 from visspec.api.inpainting import picture_of
 from visspec.api.loading import load_diffusers, load_image_model
+from visspec.api.tuned_preset import DRAWN, read_preset
 from visspec.api.zoo import DrafterSpec
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
@@ -60,7 +61,8 @@ class ImagePipeline(Rebuildable):
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
     default; "zipar:window=4" does not use a drafter; of any-order models "halton" by default, "spread", "raster" or a
-    list of places. compile, graphs: as in `visspec.accelerate`. Raises ValueError if the parts are incompatible.
+    list of places. compile, graphs: as in `visspec.accelerate`. tuned: a file of `visspec tune`, whose drafter,
+    acceptance and order stand in for those that are not given. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -68,7 +70,7 @@ class ImagePipeline(Rebuildable):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         processor: Processor | None,
         drafter: DrafterSpec | EllipsisType = ...,
         acceptance: str | Acceptance | None = None,
@@ -77,7 +79,12 @@ class ImagePipeline(Rebuildable):
         order: str | Order | None = None,
         compile: bool = False,
         graphs: bool | None = None,
+        tuned: str | Path | None = None,
     ):
+        if tuned is not None:
+            found = read_preset(tuned, model, DRAWN)
+            drafter = found["drafter"] if isinstance(drafter, EllipsisType) else drafter
+            acceptance, order = acceptance or found["acceptance"], order or found["order"]
         self.model, self.processor, self.parts = model, processor, parts or {}
         self.levels, self.order = levels, order
         self.compile, self.graphs = compile, graphs

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
 from itertools import count
 from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from visspec.api import requests
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stream import Answer, Stream
+from visspec.models.decoder.prefix import PrefixCache, PrefixPlan, PromptKey
 from visspec.models.decoder.target import HFDecoder
 from visspec.types import Processor, Request, Tokenizer
 
@@ -46,9 +49,10 @@ def answers(
     ahead: int,
     defaults: dict[str, Any],
     tokenizer: Processor | Tokenizer | None,
+    prefixes: PrefixCache | None = None,
 ) -> Generator[Answer, None, None]:
     """The results of `accelerate.Accelerated.stream`."""
-    builder = RequestBuilder(model, setup, defaults)
+    builder = RequestBuilder(model, setup, defaults, prefixes)
     stream = Stream(setup, builder.kind, builder.together, slots, ahead)
     for answer in stream.run(builder.queue(entries)):
         number, id = answer.id if isinstance(answer.id, Ticket) else (None, answer.id)
@@ -70,8 +74,14 @@ class Ticket(NamedTuple):
 class RequestBuilder:
     """Makes requests of one row from generate's arguments, and one of many rows from requests of one."""
 
-    def __init__(self, model: nn.Module, setup: DecodingSetup[HFDecoder], defaults: dict[str, Any]):
-        self.model, self.setup, self.defaults = model, setup, dict(defaults)
+    def __init__(
+        self,
+        model: nn.Module,
+        setup: DecodingSetup[HFDecoder],
+        defaults: dict[str, Any],
+        prefixes: PrefixCache | None = None,
+    ):
+        self.model, self.setup, self.defaults, self.prefixes = model, setup, dict(defaults), prefixes
         self.seed = self.defaults.pop("seed", None)
         self.content = torch.tensor(sorted(setup.target.capabilities.never_drafted), dtype=torch.long)
         pad = getattr(model.generation_config, "pad_token_id", None)
@@ -103,7 +113,7 @@ class RequestBuilder:
             own = {"seed": self.seed + index} | own  # as generate's rows
         own = self.defaults | own
         seed, generator, streamer = own.pop("seed", None), own.pop("generator", None), own.pop("streamer", None)
-        on_tokens = own.pop("on_tokens", None)
+        calls = {name: own.pop(name, None) for name in ("on_tokens", "on_logits")}
         requests.check(own)
         requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(own)
@@ -122,7 +132,7 @@ class RequestBuilder:
         found.prompt, found.inputs = ids, prompt | more
         if not found.sampling.greedy:
             found.generators = requests.generators(generator, seed, ids)
-        found.on_tokens = on_tokens
+        found.on_tokens, found.on_logits = calls["on_tokens"], calls["on_logits"]
         if streamer is not None:
             found.on_tokens = requests.streaming(streamer, ids)
             streamer.put(ids.cpu())
@@ -166,7 +176,36 @@ class RequestBuilder:
         return frozenset(shapes), sampling, length, None if mask is None else tuple(mask.flatten().tolist())
 
     def together(self, group: Sequence[Request]) -> Request:
-        """One request with a row for each: ids and masks padded on the left, pixels behind one another."""
+        """One request with a row for each. Rows that begin as others do, or as prompts before them, share what the
+        target keeps of those.
+        """
+        cache = None if self.prefixes is None else self.prefixes.open(self.setup.target)
+        keys = [] if cache is None else [key for r in group if (key := self._key(r)) is not None]
+        if cache is None or len(keys) < len(group):
+            return self._batch(group)
+        known, first = cache.find(keys)
+        if len(first) == len(group):
+            found = self._batch(group)
+            found.prefix = PrefixPlan(cache, keys)
+            return found
+        inputs = self._inputs(group)
+        found = Request({"attention_mask": inputs["attention_mask"]}, inputs["input_ids"], max_new_tokens=_limit(group))
+        found.media = media_of(inputs)
+        found.prefix = plan = PrefixPlan(cache, keys, known, first, lambda rows: self._batch([group[b] for b in rows]))
+        if first:
+            plan.first = self._batch([_cut(group[b], key.length) for b, key in first.items()])
+            plan.first.prefix = PrefixPlan(cache, list(first.values()))
+        return found
+
+    def _batch(self, group: Sequence[Request]) -> Request:
+        """One request with a row for each."""
+        inputs = self._inputs(group)
+        found = requests.of_generate(self.model, inputs, max_new_tokens=_limit(group), do_sample=False)
+        found.media = media_of(inputs)
+        return found
+
+    def _inputs(self, group: Sequence[Request]) -> dict[str, Any]:
+        """Ids and masks of all rows, padded on the left, and pixels behind one another."""
         longest = max(request.prompt.shape[1] for request in group)
         inputs: dict[str, Any] = {}
         for name, value in group[0].inputs.items():
@@ -178,10 +217,44 @@ class RequestBuilder:
                 inputs[name] = torch.cat([nn.functional.pad(p, (longest - p.shape[1], 0), value=fill) for p in parts])
             else:
                 inputs[name] = torch.cat(parts)
-        limit = max(request.max_new_tokens for request in group)
-        found = requests.of_generate(self.model, inputs, max_new_tokens=limit, do_sample=False)
-        found.media = {k: v for k, v in inputs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
-        return found
+        return inputs
+
+    def _key(self, request: Request) -> PromptKey | None:
+        """What makes a prompt another's equal; None for one that has padding, or media and no ids that stand for it."""
+        length, digest, ids, media = request.prompt.shape[1], hashlib.sha256(), [], False
+        for name, value in sorted(request.inputs.items()):
+            if not isinstance(value, Tensor):
+                digest.update(repr((name, value)).encode())
+            elif of_ids(value, length):
+                ids.append(value[0].cpu().numpy())
+                digest.update(name.encode())
+                if name == "attention_mask" and not ids[-1].all():
+                    return None
+            else:
+                media = True
+                digest.update(repr((name, value.dtype, value.shape)).encode())
+                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        slots = torch.isin(request.prompt[0].cpu(), self.content).nonzero()
+        if media and not len(slots):
+            return None
+        least = int(slots[-1]) + 1 if len(slots) else 0
+        return PromptKey(digest.digest(), np.stack(ids), least, frozenset(request.inputs))
+
+
+def _cut(request: Request, length: int) -> Request:
+    """The first ids of a request, with all of its media."""
+    whole = request.prompt.shape[1]
+    parts = {k: v[:, :length] if isinstance(v, Tensor) and of_ids(v, whole) else v for k, v in request.inputs.items()}
+    return replace(request, prompt=request.prompt[:, :length], inputs=parts)
+
+
+def _limit(group: Sequence[Request]) -> int:
+    return max(request.max_new_tokens for request in group)
+
+
+def media_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of a model's inputs, the tensors that are not the prompt."""
+    return {k: v for k, v in inputs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
 
 
 def of_ids(value: Tensor, length: int) -> bool:

@@ -125,7 +125,7 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
         max_new_tokens=limit - input_ids.shape[1],
         sampling=sampling_of(processors, bool(config.do_sample), input_ids),
         eos=frozenset(eos),
-        stop=(lambda ids: any(bool(c(ids, None).any()) for c in others)) if others else None,
+        stop=(lambda ids: any(bool(torch.as_tensor(c(ids, None)).any()) for c in others)) if others else None,
         keep_logits=bool(config.return_dict_in_generate and config.output_scores),
         keep_raw=bool(config.return_dict_in_generate and config.output_logits),
         keep_cache=bool(config.return_dict_in_generate and config.use_cache is not False),

@@ -28,18 +28,16 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from visspec import __version__
 from visspec.api import completions
-from visspec.api.completions import ChatRequest, RequestError, completion, usage
+from visspec.api.answers import Piece, TextResult, choice, completion, usage
+from visspec.api.choices import ImageResult, QueuedChat, Told
+from visspec.api.completions import ChatRequest, RequestError
 from visspec.api.serving import (
     ClientDisconnected,
-    ImageResult,
     ImageWorker,
-    QueuedChat,
     QueuedImages,
     QueueWorker,
     RequestQueue,
-    TextResult,
     TextWorker,
-    Told,
 )
 from visspec.io.files import Json
 
@@ -150,25 +148,21 @@ class Service:
             del data
             writing, loop = self.writing, asyncio.get_running_loop()
             assert writing is not None
-            events = JobEvents(request)
+            events = JobEvents(request, waiting)
             stack.callback(events.close)
-            await events.until(waiting.enter_async_context(self.desk.decoded(asked.pixels)))
+            await events.until(waiting.enter_async_context(self.desk.decoded(asked.pixels * asked.n)))
             job = await loop.run_in_executor(self.readers, writing.job, asked, events.tell)
             stack.callback(setattr, job, "cancelled", True)  # however this ends
             writing.submit(job)
             first = await events.next()
-            await waiting.aclose()
-            first = await events.next() if first is None else first
             id, name = f"chatcmpl-{uuid.uuid4().hex}", writing.name
             if job.asked.stream:
                 return EventStream(job, events, first, id, name, stack.pop_all())
-            choice = {
-                "message": {"role": "assistant", "content": first.text, "refusal": None},
-                "finish_reason": first.ended,
-            }
-            return JSONResponse(
-                completion("chat.completion", id, name, choice) | {"usage": usage(first.prompt, first.tokens)}
-            )
+            results = [first, *[await events.next() for _ in range(1, asked.n)]]
+            results.sort(key=lambda result: result.index)
+            frame = {"role": "assistant", "content": None, "refusal": None}
+            choices = [choice(r.index, r.logprobs, r.ended, message=frame | r.message) for r in results]
+            return JSONResponse(completion("chat.completion", id, name, *choices) | {"usage": usage(results)})
 
     async def images(self, request: Request) -> Response:
         async with AsyncExitStack() as stack:
@@ -179,7 +173,7 @@ class Service:
             painting = self.painting
             asked = await self.read(data, painting, "was started with --image-model", completions.drawing)
             assert painting is not None
-            events = JobEvents(request)
+            events = JobEvents(request, stack)
             stack.callback(events.close)
             job = QueuedImages(events.tell, asked=asked)
             stack.callback(setattr, job, "cancelled", True)
@@ -204,9 +198,12 @@ class Service:
 
 
 class JobEvents:
-    """What a worker tells about a job, for the loop of the server; or that the client has gone."""
+    """What a worker tells about a job, for the loop of the server; or that the client has gone. waiting: closed when
+    the model has read a chat.
+    """
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, waiting: AsyncExitStack):
+        self.waiting = waiting
         self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         self.gone = asyncio.ensure_future(self._watch(request))
 
@@ -233,7 +230,8 @@ class JobEvents:
 
     async def next(self) -> Any:
         """The next event. Raises what the worker told as an exception, and Gone."""
-        event = await self.until(self.queue.get())
+        while (event := await self.until(self.queue.get())) is None:
+            await self.waiting.aclose()
         if isinstance(event, RequestError):
             raise event
         if isinstance(event, ValueError):
@@ -250,7 +248,7 @@ class EventStream(Response):
     """A streamed completion as server-sent events; `held` is let go when it ends."""
 
     def __init__(
-        self, job: QueuedChat, events: JobEvents, first: str | TextResult, id: str, name: str, held: AsyncExitStack
+        self, job: QueuedChat, events: JobEvents, first: Piece | TextResult, id: str, name: str, held: AsyncExitStack
     ):
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
         del self.headers["content-length"]
@@ -274,18 +272,25 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _say_all(self, say) -> None:
-        def piece(delta: dict[str, Any], ended: str | None = None) -> dict[str, Any]:
-            choice = {"delta": delta, "finish_reason": ended}
-            return completion("chat.completion.chunk", self.id, self.name, choice)
+        def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
+            return completion("chat.completion.chunk", self.id, self.name, *choices)
 
-        await say(piece({"role": "assistant", "content": ""}))
-        event = self.first
-        while not isinstance(event, TextResult):
-            await say(piece({"content": event}))
+        n, results, event = self.job.asked.n, list[TextResult](), self.first
+        for index in range(n):
+            await say(chunk(choice(index, None, None, delta={"role": "assistant", "content": ""})))
+        while True:
+            if isinstance(event, Piece):
+                await say(chunk(choice(event.index, event.logprobs, None, delta={"content": event.text})))
+            else:
+                results.append(event)
+                calls = [{"index": i, **call} for i, call in enumerate(event.message.get("tool_calls", ()))]
+                delta = {"tool_calls": calls} if calls else {}
+                await say(chunk(choice(event.index, None, event.ended, delta=delta)))
+            if len(results) == n:
+                break
             event = await self.events.next()
-        await say(piece({}, event.ended))
         if self.job.asked.usage:
-            await say(piece({}) | {"choices": [], "usage": usage(event.prompt, event.tokens)})
+            await say(chunk() | {"usage": usage(results)})
 
 
 def application(service: Service) -> FastAPI:
@@ -322,9 +327,9 @@ def application(service: Service) -> FastAPI:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        asked = f"{request.method} {request.url.path}"
+        asked, paths = f"{request.method} {request.url.path}", ", ".join(path for _, path, _ in routes)
         return JSONResponse(
-            RequestError(f"path: got {asked}, expected one of the API's", error.status_code).body, error.status_code
+            RequestError(f"path: got {asked}, expected one of {paths}", error.status_code).body, error.status_code
         )
 
     @app.exception_handler(ClientDisconnected)

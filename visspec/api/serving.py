@@ -15,14 +15,16 @@ import threading
 import time
 from asyncio import CancelledError, Event, Lock
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from visspec.api import completions
+from visspec.api import chat_inputs
 from visspec.api.accelerate import Accelerated
+from visspec.api.answers import TextResult, parsed_message, response_template
 from visspec.api.captions import move_inputs
+from visspec.api.choices import Choice, ImageResult, QueuedChat, QueuedRequest, StopTextFilter, Told
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
@@ -30,6 +32,7 @@ from visspec.api.schemas import JsonGrammars
 from visspec.io.files import Json
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
+from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.types import Processor
 
 BODIES = 100_000_000  # bytes of bodies that are held at once
@@ -40,36 +43,6 @@ class ClientDisconnected(Exception):
     """The client has disconnected."""
 
 
-@dataclass(frozen=True)
-class TextResult:
-    """A finished answer. ended: "stop" or "length"."""
-
-    text: str
-    tokens: int
-    prompt: int  # tokens
-    ended: str
-
-
-@dataclass(frozen=True)
-class ImageResult:
-    """Finished images, as PNG files."""
-
-    files: list[bytes]
-
-
-Told = str | TextResult | ImageResult | Exception | None  # what a worker tells of a request
-
-
-@dataclass(eq=False)
-class QueuedRequest:
-    """One request. tell: called in the worker's thread, with None when the model has read a chat, with pieces of text
-    (streamed answers), and at last with the result or an exception.
-    """
-
-    tell: Callable[[Told], None]
-    cancelled: bool = False
-
-
 @dataclass(eq=False)
 class QueuedImages(QueuedRequest):
     """A request of images."""
@@ -77,74 +50,7 @@ class QueuedImages(QueuedRequest):
     asked: ImageRequest = field(kw_only=True)
 
 
-@dataclass(eq=False)
-class QueuedChat(QueuedRequest):
-    """A request of a chat. inputs: arguments of generate, while it waits. prompt: tokens."""
-
-    asked: ChatRequest = field(kw_only=True)
-    inputs: dict[str, Any] = field(default_factory=dict)
-    prompt: int = 0
-    writer: StopTextFilter | None = None
-    begun: bool = False
-
-    def put(self, tokens: list[int]) -> bool:
-        """Take a round's tokens. Returns whether the row is to end."""
-        if not self.begun:
-            self.begun = True
-            self.tell(None)
-        if self.cancelled or self.writer is None:
-            return self.cancelled
-        piece = self.writer.add(tokens)
-        if piece and self.asked.stream:
-            self.tell(piece)
-        return self.writer.stopped
-
-
 Job = TypeVar("Job", bound=QueuedRequest)
-
-
-class StopTextFilter:
-    """The text of one row as its tokens come. Held back is what may still change: blanks at the end, half a
-    character, and what may become a stop text, which is no part of the answer.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
-        self.decode, self.stops = decode, stops
-        self.tokens: list[int] = []
-        self.text = ""  # that won't change
-        self.stopped = False
-
-    def add(self, tokens: list[int]) -> str:
-        """Take tokens, and return the text that they add."""
-        before = len(self.tokens)
-        self.tokens += tokens
-        full = self._read(len(self.tokens))
-        if any(stop in full for stop in self.stops):  # the first token that completes one: rounds don't matter
-            numbers = range(before + 1, len(self.tokens) + 1)
-            del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
-            self.stopped = True
-            full = self._read(len(self.tokens))
-            return self._grown(full[: min(at for stop in self.stops if (at := full.find(stop)) >= 0)])
-        full = full.rstrip("\ufffd")
-        return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)])
-
-    def finish(self) -> str:
-        """The text that was held back, when no token follows."""
-        return "" if self.stopped else self._grown(self._read(len(self.tokens)))
-
-    def _read(self, count: int) -> str:
-        return self.decode(self.tokens[:count]).lstrip()
-
-    def _grown(self, text: str) -> str:
-        text, before = text.rstrip(), len(self.text)
-        if len(text) > before:
-            self.text = text
-        return text[before:]
-
-
-def pending(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop text."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class ServerMetrics:
@@ -153,8 +59,10 @@ class ServerMetrics:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()  # by kind and outcome
         self.seconds = 0.0  # of finished requests
-        self.tokens = self.images = self.passes = self.committed = 0
+        self.tokens = self.images = self.passes = self.committed = self.drafted = self.kept = 0
         self.drift = 0.0
+        self.reused = 0  # tokens of prompts that were not read again
+        self.prefixes = PrefixCache(0)  # of the model of text
         self.reached: Counter[int] = Counter()  # by depth
         self.accepted: Counter[int] = Counter()
 
@@ -163,7 +71,10 @@ class ServerMetrics:
         self.tokens += len(answer.tokens)
         self.passes += len(answer.rounds)
         self.committed += sum(r.committed[0] for r in answer.rounds)
+        self.drafted += sum(r.levels for r in answer.rounds)
+        self.kept += answer.origin.count("drafted")
         self.drift += answer.drift
+        self.reused += answer.reused
         for depth, (reached, accepted) in enumerate(zip(*by_depth(answer.rounds)), 1):
             self.reached[depth] += reached
             self.accepted[depth] += accepted
@@ -181,13 +92,19 @@ class ServerMetrics:
             "tau": self.committed / max(self.passes, 1),
             "acceptance": accepted / max(reached, 1),
             "drift_per_token": self.drift / max(self.tokens, 1),
+            "prefix_bytes": self.prefixes.bytes,
         }
         counters = {
             "tokens": self.tokens,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.kept,
             "images": self.images,
             "passes": self.passes,
             "drift": self.drift,
             "request_seconds": self.seconds,
+            "prefix_hits": self.prefixes.hits,
+            "prefix_misses": self.prefixes.misses,
+            "prefix_tokens": self.reused,
         }
         found = [f"# TYPE visspec_{name} gauge\nvisspec_{name} {value:g}" for name, value in gauges.items()]
         for name, value in counters.items():
@@ -335,26 +252,35 @@ class TextWorker(QueueWorker[QueuedChat]):
         meters: ServerMetrics,
         slots: int,
         limits: RequestLimits,
+        prefix_cache: int = ROOM,
     ):
+        self.prefixes = meters.prefixes = PrefixCache(prefix_cache)  # which outlives a stream that has failed
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
-        self.fast, self.processor, self.slots, self.limits = fast, processor, slots, limits
-        self.decoder = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
+        self.fast, self.processor, self.slots = fast, processor, slots
+        self.template = response_template(processor, fast.model)
+        no_tools = chat_inputs.why_no_tools(processor, self.template is not None)
+        self.limits = replace(limits, vocab=fast.target.capabilities.vocab, no_tools=no_tools)
+        self.decoder: Any = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.processing = threading.Lock()
-        self.tensors = completions.takes_tensors(processor)
+        self.tensors = chat_inputs.takes_tensors(processor)
         self.grammars: JsonGrammars | None = None
         self.over = False
         super().__init__(name, meters)
 
     def job(self, asked: ChatRequest, tell: Callable[[Told], None]) -> QueuedChat:
         """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
-        inputs = completions.prompt_of(self.processor, asked, self.processing, self.tensors)
-        length = inputs["input_ids"].shape[1]
-        most = completions.room(length, asked, self.limits)
+        inputs = chat_inputs.prompt_of(self.processor, asked, self.processing, self.tensors)
+        prompt = inputs["input_ids"][0].tolist()
+        most = chat_inputs.room(len(prompt), asked, self.limits)
         inputs = move_inputs(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
         if asked.schema is not None:
             inputs |= self._by_schema(asked.schema)
-        writer = StopTextFilter(self._decode, asked.stops) if asked.stops or asked.stream else None
-        return QueuedChat(tell, asked=asked, inputs=inputs, prompt=length, writer=writer)
+        job = QueuedChat(tell, asked=asked, inputs=inputs, prompt=prompt, unread=asked.n, left=asked.n)
+        live = bool(asked.stops or asked.stream or asked.top is not None)
+        for index in range(asked.n):
+            writer = StopTextFilter(self._decode, asked.stops)
+            job.choices.append(Choice(job, index, writer, live, None if asked.top is None else []))
+        return job
 
     def _by_schema(self, schema: Json) -> dict[str, Any]:
         """generate's arguments for an answer of a schema. Raises Refused."""
@@ -372,7 +298,7 @@ class TextWorker(QueueWorker[QueuedChat]):
     def _work(self) -> None:
         while not self.over:
             try:
-                for answer in self.fast.stream(self._entries(), slots=self.slots):
+                for answer in self.fast.stream(self._entries(), slots=self.slots, prefix_cache=self.prefixes):
                     self._answer(answer.id, answer)
             except Exception as error:  # of the model itself: the rows that ran are lost, those that wait are not
                 logger.exception("%s: a pass failed", self.name)
@@ -392,24 +318,43 @@ class TextWorker(QueueWorker[QueuedChat]):
                 self.over = True
                 return
             self.running.add(job)
-            entry = job.inputs | {"id": job, "on_tokens": job.put}
-            job.inputs = {}
-            yield entry
-            entry.clear()  # of pixels too, before it waits
+            for choice in job.choices:
+                entry = choice.arguments()
+                yield entry
+                entry.clear()
+            job.inputs = {}  # of pixels too, before it waits
 
-    def _answer(self, job: QueuedChat, answer: Answer) -> None:
-        self.running.discard(job)
+    def _answer(self, choice: Choice, answer: Answer) -> None:
+        job, writer = choice.job, choice.writer
+        job.left -= 1
+        if not job.left:
+            self.running.discard(job)
         self.meters.row(answer)
         if answer.error is not None:
             job.tell(answer.error)
             return
-        writer = job.writer or StopTextFilter(self._decode)
-        if job.writer is None:
+        if not choice.live:
             writer.add(answer.tokens)
-        if (rest := writer.finish()) and job.asked.stream:
-            job.tell(rest)
+        rest, message = writer.finish(), {"content": writer.text}
+        if job.asked.tools:
+            message = self._parsed(job, writer) or message
+            rest = message["content"] or ""
+        choice.say(rest)
         ended = "length" if answer.ended == "length" and not writer.stopped else "stop"
-        job.tell(TextResult(writer.text, len(writer.tokens), job.prompt, ended))
+        if "tool_calls" in message and ended == "stop":
+            ended = "tool_calls"
+        result = TextResult(choice.index, message, len(writer.tokens), len(job.prompt), ended, answer, choice.take())
+        job.tell(result)
+
+    def _parsed(self, job: QueuedChat, writer: StopTextFilter) -> dict[str, Any] | None:
+        """The message that an answer is, by the tokenizer's own parser; None if it can't read it."""
+        text, prompt = self.decoder.decode(writer.tokens), self.decoder.decode(job.prompt)
+        text = text[: min((at for stop in writer.stops if (at := text.find(stop)) >= 0), default=len(text))]
+        tools = list(job.asked.tools)
+        try:
+            return parsed_message(self.decoder.parse_response(text, self.template, prefix=prompt, tools=tools))
+        except Exception:  # of parsers of what a model wrote, which raise anything
+            return None
 
 
 class ImageWorker(QueueWorker[QueuedImages]):

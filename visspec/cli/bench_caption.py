@@ -7,6 +7,7 @@ prompt. Every arm goes through the same `model.generate` entry, so preparation a
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -16,13 +17,16 @@ from visspec import tree as trees
 from visspec.api import loading, requests
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
+from visspec.cli import bench_data
 from visspec.cli.arguments import CaptioningOptions, Positive, load
 from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, compilations, groups_of, measured_on
+from visspec.cli.bench_data import Prompt
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.table import Cell, table
 from visspec.eval.report.images import small_png
 from visspec.io import included
+from visspec.io.images import open_image
 from visspec.io.options import option
 from visspec.loop.stats import text_pieces
 from visspec.models.runner.compiled import stepwise
@@ -37,30 +41,48 @@ FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, 
 
 @dataclass(kw_only=True)
 class Options(ScenesOptions, CaptioningOptions):
-    images: Positive = option("how many held-out scenes", 64)
+    images: Positive = option("how many held-out scenes, or prompts of --data", 64)
+    data: Path | None = option("JSON lines of MMSpec, SPEED-Bench or vLLM's custom_mm, in place of scenes", None)
     compile: bool = option("ours compiled, and transformers compiled beside it", False)
 
 
 def run(arguments: Options) -> None:
     arguments.begin()
+    if arguments.data and (arguments.batch_size > 1 or arguments.prompt):
+        got = "--prompt" if arguments.prompt else f"--batch-size {arguments.batch_size}"
+        raise ValueError(f"data: got {got} beside it, expected prompts of the file, one by one")
+    data = bench_data.read(arguments.data, arguments.images) if arguments.data else None
     model, processor, drafter = load(arguments)
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
-    images = arguments.scenes(processor).images(arguments.images)
-    record = bench_caption(model, processor, images, arguments, drafter, assistant)
-    arguments.end(record, view(record))
+    images: Sequence[Any]
+    if data is None:
+        images = arguments.scenes(processor).images(arguments.images)
+    else:
+        images = [[*map(open_image, prompt.images)] for prompt in data]
+    record = bench_caption(model, processor, images, arguments, drafter, assistant, data=data)
+    arguments.end(record, view(record), *([category_view(record)] if data else []))
 
 
 def bench_caption(
-    model, processor, images: Sequence, arguments: Options, drafter: str, assistant=None, warmup: int = 3
+    model,
+    processor,
+    images: Sequence,
+    arguments: Options,
+    drafter: str,
+    assistant=None,
+    warmup: int = 3,
+    data: Sequence[Prompt] | None = None,
 ) -> dict[str, Any]:
     """Run all arms on all images; returns the JSON object of docs/evaluate.md.
 
+    data: a prompt for each, of which an image is a list of images; the record has its categories then.
     assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
     With `compile` ours runs compiled; a further arm is transformers' generate with a static cache and compiled steps.
     """
     groups, request = groups_of(images, arguments.batch_size), arguments.prompt or PROMPT
-    prompts = [(i, prepare(processor, group, request, model)) for i, group in enumerate(groups)]
+    asked = [request] * len(groups) if data is None else [prompt.text for prompt in data]
+    prompts = [(i, prepare(processor, group, text, model)) for i, (group, text) in enumerate(zip(groups, asked))]
     base, seed = arguments.generation, arguments.seed
     ours = accelerate(model, drafter, acceptance=arguments.acceptance, compile=arguments.compile)
     arms: dict[str, Any] = {
@@ -88,7 +110,24 @@ def bench_caption(
     record["equality"] = equality_tiers(ours, prompts, runs, base, model.dtype)
     record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
     settings = {name: getattr(arguments, name) for name in SETTINGS}
+    if data is not None:
+        record["categories"] = categories(runs, data, arguments.temperature > 0)
+        record["turns_left_out"] = sum(prompt.later for prompt in data)
     return record | measured_on(model, seed=seed) | {"drafter": str(drafter), "n_prompts": len(images)} | settings
+
+
+def categories(runs: dict[str, list[speed.ArmRun]], data: Sequence[Prompt], sampled: bool) -> dict[str, dict[str, Any]]:
+    """Speed-up over transformers' generate and tau of every category of the prompts."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(prompt.category for prompt in data):
+        stock, ours = (
+            [run for run in runs[arm] if data[run.prompt].category == name] for arm in ("transformers_generate", "ours")
+        )
+        if ours:
+            ratio = speed.compare(stock, ours, per_token=sampled)
+            found[name] = {key: ratio[key] for key in ("speedup", "speedup_ci95", "identical", "compared")}
+            found[name] |= {"tau": speed.tau(ours)["tau"]}
+    return found
 
 
 def equality_tiers(
@@ -151,7 +190,25 @@ def texts(runs: Sequence[speed.ArmRun], tokenizer) -> list[list[tuple[str, str]]
 def thumbnails(runs: Sequence[speed.ArmRun], groups: Sequence[Sequence]) -> list[str | None]:
     """The pictures of `texts`, in its order, as small PNGs in base64; None for what is no PIL image."""
     shown = [image for run in runs[:TEXTS] for image, _ in zip(groups[run.prompt], run.tokens)]
+    shown = [(image or [None])[0] if isinstance(image, list) else image for image in shown]
     return [small_png(image) if isinstance(image, Image.Image) else None for image in shown[:TEXTS]]
+
+
+CATEGORY_COLUMNS: dict[str, Cell] = {
+    "category": "{name}",
+    "n": "{compared}",
+    "faster than transformers by": "{speedup:.2f}",
+    "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}",
+    "tau": "{tau:.2f}",
+    "identical": "{identical}/{compared}",
+}
+
+
+def category_view(record: dict[str, Any]) -> Table:
+    """The table of a record's categories."""
+    left = f"; {n} later turns are not asked" if (n := record["turns_left_out"]) else ""
+    rows = [{"name": name, **row} for name, row in record["categories"].items()]
+    return table(f"{record['n_prompts']} prompts by category{left}", rows, CATEGORY_COLUMNS)
 
 
 COLUMNS: dict[str, Cell] = {

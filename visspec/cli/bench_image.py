@@ -19,7 +19,7 @@ from rich.console import Console
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from visspec.api import presets, zoo
+from visspec.api import presets, tuned_preset, zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, groups_of, measured_on, row_seeds
@@ -55,6 +55,7 @@ SWEPT = f"relaxed rules over their parameters: {', '.join(FAMILIES)}; default: a
 class Options(DrawingOptions, ScenesOptions):
     prompts: Positive = option("prompts of the world's suite", 24)
     model: str | None = option("included name, folder or hub id of an image model (default: an included one)", None)
+    tuned: Path | None = option("a file of `visspec tune`, as another method", None)
     method: list[str] | None = option("preset or name=drafter/rule; repeat; default: all", None, repeat=True)
     task: list[str] | None = option("prompts of this task only; repeat", None, repeat=True)
     denoising_steps: list[Positive] = option(
@@ -84,6 +85,9 @@ def run(arguments: Options) -> None:
     methods = dict(parse_method(m, draws, pipe.model) for m in named if m not in others)
     if not arguments.method and arguments.sweep is None:
         methods = fitting(pipe, methods)
+    if arguments.tuned is not None:
+        kept = tuned_preset.read_preset(arguments.tuned, pipe.model, tuned_preset.DRAWN).values()
+        methods["tuned"] = "/".join(filter(None, kept))
     if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
         given = f"quality: got {arguments.quality}, expected 0" if arguments.quality else "sweep: got it, expected not"
         raise ValueError(f"--{given}: {pipe.family.no_pixels}")

@@ -12,9 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from visspec.api import zoo
+from visspec.api.simulation import SimulatedDrafter, SimulatedTarget, Simulation
 from visspec.cli.arguments import Positive
 from visspec.cli.bench import BenchOptions
-from visspec.eval.bench.simulation import SimulatedDrafter, SimulatedTarget, Simulation
 from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option
 from visspec.io.provenance import provenance
@@ -52,9 +52,10 @@ class Options(BenchOptions):
 def run(arguments: Options) -> None:
     """Print and write the record: a row for each entropy, distance, rule and structure that go together."""
     arguments.begin()
-    record = {"bench": "rules", "rows": list(measure(arguments)), "seed": arguments.seed, "n_prompts": arguments.rows}
+    rows = list(measure(arguments))
+    record = {"bench": "rules", "rows": rows, "seed": arguments.seed, "n_prompts": arguments.rows}
     record |= {"max_new_tokens": arguments.tokens, "temperature": 1.0, "provenance": provenance()}
-    arguments.end(record, table("Rules on simulated distributions", record["rows"], VIEW, left=("structure",)))
+    arguments.end(record, table("Rules on simulated distributions", rows, VIEW, left=("structure",)))
 
 
 def measure(arguments: Options) -> Iterator[dict[str, Any]]:
@@ -74,7 +75,7 @@ def row_of(simulation: Simulation, rule: str, structure: str, arguments: Options
     """One rule on drafts of one structure. `bound` is that of exact rules on chains, None for trees."""
     setup = setup_of(simulation, rule, structure)
     stats = Stats.of(setup.decode(simulation.request(arguments.tokens, arguments.seed)), setup)
-    row = {"entropy": simulation.entropy, "distance": simulation.distance, "codes": simulation.codes}
+    row: dict[str, Any] = {"entropy": simulation.entropy, "distance": simulation.distance, "codes": simulation.codes}
     row |= {"rule": rule, "structure": structure, "guarantee": setup.guarantee, "tau": stats.tau}
     row |= {"bound": simulation.bound(int(structure)) if structure.isdigit() else None}
     return row | {"drift": stats.drift_per_token, "displacement": stats.displacement_per_token}

@@ -30,6 +30,9 @@ class Options(ModelOptions):
     pixels_at_once: Positive = option(
         "of a request's images together, and of all images that are decoded at once", 128_000_000
     )
+    prefix_cache: int = option(
+        "bytes of prompts kept for those that begin alike, such as chats that go on; 0: none", 1 << 29
+    )
     grace: Positive = option("seconds for running answers after SIGTERM", 60)
 
 
@@ -70,14 +73,20 @@ def make_service(arguments: Options, key: str | None, local: bool) -> Any:
     model, processor, drafter = load(arguments)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    images = {"images": arguments.max_images, "at_once": max(arguments.pixels_at_once, arguments.max_pixels)}
-    given = {"body": arguments.max_body, "pixels": arguments.max_pixels, "new": arguments.max_new_tokens}
-    limits = RequestLimits(context=context, **given, **images)
+    limits = RequestLimits(
+        body=arguments.max_body,
+        pixels=arguments.max_pixels,
+        at_once=max(arguments.pixels_at_once, arguments.max_pixels),
+        images=arguments.max_images,
+        new=arguments.max_new_tokens,
+        context=context,
+    )
     meters, painting = ServerMetrics(), None
     if arguments.image_model is not None:
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **arguments.hardware)
         pipe.set_progress_bar_config(disable=True)
         painting = ImageWorker(arguments.image_model, pipe, meters)
-    writing = TextWorker(arguments.model or included.text_model(), fast, processor, meters, arguments.slots, limits)
+    name, room = arguments.model or included.text_model(), arguments.prefix_cache
+    writing = TextWorker(name, fast, processor, meters, arguments.slots, limits, room)
     desk = RequestQueue(arguments.places, meters, limits.at_once, max(BODIES, limits.body))
     return Service(desk, writing, painting, key, local)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from visspec.api import loading, ranks, sources, tuned_preset, tuning, zoo
 from visspec.api.accelerate import Accelerated, accelerate, default_drafter, each_of
 from visspec.api.captions import PROMPT, move_inputs, process_batch
+from visspec.cli import tune_image
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm
 from visspec.eval.bench import paired
@@ -36,7 +37,10 @@ FINALISTS = 3  # rows with the best predictions, which are measured
 
 @dataclass(kw_only=True)
 class Options(BenchOptions, SamplingOptions, TargetOptions):
-    images: list[str] = option("images, as `visspec caption` reads them")
+    images: list[str] | None = option(
+        "images, as `visspec caption` reads them; none: a model that draws is tuned", None
+    )
+    prompts: Path | None = option("of a model that draws: lines, or JSON lines (default: included ones)", None)
     drafters: list[str] | None = option("names or folders (default: ngram, and the model's own)", None)
     lengths: list[Positive] = option("of drafts, in levels", [1, 2, 3, 4, 6, 8])
     batches: list[Positive] = option("sizes of batches", [1, 4])
@@ -51,6 +55,9 @@ class Options(BenchOptions, SamplingOptions, TargetOptions):
 
 def run(arguments: Options) -> None:
     arguments.begin()
+    if arguments.images is None:
+        tune_image.run(arguments)
+        return
     found = sources.records(arguments.images)
     model, processor = loading.load(arguments.model, **arguments.hardware)
     own = [str(one) for one in each_of(default_drafter(model)[0]) if one]

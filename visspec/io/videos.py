@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -26,7 +27,7 @@ class Clip:
     fps: float
 
     @property
-    def metadata(self) -> dict[str, int | float | list[int]]:
+    def metadata(self) -> dict[str, Any]:
         """As video processors of transformers take it."""
         found = {"total_num_frames": self.count, "fps": self.fps, "frames_indices": self.indices}
         return found | {"duration": self.count / self.fps}

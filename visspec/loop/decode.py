@@ -64,7 +64,7 @@ def start(target: Target, drafter: Drafter | None, rule: Acceptance, request: Re
 
 def advance(
     state: State, target: Target, drafter: Drafter | None, rule: Acceptance, length_policy: DraftLengthPolicy
-) -> None:
+) -> Outcome:
     """One round of all live rows."""
     trace = state.trace
     with trace.stage("draft"):
@@ -87,6 +87,7 @@ def advance(
             drafter.observe(state, draft, scores, verdict, outcome)
         if forced is None:
             length_policy.observe(trace)
+    return outcome
 
 
 def open_request(target: Target, rule: Acceptance, request: Request) -> tuple[State, Scores]:
@@ -144,11 +145,13 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
         new_tokens = output.new_tokens(path, found.values, found.following)
         had_rejection.append(any([found.real[n] for n in below]) if found.real else len(below) > 0)
         last = "corrected" if had_rejection[b] else "bonus" if len(path) > 1 else "plain"
-        origin[row] += [*["drafted"] * (len(path) - 1), last][: output.append(row, new_tokens)]
-        output.record(row, b, path, scores)
+        count = output.append(row, new_tokens)
+        origin[row] += [*["drafted"] * (len(path) - 1), last][:count]
+        output.record(row, b, path, count, scores)
+        output.tell(row, count)
         outcome.path.append(path)
-        offered = sum(found.real) if found.real else tree.size
-        outcome.draft_lengths.append(offered - 1 if tree.chain else tree.levels)
+        offered = sum(found.real[1:]) if found.real else tree.size - 1
+        outcome.draft_lengths.append(offered if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
     meters = ("drift", verdict.drift), ("displacement", verdict.displacement), ("capped", verdict.capped)
     for name, measured in meters:

@@ -39,19 +39,17 @@ class TokenBuffer(OutputBuffer):
             if over or (request.stop is not None and request.stop(self.ids(row))):
                 self.finished.add(row)
                 break
-        if request.on_tokens is not None and request.on_tokens(tokens[before:]):
-            self.finished.add(row)
         return len(tokens) - before
 
-    def record(self, row: int, b: int, path: list[int], scores: Scores) -> None:
-        """Keep the distributions that gave the tokens just added, where the request asks for them."""
-        count = len(self.tokens[row])
+    def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
+        """Keep, or hand over, the distributions that gave the tokens just added, where the request asks for them."""
+        on_logits, nodes = self.request.of(row)[0].on_logits, path[:count]
         if self.request.keep_logits:
-            self.distributions[row].extend(
-                categorical(scores.distribution).logits[b, path[: count - len(self.distributions[row])]]
-            )
+            self.distributions[row].extend(categorical(scores.distribution).logits[b, nodes])
         if self.request.keep_raw:
-            self.raw[row].extend(scores.aux["raw"][b, path[: count - len(self.raw[row])]])
+            self.raw[row].extend(scores.aux["raw"][b, nodes])
+        if on_logits is not None:
+            on_logits(self.tokens[row][-count:], scores.aux["raw"][b, nodes])
 
     def values(self, row: int) -> Tensor:
         """Tokens of an original row, (T,) on the CPU."""
@@ -104,11 +102,9 @@ class VectorBuffer(OutputBuffer):
         tokens.extend(range(len(tokens), len(tokens) + count))
         if len(tokens) >= self.request.max_new_tokens:
             self.finished.add(row)
-        if self.request.on_tokens is not None and self.request.on_tokens(tokens[len(tokens) - count :]):
-            self.finished.add(row)
         return count
 
-    def record(self, row: int, b: int, path: list[int], scores: Scores) -> None:
+    def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
         """Keep the vectors just added, on the device. A path of a chain is a range of its nodes."""
         assert self._round is not None
         draft, verdict = self._round

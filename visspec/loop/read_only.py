@@ -147,6 +147,7 @@ def lent_request(request: Request) -> Request:
         stop=None,
         generators=None,
         on_tokens=None,
+        on_logits=None,
         on_round=None,
         media=CopyOnRead(lambda: request.media),
         fixed=copy_tensors(request.fixed),

@@ -35,10 +35,11 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     ended: str | None = None  # as `stats.ended_by`
     origin: list[str] = field(default_factory=list)  # of each token, as in `types.Trace`
-    rounds: list[Round] = field(default_factory=list)  # this row's part of the rounds it was in
+    rounds: list[Round] = field(default_factory=list)  # of this row, with the levels of its own drafts
     drift: float = 0.0  # summed over tokens
     error: Exception | None = None
     text: str | None = None
+    reused: int = 0  # tokens of the prompt whose keys and values were known
 
     @property
     def tau(self) -> float:
@@ -47,26 +48,30 @@ class Answer:
 
 
 class Row:
-    """A request of one row. An exception of its stop function, processors or `on_tokens` ends this row only."""
+    """A request of one row. An exception of its stop function, processors, `on_logits` or `on_tokens` ends
+    this row only.
+    """
 
     def __init__(self, id: Any, request: Request):
         self.id = id
         self.error: Exception | None = None
         self.rounds: list[Round] = []
+        self.reused = 0
         processors = tuple(CaughtProcessor(self, each) for each in request.sampling.processors)
         called = processors or request.stop is not None
         self.request = replace(
             request,
             sampling=replace(request.sampling, processors=processors),
             stop=self._caught(request.stop) if called else None,
-            on_tokens=self._caught(request.on_tokens) if request.on_tokens is not None else None,
+            on_logits=self._caught(request.on_logits) if request.on_logits is not None else None,
+            on_tokens=self._caught(request.on_tokens) if request.on_tokens or request.on_logits else None,
         )
 
-    def _caught(self, call: Callable | None) -> Callable[[Any], bool]:
+    def _caught(self, call: Callable | None) -> Callable[..., Any]:
         """A function that ends the row where it returns true or raises."""
 
-        def caught(argument: Tensor | list[int]) -> Any:
-            found = None if call is None else self.call_user(call, argument)
+        def caught(*arguments: Tensor | list[int]) -> Any:
+            found = None if call is None else self.call_user(call, *arguments)
             return found if self.error is None else True
 
         return caught
@@ -123,6 +128,7 @@ class RunningBatch:
             row.rounds,
             0.0 if drift is None else float(drift[number]),
             row.error,
+            reused=row.reused,
         )
 
 
@@ -159,10 +165,10 @@ class Stream:
     def _round(self, lane: RunningBatch) -> Iterator[Answer]:
         state, setup = lane.state, self.setup
         rows = [lane.rows[number] for number in state.rows]
-        advance(state, setup.target, setup.drafter, setup.rule, setup.length_policy)
-        levels, committed, had_rejection = state.trace.rounds.pop()  # each row keeps its own: lanes run for days
-        for row, count, missed in zip(rows, committed, had_rejection):
-            row.rounds.append(Round(levels, [count], [missed]))
+        outcome = advance(state, setup.target, setup.drafter, setup.rule, setup.length_policy)
+        _, committed, had_rejection = state.trace.rounds.pop()  # each row keeps its own: lanes run for days
+        for row, drafted, count, missed in zip(rows, outcome.draft_lengths, committed, had_rejection):
+            row.rounds.append(Round(drafted, [count], [missed]))
         if (keep := fill_places([row not in state.finished for row in state.rows])) is not None:
             select(state, setup.target, setup.drafter, keep)
         yield from lane.leavers()
@@ -229,8 +235,8 @@ class Stream:
                 yield from self._open([row])
             return
         state.request.inputs, state.request.media = {}, {}  # pixels are not kept
-        for row in group:
-            row.request.inputs = {}
+        for row, reused in zip(group, state.request.reused or [0] * len(group)):
+            row.request.inputs, row.reused = {}, reused
         opened = RunningBatch(state, group)
         yield from opened.leavers()
         if opened.left:

@@ -1,0 +1,282 @@
+"""Prompts that begin as an earlier one: the keys and values of the shared slots are kept and read again.
+
+A prompt is kept whole after its prefill, with what drafters read of it (`Scores.features`, embeddings, positions), so
+that they start as after a fresh prefill. A later prompt of the same media takes as many of its slots as their ids
+agree, all image slots among them, and reads the rest as one chain, each row from its own length. Before that is
+relied on, rows of each kind are prefilled afresh as well, once, and compared.
+
+Shapes: B rows, L prompt, N tokens to read, H heads, S slots, E head size, K kinds of ids, P rows of positions.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import signature
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.distributions import Categorical
+from visspec.loop.output import TokenBuffer
+from visspec.models.attention.masks import laid
+from visspec.models.decoder import probe
+from visspec.sampling import process
+from visspec.types import MAX_NODES, Request, Scores, State, Tree
+
+if TYPE_CHECKING:
+    from visspec.models.decoder.target import HFDecoder
+
+LOGGER = logging.getLogger(__name__)
+ROOM = 1 << 29  # bytes
+
+
+class PromptKey(NamedTuple):
+    """What makes prompts equal. media: digest of everything that is not by id; least: slots that have to be shared,
+    up to the last one of an image, a video or a sound.
+    """
+
+    media: bytes
+    ids: np.ndarray  # (K, L)
+    least: int
+    names: frozenset[str]
+
+    @property
+    def length(self) -> int:
+        return self.ids.shape[1]
+
+    def shared(self, other: PromptKey) -> int:
+        """Slots of this prompt that the other's can stand for: none where reading the rest costs as much as all."""
+        if self.media != other.media or len(self.ids) != len(other.ids):
+            return 0
+        most = min(self.length - 1, other.length)  # the last token is always read
+        differs = (self.ids[:, :most] != other.ids[:, :most]).any(axis=0)
+        found = int(differs.argmax()) if differs.any() else most
+        unread = self.length - found
+        return found if found >= max(self.least, unread) and unread <= MAX_NODES else 0
+
+    def cut(self, shared: int) -> PromptKey:
+        """The part of this prompt to be read for others that share so many slots of it, and for itself."""
+        least = max(shared, self.least + 1, -(-self.length // 2), self.length - MAX_NODES)
+        return self._replace(ids=self.ids[:, :least]) if shared else self
+
+
+class Prefix(NamedTuple):
+    """A prompt that was read. parts: positions (L, P); features (L, F) and embeddings (L, d), if drafters read them."""
+
+    key: PromptKey
+    stores: list[Tensor]  # keys of all layers, then values: (H, L, E)
+    parts: dict[str, Tensor]
+    bytes: int
+
+
+Start = tuple[Prefix, int]  # a prompt and how many of its slots another one takes
+
+
+@dataclass(eq=False)
+class PrefixPlan:
+    """How the rows of a request are prefilled. keys: of its rows; known: what they start from, if it was kept before;
+    rows, first: those that are read before the others, and their request, as far as others share them; batch: makes a
+    request of rows by number, to be read afresh. Without `known` it is read as it is, and kept.
+    """
+
+    cache: PrefixCache
+    keys: list[PromptKey]
+    known: list[Start | None] = field(default_factory=list)
+    rows: Collection[int] = ()
+    batch: Callable[[Sequence[int]], Request] | None = None
+    first: Request | None = None
+    made: list[Prefix] = field(default_factory=list)
+
+
+class PrefixCache:
+    """Prompts of one model, the least recently used of which leave where more than `room` bytes are held. hits, misses:
+    rows that started from a kept prompt, or from another of their batch, and the others. `clear` it where weights
+    change.
+    """
+
+    def __init__(self, room: int = ROOM):
+        if not isinstance(room, int) or isinstance(room, bool) or room < 0:
+            raise ValueError(f"prefix_cache: got {room!r}, expected a number of bytes, or 0 for none")
+        self.room, self.bytes, self.hits, self.misses = room, 0, 0, 0
+        self.refused = ""  # why the model's prompts can't be continued
+        self._target: HFDecoder | None = None
+        self._kept: list[Prefix] = []  # the most recently used last
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._kept, self.bytes = [], 0
+
+    def open(self, target: HFDecoder) -> PrefixCache | None:
+        """To be called before requests of a target; prompts of another one are dropped. None: nothing is to be kept."""
+        if self._target is not target:
+            self.clear()
+            self._target, self.refused = target, ""
+            if target.states or target.rotary or target.restarts:
+                self.refused = "states, or rotations that depend on a prompt's length"
+        return self if self.room and not self.refused else None
+
+    def find(self, keys: Sequence[PromptKey]) -> tuple[list[Start | None], dict[int, PromptKey]]:
+        """Of each row the kept prompt that shares most slots; and what is to be read first, by row: of rows that share
+        none with a kept prompt, nor with such a row before them.
+        """
+        with self._lock:
+            known = [_longest(key, self._kept) for key in keys]
+            used = {id(start[0]) for start in known if start is not None}
+            self._kept.sort(key=lambda p: id(p) in used)
+        shared: dict[int, int] = {}
+        for b, key in enumerate(keys):
+            if known[b] is None:
+                row = next((f for f in shared if key.shared(keys[f])), b)
+                shared[row] = max(shared.get(row, 0), key.shared(keys[row]) if row != b else 0)
+        return known, {b: keys[b].cut(n) for b, n in shared.items()}
+
+    def put(
+        self, keys: Sequence[PromptKey], rows: Sequence[int], state: State, scores: Scores, old: Sequence[Prefix] = ()
+    ) -> list[Prefix]:
+        """Keep the prompts of these rows after their prefill, in place of old ones."""
+        slots, width = state.cache.slots, state.request.prompt.shape[1]
+        if slots.length != width:
+            self.refuse(f"{slots.length} slots of a prompt of {width} ids")
+            return []
+        positions = scores.aux["positions"]
+        positions = positions.expand(*positions.shape[:-2], len(state.rows), width)
+        positions_BLP = positions[..., None] if positions.dim() == 2 else positions.permute(1, 2, 0)
+        found = {"positions": positions_BLP, "features": scores.features, "embeddings": scores.aux.get("embeddings")}
+        made = []
+        for key, b in zip(keys, rows):
+            end, first = slots.lengths[b], width - key.length
+            stores = [s[b, :, end - key.length : end].clone() for s in (*slots.keys, *slots.values)]
+            parts = {name: x[b, first:].clone() for name, x in found.items() if x is not None}
+            made.append(Prefix(key, stores, parts, sum(x.nbytes for x in (*stores, *parts.values()))))
+        with self._lock:
+            self._kept = [p for p in self._kept if all(p is not gone for gone in old)]
+            self._kept += [p for p in made if p.bytes <= self.room]
+            while (found_bytes := sum(p.bytes for p in self._kept)) > self.room:
+                del self._kept[0]
+            self.bytes = found_bytes
+        return made
+
+    def refuse(self, why: str) -> None:
+        """No prompt is continued any more."""
+        self.refused = why
+        self.clear()
+        LOGGER.info("prefix cache: got %s, expected prompts that can be continued; none is kept", why)
+
+    def prefill(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores]:
+        """`HFDecoder.prefill` of rows that start from prompts kept before, or from others of their batch."""
+        assert plan.batch is not None
+        found = self._start(target, request, plan)
+        return found or target.prefill(replace(request, inputs=plan.batch(range(len(plan.keys))).inputs))
+
+    def _start(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores] | None:
+        """None where the model can't continue prompts."""
+        assert plan.batch is not None
+        made: list[Prefix] = []
+        if plan.first is not None:
+            of_first = plan.first.prefix
+            target.prefill(plan.first)
+            made = of_first.made
+        known = [start or _longest(key, made) for start, key in zip(plan.known, plan.keys)]
+        starts = [start for start in known if start is not None]
+        if len(starts) < len(known):
+            return None
+        same = [np.array_equal(key.ids, p.key.ids) for key, (p, _) in zip(plan.keys, starts)]
+        row = same.index(False) if False in same else 0
+        kind = plan.keys[0].names, same[row]
+        try:
+            state, scores = resume(target, request, plan.keys, starts)
+            if kind not in target.continues:
+                fresh, expected = target.prefill(replace(plan.batch([row]), keep_raw=True))
+                alike = probe.alike(target, scores.aux["raw"][row : row + 1], expected.aux["raw"])
+                target.continues[kind] = alike and bool(fresh.position == state.position[row])
+        except Exception as error:
+            if kind in target.continues or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+                raise
+            target.continues[kind] = False
+        if not target.continues[kind]:
+            self.refuse("other distributions behind a prefix than after a fresh prefill")
+            return None
+        request.reused = [0 if b in plan.rows else n for b, (_, n) in enumerate(starts)]
+        self.hits += len(starts) - len(plan.rows)
+        users = Counter(id(p) for p, _ in starts)
+        grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat that goes on
+        self.put([plan.keys[b] for b in grown], grown, state, scores, [starts[b][0] for b in grown])
+        return state, scores
+
+
+def _longest(key: PromptKey, prompts: Sequence[Prefix]) -> Start | None:
+    """The prompt that shares most slots, the last of them if several do."""
+    shared, n = max(((key.shared(p.key), n) for n, p in enumerate(prompts)), default=(0, 0))
+    return (prompts[n], shared) if shared else None
+
+
+def resume(
+    target: HFDecoder, request: Request, keys: Sequence[PromptKey], starts: Sequence[Start]
+) -> tuple[State, Scores]:
+    """State and scores as after a prefill, raw logits among them: kept slots are copied, and what is behind them is
+    read in one pass.
+    """
+    rows, device, prompt = list(range(len(starts))), request.prompt.device, request.prompt
+    counts = [key.length - n for key, (_, n) in zip(keys, starts)]
+    size, width = max(counts), prompt.shape[1]
+    cache = target.cache(len(rows), request.max_new_tokens, lean=True)
+    slots = cache.slots
+    target.open(slots)
+    slots.fill([(p.stores, n) for p, n in starts], size)
+    extent, tree = slots.open(size, device), _chain(size, device)
+    column_BN = to_device([[width - c + min(n, c - 1) for n in range(size)] for c in counts], device)
+    first_BP = torch.stack([following(p.parts["positions"][n - 1]) for p, n in starts])
+    positions_BNP = first_BP[:, None] + tree.depth[0, :, None]
+    mask = target.masks.whole(tree.ancestor, tree.depth, slots.lengths, None, extent)
+    mask = laid(mask, False) if isinstance(mask, Tensor) else mask
+    ends, heads = sorted({c - 1 for c in counts}), "logits_to_keep" in signature(target.model.forward).parameters
+    more = {"logits_to_keep": to_device(ends, device)} if heads else {}  # the head is run where a row ends
+    ids_BN = prompt.gather(1, column_BN)
+    output, seen = target.forward(target.model, cache, mask, ids_BN, positions_BNP[..., -1], recorded=True, **more)
+    at = [ends.index(c - 1) if heads else c - 1 for c in counts]
+    raw_B1V = output.logits[to_device(rows, device), to_device(at, device)][:, None]
+    cache.prompt = width
+    slots.commit([list(range(c)) for c in counts])
+    read = {"positions": positions_BNP, "features": target.features(output, seen), "embeddings": seen["inputs_embeds"]}
+    aux: dict[str, Any] = {name: _joined(starts, name, read[name], counts, width) for name in starts[0][0].parts}
+    positions_BLP, features = aux["positions"], aux.pop("features", None)
+    aux["positions"] = positions_BLP[..., 0] if positions_BLP.shape[2] == 1 else positions_BLP.permute(2, 0, 1)
+    padding = [width - key.length for key in keys]
+    aux["attention"] = (
+        torch.arange(width, device=device) >= to_device(padding, device)[:, None] if any(padding) else None
+    )
+    state = State(request, prompt[:, -1], positions_BLP[:, -1, -1], cache, rows, TokenBuffer(request, len(rows)))
+    logits = process(raw_B1V, trees.empty_draft(state.pending, own=True), state)
+    return state, Scores(Categorical(logits), features, aux | {"raw": raw_B1V})
+
+
+def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[int], width: int) -> Tensor:
+    """What was kept of each row's prompt, and what was read behind it, to the right: (B, L, X)."""
+    found = read_BNX.new_zeros(len(starts), width, read_BNX.shape[2])
+    for row_LX, new_NX, count, (prefix, n) in zip(found, read_BNX, counts, starts):
+        row_LX[width - count - n : width - count] = prefix.parts[name][:n]
+        row_LX[width - count :] = new_NX[:count]
+    return found
+
+
+def following(position_P: Tensor) -> Tensor:
+    """Positions of the token after one: behind an image, M-RoPE goes on from the largest of its three."""
+    return torch.cat([position_P[:-3], position_P[-3:].amax().expand(min(len(position_P), 3))]) + 1
+
+
+def _chain(size: int, device: torch.device) -> Tree:
+    """As `tree.chain`, which would keep one of every size."""
+    n = torch.arange(size, device=device)
+    return Tree(n[None] - 1, n[None], (n[:, None] >= n)[None], size - 1, True)

@@ -1,0 +1,193 @@
+"""Adapters and quantised weights: the tokens of transformers' generate under the same weights, whichever drafter."""
+
+import functools
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import transformers as tf
+
+import visspec
+from tests.replays import recording
+from tests.tiny import llama, prompt
+from visspec.models.decoder.layer_skip import LayerSkip
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.runner import buffer_pool, compiled
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}  # in groups of 32
+DRAFTERS = {
+    "ngram": lambda model: "ngram",
+    "suffix": lambda model: "suffix",
+    "layers": lambda model: LayerSkip(),
+    "vispec": lambda model: FeatureDrafter.for_model(model),
+    "eagle": lambda model: EagleDrafter.for_model(model),
+    "small model": lambda model: llama(seed=5),
+}
+each_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
+
+
+def adapted(model, heads=True):
+    """Two adapters, of which the first is in use."""
+    peft = pytest.importorskip("peft")
+    parts = ["q_proj", "down_proj", *["lm_head"] * heads]
+    config = peft.LoraConfig(r=2, target_modules=parts, lora_alpha=16, init_lora_weights=False, task_type="CAUSAL_LM")
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, config, adapter_name="first")
+        model.add_adapter("second", config)
+    return model.eval()
+
+
+def states_of(model):
+    """A name of each way that adapters may be in use, within which they are."""
+    yield from (("first", nullcontext()), ("off", model.disable_adapter()))
+    model.set_adapter("second")
+    yield "second", nullcontext()
+    model.merge_adapter()
+    yield "second merged", nullcontext()
+    model.unmerge_adapter()
+    model.set_adapter("first")
+    yield "first again", nullcontext()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Compiled without code, or recorded without a GPU, from the first request on."""
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    monkeypatch.setattr(compiled, "WORTH", 1)
+    monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
+    recording(monkeypatch)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("passes", ["eager", pytest.param("compile", marks=pytest.mark.nightly), "graphs"])
+@each_drafter
+def test_adapters_switched_between_calls(drafter, passes, quick):
+    model, inputs = adapted(llama(3)), prompt("llama", ["9", "5"])
+    options = {"compile": passes == "compile", "graphs": passes == "graphs"}
+    fast = visspec.accelerate(model, DRAFTERS[drafter](model.get_base_model()), adaptive=False, **options)
+    answers = {}
+    for name, use in states_of(model):
+        with use:
+            answers[name] = model.generate(**inputs, **GREEDY)
+            assert torch.equal(fast.generate(**inputs, **GREEDY), answers[name]), name
+    for made in filter(None, (fast.target.passes, fast.target.recorder)):
+        assert made.graphs >= 5 and not made.refused
+    first, off, second, merged, again = answers.values()
+    assert torch.equal(first, again) and torch.equal(second, merged)
+    assert not torch.equal(first, off) and not torch.equal(first, second) and not torch.equal(second, off)
+
+
+@pytest.mark.parametrize("passes", ["compile", "graphs"])
+def test_an_adapter_put_into_a_head_that_passes_were_made_with(passes, quick):
+    peft, model, inputs = pytest.importorskip("peft"), llama(3), prompt("llama", ["9"])
+    fast = visspec.accelerate(model, "ngram", adaptive=False, **{passes: True})
+    before = fast.generate(**inputs, **GREEDY)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    expected = model.generate(**inputs, **GREEDY)
+    assert torch.equal(fast.generate(**inputs, **GREEDY), expected) and not torch.equal(before, expected)
+
+
+@pytest.mark.parametrize("kind", [FeatureDrafter, EagleDrafter])
+def test_a_drafter_borrows_the_head_with_its_adapter(kind):
+    model = adapted(llama(3)).get_base_model()
+    drafter, feature = kind.for_model(model), torch.randn(2, 32)
+    assert torch.allclose(drafter.layer.logits(feature), model.lm_head(feature), atol=1e-5)
+
+
+def bits(package, make):
+    """A configuration of transformers' that needs a package."""
+
+    def made():
+        pytest.importorskip(package)
+        return make()
+
+    return made
+
+
+def torchao(name):
+    def make():
+        from torchao import quantization
+        from torchao.quantization.granularity import PerGroup
+
+        own = {"weight_dtype": torch.int4, "granularity": PerGroup(32)} if name == "IntxWeightOnlyConfig" else {}
+        return tf.TorchAoConfig(getattr(quantization, name)(**own))
+
+    return bits("torchao", make)
+
+
+nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+ALIKE = {  # a token's result does not depend on those beside it, but for rounding in float32
+    "bitsandbytes int8": bits("bitsandbytes", lambda: tf.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)),
+    "bitsandbytes nf4": bits(
+        "bitsandbytes", lambda: tf.BitsAndBytesConfig(**nf4, bnb_4bit_compute_dtype=torch.float32)
+    ),
+    "torchao int8": torchao("Int8WeightOnlyConfig"),
+    "torchao int4": torchao("IntxWeightOnlyConfig"),
+    "quanto int8": bits("optimum.quanto", lambda: tf.QuantoConfig(weights="int8")),
+}
+OTHERWISE = {
+    "bitsandbytes int8, outliers apart": bits("bitsandbytes", lambda: tf.BitsAndBytesConfig(load_in_8bit=True)),
+    "torchao int8 activations": torchao("Int8DynamicActivationInt8WeightConfig"),
+}
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """The model under a name of the tables, loaded once."""
+    where, plain = tmp_path_factory.mktemp("plain"), llama(3, **SIZES)
+    plain.save_pretrained(where)
+
+    @functools.cache
+    def load(name):
+        config = {**ALIKE, **OTHERWISE}[name]()
+        with torch.random.fork_rng(devices=[]):
+            options = {"device_map": "cpu", "dtype": torch.float32, "local_files_only": True}
+            model = tf.AutoModelForCausalLM.from_pretrained(where, quantization_config=config, **options)
+        model.generation_config = plain.generation_config
+        return model
+
+    return load
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALIKE)
+@each_drafter
+def test_quantised_weights(drafter, name, quantised, recwarn):
+    model, inputs = quantised(name), prompt("llama", ["9", "5"])
+    fast = visspec.accelerate(model, DRAFTERS[drafter](model), adaptive=False)
+    assert torch.equal(fast.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+    assert not [said for said in recwarn if "visspec" in said.filename or "differently" in str(said.message)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_quantised_arithmetic_that_depends_on_the_tokens_beside(name, quantised):
+    """One pass against one by one. The probe's few tokens show it where columns of a pass are treated apart."""
+    model, ids = quantised(name), torch.randint(5, 88, (1, 40))
+    with torch.no_grad():
+        once, cache = model(ids).logits, tf.DynamicCache()
+        steps = torch.cat([model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(40)], dim=1)
+    assert ((once - steps).norm(dim=-1) / steps.norm(dim=-1)).max() > 1e-3
+    seen = "outliers" in name
+    with pytest.warns(RuntimeWarning, match="differently beside others") if seen else nullcontext():
+        visspec.accelerate(model, "ngram")
+
+
+@pytest.mark.slow
+@each_drafter
+def test_an_adapter_on_quantised_weights(drafter, quantised):
+    model, inputs = adapted(quantised("bitsandbytes nf4"), heads=False), prompt("llama", ["9", "5"])
+    try:
+        fast = visspec.accelerate(model, DRAFTERS[drafter](model.get_base_model()), adaptive=False)
+        for adapter in ("first", "second"):
+            model.set_adapter(adapter)
+            assert torch.equal(fast.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+    finally:
+        model.unload()

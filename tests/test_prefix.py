@@ -1,0 +1,235 @@
+"""Prompts that begin alike: rows that reuse what was read are those of a fresh prefill, whoever drafts; memory is
+bounded.
+"""
+
+import pytest
+import torch
+
+import visspec
+from tests.doubles import fast, one_sentence
+from tests.test_eagle import make
+from tests.test_stream import widened
+from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
+from visspec.api.queueing import RequestBuilder
+from visspec.loop.decode import open_request
+from visspec.models.block.trained import BlockDrafter
+from visspec.models.decoder.prefix import PrefixCache, following
+from visspec.models.decoder.small_model import SmallModel
+from visspec.models.decoder.target import HFDecoder
+from visspec.models.eagle.head_drafter import EagleDrafter
+
+SIZES = (2, 1, 4, 3, 2)  # ids of five questions
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
+
+
+def behind(name, inputs, ids):
+    """A prompt with these ids (n,) behind it."""
+    types = FAMILIES[name].types
+    found = inputs | {"input_ids": torch.cat([inputs["input_ids"], ids[None]], dim=1)}
+    found["attention_mask"] = torch.ones_like(found["input_ids"])
+    return found | ({types: torch.nn.functional.pad(inputs[types], (0, len(ids)))} if types else {})
+
+
+def questions(name, count=2, **common):
+    """Five questions of different length about each of some images, in turn."""
+    rows = shapes(name)["one"][:1] if FAMILIES[name].visual else ["20"]
+    generator = torch.Generator().manual_seed(5)
+    texts = [torch.randint(5, 88, (size,), generator=generator) for size in SIZES]
+    images = [prompt(name, rows, seed) for seed in range(count)]
+    found = [behind(name, image, ids) for ids in texts for image in images]
+    return [p | {"max_new_tokens": 5 + i % 4, "seed": 100 + i} | common for i, p in enumerate(found)]
+
+
+def streamed(quick, entries, cache, slots=6, **options):
+    """Of each prompt: tokens, accepted of each round, and the tokens of the prompt that were reused."""
+    found = sorted(quick.stream(entries, slots=slots, prefix_cache=cache, **options), key=lambda a: a.id)
+    assert [a.error for a in found] == [None] * len(entries)
+    return [(a.tokens, [r.committed for r in a.rounds]) for a in found], [a.reused for a in found]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_rows_are_as_alone_and_images_are_read_once_in_every_family(name):
+    quick, entries, cache = fast(name, "ngram"), questions(name), PrefixCache()
+    found, reused = streamed(quick, entries, cache)
+    assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
+    if name == "paligemma":  # its prompts see themselves both ways
+        assert not any(reused) and cache.refused and len(cache) == cache.hits == 0
+    else:
+        assert reused[:2] == [0, 0] and min(reused[2:]) >= entries[0]["input_ids"].shape[1] - SIZES[0]
+        assert (cache.hits, cache.misses, len(cache), cache.refused) == (8, 2, 2, "")
+
+
+DRAFTERS = {
+    "feature": make,
+    "tree": lambda name: widened(make(name)),
+    "eagle": lambda name: EagleDrafter.for_model(model_of(name), seed=3),
+    "flash": lambda name: EagleDrafter.for_model(model_of(name), seed=3, images="latents", image_latents=2),
+    "block": lambda name: BlockDrafter.for_model(model_of(name), layers=1, block=4),
+    "small": lambda name: SmallModel(model_of("qwen2"), model_of(name)),
+    "seeing": lambda name: SmallModel(model_of(name), model_of(name)),
+    "layers": lambda name: "layers:exit=1", "suffix": lambda name: "suffix",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_with_every_drafter_rounds_are_those_of_a_fresh_prefill(name, kind):
+    """Greedy and sampled."""
+    quick, entries = fast(name, DRAFTERS[kind](name)), questions(name)
+    for options in ({}, SAMPLED):
+        found, reused = streamed(quick, entries, PrefixCache(), **options)
+        assert found == streamed(quick, entries, 0, **options)[0] and sum(map(bool, reused)) == 8
+        assert [tokens for tokens, _ in found] == [quick.run(**e, **options).state.tokens[0] for e in entries]
+    assert not quick.setup.drafter.warned
+
+
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3"])
+@torch.inference_mode()
+def test_what_drafters_read_and_the_cache_are_those_of_a_fresh_prefill(name):
+    """Rows of different length, one of them from a kept prompt, one with a prompt that was read whole before."""
+    model = model_of(name)
+    quick = fast(name, visspec.models.eagle.drafter.FeatureDrafter.for_model(model))
+    target = HFDecoder(model, quick.setup.target.capabilities.feature_layers, embeddings=FAMILIES[name].visual)
+    setup = visspec.loop.setup.build_setup(None, "", visspec.Exact(), model, lambda traits: target)
+    entries = [{k: v for k, v in e.items() if k != "seed"} for e in questions(name)]
+    cache, states = PrefixCache(), {}
+    for kind, prefixes in (("fresh", None), ("reused", cache)):
+        builder = RequestBuilder(model, setup, {}, prefixes)
+        rows = [builder.request(n, e) for n, e in enumerate(entries)]
+        if prefixes is not None:
+            for some in ([0], [0, 2]):
+                target.prefill(builder.together([rows[b] for b in some]))
+        request = builder.together([rows[b] for b in (2, 0, 3, 4, 5)])
+        states[kind] = open_request(target, setup.rule, request)
+    assert cache.hits == 2 + 4 and states["reused"][0].request.reused.count(0) == 1
+    (fresh, expected), (state, scores) = states["fresh"], states["reused"]
+    real = torch.ones_like(fresh.request.prompt, dtype=torch.bool)
+    real = expected.aux["attention"] if expected.aux["attention"] is not None else real
+    assert torch.equal(scores.aux["attention"], real) and torch.equal(state.position, fresh.position)
+    positions = expected.aux["positions"].expand(*scores.aux["positions"].shape)
+    assert torch.equal(scores.aux["positions"][..., real], positions[..., real])
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(scores.distribution.logits, expected.distribution.logits, **close)
+    torch.testing.assert_close(scores.features[real], expected.features[real], **close)
+    for part in ["embeddings"] if target.embeddings else []:
+        torch.testing.assert_close(scores.aux[part][real], expected.aux[part][real], **close)
+    state.cache.slots.padding, lengths = None, state.cache.slots.lengths
+    for b, length in enumerate(lengths):
+        for mine, theirs in zip(state.cache.slots.keys, fresh.cache.slots.keys):
+            torch.testing.assert_close(mine[b, :, :length], theirs[b, :, : real.shape[1]][:, real[b]], **close)
+
+
+def test_a_drafter_accepts_as_much_of_the_included_captioner(captioner):
+    """Whose drafter of ViSpec's kind compresses the image slots."""
+    from visspec.api.captions import Captions
+    from visspec.api.sources import Record
+    from visspec.io import included
+
+    model, processor = captioner
+    scenes, quick = included.scenes(None, processor), visspec.accelerate(model, tokenizer=processor, adaptive=False)
+    pairs = list(zip(scenes.images(3), scenes.questions(3)))
+    records = [
+        Record(f"{n}-{i}", image, prompt=q) for i, (image, own) in enumerate(pairs) for n, q in enumerate(own[:5])
+    ]
+    found = []
+    for room in (0, 1 << 24):
+        cache = PrefixCache(room)
+        captions = Captions(quick, processor, max_new_tokens=24, slots=4, prefix_cache=cache)(records)
+        found.append(sorted((c.path, c.text, c.rounds, c.pieces) for c in captions))
+    assert found[0] == found[1] and len(found[0]) == 15
+    assert cache.hits == 12 and cache.misses == 3 and len(cache) == 3
+    assert any(rounds < len(pieces) - 1 for _, _, rounds, pieces in found[0])
+
+
+def test_another_image_is_a_miss_and_so_is_one_that_differs_in_a_number():
+    entries = questions("llava", 1, max_new_tokens=3)[:2]
+    entries[1]["pixel_values"] = entries[1]["pixel_values"].clone()
+    entries[1]["pixel_values"][0, 1, 2, 3] += 1e-6
+    cache, quick = PrefixCache(), fast("llava", None)
+    streamed(quick, entries, cache)
+    assert (cache.hits, cache.misses) == (0, 2)
+    assert streamed(quick, questions("llava", 3)[2:3], cache)[1] == [0]  # another image, the text of the first
+    assert streamed(quick, entries[:1], cache)[1] == [entries[0]["input_ids"].shape[1] - 1]
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_all_image_slots_have_to_be_shared(name):
+    """Of prompts of two images; another one differs in front of them, and a third between them."""
+    whole = prompt(name, ["3 i 4 i 9"])
+    ids = whole["input_ids"]
+    slots = (ids[0] == IMAGE).nonzero().flatten()
+    between = next(n for n in range(int(slots[0]), int(slots[-1])) if ids[0, n] < IMAGE)
+    entries = [whole | {"max_new_tokens": 6, "input_ids": ids.clone()} for _ in range(5)]
+    for entry, place in zip(entries[1:], (1, between, -6, -5)):
+        entry["input_ids"][0, place] = 88 - ids[0, place] // 2
+    quick, cache = fast(name, "ngram"), PrefixCache()
+    found, reused = streamed(quick, entries, cache)
+    assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
+    assert [bool(n) for n in reused] == [False, False, False, True, True] and not cache.refused
+
+
+def test_positions_behind_an_image_go_on_from_the_largest_of_three():
+    assert following(torch.tensor([9, 3, 4, 6])).tolist() == [10, 7, 7, 7] and following(
+        torch.tensor([5])
+    ).tolist() == [6]
+
+
+def test_padding_and_images_that_no_id_stands_for_are_read_afresh():
+    entry = questions("llava", 1)[0]
+    padded = {k: torch.nn.functional.pad(entry[k], (1, 0)) for k in ("input_ids", "attention_mask")}
+    other = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "strange_values": torch.ones(1, 2)}
+    builder = RequestBuilder(model_of("llava"), fast("llava", None).setup, {}, PrefixCache())
+    keys = [builder._key(visspec.types.Request(e, e["input_ids"], 4)) for e in (entry | padded, other, entry)]
+    assert keys[:2] == [None, None] and keys[2] is not None
+
+
+def test_the_least_recently_used_leave_while_rows_run_and_the_room_is_kept():
+    quick, entries = fast("llava", make("llava")), questions("llava", 4, max_new_tokens=6)
+    expected, _ = streamed(quick, entries, 0)
+    cache = PrefixCache()
+    streamed(quick, entries[:4], cache)
+    assert len(cache) == 4
+    one = cache.bytes // 4
+    small, most = PrefixCache(int(2.5 * one)), []
+    answers = quick.stream(entries, slots=3, prefix_cache=small, on_tokens=lambda tokens: most.append(small.bytes))
+    assert [(a.tokens, [r.committed for r in a.rounds]) for a in sorted(answers, key=lambda a: a.id)] == expected
+    assert 0 < max(most) <= small.room and len(small) == 2
+    assert sum(p.bytes for p in small._kept) == small.bytes
+    kept = [e for e in questions("llava", 4, max_new_tokens=1)[:2]]
+    lru = PrefixCache(int(2.5 * one))
+    for entry in (kept[0], kept[1], kept[0], questions("llava", 4)[2]):  # the second is used least recently
+        streamed(quick, [entry], lru)
+    assert [bool(streamed(quick, [entry], lru)[1][0]) for entry in (kept[0], kept[1])] == [True, False]
+    assert streamed(quick, entries[:5], PrefixCache(one // 2))[1][4] > 0  # rows of one batch share what is not kept
+
+
+def test_a_chat_goes_on_from_its_last_turn_and_takes_its_place():
+    quick, cache = fast("qwen2_5_vl", "ngram"), PrefixCache()
+    entry, lengths = questions("qwen2_5_vl", 1, max_new_tokens=4)[0], []
+    for turn in range(3):
+        (answer,) = quick.stream([entry], prefix_cache=cache)
+        assert answer.tokens == quick.run(**entry).state.tokens[0] and answer.reused == (lengths[-1] if turn else 0)
+        lengths.append(entry["input_ids"].shape[1])
+        entry = behind("qwen2_5_vl", entry, torch.tensor([*answer.tokens, 7, 9]))
+    assert len(cache) == 1 and cache._kept[0].key.length == lengths[-1]
+
+
+def test_prompts_are_kept_of_one_model_and_of_none_whose_rotations_depend_on_the_length():
+    cache, entries = PrefixCache(), questions("llama", 1)
+    streamed(fast("llama", None), entries, cache)
+    assert cache.hits == 4
+    other = visspec.accelerate(llama(seed=1), None, adaptive=False)
+    assert streamed(other, entries[:1], cache)[1] == [0]
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    turning = visspec.accelerate(llama(rope_parameters=rope), None, adaptive=False)
+    assert not any(streamed(turning, entries, cache)[1]) and cache.refused and not len(cache)
+    cache = PrefixCache()
+    streamed(fast("llama", None), entries, cache)
+    cache.clear()
+    assert cache.bytes == len(cache) == 0
+
+
+@pytest.mark.parametrize("room", [-1, True, "1GB"])
+def test_refusals(room):
+    with one_sentence(f"prefix_cache: got {room!r}, expected a number of bytes"):
+        fast("llama", None).stream([], prefix_cache=room)
