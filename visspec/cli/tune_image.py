@@ -1,4 +1,4 @@
-"""`visspec tune --model PAINTER`: the fastest exact way of an image model, or of one rule, by measurement.
+"""`visspec tune --model IMAGE_MODEL`: the fastest exact way of an image model, or of one rule, by measurement.
 
 Presets, windows, branches, lengths and trees draw some prompts beside each other; the fastest few draw as many others,
 which decides between them and plain decoding. What is written is fixed: within a seed's promise nothing follows clocks.
