@@ -269,7 +269,7 @@ class Accelerated(Rebuildable):
 
         return call
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in OWN or hasattr(type(self), name):
             object.__setattr__(self, name, value)
         else:

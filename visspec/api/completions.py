@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from visspec.api.image_call import ImageRequest
 from visspec.api.penalties import GeneratedTokenPenalties
@@ -111,7 +111,7 @@ class ChatRequest:
     top: int | None = None
     penalties: GeneratedTokenPenalties | None = None
     tools: tuple[dict[str, Any], ...] = ()
-    schema: Any = None  # of the JSON that the answer is
+    schema: Json = None  # of the JSON that the answer is
 
     @property
     def pixels(self) -> int:
@@ -191,7 +191,7 @@ class ChatBody(Body):
         None, description=f"a text or a list of at most {MOST_STOPS}"
     )
     stream: bool | None = Field(None, description="true or false")
-    response_format: Any = None
+    response_format: JsonValue = None
     stream_options: StreamOptions | None = Field(
         None, description="an object in which include_usage is true or false, include_obfuscation false"
     )

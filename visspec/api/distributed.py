@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from visspec.api.shards import EXTRA, Shards
@@ -234,12 +235,12 @@ def cluster(pool: WorkerPool) -> Iterator[Any]:
             ray.shutdown()
 
 
-def _name_in_utf8(utils: Any) -> None:
+def _name_in_utf8(utils: ModuleType) -> None:
     """Ray records the command line that it is started by, and raises UnicodeEncodeError for file names in it that are
     not UTF-8.
     """
     if (named := getattr(utils, "get_entrypoint_name", None)) is not None:
-        utils.get_entrypoint_name = lambda: as_utf8(named())
+        utils.get_entrypoint_name = lambda: as_utf8(named())  # type: ignore[attr-defined]
 
 
 def run(

@@ -19,6 +19,7 @@ from transformers import PrefixConstrainedLogitsProcessor, PreTrainedTokenizerBa
 
 from visspec.types import RowProcessor
 
+Scorer = Callable[[Tensor, Tensor], Tensor]  # of ids (B, L) and scores (B, V)
 STATEFUL = {  # processors whose scores depend on earlier calls, by their names or, with "*", by their modules
     "xgrammar.contrib.hf.LogitsProcessor",  # unless stateless=True
     "logits_processor_zoo.transformers.*",
@@ -239,7 +240,7 @@ class PrefixFunction(RowProcessor):
 class Copies(RowProcessor):
     """A processor that keeps state, called on copies of itself: for each row one behind each of its tokens."""
 
-    def __init__(self, processor: Callable[[Tensor, Tensor], Tensor], start: int):
+    def __init__(self, processor: Scorer, start: int):
         self.start, self.fresh = start, fork(processor)
         self.paths: dict[int, list[tuple[int, Any]]] = {}  # tokens of a row, and the copy that was called behind each
 
@@ -265,14 +266,14 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
-def fork(processor: Any) -> Any:
+def fork(processor: object) -> Any:
     """A copy with state of its own. Raises an exception for what can't be copied."""
     memo = {id(held): COPIES[type(held).__name__](held) for held in package_objects(processor)}
     memo |= {id(held): held for held in vars(processor).values() if isinstance(held, PreTrainedTokenizerBase)}
     return copy.deepcopy(processor, memo)
 
 
-def package_objects(processor: Any) -> list[Any]:
+def package_objects(processor: object) -> list[Any]:
     """The grammar packages' objects that a processor holds."""
     values = list(getattr(processor, "__dict__", {}).values())
     values += [entry for value in values if isinstance(value, list) for entry in value]
@@ -291,7 +292,7 @@ GRAMMARS: dict[str, Callable[[Any], Callable[[int], Matcher]]] = {  # by names: 
 }
 
 
-def at_any_prefix(processor: Any, prompt: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
     """A request's processor as one that depends on its arguments alone. Raises ValueError for one that keeps state and
     can't be copied.
     """
@@ -311,7 +312,7 @@ def at_any_prefix(processor: Any, prompt: Tensor) -> Callable[[Tensor, Tensor], 
         ) from error
 
 
-def keeps_state(processor: Any) -> bool:
+def keeps_state(processor: object) -> bool:
     """Whether a processor is known to keep state between calls, holds a grammar, or can be reset, which says so."""
     if getattr(getattr(processor, "call_fn", None), "__name__", None) == "stateless_call":  # xgrammar's
         return False

@@ -99,7 +99,7 @@ class RequestBuilder:
 
     def _entry(self, entry: Mapping[str, Any], index: int) -> tuple[Any, Request | Exception]:
         """A function of its own: what it has of an entry, pixels too, is not kept while the next one is awaited."""
-        id: Any = index
+        id: object = index
         try:
             own = dict(entry)
             id = own.pop("id", index)

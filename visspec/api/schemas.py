@@ -8,6 +8,7 @@ from typing import Any
 
 from visspec.api.captions import Caption
 from visspec.api.sources import need
+from visspec.io.files import Json
 from visspec.types import ConfiguredModel, Tokenizer
 
 EXTRA = "grammar"
@@ -29,7 +30,7 @@ class JsonGrammars:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocabulary)
         self.compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=MOST_CACHED)
 
-    def options(self, schema: Any) -> dict[str, Any]:
+    def options(self, schema: Json) -> dict[str, Any]:
         """generate's arguments for answers of a schema, for any number of calls through `accelerate`. Raises ValueError
         for what is no schema, or none that can be a grammar.
         """
@@ -43,7 +44,7 @@ class JsonGrammars:
             raise ValueError(f"{self.what}: got what can't be a grammar, expected a JSON schema ({said})") from None
         return {"logits_processor": [LogitsProcessor(grammar)]}
 
-    def check(self, found: Caption, schema: Any) -> Caption:
+    def check(self, found: Caption, schema: Json) -> Caption:
         """A caption, with an error if it is not of the schema, as one that was cut at its limit."""
         try:
             self.jsonschema.validate(json.loads(found.text or ""), schema)

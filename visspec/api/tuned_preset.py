@@ -21,7 +21,7 @@ def preset_target(model: ConfiguredModel) -> dict[str, Any]:
     return {name: getattr(model.config if name == "model_type" else text, name, None) for name in SIZES}
 
 
-def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, Any], **more: Any) -> None:
+def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, Any], **more: object) -> None:
     """Write what `accelerate(model, path)` or `ImagePipeline(..., tuned=path)` reads."""
     kept = {name: choice[name] for name in (*KEPT, "order") if name in choice}
     write_json(path, {**kept, "made_for": preset_target(model), **more})

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from visspec.api.accelerate import accelerate
-from visspec.api.processors import at_any_prefix
+from visspec.api.processors import Scorer, at_any_prefix
 from visspec.api.schemas import EXTRA
 from visspec.api.sources import need
 from visspec.cli.arguments import Positive
@@ -61,11 +61,11 @@ class Options(BenchOptions):
 class Unforced(RowProcessor):
     """A processor whose forced tokens are not known."""
 
-    def __init__(self, inner: RowProcessor):
+    def __init__(self, inner: Scorer):
         self.inner = inner
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
-        return self.inner.row(index, ids_L, scores_V)
+        return self.inner(ids_L[None], scores_V[None])[0]
 
 
 def run(arguments: Options) -> None:
@@ -124,7 +124,9 @@ def measure(
         "over_unforced": ratio(other.seconds, forced.seconds),
         "identical": sum(forced.tokens[n] == other.tokens[n] == tokens for n, tokens in plain.tokens.items()),
         "compared": len(prompts),
-        "valid": sum(is_valid(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in forced.tokens.values()),
+        "valid": sum(
+            is_valid(str(tokenizer.decode(tokens, skip_special_tokens=True))) for tokens in forced.tokens.values()
+        ),
     }
 
 
@@ -152,7 +154,12 @@ def json_tokenizer() -> PreTrainedTokenizerFast:
 
 def random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     config = LlamaConfig(vocab_size=WORDS, eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **sizes)
     return LlamaForCausalLM(config).eval()
 

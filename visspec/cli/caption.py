@@ -19,6 +19,7 @@ from visspec.io.options import option
 if TYPE_CHECKING:
     from visspec.api.accelerate import Accelerated
     from visspec.api.captions import Caption
+    from visspec.types import ConfiguredModel, Processor
 
 LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
 
@@ -109,7 +110,9 @@ def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[
     return about | {"acceptance": arguments.acceptance, "sampling": options, "frames": arguments.frames}
 
 
-def by_schema(arguments: Options, model: Any, processor: Any) -> tuple[dict[str, Any], Callable[[Caption], Caption]]:
+def by_schema(
+    arguments: Options, model: ConfiguredModel, processor: Processor
+) -> tuple[dict[str, Any], Callable[[Caption], Caption]]:
     """generate's arguments for --schema, and what checks a caption by it."""
     if arguments.schema is None:
         return {}, lambda found: found

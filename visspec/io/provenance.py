@@ -14,7 +14,7 @@ import torch
 from visspec.io.version import VERSION
 
 
-def provenance(model=None, device: torch.device | None = None, **more: Any) -> dict[str, Any]:
+def provenance(model=None, device: torch.device | None = None, **more: object) -> dict[str, Any]:
     """A JSON-serialisable record of this process for the model's device, or for `device` (default: CPU).
 
     `more` is added unchanged (seed, command, ...). For a GPU the record includes its name, driver, CUDA and Triton.

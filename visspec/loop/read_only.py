@@ -195,7 +195,7 @@ class ReadOnlyState:
         for name, value in copies.items():
             object.__setattr__(self, name, value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name != "memory":
             raise AttributeError(f"{name}: got a value for it, expected only `memory` to be set")
         object.__setattr__(self, name, value)

@@ -52,7 +52,7 @@ class Row:
     this row only.
     """
 
-    def __init__(self, id: Any, request: Request):
+    def __init__(self, id: object, request: Request):
         self.id = id
         self.error: Exception | None = None
         self.rounds: list[Round] = []
