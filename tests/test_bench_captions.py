@@ -3,6 +3,7 @@
 import json
 
 from tests.test_cli import refused
+from visspec.cli import bench_prefix
 from visspec.cli.bench_captions import ratio, scene_questions
 from visspec.cli.main import main
 from visspec.io import included
@@ -27,3 +28,16 @@ def test_a_share_of_the_prompts_asks_for_a_description():
     assert scene_questions(scenes[:3], "describe .", 1.0) == ["describe ."] * 3
     assert "describe ." not in scene_questions(scenes, "describe .", 0.0)
     assert ratio([2.0, 6.0, 4.0], [1.0, 2.0, 2.0]) == 2.0
+
+
+def test_the_bench_compares_the_same_answers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_prefix, "SIDE", 16)
+    record = tmp_path / "prefix.json"
+    few = ["--images", "1", "--questions", "2", "--passes", "1", "--max-new-tokens", "4", "--json", str(record)]
+    assert main(["bench", "prefix", *few]) == 0
+    rows = json.loads(record.read_text())["rows"]
+    assert [(row["slots"], row["questions"], row["identical"], row["compared"]) for row in rows] == [
+        (36, 2, 2, 2),
+        (16, 2, 4, 4),
+    ]
+    assert all(row["over_fresh"] > 0 and row["peak_mb"] > 0 for row in rows)

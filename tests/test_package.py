@@ -148,7 +148,10 @@ def test_every_dependency_is_imported_and_what_is_needed_is_named_by_the_doctor(
     imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
     skipped = {node.args[0].value.split(".")[0] for node in nodes if isinstance(node, ast.Call) and node.args
                and ast.unparse(node.func) == "pytest.importorskip"}  # fmt: skip
-    names = {name: {"pillow": "PIL"}.get(name, name.replace("-", "_")) for name in needed.union(*extras)}
+    names = {
+        name: {"pillow": "PIL", "lm-format-enforcer": "lmformatenforcer"}.get(name, name.replace("-", "_"))
+        for name in needed.union(*extras)
+    }
     idle = {name for name, module in names.items() if module not in imported | skipped}
     assert idle == NOT_IMPORTED and needed == set(doctor.NEEDED)
 

@@ -39,12 +39,12 @@ FEW = 36
 IDS = torch.randperm(90, generator=torch.Generator().manual_seed(3))[:FEW].sort().values
 
 
-def drawn(shapes, seed=0):
-    """Random tensors of these shapes."""
+def drawn(shapes, seed=0, size=1.3):
+    """Random tensors of these shapes. size: of matrices, less where no norm bounds what they write (rounding)."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in shapes.items():
-        scale = 1.3 * shape[-1] ** -0.5 if len(shape) > 1 else 0.2
+        scale = size * shape[-1] ** -0.5 if len(shape) > 1 else 0.2
         base = 1.0 if "norm" in name else 0.0
         found[name] = base + scale * torch.randn(shape, generator=generator)
     return found
@@ -73,7 +73,7 @@ def eagle_2(**more):
     """EAGLE-1 and 2, and MSD."""
     tensors = {"embed_tokens.weight": (V, D), "fc.weight": (D, 2 * D), "fc.bias": (D,),
                "layers.0.post_attention_layernorm.weight": (D,)}  # fmt: skip
-    return llama_config(**more), drawn(tensors | attention("layers.0.", D, HEADS) | mlp("layers.0."))
+    return llama_config(**more), drawn(tensors | attention("layers.0.", D, HEADS) | mlp("layers.0."), size=1.0)
 
 
 def vispec(queries=2):

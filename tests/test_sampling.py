@@ -161,27 +161,6 @@ def test_processors_are_not_asked_about_ids_that_they_ban(do_sample):
         assert tokens == expected and (tau > 1.3 or isinstance(drafter, Hostile))
 
 
-@pytest.mark.parametrize(
-    "name", ["xgrammar.contrib.hf.LogitsProcessor", "outlines.backends.xgrammar.Made", "their.own.Grammar"]
-)
-def test_processors_that_keep_state_are_refused(name):
-    module, _, kind = name.rpartition(".")
-    body = {"__module__": module, "__call__": lambda self, ids, scores: scores}
-    own = {"reset": lambda self: None} if kind == "Grammar" else {}
-    made = type(kind, (LogitsProcessor,), body | own)()
-    inputs = prompt("llava", shapes("llava")["ragged"])
-    options = {"do_sample": False, "max_new_tokens": 2, "logits_processor": [made]}
-    with pytest.raises(ValueError, match=f"^logits_processor: got {name}, which keeps state between calls, expected"):
-        fast("llava", "ngram").generate(**inputs, **options)
-    if kind == "LogitsProcessor":
-
-        def stateless_call(ids, scores):
-            return scores
-
-        made.call_fn = stateless_call
-        fast("llava", "ngram").generate(**inputs, **options)
-
-
 def test_seeds():
     inputs = prompt("llava", shapes("llava")["ragged"])
     model = fast("llava", "ngram")

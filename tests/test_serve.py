@@ -8,6 +8,7 @@ import base64
 import copy
 import gc
 import io
+import json
 import re
 import signal
 import socket
@@ -17,6 +18,7 @@ import time
 import weakref
 from contextlib import contextmanager, nullcontext
 
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,7 @@ openai = pytest.importorskip("openai", reason="the client `openai` is not instal
 
 import visspec
 from tests import children
+from tests.grammars import SCHEMA, json_model, json_processor
 from visspec.api import chat_inputs, completions, loading
 from visspec.api.captions import prepare
 from visspec.api.choices import QueuedRequest, StopTextFilter
@@ -210,6 +213,27 @@ def test_settings_of_a_request_are_those_of_generate():
         assert completions.chat(body | {"messages": asked("x")}, RequestLimits()).options == options
     both = {"messages": asked("x"), "max_tokens": 7, "max_completion_tokens": 5}
     assert completions.chat(both, RequestLimits()).most == 5
+
+
+def test_answers_of_a_schema(captioner):
+    pytest.importorskip("xgrammar")
+    described = {"type": "json_schema", "json_schema": {"name": "scene", "schema": SCHEMA, "strict": True}}
+    with Running((json_model(), json_processor()), context=None) as found:
+
+        def answer(**options):
+            made = found.client().chat.completions.create(model="captioner", messages=asked("x"), **options)
+            return made.choices[0]
+
+        jsonschema.validate(json.loads(answer(response_format=described).message.content), SCHEMA)
+        cut = answer(response_format={"type": "json_object"}, max_tokens=3)
+        assert cut.finish_reason == "length" and cut.message.content.startswith("{")
+        assert (
+            answer(response_format={"type": "text"}, max_tokens=3).message.content
+            == answer(max_tokens=3).message.content
+        )
+        described["json_schema"]["schema"] = {"type": "nonsense"}
+        with pytest.raises(openai.BadRequestError, match="response_format: got what can't be a grammar"):
+            answer(response_format=described)
 
 
 BAD = [

@@ -1,7 +1,10 @@
-"""Grammar tokens of images: tokens fixed by the layout (end of row, end of image). They are never drafted.
+"""Tokens that are known before they are drawn. They cost no drafter.
 
-`Request.fixed` has the fixed id of every output position, or FREE. The target's distribution there is a
-point mass, and drafts are filled in before they are verified, so such tokens are always accepted.
+Of images: tokens fixed by the layout (end of row, end of image). `Request.fixed` has the fixed id of every output
+position, or FREE. The target's distribution there is a point mass, and drafts are filled in before they are verified,
+so such tokens are always accepted.
+Of text: forced tokens, where a request's processors leave one text, as those of a JSON schema do. A run of them is a
+draft like any other: where the text can be split in several ways, the target decides.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical
-from visspec.types import FREE, Draft, State
+from visspec.types import FREE, Draft, RowProcessor, State
+
+MOST_FORCED = 64  # tokens of a row's draft
 
 
 def fixed_ids(state: State, ahead: Tensor) -> Tensor:
@@ -47,3 +53,25 @@ def fill(draft: Draft, state: State) -> Draft:
         point = torch.zeros_like(q.p).scatter_(-1, own_BN.clamp(min=0)[..., None], 1.0)
         q = Categorical(p=torch.where(free_BN[..., None], q.p, point))
     return replace(draft, value=torch.where(free_BN, draft.value, own_BN), q=q)
+
+
+def draft_forced(state: State) -> Draft | None:
+    """A chain of each row's forced tokens; None where they are fewer than the rows: a drafter may do better."""
+    runs = [forced_tokens(state, row) for row in state.rows]
+    return trees.ragged_draft(state.pending, runs) if sum(map(len, runs)) >= len(runs) else None
+
+
+def forced_tokens(state: State, row: int) -> list[int]:
+    """The tokens that must follow those of a row, up to its end or to where there is a choice."""
+    own, index = state.request.of(row)
+    processors = [each for each in own.sampling.processors if isinstance(each, RowProcessor)]
+    run: list[int] = []
+    if not processors:
+        return run
+    ids = state.output.ids(row)[0].tolist()
+    while len(run) < min(state.room(row) - 1, MOST_FORCED) and not (run and run[-1] in own.eos):
+        token = next((t for each in processors if (t := each.forced(index, ids + run)) is not None), None)
+        if token is None:
+            break
+        run.append(token)
+    return run

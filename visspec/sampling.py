@@ -24,7 +24,7 @@ from visspec import kernels
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical, Denoising, Maps, Trajectory, draw
-from visspec.types import Draft, Request, Sampling, State, Tree
+from visspec.types import Draft, Request, RowProcessor, Sampling, State, Tree
 
 CHUNK = 16  # positions drawn at a time: a constant, so that a row's stream does not depend on how it is consumed
 SIBLINGS = 32  # uniform numbers of a position; a node has at most this many children
@@ -308,10 +308,12 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 def _process_logits(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> Tensor:
     """The logits after ids, by the processors of a request, which may have settings for each of its rows."""
     batch = own.prompt.shape[0]
-    ids, scores = ids.expand(batch, -1), logits_V.expand(batch, -1).clone()
     for processor in own.sampling.processors:
-        scores = processor(ids, scores)
-    return scores[index]
+        if isinstance(processor, RowProcessor):
+            logits_V = processor.row(index, ids, logits_V)
+        else:
+            logits_V = processor(ids.expand(batch, -1), logits_V.expand(batch, -1).clone())[index]
+    return logits_V
 
 
 def _reachable_nodes(

@@ -216,6 +216,25 @@ class ConfiguredModel(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+class RowProcessor:
+    """Base class of logits processors that are called for one row at a time, at any prefix. Others are called with the
+    shape that the request's prompts have.
+    """
+
+    def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+        return torch.stack([self.row(b, *given) for b, given in enumerate(zip(ids_BL, scores_BV))])
+
+    def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
+        """The scores (V,) behind ids of an original row."""
+        raise NotImplementedError
+
+    def forced(self, index: int, ids: list[int]) -> int | None:
+        """The only token possible behind ids, or the longest one where all begin the same text; None where there is a
+        choice, or it is not known.
+        """
+        return None
+
+
 class Noise(Protocol):
     """Random numbers of a request, with one generator a row (`sampling.BufferedNoise`)."""
 

@@ -196,10 +196,10 @@ class PrefixCache:
         row = same.index(False) if False in same else 0
         kind = plan.keys[0].names, same[row]
         try:
-            state, scores, raw_B1V = resume(target, request, plan.keys, starts)
+            state, scores = resume(target, request, plan.keys, starts)
             if kind not in target.continues:
                 fresh, expected = target.prefill(replace(plan.batch([row]), keep_raw=True))
-                alike = probe.alike(target, raw_B1V[row : row + 1], expected.aux["raw"])
+                alike = probe.alike(target, scores.aux["raw"][row : row + 1], expected.aux["raw"])
                 target.continues[kind] = alike and bool(fresh.position == state.position[row])
         except Exception as error:
             if kind in target.continues or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
@@ -224,9 +224,9 @@ def _longest(key: PromptKey, prompts: Sequence[Prefix]) -> Start | None:
 
 def resume(
     target: HFDecoder, request: Request, keys: Sequence[PromptKey], starts: Sequence[Start]
-) -> tuple[State, Scores, Tensor]:
-    """State and scores as after a prefill, and unprocessed logits (B, 1, V): kept slots are copied, and what is behind
-    them is read in one pass.
+) -> tuple[State, Scores]:
+    """State and scores as after a prefill, raw logits among them: kept slots are copied, and what is behind them is
+    read in one pass.
     """
     rows, device, prompt = list(range(len(starts))), request.prompt.device, request.prompt
     counts = [key.length - n for key, (_, n) in zip(keys, starts)]
@@ -259,7 +259,7 @@ def resume(
     )
     state = State(request, prompt[:, -1], positions_BLP[:, -1, -1], cache, rows, TokenBuffer(request, len(rows)))
     logits = process(raw_B1V, trees.empty_draft(state.pending, own=True), state)
-    return state, Scores(Categorical(logits), features, aux), raw_B1V
+    return state, Scores(Categorical(logits), features, aux | {"raw": raw_B1V})
 
 
 def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[int], width: int) -> Tensor:

@@ -27,7 +27,7 @@ MOST_CHOICES = 16
 MOST_LOGPROBS = 20
 MOST_SEED = 2**62  # rows and images count up from a seed
 NOTHING: dict[str, tuple] = {  # arguments of a completion that are not supported, with the values that ask for nothing
-    "functions": ([],), "function_call": ("none", "auto"), "response_format": ({"type": "text"},),
+    "functions": ([],), "function_call": ("none", "auto"),
     "modalities": (["text"],), "audio": (), "prediction": (), "web_search_options": (), "moderation": (),
     "reasoning_effort": ("none",), "verbosity": ("medium",), "service_tier": ("auto", "default"),
 }  # fmt: skip
@@ -111,6 +111,7 @@ class ChatRequest:
     top: int | None = None
     penalties: GeneratedTokenPenalties | None = None
     tools: tuple[dict[str, Any], ...] = ()
+    schema: Any = None  # of the JSON that the answer is
 
     @property
     def pixels(self) -> int:
@@ -190,6 +191,7 @@ class ChatBody(Body):
         None, description=f"a text or a list of at most {MOST_STOPS}"
     )
     stream: bool | None = Field(None, description="true or false")
+    response_format: Any = None
     stream_options: StreamOptions | None = Field(
         None, description="an object in which include_usage is true or false, include_obfuscation false"
     )
@@ -278,6 +280,7 @@ def chat(body: Json, limits: RequestLimits) -> ChatRequest:
         top=(asked.top_logprobs or 0) if asked.logprobs else None,
         penalties=penalties(asked, limits),
         tools=tools(asked, limits),
+        schema=schema_of(asked.response_format),
     )
     if asked.top_logprobs and not asked.logprobs:
         raise refusal("top_logprobs", asked.top_logprobs, "none without logprobs: true")
@@ -285,6 +288,22 @@ def chat(body: Json, limits: RequestLimits) -> ChatRequest:
         said = f"messages: got images of {found.pixels} pixels together, expected at most {limits.at_once}"
         raise RequestError(said, param="messages")
     return found
+
+
+def schema_of(given: Json) -> Json:
+    """The schema of a response_format; None for text. Raises Refused."""
+    if given in (None, {"type": "text"}):
+        return None
+    if given == {"type": "json_object"}:
+        return {"type": "object"}
+    described = given.get("json_schema") if isinstance(given, Mapping) and given.get("type") == "json_schema" else None
+    if not (
+        isinstance(given, Mapping) and isinstance(described, Mapping) and isinstance(described.get("schema"), Mapping)
+    ):
+        raise refusal("response_format", given, "text, json_object, or json_schema with its schema")
+    only(given, ("type", "json_schema"), "response_format.")
+    only(described, ("name", "description", "schema", "strict"), "response_format.json_schema.")
+    return described["schema"]
 
 
 def penalties(asked: ChatBody, limits: RequestLimits) -> GeneratedTokenPenalties | None:

@@ -233,7 +233,7 @@ class RequestBuilder:
             else:
                 media = True
                 digest.update(repr((name, value.dtype, value.shape)).encode())
-                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         slots = torch.isin(request.prompt[0].cpu(), self.content).nonzero()
         if media and not len(slots):
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
 from inspect import signature
 from numbers import Integral
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
+from visspec.api.processors import at_any_prefix
 from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
 from visspec.types import Processor, Request, Sampling, State, Tokenizer
 
@@ -40,14 +40,6 @@ REFUSED: dict[str, tuple[Any, str]] = {  # options of generate: neutral value, r
     "output_hidden_states": (False, "passes over drafts hold rejected candidates among the others and none are kept"),
 }
 SEEDS = 2**64  # upper limit of torch's seeds
-STATEFUL = {  # processors whose scores depend on earlier calls, by their names or, with "*", by their modules
-    "xgrammar.contrib.hf.LogitsProcessor",  # unless stateless=True
-    "logits_processor_zoo.transformers.*",
-    "outlines.backends.*",
-    "transformers_cfg.generation.logits_process.GrammarConstrainedLogitsProcessor",
-    "transformers.generation.logits_process.SynthIDTextWatermarkLogitsProcessor",
-    "transformers.generation.logits_process.DiaEOSDelayPatternLogitsProcessor",
-}
 
 
 def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
@@ -131,7 +123,7 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
         inputs={**model_kwargs, "logits_to_keep": 1},
         prompt=input_ids,
         max_new_tokens=limit - input_ids.shape[1],
-        sampling=sampling_of(processors, bool(config.do_sample)),
+        sampling=sampling_of(processors, bool(config.do_sample), input_ids),
         eos=frozenset(eos),
         stop=(lambda ids: any(bool(torch.as_tensor(c(ids, None)).any()) for c in others)) if others else None,
         keep_logits=bool(config.return_dict_in_generate and config.output_scores),
@@ -140,7 +132,7 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
     )
 
 
-def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
+def sampling_of(processors: Sequence[Callable], do_sample: bool, prompt: Tensor) -> Sampling:
     """Convert a list of processors to a `Sampling`: temperature, top-k and top-p at its end, in that order, become
     numbers; the others are called at every node.
     """
@@ -158,24 +150,7 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool) -> Sampling:
             raise ValueError(
                 f"logits_processor: got {type(processor).__name__}, which runs a model of its own, expected none"
             )
-        if keeps_state(processor):
-            raise ValueError(
-                f"logits_processor: got {_name(type(processor))}, which keeps state between calls, expected"
-                " one whose scores depend on its arguments alone (xgrammar's: stateless=True)"
-            )
-    return Sampling(processors=tuple(rest), **numbers)
-
-
-def keeps_state(processor: Callable) -> bool:
-    """Whether a processor is known to keep state between calls, or can be reset, which says so."""
-    if getattr(getattr(processor, "call_fn", None), "__name__", None) == "stateless_call":  # xgrammar's
-        return False
-    known = any(fnmatch(_name(kind), pattern) for kind in type(processor).__mro__ for pattern in STATEFUL)
-    return known or callable(getattr(processor, "reset", None))
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+    return Sampling(processors=tuple(at_any_prefix(processor, prompt) for processor in rest), **numbers)
 
 
 def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:

@@ -28,6 +28,8 @@ from visspec.api.choices import Choice, ImageResult, QueuedChat, QueuedRequest, 
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
+from visspec.api.schemas import JsonGrammars
+from visspec.io.files import Json
 from visspec.loop.stats import by_depth
 from visspec.loop.stream import Answer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
@@ -261,6 +263,7 @@ class TextWorker(QueueWorker[QueuedChat]):
         self.decoder: Any = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.processing = threading.Lock()
         self.tensors = chat_inputs.takes_tensors(processor)
+        self.grammars: JsonGrammars | None = None
         self.over = False
         super().__init__(name, meters)
 
@@ -270,12 +273,24 @@ class TextWorker(QueueWorker[QueuedChat]):
         prompt = inputs["input_ids"][0].tolist()
         most = chat_inputs.room(len(prompt), asked, self.limits)
         inputs = move_inputs(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
+        if asked.schema is not None:
+            inputs |= self._by_schema(asked.schema)
         job = QueuedChat(tell, asked=asked, inputs=inputs, prompt=prompt, unread=asked.n, left=asked.n)
         live = bool(asked.stops or asked.stream or asked.top is not None)
         for index in range(asked.n):
             writer = StopTextFilter(self._decode, asked.stops)
             job.choices.append(Choice(job, index, writer, live, None if asked.top is None else []))
         return job
+
+    def _by_schema(self, schema: Json) -> dict[str, Any]:
+        """generate's arguments for an answer of a schema. Raises Refused."""
+        try:
+            with self.processing:
+                if self.grammars is None:
+                    self.grammars = JsonGrammars(self.processor.tokenizer, self.fast.model, "response_format")
+                return self.grammars.options(schema)
+        except ValueError as error:
+            raise RequestError(str(error), param="response_format") from None
 
     def _decode(self, tokens: list[int]) -> str:
         return self.decoder.decode(tokens, skip_special_tokens=True)

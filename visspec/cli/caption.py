@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +18,7 @@ from visspec.io.options import option
 
 if TYPE_CHECKING:
     from visspec.api.accelerate import Accelerated
+    from visspec.api.captions import Caption
 
 LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
 
@@ -34,6 +38,9 @@ class Options(RayOptions, CaptioningOptions):
     report: Path | None = option("a page of the records with thumbnails, with --out", None, writes="file")
     max_pixels: Positive = option(default=64_000_000)
     frames: Positive = option("frames read of a video", 8)
+    schema: Path | None = option(
+        "a JSON schema: each caption is an object of it (pip install 'visspec[grammar]')", None
+    )
     top_k: int | None = option(default=None)
     top_p: float | None = option(default=None)
     stats: bool = option("print rounds, tau and times of the last batch", False)
@@ -62,17 +69,18 @@ def run(arguments: Options) -> int:
     from visspec.api.captions import PROMPT, caption_files
 
     model, processor, drafter = load(arguments)
+    constraint, check = by_schema(arguments, model, processor)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
     request = arguments.prompt or PROMPT
     about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments)
     reading = {name: getattr(arguments, name) for name in ("batch_size", "max_pixels", "frames")}
-    stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options)
+    stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options, **constraint)
     several, failed, newest = len(arguments.image) > 1, 0, None
     hidden = not several or not sys.stderr.isatty()
     with Results(arguments.json, about) as results:
         for found, stats in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
-            newest = stats or newest
+            newest, found = stats or newest, check(found)
             row = {"path": found.path, "caption": found.text, "tokens": found.tokens, "ended": found.ended}
             results.add(row | {"error": found.error})
             if found.error:
@@ -96,7 +104,28 @@ def run_settings(arguments: Options, fast: Accelerated, request: str, options: d
 def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """What captions are made with, as asked for."""
     about = {"model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter}
+    if arguments.schema is not None:
+        about["schema"] = read_schema(arguments.schema)
     return about | {"acceptance": arguments.acceptance, "sampling": options, "frames": arguments.frames}
+
+
+def by_schema(arguments: Options, model: Any, processor: Any) -> tuple[dict[str, Any], Callable[[Caption], Caption]]:
+    """generate's arguments for --schema, and what checks a caption by it."""
+    if arguments.schema is None:
+        return {}, lambda found: found
+    from visspec.api.schemas import JsonGrammars
+
+    schema = read_schema(arguments.schema)
+    grammars = JsonGrammars(processor.tokenizer, model, "--schema")
+    return grammars.options(schema), partial(grammars.check, schema=schema)
+
+
+def read_schema(path: Path) -> Any:
+    """The schema of a file. Raises ValueError for one that can't be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--schema: got {path}, expected a file with a JSON schema ({error})") from None
 
 
 def decode_options(arguments: Options) -> dict[str, Any]:

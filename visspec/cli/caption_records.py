@@ -3,7 +3,7 @@
 """
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,14 @@ def worker(arguments: caption.Options, request: str, options: dict[str, Any]) ->
 
 def load_captions(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
-) -> tuple[Accelerated, Captions]:
+) -> tuple[Accelerated, Callable[[Iterable[Record]], Iterator[Caption]]]:
     """The model, and what makes the captions of records, whose images so many threads read ahead."""
     model, processor, drafter = load(arguments)
+    constraint, check = caption.by_schema(arguments, model, processor)
     fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
-    return fast, Captions(fast, processor, request=request, workers=workers, **reading, **options)
+    captions = Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint)
+    return fast, lambda records: map(check, captions(records))
 
 
 def output_path(arguments: caption.Options) -> Path:

@@ -15,6 +15,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from visspec import grammar
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.loop.draft_length import DraftLengthPolicy
@@ -66,12 +67,13 @@ def advance(
 ) -> Outcome:
     """One round of all live rows."""
     trace = state.trace
-    depth = length_policy.depth(state) if drafter is not None and state.drafting else 0
     with trace.stage("draft"):
+        forced = grammar.draft_forced(state)
+        depth = length_policy.depth(state) if forced is None and drafter is not None and state.drafting else 0
         draft = (
             drafter.propose(state, depth)
             if drafter is not None and depth
-            else trees.empty_draft(state.pending, own=True)
+            else forced or trees.empty_draft(state.pending, own=True)
         )
     with trace.stage("verify"):
         scores = target.verify(state, draft)
@@ -83,7 +85,8 @@ def advance(
     if drafter is not None:
         with trace.stage("observe"):
             drafter.observe(state, draft, scores, verdict, outcome)
-        length_policy.observe(trace)
+        if forced is None:
+            length_policy.observe(trace)
     return outcome
 
 

@@ -22,7 +22,7 @@ from visspec.cache import to_device
 from visspec.loop.decode import advance, select, start
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import finish_reason
-from visspec.types import Drafter, Request, Round, Sampling, State, Target
+from visspec.types import Drafter, Request, Round, RowProcessor, Sampling, State, Target
 
 Together = Callable[[Sequence[Request]], Request]  # puts requests of one row into one batch
 
@@ -57,7 +57,7 @@ class Row:
         self.error: Exception | None = None
         self.rounds: list[Round] = []
         self.reused = 0
-        processors = tuple(map(self._processor, request.sampling.processors))
+        processors = tuple(CaughtProcessor(self, each) for each in request.sampling.processors)
         called = processors or request.stop is not None
         self.request = replace(
             request,
@@ -71,19 +71,12 @@ class Row:
         """A function that ends the row where it returns true or raises."""
 
         def caught(*arguments: Tensor | list[int]) -> Any:
-            found = None if call is None else self._call_user(call, *arguments)
+            found = None if call is None else self.call_user(call, *arguments)
             return found if self.error is None else True
 
         return caught
 
-    def _processor(self, processor: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        def caught(ids: Tensor, scores: Tensor) -> Tensor:
-            found = self._call_user(processor, ids, scores)
-            return scores if found is None else found
-
-        return caught
-
-    def _call_user(self, call: Callable, *arguments: Tensor | list[int]) -> Any:
+    def call_user(self, call: Callable, *arguments: Any) -> Any:
         """What a call of the user's returns; None if it raises, or something has before."""
         if self.error is None:
             try:
@@ -91,6 +84,21 @@ class Row:
             except Exception as error:
                 self.error = error
         return None
+
+
+class CaughtProcessor(RowProcessor):
+    """A processor of a request of one row, whose exceptions end the row."""
+
+    def __init__(self, caught: Row, processor: Callable[[Tensor, Tensor], Tensor]):
+        self.caught, self.processor = caught, processor
+
+    def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
+        found = self.caught.call_user(self.processor, ids_L[None], scores_V[None].clone())
+        return scores_V if found is None else found[0]
+
+    def forced(self, index: int, ids: list[int]) -> int | None:
+        inner = self.processor
+        return self.caught.call_user(inner.forced, index, ids) if isinstance(inner, RowProcessor) else None
 
 
 class RunningBatch:
