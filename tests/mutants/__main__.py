@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests for a mutant (30)")
     parser.add_argument("--only", default="", help="a regular expression: mutants whose description has it")
     parser.add_argument("--tests", default="", help="the same: test files whose name has it")
-    parser.add_argument("--again", action="store_true", help="judge those again that survived, by a larger --budget too")
+    parser.add_argument("--again", action="store_true", help="judge those again that survived (by a larger budget)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants", help="where results are kept")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
