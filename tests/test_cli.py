@@ -203,7 +203,7 @@ def test_what_is_finished_is_kept_whatever_ends_the_run(error, pictures, tmp_pat
         opened.append(path)
         return open_image(path, max_pixels)
 
-    monkeypatch.setattr("visspec.api.captions.open_image", opening)
+    monkeypatch.setattr("visspec.io.videos.open_image", opening)
     argv = ["caption", *pictures, "--json", str(out), "--max-new-tokens", "12"]
     if error is KeyboardInterrupt:
         assert main(argv) == 130 and capsys.readouterr().err == "visspec: interrupted; what was written stays\n"

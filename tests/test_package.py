@@ -146,10 +146,13 @@ def test_every_dependency_is_imported_and_what_is_needed_is_named_by_the_doctor(
     nodes = [node for tree in trees for node in ast.walk(tree)]
     imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
-    skipped = {node.args[0].value.split(".")[0] for node in nodes if isinstance(node, ast.Call) and node.args
-               and ast.unparse(node.func) == "pytest.importorskip"}  # fmt: skip
+    asked = [node.args[0] for node in nodes if isinstance(node, ast.Call) and node.args
+             and ast.unparse(node.func) in ("pytest.importorskip", "bits")]  # fmt: skip
+    skipped = {name.value.split(".")[0] for name in asked if isinstance(name, ast.Constant)}
     names = {
-        name: {"pillow": "PIL", "lm-format-enforcer": "lmformatenforcer"}.get(name, name.replace("-", "_"))
+        name: {"pillow": "PIL", "lm-format-enforcer": "lmformatenforcer", "optimum-quanto": "optimum"}.get(
+            name, name.replace("-", "_")
+        )
         for name in needed.union(*extras)
     }
     idle = {name for name, module in names.items() if module not in imported | skipped}

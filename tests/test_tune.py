@@ -5,6 +5,7 @@ import json
 import pytest
 
 import visspec
+from tests import tiny_images
 from tests.doubles import Oracle, fast, stock
 from tests.test_cli import refused
 from tests.test_eagle import make
@@ -12,6 +13,7 @@ from tests.tiny import model_of, prompt, shapes
 from visspec.api import ranks, tuned_preset, tuning
 from visspec.api.tuning import DrafterMeasurement, MeasuredBatch
 from visspec.cli import tune as command
+from visspec.cli import tune_image
 from visspec.cli.main import main
 from visspec.loop.draft_length import expected_tokens
 from visspec.models.drafting.structure import RANKS
@@ -183,3 +185,30 @@ def test_bad_input_is_a_sentence(images, tmp_path, capsys):
     assert "got no such file" in refused(capsys, "tune", "--images", str(tmp_path / "x.jsonl"))
     assert "drafter: got 'nothing'" in refused(capsys, "tune", "--images", str(images), "--drafters", "nothing")
     assert "is a folder, expected a file" in refused(capsys, "tune", "--images", str(images), "--out", str(tmp_path))
+
+
+def test_an_image_model_is_tuned(tmp_path, capsys, monkeypatch):
+    """The choice is a measured way, other prompts decide about it, and the pipeline and the bench take it."""
+    monkeypatch.setattr(tune_image, "EXACT", ["jacobi:window=4/exact", "jacobi:redraw=maximal,window=4/rejection"])
+    tiny_images.painter(tmp_path / "m")
+    (tmp_path / "p.txt").write_text("a photo of a red ring\na photo of a blue star\n")
+    file, record = tmp_path / "tuned.json", tmp_path / "r.json"
+    argv = ["tune", "--model", str(tmp_path / "m"), "--prompts", str(tmp_path / "p.txt"), "--out", str(file)]
+    assert main([*argv, "--count", "1", "--json", str(record)]) == 0
+    found = json.loads(record.read_text())
+    assert [row["name"] for row in found["rows"]] == ["plain", *tune_image.EXACT] and found["n_checked"] == 1
+    best = next(row for row in found["rows"] if row["name"] == found["best"])
+    pays = best["measured_speedup"] >= tune_image.PAYS
+    chosen = "/".join(filter(None, found["choice"].values()))
+    assert found["pays"] == pays and chosen == (found["best"] if pays else tune_image.PLAIN)
+    assert found["predicted"] == (best["over_plain"] if pays else 1.0)
+    assert ("nothing pays" not in capsys.readouterr().out) == pays
+    file.write_text(file.read_text().replace(json.dumps(found["choice"]["drafter"]), '"jacobi:window=3"'))
+    pipe = visspec.ImagePipeline.from_pretrained(tmp_path / "m", tuned=file)
+    assert (pipe.drafter, pipe.acceptance) == ("jacobi:window=3", found["choice"]["acceptance"])
+    own = visspec.ImagePipeline.from_pretrained(tmp_path / "m", drafter="none", acceptance="coupled", tuned=file)
+    assert (own.drafter, own.acceptance) == ("none", "coupled")
+    bench = ["bench", "image", "--model", str(tmp_path / "m"), "--tuned", str(file), "--prompts", "1"]
+    assert main([*bench, "--method", "naive=none/exact", "--json", str(record)]) == 0
+    assert [row["name"] for row in json.loads(record.read_text())["rows"]] == ["plain", "naive", "tuned"]
+    assert "expected 4 or more (--count)" in refused(capsys, *argv, "--count", "2")

@@ -1,6 +1,6 @@
 """`visspec bench prefix`: several questions about each image, the image read once against once a question.
 
-Both arms are the same stream of requests, with and without kept prompts (`prefix_cache`). The included captioner has
+Both arms are the same stream of requests, with and without kept prompts (`prefix_cache`). The included model has
 few slots an image; a small model with random weights stands for those of real models.
 """
 

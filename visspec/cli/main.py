@@ -28,6 +28,7 @@ COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options` and `r
     "bench prompts": "passes and the whole loop behind long prompts, against transformers",
     "bench sizes": "passes and loops at the sizes of real models, with random weights and an oracle drafter",
     "bench prefix": "several questions about each image, read once against once a question",
+    "bench grammar": "answers that are JSON of a schema, against transformers with the same processor",
     "bench rules": "acceptance rules on simulated distributions, from sharp to flat",
     "bench memory": "peak memory, plain and accelerated, each in its own process",
     "bench kernels": "time and bandwidth of each kernel",

@@ -1,4 +1,4 @@
-"""`visspec tune --model PAINTER`: the fastest exact way of an image model, or of one rule, by measurement.
+"""`visspec tune --model IMAGE_MODEL`: the fastest exact way of an image model, or of one rule, by measurement.
 
 Presets, windows, branches, lengths and trees draw some prompts beside each other; the fastest few draw as many others,
 which decides between them and plain decoding. What is written is fixed: within a seed's promise nothing follows clocks.
@@ -94,7 +94,7 @@ def tune(pipe: ImagePipeline, texts: list[str], found: dict[str, str], seed: int
     choice = rows[chosen] if pays else plain | zoo.method(PLAIN)
     record |= {"bench": "tune", "pays": pays, "best": chosen, "n_checked": len(texts) - half}
     record["choice"] = {name: choice[name] for name in tuned_preset.DRAWN}
-    record |= {"predicted_speedup": choice["over_plain"], "predicted_ci95": choice["over_plain_ci95"]}
+    record |= {"predicted": choice["over_plain"], "predicted_ci95": choice["over_plain_ci95"]}
     return record | {name: choice[name] for name in ("measured_speedup", "measured_ci95")}
 
 
@@ -106,7 +106,7 @@ def verdict(record: dict[str, Any]) -> str:
         other = f"; the best way, {best['name']}, would be {in_words(best['measured_speedup'])}" if best else ""
         return f"nothing pays: plain decoding is the fastest{other}"
     return (
-        f"choice: {record['best']}; predicted {record['predicted_speedup']:.2f} times plain decoding, measured"
+        f"choice: {record['best']}; predicted {record['predicted']:.2f} times plain decoding, measured"
         f" {record['measured_speedup']:.2f} on {record['n_checked']} other prompts; {best['guarantee']}"
     )
 

@@ -1,0 +1,197 @@
+"""`visspec bench grammar`: answers that are JSON of a schema, against transformers' generate with the same processor.
+
+The model is small and has random weights: what a grammar leaves open decides how much is drafted, not what a model
+knows. `unforced` is our loop with the same drafter, where forced text is not drafted.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from visspec.api.accelerate import accelerate
+from visspec.api.processors import at_any_prefix
+from visspec.api.schemas import EXTRA
+from visspec.api.sources import need
+from visspec.cli.arguments import Positive
+from visspec.cli.bench import BenchOptions, measured_on
+from visspec.cli.bench_captions import ratio, time_arms
+from visspec.eval.bench.table import Cell, table
+from visspec.io.options import option
+from visspec.types import RowProcessor
+
+SIZES, COLOURS = ("small", "medium", "large"), ("red", "green", "blue", "yellow", "purple", "orange")
+THING = {"size": {"enum": [*SIZES]}, "colour": {"enum": [*COLOURS]}, "shape": {"enum": ["circle", "square", "star"]}}
+PARTS: dict[str, Any] = {
+    "count": {"enum": [1, 2, 3, 4]},
+    "ground": {"enum": ["black", "white", "grey"]},
+    **{
+        name: {"type": "object", "properties": THING, "required": [*THING], "additionalProperties": False}
+        for name in ("first", "last")
+    },
+}
+SCHEMA = {"type": "object", "properties": PARTS, "required": [*PARTS], "additionalProperties": False}
+WORDS = 400  # of the tokenizer
+PROMPT = 8  # tokens
+VIEW: dict[str, Cell] = {
+    "package": "{package}",
+    "drafter": "{drafter}",
+    "over transformers": "{over_plain_constrained:.2f}",
+    "over passes": "{over_plain_low:.2f}..{over_plain_high:.2f}",
+    "over unforced": "{over_unforced:.2f}",
+    "same": "{identical}/{compared}",
+    "valid": "{valid}",
+}
+
+
+@dataclass(kw_only=True)
+class Options(BenchOptions):
+    packages: list[str] = option("of xgrammar, llguidance, outlines", ["xgrammar", "llguidance", "outlines"])
+    drafters: list[str] = option("or none", ["none", "ngram", "suffix"])
+    prompts: Positive = option(default=4)
+    passes: Positive = option("over all prompts, of every arm", 3)
+
+
+class Unforced(RowProcessor):
+    """A processor whose forced tokens are not known."""
+
+    def __init__(self, inner: RowProcessor):
+        self.inner = inner
+
+    def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
+        return self.inner.row(index, ids_L, scores_V)
+
+
+def run(arguments: Options) -> None:
+    arguments.begin()
+    if strange := [name for name in arguments.packages if name not in PROCESSORS]:
+        raise ValueError(f"--packages: got {strange[0]}, expected {', '.join(PROCESSORS)}")
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(5, WORDS, (arguments.prompts, 1, PROMPT), generator=generator)
+    tokenizer = json_tokenizer()
+    model = random_model(tokenizer)
+    rows = [
+        measure(model, tokenizer, package, drafter, prompts, arguments.passes)
+        for package in arguments.packages
+        for drafter in arguments.drafters
+    ]
+    record = measured_on(model) | {"bench": "grammar", "guarantee": "exact", "rows": rows}
+    arguments.end(record, table(f"{arguments.prompts} answers of a schema", rows, VIEW))
+
+
+def measure(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    package: str,
+    drafter: str,
+    prompts: Tensor,
+    passes: int,
+) -> dict[str, Any]:
+    """One row: transformers, ours, and ours without forced text, in turns."""
+    fast, fresh = accelerate(model, None if drafter == "none" else drafter), PROCESSORS[package](tokenizer)
+    unforced = lambda: Unforced(at_any_prefix(fresh(), prompts[0]))  # noqa: E731
+
+    def answers(generate: Callable[..., Any], processor: Callable[[], Any]) -> dict[int, list[int]]:
+        options = {"max_new_tokens": 200, "do_sample": False}
+        return {
+            n: generate(input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[processor()], **options)[
+                0, PROMPT:
+            ].tolist()
+            for n, ids in enumerate(prompts)
+        }
+
+    arms: dict[str, Callable[[], dict[int, list[int]]]] = {
+        "transformers": partial(answers, model.generate, fresh),
+        "forced": partial(answers, fast.generate, fresh),
+        "unforced": partial(answers, fast.generate, unforced),
+    }
+    for arm in arms.values():
+        arm()
+    plain, forced, other = time_arms(arms, passes).values()
+    ratios = [slow / quick for slow, quick in zip(plain.seconds, forced.seconds)]
+    return {
+        "package": package,
+        "drafter": drafter,
+        "over_plain_constrained": ratio(plain.seconds, forced.seconds),
+        "over_plain_low": min(ratios),
+        "over_plain_high": max(ratios),
+        "over_unforced": ratio(other.seconds, forced.seconds),
+        "identical": sum(forced.tokens[n] == other.tokens[n] == tokens for n, tokens in plain.tokens.items()),
+        "compared": len(prompts),
+        "valid": sum(is_valid(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in forced.tokens.values()),
+    }
+
+
+def is_valid(text: str) -> bool:
+    jsonschema = need("jsonschema", "bench grammar", EXTRA)
+    try:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def json_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer of records."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<pad>", "<s>", "</s>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=WORDS, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator([json.dumps(SCHEMA)] * 9, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=WORDS, eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **sizes)
+    return LlamaForCausalLM(config).eval()
+
+
+def xgrammar(tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
+    own = need("xgrammar", "--packages", EXTRA)
+    info = own.TokenizerInfo.from_huggingface(tokenizer, vocab_size=WORDS)
+    grammar = own.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    return lambda: LogitsProcessor(grammar)
+
+
+def llguidance(tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
+    own = need("llguidance", "--packages")
+    need("outlines", "--packages")
+    from llguidance.hf import from_tokenizer
+    from outlines.backends.llguidance import LLGuidanceLogitsProcessor
+
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    grammar, words = own.LLMatcher.grammar_from_json_schema(SCHEMA, overrides=spaces), from_tokenizer(tokenizer)
+    return lambda: LLGuidanceLogitsProcessor(grammar, words, "torch")
+
+
+def outlines(tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
+    own = need("outlines", "--packages").from_transformers(random_model(tokenizer), tokenizer)
+    from outlines.backends import get_json_schema_logits_processor
+
+    processor = get_json_schema_logits_processor("outlines_core", own, json.dumps(SCHEMA), "[ ]?")
+
+    def fresh() -> Any:
+        processor.reset()
+        return processor
+
+    return fresh
+
+
+PROCESSORS: dict[str, Callable[[PreTrainedTokenizerFast], Callable[[], Any]]] = {  # what makes a fresh one
+    "xgrammar": xgrammar,
+    "llguidance": llguidance,
+    "outlines": outlines,
+}
