@@ -46,6 +46,7 @@ def test_a_sweep_and_its_report(model, few, tmp_path, monkeypatch, capsys):
     assert code == 0 and [r["name"] for r in record["rows"]] == ["plain", "exact", "cool 1.0", "cool 3.0"]
     plain, exact, same, loose = record["rows"]
     assert (plain["nfe_reduction"], plain["drift_per_token"], plain["fd_ratio"]) == (1.0, 0.0, 1.0)
+    assert plain["fd_paired"] == plain["fd_paired_floor"] == 0.0 and exact["fd_paired"] == same["fd_paired"] != 0.0
     assert plain["nfe"] > exact["nfe"] == same["nfe"] and same["drift_per_token"] == 0.0, "omega 1 is exact"
     assert loose["drift_per_token"] > 0 and (loose["family"], loose["setting"]) == ("cool", "3.0")
     low, high = exact["nfe_reduction_ci95"]

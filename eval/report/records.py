@@ -40,6 +40,7 @@ METHOD = {
     # quality
     "quality_n": NUMBER, "right": NUMBER, "geneval": NUMBER, "geneval_ci95": INTERVAL, "strict": NUMBER,
     "strict_ci95": INTERVAL, "fd": NUMBER, "fd_ratio": NUMBER, "fd_name": TEXT, "fd_noise_floor": NUMBER,
+    "fd_paired": NUMBER, "fd_paired_floor": NUMBER,
     # to look at
     "texts": LIST, "thumbnails": LIST, "images": LIST,
 }  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -28,8 +29,9 @@ from visspec.cli.bench_others import compiled_family, compiled_record, other_tar
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
-from visspec.eval.metrics import fid, geneval, intervals, references
-from visspec.eval.metrics.features import RandomConv
+from visspec.eval.metrics import fid, geneval, intervals, paired_kid, references
+from visspec.eval.metrics.features import RandomConv, gather
+from visspec.eval.metrics.statistics import GaussianStats
 from visspec.eval.report.images import small_png
 from visspec.eval.report.records import RecordImage
 from visspec.io import included
@@ -288,6 +290,7 @@ def judge(
     """
     prompts = spread(scenes.prompts(), count, tasks)
     extractor, reference, detector = RandomConv(), None, scenes.detector()
+    plain: Tensor | None = None
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
@@ -295,10 +298,16 @@ def judge(
             drawn = draw(source, methods.get(line["name"], plain_setup(pipe)), prompts, options, seed, root)
             reference = reference or render_references(extractor, open_image(drawn[0][0]).width, scenes, tasks)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
-            distance = fid.from_folder(root, reference, extractor)
+            features: list[Tensor] = []
+            problems = gather(root, extractor, features.append).problems
+            found = torch.cat(features)
+            distance = fid.compare(GaussianStats(extractor.dim).update(found), reference, extractor, problems)
             line |= scores(report.summary) | {"right": report.summary["correct_images"], "quality_n": len(prompts)}
             line |= {"fd": distance.value, "fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
             line["fd_ratio"] = distance.value / record["rows"][0]["fd"]  # the first is plain decoding
+            plain = found if plain is None else plain
+            if plain.shape == found.shape and len(found) > 1:
+                line["fd_paired"], line["fd_paired_floor"] = paired_kid.from_features(found, plain)
             if "nfe" not in line:
                 line |= passes_of([path for path, _ in drawn], record["rows"][0])
             judged = {r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}

@@ -14,6 +14,7 @@ CELLS: dict[str, Cell] = {
     "method": "{name}", "NFE": "{nfe:.1f}", "head calls / token": "{head_calls:.1f}", "fewer by": "{nfe_reduction:.2f}",
     "ms / NFE": "{ms_per_nfe:.1f}", "over stock": "{speedup:.2f}",
     "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}", "GenEval": "{geneval:.3f}", "FD": "{fd:.3f}",
+    "paired (floor)": "{fd_paired:.2g} ({fd_paired_floor:.2g})",
     "drift / token": lambda row: "" if "stock" in row else drift_text(row["drift_per_token"]).replace(" ", "\n"),
     "displacement": lambda row: "" if "stock" in row else cell(FAR, row) or "not\nmeasured",
     "guarantee": "{guarantee}",

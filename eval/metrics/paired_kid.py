@@ -1,0 +1,39 @@
+"""Distance of images from others of the same prompts: MMD^2 with KID's cubic kernel, over pairs.
+
+What a prompt alone makes of an image cancels in a pair, so fewer images say more than with a distance of two sets.
+If both sides have one law given the prompt, either image of a pair may be either's: the value's law stays when pairs
+are swapped at random, and `floor` is what 95 % of such swaps stay below.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SWAPS = 2000
+
+
+class PairedDistance(NamedTuple):
+    """value: unbiased, so it may be negative; floor: its 95 % quantile if there is no difference."""
+
+    value: float
+    floor: float
+
+
+def from_features(first: Tensor, second: Tensor, seed: int = 0) -> PairedDistance:
+    """Of features (n, d), row by row of the same prompt. Raises ValueError for other shapes and for fewer than 2."""
+    if first.shape != second.shape or first.dim() != 2 or len(first) < 2:
+        shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
+        raise ValueError(f"features: got shapes {shapes}, expected (n, d) twice, n at least 2")
+    n, d = first.shape
+    f_Nd, g_Nd = first.double(), second.double()
+
+    def kernel(a_Nd: Tensor, b_Nd: Tensor) -> Tensor:
+        return (a_Nd @ b_Nd.T / d + 1) ** 3
+
+    cross_NN = kernel(f_Nd, g_Nd)
+    pairs_NN = (kernel(f_Nd, f_Nd) + kernel(g_Nd, g_Nd) - cross_NN - cross_NN.T).fill_diagonal_(0) / (n * (n - 1))
+    generator = torch.Generator().manual_seed(seed)
+    sign_SN = torch.randint(2, (SWAPS, n), generator=generator).to(pairs_NN) * 2 - 1
+    swapped_S = ((sign_SN @ pairs_NN) * sign_SN).sum(dim=1)
+    return PairedDistance(float(pairs_NN.sum()), float(swapped_S.quantile(0.95)))

@@ -1,0 +1,46 @@
+"""The distance over pairs: what it is by its formula, how often chance passes its floor, and what it sees."""
+
+import pytest
+import torch
+
+from visspec.eval.metrics import fid, paired_kid
+
+
+def pairs(n, shift=0.0, seed=0, dim=6):
+    """Features of two draws a prompt, of prompts that differ far more than draws; the second is shifted."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt, first, second = (torch.randn(n, dim, generator=generator) for _ in range(3))
+    return 2 * prompt + 0.3 * first, 2 * prompt + 0.3 * second + shift
+
+
+def test_it_is_the_mean_over_other_pairs():
+    first, second = (x.double() for x in pairs(5, 0.2))
+    k = lambda a, b: (float(a @ b) / 6 + 1) ** 3  # noqa: E731
+    of_two = [
+        k(first[i], first[j]) + k(second[i], second[j]) - k(first[i], second[j]) - k(second[i], first[j])
+        for i in range(5)
+        for j in range(5)
+        if i != j
+    ]
+    assert paired_kid.from_features(first, second).value == pytest.approx(sum(of_two) / 20)
+    assert paired_kid.from_features(first, first) == (0.0, 0.0)
+
+
+def test_the_floor_is_passed_by_chance_in_one_of_twenty():
+    found = [paired_kid.from_features(*pairs(24, seed=s)) for s in range(400)]
+    assert 0.02 <= sum(one.value > one.floor for one in found) / 400 <= 0.08
+
+
+def test_it_sees_what_a_distance_of_sets_does_not():
+    """At 48 images the distance of sets is within its own noise for the same shift."""
+    first, second = pairs(48, 0.2)
+    found = paired_kid.from_features(first, second)
+    assert found.value > 2 * found.floor
+    noise = [fid.from_features(pairs(48, seed=s)[0], pairs(48, seed=s + 50)[0]) for s in range(20)]
+    assert fid.from_features(first, second) < min(noise)
+
+
+def test_bad_shapes_are_a_sentence():
+    for first, second in (torch.ones(3, 2), torch.ones(4, 2)), (torch.ones(1, 2), torch.ones(1, 2)):
+        with pytest.raises(ValueError, match=r"features: got shapes .*, expected"):
+            paired_kid.from_features(first, second)
