@@ -486,6 +486,9 @@ def test_neighbours_draft_what_stood_beside_the_same_codes():
     far = Patchwork((1, 5), [0, 4, 1, 2, 3])
     far.extend([5])
     assert far.following(3) == [], "a chain ends at a place without known neighbours"
+    often = Patchwork((1, 8), list(range(8)))
+    often.extend([7, 9, 7, 8, 7, 8, 7])
+    assert often.following(1) == [8], "right of 7 there was 9 once and 8 twice"
 
 
 def test_neighbours_learn_from_given_codes():

@@ -16,7 +16,7 @@ from visspec.api import zoo
 from visspec.api.drafter_presets import of_preset
 from visspec.api.train_drafter import request_of
 from visspec.distributions import Categorical
-from visspec.models.block.sequential import CandidateSelector
+from visspec.models.block.sequential import CandidateSelector, Confidence
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting import static_tree as feature_tree
@@ -166,6 +166,7 @@ def test_the_head_learns_the_acceptance_rate_and_changes_nothing_else():
     others = [p for n, p in drafter.head.named_parameters() if not n.startswith("confidence")]
     assert all(p.grad is None or p.grad.abs().max() < 1e-6 for p in others)
     assert drafter.head.confidence.linear.weight.grad.abs().max() > 1e-4
+    assert bool((Confidence(8, 0)(torch.randn(5, 8), None) == 0).all()), "an untrained one says one half of everything"
 
 
 def test_a_selector_learns_the_targets_law_over_its_candidates():

@@ -327,7 +327,7 @@ def test_list_and_doctor(capsys):
     assert main(["list"]) == 0
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
-    assert "ngram" in text and "torch" in text and "will run" in text
+    assert "ngram" in text and "torch" in text and "will run" in text and "images: a low-resolution sibling" in text
     assert "MARImages" in text and "NextStepImages" in text
 
 

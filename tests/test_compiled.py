@@ -93,6 +93,16 @@ def test_every_family_in_every_shape_without_a_late_graph(name, monkeypatch):
     assert passes.graphs == 2 * len(passes.ready)
 
 
+def test_what_is_compiled_after_a_warm_up_is_counted_as_late(monkeypatch):
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    functions = compiled.CompiledFunctions("a model")
+    double = functions.compile(lambda x: 2 * x)
+    with functions.warming(False, "doubling"):
+        double(torch.ones(3))
+    double(torch.ones(3).double())
+    assert (functions.graphs, functions.late) == (2, 1)
+
+
 @pytest.mark.nightly
 def test_two_hundred_requests_of_different_length_compile_nothing_late(monkeypatch):
     """With generated code, because that has guards of its own."""

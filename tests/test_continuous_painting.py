@@ -173,6 +173,7 @@ def test_callbacks_see_vectors(pipe):
     ({"order": "zipar:window=2"}, "order: got ZipAR"),
     ({"acceptance": "coupled:window=0"}, "window: got 0"),
     ({"acceptance": "surrogate:tries=0"}, "tries: got 0"),
+    ({"acceptance": "legacy:softness=0"}, "softness: got 0"),
     ({"height": 32}, "height, width: got 32"),
 ])  # fmt: skip
 def test_what_can_not_be_is_refused_before_work_starts(pipe, options, message, monkeypatch):

@@ -340,7 +340,10 @@ def test_an_overdrawn_account_is_paid_by_plain_passes():
     assert costs.cooling == state.trace.cooldown == 200, "two passes too many, at one per cent each"
     length_policy.elapsed += 201.0
     costs.cooling = 0
-    assert length_policy.depth(state) > 0
+    assert length_policy.depth(state) > 0 and state.trace.doubted
+    times = {"verify": 1.0, "accept": 0.0, "draft": 0.01, "observe": 0.0}
+    length_policy.observe(Bag(rounds=[Round(2, [3], [False])], latest=times, context=0, structure=OWN))
+    assert length_policy.depth(state) > 0 and not state.trace.doubted, "a draft was accepted"
 
 
 def test_a_machine_that_stood_still_once_does_not_end_drafting():

@@ -64,6 +64,7 @@ def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     assert drafter.config.levels == preset.network.get("levels", 15)
     sizes = {key: value for key, value in preset.draft.items() if key != "tree"}
     assert {key: getattr(drafter, key) for key in sizes} == sizes
+    assert not more or not torch.equal(drafter.ids, fresh.ids), "ids are those of the answers"
     assert drafter.paths == (EAGLE if preset.draft.get("tree") else ())
     moved = [
         k for k, v in drafter.head.named_parameters() if not torch.equal(v, dict(fresh.head.named_parameters())[k])
@@ -90,6 +91,15 @@ def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
         model_of("llava"), tmp_path / "out", True, 0, EagleDrafter, presets.TRAINED["eagle"].draft
     )
     assert seen == [EAGLE] and drafter.paths == EAGLE
+
+
+def test_a_twentieth_of_the_data_is_kept_for_validation(data, tmp_path, monkeypatch):
+    given, whole = [], train_drafter.Prompts
+    monkeypatch.setattr(train_drafter, "Prompts", lambda *a: given.append([text for _, text in a[2]]) or whole(*a))
+    lines = [json.dumps(json.loads(data[0].read_text().splitlines()[0]) | {"prompt": str(n)}) for n in range(60)]
+    data[0].write_text("\n".join(lines))
+    train_drafter.run("x", data[0], tmp_path / "out", **{**TINY, "steps": 1})
+    assert [len(texts) for texts in given] == [57, 3] and not set(given[0]) & set(given[1])
 
 
 def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):

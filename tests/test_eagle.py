@@ -21,7 +21,7 @@ from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead, staggered_attention
-from visspec.models.eagle.sequence import layer_inputs, plan
+from visspec.models.eagle.sequence import layer_inputs, plan, slots_of
 from visspec.models.layers import rotations, rotations_at
 
 CASES = [("llava", "several", 3), ("llava", "ragged", 1), ("qwen2_5_vl", "ragged", 2), ("llama", "ragged", 0)]
@@ -124,6 +124,9 @@ def test_layout_of_runs_padding_and_positions():
     real = [[False, False, *[True] * 9], [True] * 11]
     layout = plan(ids, real, image, 2)
     assert layout.runs == [(0, 4, 7), (0, 8, 10)]
+    row, index, real_RS = slots_of(layout, torch.device("cpu"))
+    assert index.tolist() == [[4, 5, 6], [8, 9, 9]] and row.tolist() == [[0], [0]]
+    assert real_RS.tolist() == [[True] * 3, [True, True, False]]
     assert layout.lengths == [7, 10]
     assert layout.slot[0, :7].tolist() == [2, 3, 5, 6, 7, 8, 9]  # latents at the last slots of their runs
     assert layout.latent[0, :7].tolist() == [0, 0, 1, 2, 0, 3, 4]

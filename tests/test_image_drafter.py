@@ -262,6 +262,13 @@ def test_bad_options_are_refused_in_a_sentence(what):
         drafter(options)
 
 
+def test_a_place_is_told_by_its_row_and_column():
+    head = drafter().head
+    places, columns = head.places(), head.config.columns
+    assert len(places) == head.config.positions and not places[0].any()
+    assert torch.equal(places[columns + 2], head.row.weight[1] + head.column.weight[2])
+
+
 def test_bad_configurations_are_refused():
     for options in ({"codes": 0}, {"rows": 0}, {"columns": -1}, {"codes": 25}, {"image_latents": 2}, {"guidance": 0}):
         with pytest.raises(ValueError, match="expected"):

@@ -149,6 +149,13 @@ def test_image_models_that_draft_are_judged_without_weights(monkeypatch, drafter
     assert same_table(other, torch.ones(4, 2), 0.0) and not same_table(other, torch.ones(3, 2), 0.0)
 
 
+def test_a_sibling_of_as_many_other_words_is_refused(tmp_path):
+    folder = shutil.copytree(included.folder("painter-lowres"), tmp_path / "other")
+    words = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(words.replace('"above"', '"beneath"'))
+    assert "got a sibling with another tokenizer" in inspect(folder, "painter").refused
+
+
 def test_an_image_model_of_other_steps_or_sizes_is_refused(tmp_path):
     for name, entry, value, sentence in (
         ("painter-mar", "denoising_steps", 7, "denoising steps, expected"),

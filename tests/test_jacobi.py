@@ -75,12 +75,12 @@ def candidates(drafter, window, deep):
 def redraws(drafter, distributions, window, length):
     """All sets of numbers that matter to the next redraw, (positions, 2) each, with their probability."""
     choices = []
-    for j in range(WIDTH):
+    for j in range(drafter.window):
         n = length + j  # the law after old node n; the old entry n
         if n >= len(distributions):
             choices.append([((0.5, 0.5), 1.0)])
             continue
-        p, coupled = distributions[n], drafter.redraw != "independent" and n < WIDTH
+        p, coupled = distributions[n], drafter.redraw != "independent" and n < drafter.window
         if not coupled:
             choices.append([((0.5, u), w) for u, w in pieces(p)])
             continue
@@ -95,12 +95,12 @@ def redraws(drafter, distributions, window, length):
 
 
 def starts(drafter, vocab):
-    """All numbers, (1, WIDTH, 2), that matter to what a window begins with, with their probability."""
+    """All numbers, (1, drafter.window, 2), that matter to what a window begins with, with their probability."""
     if drafter.begin != "random":
         yield (), 1.0
         return
-    for codes in itertools.product(range(vocab), repeat=WIDTH):
-        yield (torch.tensor([[((code + 0.5) / vocab, 0.5) for code in codes]]).double(),), vocab**-WIDTH
+    for codes in itertools.product(range(vocab), repeat=drafter.window):
+        yield (torch.tensor([[((code + 0.5) / vocab, 0.5) for code in codes]]).double(),), vocab**-drafter.window
 
 
 def first_windows(drafter, committed, vocab):
@@ -108,11 +108,16 @@ def first_windows(drafter, committed, vocab):
     for begun, share in starts(drafter, vocab):
         uniforms = Scripted(*begun or [None])
         empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), uniforms)
-        yield drafter._extend_window(state_of(committed), empty, torch.zeros(1, dtype=torch.long), vocab, WIDTH), share
+        yield (
+            drafter._extend_window(state_of(committed), empty, torch.zeros(1, dtype=torch.long), vocab, drafter.window),
+            share,
+        )
 
 
-def process_law(drafter, p, misreport=lambda q: q):
-    """Joint law of LENGTH tokens of the loop with this drafter and rejection sampling."""
+def process_law(drafter, p, misreport=lambda q: q, idle=0):
+    """Joint law of LENGTH tokens of the loop with this drafter and rejection sampling. After `idle` tokens a round has
+    no draft.
+    """
     vocab = len(p(()))
     distribution = torch.zeros((vocab,) * LENGTH, dtype=torch.float64)
     branches = {}
@@ -126,17 +131,17 @@ def process_law(drafter, p, misreport=lambda q: q):
             if len(committed) == LENGTH:
                 distribution[committed] += weight
                 continue
-            for key, share, after in rounds(drafter, p, committed, window, misreport):
+            for key, share, after in rounds(drafter, p, committed, window, misreport, idle):
                 old = new.get(key, (0.0, None))[0]
                 new[key] = (old + weight * share, after)
         branches = new
     return distribution
 
 
-def rounds(drafter, p, committed, window, misreport):
+def rounds(drafter, p, committed, window, misreport, idle):
     """The branches after one round."""
     state = state_of(committed)
-    depth = min(WIDTH, LENGTH - len(committed) - 1)
+    depth = 0 if len(committed) == idle else min(drafter.window, LENGTH - len(committed) - 1)
     spine = window.tokens[0, :depth].tolist()
     distributions = [p((*committed, *spine[:n])) for n in range(depth + 1)]
     for chosen, likely in candidates(drafter, window, min(drafter.deep, depth)):
@@ -166,12 +171,12 @@ def rounds(drafter, p, committed, window, misreport):
                 yield key, likely * share * redrawn * started, kept
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("window,idle", [(1, 0), (2, 0), (2, 2)])
 @pytest.mark.parametrize("start", ["left", "above", "random"])
 @pytest.mark.parametrize("redraw", ["maximal", "independent"])
-def test_redraws_keep_the_law(redraw, start, seed):
-    p = context_law(VOCAB, seed)
-    distribution = process_law(Jacobi(WIDTH, redraw, start), p)
+def test_redraws_keep_the_law(redraw, start, window, idle):
+    p = context_law(VOCAB, idle)
+    distribution = process_law(Jacobi(window, redraw, start, deep=1), p, idle=idle)
     assert abs(float(distribution.sum()) - 1) < 1e-12
     assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) < 1e-12
 

@@ -101,7 +101,10 @@ def test_presets_have_the_drafter_of_the_painter(pipe):
 
 def test_as_many_passes_as_tokens_are_plain_decoding(pipe):
     plain = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1")
-    out = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1", order=ParallelMAR(64))
+    seen, order = [], ParallelMAR(64)
+    watch = {"callback_on_step_end": lambda pipe, step, *rest: seen.append(step) or {}}
+    out = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1", order=order, **watch)
+    assert len(seen) == 64
     for one, two in zip(plain.tokens, out.tokens):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
     assert out.traces[0].calls == plain.traces[0].calls

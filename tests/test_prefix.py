@@ -181,6 +181,9 @@ def test_padding_and_images_that_no_id_stands_for_are_read_afresh():
     builder = RequestBuilder(model_of("llava"), fast("llava", None).setup, {}, PrefixCache())
     keys = [builder._key(visspec.types.Request(e, e["input_ids"], 4)) for e in (entry | padded, other, entry)]
     assert keys[:2] == [None, None] and keys[2] is not None
+    builder.request(0, entry)
+    (known,) = builder.known.values()
+    assert set(known.inputs.values()) == {None}, "what is known of options holds no prompt"
 
 
 def test_the_least_recently_used_leave_while_rows_run_and_the_room_is_kept():

@@ -137,6 +137,11 @@ def test_it_sees_a_window_that_is_one_off(other):
         assert "other laws" in probe._probe(target).fault
 
 
+def test_an_error_is_told_in_spreads_of_what_is_right():
+    right = torch.tensor([[[-1.0, 1.0]]])
+    assert probe._difference(right + 4, right, exact=True)[0] == pytest.approx(4.0)
+
+
 def test_an_answer_is_kept(monkeypatch):
     model, passes = llama(rms_norm_eps=1.2e-6), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))

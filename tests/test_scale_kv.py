@@ -83,6 +83,23 @@ def read_all(model, cache, rows=2, seed=0):
 
 
 @torch.no_grad()
+def test_a_row_that_stays_keeps_its_places(model):
+    codes = torch.randint(16, (2, 6, 64), generator=torch.Generator().manual_seed(0))
+    found = []
+    for classes in ([1, 4], [4]):
+        cache = BudgetedCache(LONG, uniform(12))
+        reading = ConditionState(model, vae().quantize, torch.tensor(classes), len(classes), cache)
+        reading.read()
+        for n in range(5):
+            last = reading.read(codes[-len(reading.count) :, n : n + 1])[0].logits[0]
+            reading.keep([1] * len(last))
+            if n == 2 and len(classes) == 2:
+                reading.select([1])
+        found.append(last)
+    torch.testing.assert_close(*found)
+
+
+@torch.no_grad()
 def test_the_most_looked_at_tokens_are_kept_and_the_window(model):
     """Against the attention of the layer's own queries and keys, written out."""
     cache = Noted(LONG, uniform(12))

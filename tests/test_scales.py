@@ -374,6 +374,8 @@ def test_var_in_the_pipeline(model):
     pipe = ImagePipeline(model, None, parts={"codec": vae()})
     out = pipe(["1", "3"], seed=[1, 2], output_type="np")
     assert [image.shape for image in out.images] == [(8, 8, 3)] * 2
+    decoded = pipe.family.codec.decode(torch.stack(out.tokens), SCALES).permute(0, 2, 3, 1).clamp(-1, 1)
+    np.testing.assert_allclose(2 * np.stack(out.images) - 1, decoded, atol=1e-5)
     assert out.stats[0].guarantee == "exact" and [m.shape for m in out.maps] == [(1, 4)] * 2
     assert [p.tolist() for p in out.passes] == [[[0, 1, 2, 3]]] * 2
     alone = pipe("3", seed=2, output_type="latent")

@@ -33,6 +33,7 @@ def test_requests_share_what_they_know_where_it_is_asked_for(name):
             rounds[shared].append(quick.last_stats.rounds)
     (first, again), (_, known) = rounds[False], rounds[True]
     assert first == again and known < 0.8 * first
+    assert min(quick.last_state.trace.rounds[0].committed) > 1, "an answer is known from its first token on"
 
 
 # --- suffix automaton -------------------------------------------------------------------------------------------------
@@ -144,6 +145,7 @@ def test_a_layer_left_out_is_not_run_and_the_model_stays():
     want = model.model.norm(model.model.layers[0](*first_layer(model, ids)))
     ran.clear()
     view = target.layer_subset(frozenset({1, 2, 3}))
+    assert [len(layer._forward_hooks) for layer in model.model.layers] == [1] * 4, "those above alone"
     ran.clear()
     with torch.no_grad():
         torch.testing.assert_close(view(input_ids=ids, use_cache=False).logits, model.lm_head(want))

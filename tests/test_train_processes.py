@@ -106,6 +106,11 @@ def test_a_target_split_by_transformers_plan_is_itself(tmp_path, torchrun):
         assert all(found[name] == whole["stock"] for name in found)
 
 
+def test_one_process_may_spread_a_model_over_its_devices():
+    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
+    assert loading.load(device="auto")[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
     assert isinstance(workers(None, "cpu"), SingleProcess)
     with pytest.raises(ValueError, match="parallel: got fsdp in one process, expected several"):

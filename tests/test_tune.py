@@ -167,6 +167,8 @@ def test_rates_are_what_became_of_the_nodes():
             assert sum(watched.rates[0]) == pytest.approx(share) and watched.reached[0] == [len(rounds)] * 8
     assert sum(watched.accepted[0]) > 5 and watched.reached[1][0] <= sum(watched.accepted[0])
     assert all(a <= r for rows in zip(watched.accepted, watched.reached) for a, r in zip(*rows))
+    state = model.run(**prompt("llama", ["9", "14", "3"]), max_new_tokens=40, do_sample=False).state
+    assert state.trace.faults == 0 and len({len(r.committed) for r in state.trace.rounds}) > 1, "rows leave"
     assert watched.rates[2][-1] in (0.0, watched.accepted[2][-1] / max(watched.reached[2][-1], 1))
 
 

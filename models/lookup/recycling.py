@@ -53,9 +53,7 @@ class Recycling(Drafter):
         prompt = state.request.prompt.to(device)
         if prompt.shape[1]:
             state.memory.follow(prompt)
-            state.memory.learn(
-                list(range(len(prompt))), prompt[:, -1:], categorical(scores.distribution).logits[:, -1:]
-            )
+            state.memory.learn(list(range(len(prompt))), prompt[:, -1:], categorical(scores.distribution).logits)
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: _Table = state.memory

@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -47,6 +48,7 @@ class Watch:
     def pytest_runtest_logstart(self, nodeid, location):
         self.calls: set[str] = set()
         self.begun = time.process_time()
+        threading.settrace(self._called)
         sys.settrace(self._called)
 
     def pytest_runtest_logreport(self, report):
@@ -56,6 +58,7 @@ class Watch:
 
     def pytest_runtest_logfinish(self, nodeid, location):
         sys.settrace(None)
+        threading.settrace(None)
         if nodeid in self.tests and self.calls:
             self.tests[nodeid] = {"seconds": time.process_time() - self.begun, "calls": sorted(self.calls)}
 
@@ -193,7 +196,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=30.0, help="seconds of tests for a mutant (30)")
     parser.add_argument("--only", default="", help="a regular expression: mutants whose description has it")
     parser.add_argument("--tests", default="", help="the same: test files whose name has it")
-    parser.add_argument("--again", action="store_true", help="judge those again that survived")
+    parser.add_argument("--again", action="store_true", help="judge those again that survived (by a larger budget)")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "mutants", help="where results are kept")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ NAMED = [  # name, file, what it replaces, by what
      "state.room(row) - 1 for row", "state.room(row) for row"),
     ("the last slot is lost", "visspec/cache.py",
      "new[:, :, : old.shape[2]] = old", "new[:, :, : old.shape[2] - 1] = old[:, :, :-1]"),
-    ("kept laws untrimmed", "visspec/loop/output.py", "path[: count - len(self.distributions[row])]", "path"),
+    ("kept laws untrimmed", "visspec/loop/output.py", "path[:count]", "path"),
     ("drift of another row", "visspec/loop/decode.py", "to_device(state.rows, amount_B.device)",
      "to_device(list(range(len(state.rows))), amount_B.device)"),
     ("bonus and corrected exchanged", "visspec/loop/decode.py",

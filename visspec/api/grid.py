@@ -16,7 +16,7 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: i
     """Images of one size in rows, each caption below its image, wrapped. Without `columns` about square."""
     if not images:
         raise ValueError("images: got none, expected at least one")
-    columns = columns or max(1, round(len(images) ** 0.5))
+    columns = columns or round(len(images) ** 0.5)
     width, height = images[0].size
     font = ImageFont.load_default(max(9, width // 9))
     assert isinstance(font, ImageFont.FreeTypeFont)  # as of every font that is asked for by size
