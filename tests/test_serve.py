@@ -70,8 +70,9 @@ class Running:
     """A server in a thread."""
 
     def __init__(
-        self, loaded, *, pipe=None, slots=4, places=32, key=None, drafter="ngram", grace=20, bytes=10**8, **limits
-    ):
+        self, loaded, *, pipe=None, slots=4, places=32, key=None, drafter="ngram", grace=20, bytes=10**8,
+        host="127.0.0.1", **limits
+    ):  # fmt: skip
         self.fast = visspec.accelerate(loaded[0], drafter)
         self.processor, meters = loaded[1], ServerMetrics()
         limits = RequestLimits(**{"context": 1024} | limits)
@@ -79,7 +80,7 @@ class Running:
         painting = None if pipe is None else ImageWorker("painter", pipe, meters)
         desk = RequestQueue(places, meters, limits.at_once, bytes)
         self.service = Service(desk, self.writing, painting, key, local=True)
-        self.server = Server(self.service, "127.0.0.1", 0, grace, log_level="warning")
+        self.server = Server(self.service, host, 0, grace, log_level="warning")
         self.thread = threading.Thread(target=self.server.run)
 
     def __enter__(self):
@@ -307,6 +308,11 @@ def test_strangers_and_strange_bodies(running, captioner):
 
 PATH = b"POST /v1/chat/completions HTTP/1.1"
 JSON = b"content-type: application/json"
+
+
+def test_it_listens_where_it_is_told(captioner):
+    with Running(captioner, host="127.0.0.2") as running:
+        assert running.server.servers[0].sockets[0].getsockname()[0] == "127.0.0.2"
 
 
 def test_hosts_keys_and_types_are_compared_as_they_are_sent(captioner, monkeypatch):
