@@ -226,6 +226,8 @@ def test_answers_of_a_schema(captioner):
             return made.choices[0]
 
         jsonschema.validate(json.loads(answer(response_format=described).message.content), SCHEMA)
+        other = answer(response_format=described, presence_penalty=1.5, logit_bias={"5": 100})
+        jsonschema.validate(json.loads(other.message.content), SCHEMA)
         cut = answer(response_format={"type": "json_object"}, max_tokens=3)
         assert cut.finish_reason == "length" and cut.message.content.startswith("{")
         assert (

@@ -62,7 +62,8 @@ class Choice:
         """Arguments of the stream. Seeds count up from the request's."""
         asked, found = self.job.asked, self.job.inputs | {"id": self, "on_tokens": self.put}
         if asked.penalties is not None:
-            found["logits_processor"] = [replace(asked.penalties, prompt=len(self.job.prompt))]
+            penalties = replace(asked.penalties, prompt=len(self.job.prompt))
+            found["logits_processor"] = [penalties, *found.get("logits_processor", ())]  # a grammar has the last word
         if self.logprobs is not None:
             found["on_logits"] = self.read
         return found | ({"seed": found["seed"] + self.index} if "seed" in found else {})
