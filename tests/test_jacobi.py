@@ -176,7 +176,7 @@ def rounds(drafter, p, committed, window, misreport, idle):
 @pytest.mark.parametrize("redraw", ["maximal", "independent"])
 def test_redraws_keep_the_law(redraw, start, window, idle):
     p = context_law(VOCAB, idle)
-    distribution = process_law(Jacobi(window, redraw, start), p, idle=idle)
+    distribution = process_law(Jacobi(window, redraw, start, deep=1), p, idle=idle)
     assert abs(float(distribution.sum()) - 1) < 1e-12
     assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) < 1e-12
 

@@ -73,7 +73,7 @@ class Jacobi(Drafter):
             raise ValueError(f"redraw: got {redraw!r}, expected one of auto, {', '.join(REDRAWS)}")
         if start not in STARTS:
             raise ValueError(f"start: got {start!r}, expected one of {', '.join(STARTS)}")
-        if branch > 1 and not 1 <= deep <= window:
+        if not 1 <= deep <= window:
             raise ValueError(f"deep: got {deep}, expected 1 to the window, {window}")
         if branch < 1 or sum(branch**d for d in range(1, deep + 1)) > MOST_NODES:
             raise ValueError(f"branch: got {branch}, expected at least 1 and at most {MOST_NODES} nodes")

@@ -13,12 +13,13 @@ from visspec.loop.stats import drift_text
 CELLS: dict[str, Cell] = {
     "method": "{name}", "NFE": "{nfe:.1f}", "head calls / token": "{head_calls:.1f}", "fewer by": "{nfe_reduction:.2f}",
     "ms / NFE": "{ms_per_nfe:.1f}", "over stock": "{speedup:.2f}",
-    "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}", "GenEval": "{geneval:.3f}", "FD": "{fd:.3f}",
-    "paired (floor)": "{fd_paired:.2g} ({fd_paired_floor:.2g})",
+    "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}", "GenEval": "{geneval:.3f}",
+    "FD": lambda row: "\n".join(filter(None, (cell(fd, row) for fd in FD))),
     "drift / token": lambda row: "" if "stock" in row else drift_text(row["drift_per_token"]).replace(" ", "\n"),
     "displacement": lambda row: "" if "stock" in row else cell(FAR, row) or "not\nmeasured",
     "guarantee": "{guarantee}",
 }  # fmt: skip
+FD = "{fd:.3f}", "({fd_paired:.2g})"  # that of pairs below it
 FAR = "{latent_displacement:.4f}"
 HEAD_CALLS = "head calls / token"  # where there are any
 SPEED = ("method", "NFE", HEAD_CALLS, "fewer by", "ms / NFE", "over stock", "95 %")
@@ -44,7 +45,11 @@ def table(record: dict[str, Any], heads: Iterable[str] = tuple(CELLS)) -> Table:
         title_of["over stock"] = "over plain"
     missing = ((line["name"], line.get("unmetered")) for line in record["rows"] if "drift / token" in heads)
     columns, rows = {title_of[head]: CELLS[head] for head in heads}, [*stock_rows(record), *record["rows"]]
-    caption = "\n".join(f"{name}: drift not measured, {why}" for name, why in missing if why) or None
+    notes = [f"{name}: drift not measured, {why}" for name, why in missing if why]
+    if "FD" in heads and any("fd_paired" in line for line in record["rows"]):
+        floor = max(line.get("fd_paired_floor", 0.0) for line in record["rows"])
+        notes.append(f"(FD over pairs with plain decoding, by chance below {floor:.2g})")
+    caption = "\n".join(notes) or None
     whole = [title_of[head] for head in heads if head != "guarantee"]
     return harness.table(title, rows, columns, caption, left=["guarantee"], whole=whole)
 
