@@ -19,7 +19,7 @@ CELLS: dict[str, Cell] = {
     "displacement": lambda row: "" if "stock" in row else cell(FAR, row) or "not\nmeasured",
     "guarantee": "{guarantee}",
 }  # fmt: skip
-FD = "{fd:.3f}", "({fd_paired:.2g})"  # that of pairs below it
+FD: tuple[Cell, ...] = ("{fd:.3f}", "({fd_paired:.2g})")  # that of pairs below it
 FAR = "{latent_displacement:.4f}"
 HEAD_CALLS = "head calls / token"  # where there are any
 SPEED = ("method", "NFE", HEAD_CALLS, "fewer by", "ms / NFE", "over stock", "95 %")
