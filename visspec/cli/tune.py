@@ -22,17 +22,17 @@ from visspec.api.captions import PROMPT, move_inputs, process_batch
 from visspec.cli import tune_image
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm
+from visspec.cli.tune_image import FINALISTS, PAYS
 from visspec.eval.bench import paired
 from visspec.eval.bench.table import table
 from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.options import option
 from visspec.io.provenance import provenance
+from visspec.types import ConfiguredModel
 
-PAYS = 1.02  # least predicted speed-up of a choice that drafts, and as in `loop.draft_length`
 WIDTHS = (4,)  # of trees that are tried beside chains, for drafters that grow them
 PLAIN = "none"
 HOW = ("predicted", "measured")
-FINALISTS = 3  # rows with the best predictions, which are measured
 
 
 @dataclass(kw_only=True)
@@ -52,6 +52,14 @@ class Options(BenchOptions, SamplingOptions, TargetOptions):
     out: Path | None = option("write the choice to this file, for accelerate(model, FILE)", None, writes="file")
     trees: Path | None = option("measure acceptance by rank, write it to this file and try its tree", None)
 
+    def keep(self, model: ConfiguredModel, record: dict[str, Any], view: Table, verdict: str) -> None:
+        """Print a record, and write it and its choice."""
+        self.end(record, view)
+        print(verdict)
+        if self.out is not None:
+            about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
+            tuned_preset.write_preset(self.out, model, record["choice"], **about)
+
 
 def run(arguments: Options) -> None:
     arguments.begin()
@@ -67,11 +75,7 @@ def run(arguments: Options) -> None:
         wanted, where = 2 * max(arguments.batches), ", ".join(map(str, arguments.images))
         raise ValueError(f"images: got {len(images)} that can be read, expected {wanted} or more in {where}")
     record = tune(model, processor, images, drafters, arguments)
-    arguments.end(record, view(record))
-    print(verdict(record))
-    if arguments.out is not None:
-        about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
-        tuned_preset.write_preset(arguments.out, model, record["choice"], **about)
+    arguments.keep(model, record, view(record), verdict(record))
 
 
 def readable(records: Iterator[sources.Record]) -> Iterator[tuple[Any, str | None]]:

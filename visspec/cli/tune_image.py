@@ -21,7 +21,8 @@ from visspec.io import included
 if TYPE_CHECKING:
     from visspec.cli.tune import Options
 
-PAYS, FINALISTS = 1.02, 3  # least measured speed-up of a choice that drafts; ways that are measured again
+PAYS = 1.02  # least speed-up of a choice that drafts, and as in `loop.draft_length`
+FINALISTS = 3  # ways with the best predictions, which are measured on other prompts or images
 PLAIN = "none/exact"
 EXACT = [f"jacobi:window={n}/exact" for n in (4, 8, 12, 16, 24)]
 EXACT += [f"jacobi:redraw=maximal,window={n}{tree}/rejection" for n in (8, 16, 24) for tree in ("", ",branch=3")]
@@ -46,11 +47,7 @@ def run(arguments: Options) -> None:
     pipe.set_progress_bar_config(disable=True)
     texts = prompts(arguments, pipe)
     record = tune(pipe, texts, fitting(pipe, ways(pipe, arguments.acceptance)), arguments.seed)
-    arguments.end(record, view(record))
-    print(verdict(record))
-    if arguments.out is not None:
-        about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
-        tuned_preset.write_preset(arguments.out, pipe.model, record["choice"], **about)
+    arguments.keep(pipe.model, record, view(record), verdict(record))
 
 
 def prompts(arguments: Options, pipe: ImagePipeline) -> list[str]:
