@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers as tf
 import transformers.tokenization_utils as tokenization
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.tiny import EOS, IMAGE, PAD, VOCAB, model_of
+from visspec.cli.bench_grammar import json_tokenizer
 
 SHAPE = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}, "count": {"enum": [1, 2, 12]}}}
 SHAPE |= {"required": ["colour", "count"], "additionalProperties": False}
@@ -37,23 +37,8 @@ LONGEST = 120  # tokens
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, behind ids that write nothing: those that the tiny models have."""
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<pad>", "<s>", "</s>", *(f"<{n}>" for n in range(EOS + 1, VOCAB))]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    core.train_from_iterator(
-        ['{"ground": "red", "first": {"colour": "green", "count": 12}, "seen": false}'] * 9, trainer
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        additional_special_tokens=special[EOS + 1 :],
-    )
+    text = '{"ground": "red", "first": {"colour": "green", "count": 12}, "seen": false}'
+    return json_tokenizer(text, 420, [f"<{n}>" for n in range(EOS + 1, VOCAB)])
 
 
 @functools.cache

@@ -5,26 +5,27 @@ knows. `unforced` is our loop with the same drafter, where forced text is not dr
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import tokenizers as hf
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from visspec.api.accelerate import accelerate
 from visspec.api.processors import Scorer, at_any_prefix
-from visspec.api.schemas import EXTRA
+from visspec.api.schemas import EXTRA, JsonGrammars
 from visspec.api.sources import need
 from visspec.cli.arguments import Positive
 from visspec.cli.bench import BenchOptions, measured_on
 from visspec.cli.bench_captions import ratio, time_arms
 from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option
-from visspec.types import RowProcessor
+from visspec.types import RowProcessor, Tokenizer
 
 SIZES, COLOURS = ("small", "medium", "large"), ("red", "green", "blue", "yellow", "purple", "orange")
 THING = {"size": {"enum": [*SIZES]}, "colour": {"enum": [*COLOURS]}, "shape": {"enum": ["circle", "square", "star"]}}
@@ -36,7 +37,7 @@ PARTS: dict[str, Any] = {
         for name in ("first", "last")
     },
 }
-SCHEMA = {"type": "object", "properties": PARTS, "required": [*PARTS], "additionalProperties": False}
+SCHEMA: dict[str, Any] = {"type": "object", "properties": PARTS, "required": [*PARTS], "additionalProperties": False}
 WORDS = 400  # of the tokenizer
 PROMPT = 8  # tokens
 VIEW: dict[str, Cell] = {
@@ -77,8 +78,9 @@ def run(arguments: Options) -> None:
     tokenizer = json_tokenizer()
     model = random_model(tokenizer)
     rows = [
-        measure(model, tokenizer, package, drafter, prompts, arguments.passes)
+        {"package": package} | measure(model, tokenizer, fresh, drafter, prompts, arguments.passes)
         for package in arguments.packages
+        for fresh in (PROCESSORS[package](model, tokenizer),)
         for drafter in arguments.drafters
     ]
     record = measured_on(model) | {"bench": "grammar", "guarantee": "exact", "rows": rows}
@@ -88,13 +90,13 @@ def run(arguments: Options) -> None:
 def measure(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
-    package: str,
+    fresh: Callable[[], Any],
     drafter: str,
     prompts: Tensor,
     passes: int,
 ) -> dict[str, Any]:
-    """One row: transformers, ours, and ours without forced text, in turns."""
-    fast, fresh = accelerate(model, None if drafter == "none" else drafter), PROCESSORS[package](tokenizer)
+    """One row: transformers, ours, and ours without forced text, in turns. fresh: makes a processor for a call."""
+    fast = accelerate(model, None if drafter == "none" else drafter)
     unforced = lambda: Unforced(at_any_prefix(fresh(), prompts[0]))  # noqa: E731
 
     def answers(generate: Callable[..., Any], processor: Callable[[], Any]) -> dict[int, list[int]]:
@@ -116,7 +118,6 @@ def measure(
     plain, forced, other = time_arms(arms, passes).values()
     ratios = [slow / quick for slow, quick in zip(plain.seconds, forced.seconds)]
     return {
-        "package": package,
         "drafter": drafter,
         "over_plain_constrained": ratio(plain.seconds, forced.seconds),
         "over_plain_low": min(ratios),
@@ -139,17 +140,21 @@ def is_valid(text: str) -> bool:
     return True
 
 
-def json_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of records."""
-    core = Tokenizer(models.BPE())
+def json_tokenizer(
+    text: str = json.dumps(SCHEMA), words: int = WORDS, more: Sequence[str] = ()
+) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer, made of a text. more: special tokens behind those of padding, beginning and end."""
+    core = hf.Tokenizer(models.BPE())
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<pad>", "<s>", "</s>"]
+    special = ["<pad>", "<s>", "</s>", *more]
     trainer = trainers.BpeTrainer(
-        vocab_size=WORDS, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=words, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    core.train_from_iterator([json.dumps(SCHEMA)] * 9, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    core.train_from_iterator([text] * 9, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", additional_special_tokens=[*more]
+    )
 
 
 def random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -164,16 +169,12 @@ def random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def xgrammar(tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
-    own = need("xgrammar", "--packages", EXTRA)
-    info = own.TokenizerInfo.from_huggingface(tokenizer, vocab_size=WORDS)
-    grammar = own.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
-    from xgrammar.contrib.hf import LogitsProcessor
-
-    return lambda: LogitsProcessor(grammar)
+def xgrammar(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
+    (processor,) = JsonGrammars(cast(Tokenizer, tokenizer), model, "--packages").options(SCHEMA)["logits_processor"]
+    return lambda: type(processor)(processor.compiled_grammars)
 
 
-def llguidance(tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
+def llguidance(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
     own = need("llguidance", "--packages")
     need("outlines", "--packages")
     from llguidance.hf import from_tokenizer
@@ -184,8 +185,8 @@ def llguidance(tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
     return lambda: LLGuidanceLogitsProcessor(grammar, words, "torch")
 
 
-def outlines(tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
-    own = need("outlines", "--packages").from_transformers(random_model(tokenizer), tokenizer)
+def outlines(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
+    own = need("outlines", "--packages").from_transformers(model, tokenizer)
     from outlines.backends import get_json_schema_logits_processor
 
     processor = get_json_schema_logits_processor("outlines_core", own, json.dumps(SCHEMA), "[ ]?")
@@ -197,7 +198,9 @@ def outlines(tokenizer: PreTrainedTokenizerFast) -> Callable[[], Any]:
     return fresh
 
 
-PROCESSORS: dict[str, Callable[[PreTrainedTokenizerFast], Callable[[], Any]]] = {  # what makes a fresh one
+PROCESSORS: dict[
+    str, Callable[[LlamaForCausalLM, PreTrainedTokenizerFast], Callable[[], Any]]
+] = {  # what makes a fresh one
     "xgrammar": xgrammar,
     "llguidance": llguidance,
     "outlines": outlines,
