@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from visspec.distributions import DenoisingSteps
-from visspec.models.continuous.model import ContinuousImageModel, Sampler, guide, load, value_of
-from visspec.models.vectors.diffusion_head import cosine_levels, schedule
+from visspec.models.continuous.model import ContinuousImageModel, Sampler, guide, load
+from visspec.models.vectors.diffusion_head import schedule
 from visspec.toys.recipes import continuous_autoencoder, continuous_painter
 from visspec.toys.recipes.painter_build import build_processor, build_tokenizer, prompt_ids, without_words
 from visspec.toys.recipes.recipe import write_coded
@@ -55,7 +55,7 @@ def test_plain_loop_is_the_chain_written_out(painter, guidance):
             for i, noise in enumerate(noises):
                 time = plan.times[i].expand(len(ids))
                 velocity = guide(painter.head(x.repeat(copies, 1), time, hidden), guidance)
-                value = value_of(velocity, x, plan.signal[i].float(), plan.noise[i].float())
+                value = plan.signal[i].float() * x - plan.noise[i].float() * velocity
                 x = plan.steps.keep[i] * x + plan.steps.move[i] * value + plan.steps.low[i].exp() * noise
             values[:, t] = x
     assert torch.allclose(drawn[:, :6], values[:, :6], atol=2e-4)
@@ -66,13 +66,6 @@ def test_temperature_scales_the_noise_of_every_step(painter):
     cold, warm = (Sampler(painter, 1.0, t) for t in (0.5, 1.0))
     assert cold.parts == warm.parts
     assert torch.allclose(2 * cold.sigma_S11, warm.sigma_S11)
-
-
-def test_velocity_stands_for_the_value_at_every_level():
-    level, value, eps = cosine_levels(), torch.randn(8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
-    signal, noise = level.sqrt()[:, None], (1 - level).sqrt()[:, None]
-    found = value_of(signal * eps - noise * value, signal * value + noise * eps, signal, noise)
-    assert torch.allclose(found, value.expand_as(found))
 
 
 def test_an_input_carries_the_place_of_the_next_token(painter):

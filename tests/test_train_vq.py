@@ -12,7 +12,7 @@ from tests.doubles import one_sentence
 from visspec.api import train_vq
 from visspec.cli.main import main
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
-from visspec.models.var.layout import load_var_vae, save_vae, saved_scales
+from visspec.models.var.layout import CONFIG, load_var_vae, save_vae
 
 SMALL = ["--sides", "1,2,4", "--levels", "2", "--codes", "32", "--size", "4", "--rows", "4", "--every", "40"]
 
@@ -115,8 +115,9 @@ def test_two_processes_train_one_autoencoder(folder, tmp_path):
 
 def test_a_folder_is_what_the_loader_reads(folder, tmp_path):
     assert main(command(folder, tmp_path, "--steps", "2")) == 0
-    model, scales = load_var_vae(tmp_path), saved_scales(tmp_path)
-    assert scales == ScaleSizes.square(1, 2, 4) and not model.training and model.factor == 2
+    model, scales = load_var_vae(tmp_path), ScaleSizes.square(1, 2, 4)
+    assert json.loads((tmp_path / CONFIG).read_text())["scales"] == [list(grid) for grid in scales.grids]
+    assert not model.training and model.factor == 2
     pixels = (
         torch.from_numpy(train_vq.square(Image.open(folder / "0.png"), 8).copy()).permute(2, 0, 1)[None] / 127.5 - 1
     )

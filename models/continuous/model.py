@@ -148,11 +148,6 @@ def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = F
     return load_own(ContinuousImageModel, folder, dtype, empty)
 
 
-def value_of(velocity: Tensor, x: Tensor, signal: Tensor | float, noise: Tensor | float) -> Tensor:
-    """The value that a predicted velocity at x = signal value + noise eps stands for."""
-    return signal * x - noise * velocity
-
-
 def guide(output: Tensor, guidance: float) -> Tensor:
     """(R, ...) outputs of the head as (B, ...): away from the unconditional rows, which are last."""
     if guidance == 1.0:

@@ -103,8 +103,9 @@ def save_vae(folder: str | Path, model: MultiScaleVAE, scales: ScaleSizes) -> No
 
 def saved_shape(path: str | Path) -> MultiScaleShape | None:
     """The shape of an autoencoder of ours, None for anything else."""
-    entries = _entries(path)
-    if entries is None:
+    root = Path(path)
+    entries = read_json(root, CONFIG) if (root / CONFIG).is_file() else {}
+    if entries.get("kind") != KIND:
         return None
     shape = dict(entries.get("shape") or {})
     try:
@@ -115,22 +116,6 @@ def saved_shape(path: str | Path) -> MultiScaleShape | None:
         least = 0 if name == "blocks" else 1
         check_wholes(name, value, 1, 1 << 16) if name == "multipliers" else check_whole(name, value, least, 1 << 16)
     return found
-
-
-def saved_scales(path: str | Path) -> ScaleSizes:
-    """The scales that an autoencoder of ours was trained for. Raises ValueError for another folder."""
-    entries = _entries(path)
-    if entries is None:
-        raise ValueError(f"checkpoint: {path} says no scales, expected a folder that `visspec train vq` wrote")
-    return ScaleSizes(tuple(tuple(grid) for grid in entries.get("scales") or ()))
-
-
-def _entries(path: str | Path) -> dict | None:
-    root = Path(path)
-    if not (root / CONFIG).is_file():
-        return None
-    entries = read_json(root, CONFIG)
-    return entries if entries.get("kind") == KIND else None
 
 
 def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:
