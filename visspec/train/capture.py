@@ -8,6 +8,9 @@ Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, d hidden s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -16,6 +19,13 @@ from visspec.distributions import categorical
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, TrainingBatch, Verdict
+
+
+@dataclass
+class AnsweredRequest(Request):
+    """A request whose answers are known: `capture` records what the target makes of them."""
+
+    answers: Sequence[list[int]] = ()  # of each row at least one id, stop included
 
 
 class Recorder(Drafter):
@@ -51,6 +61,8 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
 
     When sampling at temperature 1 without top-k and top-p, the recorded distributions are the target's unmodified ones.
     """
+    if isinstance(request, AnsweredRequest):
+        return capture_answers(target, request)
     recorder = Recorder()
     state = decode(target, recorder, rule, request, FixedLength(1))
     prompt = request.prompt
@@ -75,6 +87,31 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
         logits,
         _positions(scores.aux["positions"], rows, longest - 1),
         scores.aux.get("attention"),
+        None if embeddings is None else embeddings.clone(),
+    )
+
+
+def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
+    """The same for answers that are given, in one pass over them."""
+    rows, length = request.prompt.shape
+    longest = max(map(len, request.answers))
+    answer = torch.tensor([t + [0] * (longest - len(t)) for t in request.answers], device=request.prompt.device)
+    with torch.inference_mode():
+        state, before = target.prefill(request)
+        state.pending, state.position = answer[:, 0], state.position + 1
+        draft = trees.chain_draft(state.pending, answer[:, 1 : max(longest - 1, 1)])
+        after = target.verify(state, draft)
+    known = before.features
+    known = request.prompt.new_zeros(rows, length, 0, dtype=torch.float32) if known is None else known
+    embeddings = before.aux.get("embeddings")
+    return TrainingBatch(
+        torch.cat([request.prompt, answer], dim=1),
+        length,
+        list(map(len, request.answers)),
+        torch.cat([known, draft_features(after, draft)], dim=1)[:, : length + longest - 1],
+        categorical(after.distribution).logits[:, : longest - 1].float().clone(),
+        _positions(before.aux["positions"], rows, longest - 1),
+        before.aux.get("attention"),
         None if embeddings is None else embeddings.clone(),
     )
 
