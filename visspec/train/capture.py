@@ -10,7 +10,8 @@ Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, X numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,13 @@ from visspec.loop.draft_length import FixedLength
 from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, TrainingBatch, Verdict
 
 
+@dataclass
+class AnsweredRequest(Request):
+    """A request whose answers are known: `capture` records what the target makes of them."""
+
+    answers: Sequence[list[int]] = ()  # of each row at least one id, stop included
+
+
 class Recorder(Drafter):
     """A drafter that drafts nothing and records the target's scores. Each round adds one answer token to every row."""
 
@@ -31,10 +39,8 @@ class Recorder(Drafter):
         self.target = target
 
     def start(self, state: State, scores: Scores) -> None:
-        self.scores, self.law = scores, self.target.law(state.request)
+        self.scores, self.law = scores, _law(self.target, state.request, scores)
         self.rounds: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
-        if self.law is not None and not _gives(self.law, scores):
-            self.law = None
 
     def propose(self, state: State, depth: int) -> Draft:
         return trees.empty_draft(state.pending)
@@ -46,6 +52,12 @@ class Recorder(Drafter):
 
     def select(self, state: State, keep: list[int]) -> None:
         """Nothing to do: each round is stored with its rows."""
+
+
+def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor], Tensor] | None:
+    """The target's law of states, where it gives the distribution after the prompt."""
+    law = target.law(request)
+    return law if law is not None and _gives(law, prefill) else None
 
 
 def _gives(law: Callable[[Tensor], Tensor], scores: Scores) -> bool:
@@ -75,6 +87,8 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
 
     When sampling at temperature 1 without top-k and top-p, the recorded distributions are the target's unmodified ones.
     """
+    if isinstance(request, AnsweredRequest):
+        return capture_answers(target, request)
     recorder = Recorder(target)
     ended = decode(target, recorder, rule, request, FixedLength(1))
     prompt = request.prompt
@@ -104,6 +118,36 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
         best,
         _positions(scores.aux["positions"], rows, longest - 1),
         scores.aux.get("attention"),
+        None if embeddings is None else embeddings.clone(),
+    )
+
+
+def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
+    """The same for answers that are given, in one pass over them."""
+    rows, length = request.prompt.shape
+    longest = max(map(len, request.answers))
+    answer = torch.tensor([t + [0] * (longest - len(t)) for t in request.answers], device=request.prompt.device)
+    with torch.inference_mode():
+        state, before = target.prefill(request)
+        state.pending, state.position = answer[:, 0], state.position + 1
+        draft = trees.chain_draft(state.pending, answer[:, 1 : max(longest - 1, 1)])
+        after = target.verify(state, draft)
+    known = before.features
+    known = request.prompt.new_zeros(rows, length, 0, dtype=torch.float32) if known is None else known
+    law, logits_BTV = _law(target, request, before), categorical(after.distribution).logits[:, : longest - 1]
+    states_BTX = logits_BTV.float() if law is None else after.aux["states"][:, : longest - 1]
+    embeddings = before.aux.get("embeddings")
+    return TrainingBatch(
+        torch.cat([request.prompt, answer], dim=1),
+        length,
+        list(map(len, request.answers)),
+        torch.cat([known, draft_features(after, draft)], dim=1)[:, : length + longest - 1],
+        states_BTX.clone(),
+        law or identity,
+        after.distribution.width,
+        logits_BTV.argmax(dim=-1),
+        _positions(before.aux["positions"], rows, longest - 1),
+        before.aux.get("attention"),
         None if embeddings is None else embeddings.clone(),
     )
 
