@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -141,8 +142,8 @@ def test_a_rollout_is_what_drafting_says(name, preset):
     else:
         more = {"draft_vocab": 40} if preset == "eagle3" else {}
         drafter = EagleDrafter.for_model(model, **of_preset(preset, model, more)[0])
-    taught = getattr(drafter, "_taught", drafter._logits)
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    taught = partial(drafter.trained_logits, tokens=None)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
 
     def request():
         inputs = prompt(name, ["4 i 5", "6 i 3 i 2"], seed=2)
@@ -157,10 +158,10 @@ def test_a_rollout_is_what_drafting_says(name, preset):
         feature = drafter._catch_up(state.memory, 3)
         if preset == "flash":
             for level, ahead in enumerate(drafter.layer.head.spread(feature).unbind(1)):
-                torch.testing.assert_close(taught(ahead), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(taught(ahead), taught(steps[level].states[:, level]), rtol=1e-3, atol=1e-4)
             return
         for level in range(3):
-            torch.testing.assert_close(taught(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(taught(feature), taught(steps[level].states[:, level]), rtol=1e-3, atol=1e-4)
             token = lesson.ids[:, lesson.prompt_length + level + 1]
             memory = state.memory
             turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)
@@ -172,7 +173,7 @@ def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_pat
     model, ends = model_of("llava"), []
     for n in range(2):
         drafter = EagleDrafter.for_model(model, **of_preset("specvlm", model, {"image_latents": 2})[0])
-        target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+        target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
 
         def prompts(number):
             inputs = prompt("llava", ["4 i 5", "6 i 3"], seed=number)
@@ -201,7 +202,7 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, head, first, mon
     for name_, p in drafter.head.named_parameters():
         if any(part in name_ for part in ("markov.up", "_conv", "candidate")):
             torch.nn.init.normal_(p)
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
 
     def request():
         return request_of(model, prompt(name, rows, seed=2), temperature=1.0, max_new_tokens=12, seed=7)
@@ -211,7 +212,8 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, head, first, mon
     drafter.head.train()
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(torch, "randint", lambda *_: torch.tensor(first))
-        ((logits, states, weight),) = drafter.rollout(lesson, 1)
+        ((states, weight, _),) = drafter.rollout(lesson, 1)
+        logits = drafter.trained_logits(states, lesson.ids[:, lesson.prompt_length : -1])
         if drafter.config.selector:
             before, after = (lesson.ids[:, lesson.prompt_length + i :][:, :11] for i in (0, 1))
             scores, ids = drafter.head.sequential.scores(logits, states, before, after)
@@ -297,11 +299,12 @@ def test_the_loss_of_a_small_vocabulary_is_of_its_ids_where_the_target_chooses_o
     model = model_of("llava")
     drafter = EagleDrafter.for_model(model, **of_preset("eagle3", model, {"draft_vocab": 30})[0])
     drafter.keep(torch.arange(10, 40))
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
     inputs = prompt("llava", ["4 i 5", "9 i 3"])
     lesson = capture(target, visspec.Exact(), request_of(model, inputs, temperature=1.0, max_new_tokens=30, seed=1))
     loss, _ = Step(drafter, TrainingOptions(unroll=1, opening=1.0))(lesson, "soft_ce")
-    (logits, _, mask), *_ = drafter.rollout(lesson, 1)
+    (states, mask, _), *_ = drafter.rollout(lesson, 1)
+    logits = drafter.trained_logits(states, lesson.ids)
     chosen = lesson.logits.argmax(-1)
     counted = mask & (chosen >= 10) & (chosen < 40)
     assert 0 < counted.sum() < mask.sum()

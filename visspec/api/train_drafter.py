@@ -250,7 +250,7 @@ def run(
             network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
         drafter = fresh_or_resumed(model, out, resume, seed, zoo.drafter_class(found.kind), found.draft, **network)
         if drafter.ids is not None and not resumed:
-            target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+            target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
             drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab, GROUP))
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
     record["settings"] = {
@@ -334,7 +334,7 @@ class TextValidation:
     """tau at temperature 0 and 1 on held-out requests, at the drafter's own depth."""
 
     def __init__(self, model, drafter: FeatureDrafter, held_out: Callable[[float], list[Request]]):
-        self.target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+        self.target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         self.drafter, self.held_out = drafter, held_out
 
     def __call__(self) -> dict[str, float]:
