@@ -30,6 +30,7 @@ from visspec.toys.recipes.captioner_vision import patch_features
 from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, training_stage
 from visspec.toys.world.captions import FIRST, PLACES, REQUESTS, pick
+from visspec.toys.world.emoji.captions import EmojiCaptions
 from visspec.toys.world.emoji.scene import EmojiScene, sample_scene
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
@@ -55,7 +56,7 @@ def stages_of(scene: EmojiScene) -> list[EmojiScene]:
 
 def caption(scene: EmojiScene, rng: np.random.Generator | None = None) -> str:
     """The ground, and every picture in the order of its appearance."""
-    words = EMOJI.captions
+    words = EmojiCaptions()
     things = [pick(rng, FIRST).format(d=words.phrase(thing), p=PLACES[thing.cell]) for thing in scene.things]
     return " ".join([pick(rng, words.ground).format(g=words.of_ground(scene)), *things, pick(rng, words.closing)])
 
@@ -78,7 +79,7 @@ class FlipbookStage(TrainingStage):
         rng, rows = np.random.default_rng(FIRST_SEED + self.step), self.options.rows
         scenes = [clip(FIRST_SEED + self.step * rows + i) for i in range(rows)]
         coded = [(s, *self.encoder.row([(str(rng.choice(REQUESTS)), caption(s, rng))])) for s in scenes]
-        batch: CaptionBatch = self.encoder._pad(coded)
+        batch: CaptionBatch = self.encoder.collate(coded)
         frames = [frame for scene in scenes for frame in stages_of(scene)]
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             seen = patch_features(self.model.model.vision_tower, pixels(frames, EMOJI.side, EMOJI.draw)).float()
