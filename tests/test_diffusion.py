@@ -224,14 +224,16 @@ def test_a_rollout_is_what_drafting_says(monkeypatch):
     monkeypatch.undo()
     prompts = drafter.words(inputs["input_ids"], inputs["attention_mask"])
     assert [len(words) for words in prompts] == [10, 12] and not content_ids(model.config) & {*prompts[0], *prompts[1]}
-    for (logits, none, weight), (masks, *anchors) in zip(steps, ((4, 3, 2), (2, 0, 1))):
-        assert none.shape == (2, 8, 0)
+    for (states, weight, place), (masks, *anchors) in zip(steps, ((4, 3, 2), (2, 0, 1))):
+        assert states.shape[:2] == weight.shape == place.shape == (2, masks)
+        logits = drafter.trained_logits(states, place)
         for b, (anchor, length) in enumerate(zip(anchors, (9, 5))):
             text = prompts[b] + lesson.ids[b, lesson.prompt_length :][: anchor + 1].tolist()
             with torch.no_grad():
                 want = drafter.denoised([text], None, masks)[0, : 8 - anchor]
-            torch.testing.assert_close(logits[b, anchor : anchor + masks], want, rtol=1e-4, atol=1e-4)
-            counted = [DECAY ** (t - anchor) if anchor <= t < min(anchor + masks, length - 1) else 0 for t in range(8)]
+            torch.testing.assert_close(logits[b, : 8 - anchor], want, rtol=1e-4, atol=1e-4)
+            assert place[b].tolist() == [min(anchor + i, 7) for i in range(masks)]
+            counted = [DECAY**i if anchor + i < length - 1 else 0 for i in range(masks)]
             torch.testing.assert_close(weight[b], torch.tensor(counted))
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import presets, train_drafter, zoo
 from visspec.api.drafter_presets import focused_state, frequent, of_preset
 from visspec.api.train_drafter import Prompts, request_of
+from visspec.api.training_data import Reader, TrainingData
 from visspec.loop.decode import open_request
 from visspec.models.block.diffusion_network import DiffusionConfig
 from visspec.models.block.head import BlockConfig
@@ -42,12 +44,13 @@ def data(tmp_path, monkeypatch):
     )
     seen = []
 
-    def of(name, rows):
-        return lambda *given: seen.append(name) or prompt("llava", rows[: len(given[1])], seed=len(seen))
+    def prepare(processor, chats, media, model):
+        seen.append("pictures" if any(media) else "words")
+        rows = ["4 i 5", "3 i 2 i 6", "5 i 2"] if any(media) else ["9", "5", "14"]
+        return prompt("llava", rows[: len(chats)], seed=len(seen))
 
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model_of("llava"), None))
-    monkeypatch.setattr(train_drafter, "prepare", of("pictures", ["4 i 5", "3 i 2 i 6", "5 i 2"]))
-    monkeypatch.setattr(train_drafter, "text_inputs", of("words", ["9", "5", "14"]))
+    monkeypatch.setattr(train_drafter, "prepare", prepare)
     return tmp_path / "data.jsonl", seen
 
 
@@ -95,11 +98,11 @@ def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
 
 def test_a_twentieth_of_the_data_is_kept_for_validation(data, tmp_path, monkeypatch):
     given, whole = [], train_drafter.Prompts
-    monkeypatch.setattr(train_drafter, "Prompts", lambda *a: given.append([text for _, text in a[2]]) or whole(*a))
+    monkeypatch.setattr(train_drafter, "Prompts", lambda *a, **k: given.append(a[3].tolist()) or whole(*a, **k))
     lines = [json.dumps(json.loads(data[0].read_text().splitlines()[0]) | {"prompt": str(n)}) for n in range(60)]
     data[0].write_text("\n".join(lines))
     train_drafter.run("x", data[0], tmp_path / "out", **{**TINY, "steps": 1})
-    assert [len(texts) for texts in given] == [57, 3] and not set(given[0]) & set(given[1])
+    assert [len(items) for items in given] == [57, 3] and not set(given[0]) & set(given[1])
 
 
 def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
@@ -139,8 +142,8 @@ def test_a_rollout_is_what_drafting_says(name, preset):
     else:
         more = {"draft_vocab": 40} if preset == "eagle3" else {}
         drafter = EagleDrafter.for_model(model, **of_preset(preset, model, more)[0])
-    taught = getattr(drafter, "_taught", drafter._logits)
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    taught = partial(drafter.trained_logits, tokens=None)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
 
     def request():
         inputs = prompt(name, ["4 i 5", "6 i 3 i 2"], seed=2)
@@ -155,10 +158,10 @@ def test_a_rollout_is_what_drafting_says(name, preset):
         feature = drafter._catch_up(state.memory, 3)
         if preset == "flash":
             for level, ahead in enumerate(drafter.layer.head.spread(feature).unbind(1)):
-                torch.testing.assert_close(taught(ahead), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+                torch.testing.assert_close(taught(ahead), taught(steps[level].states[:, level]), rtol=1e-3, atol=1e-4)
             return
         for level in range(3):
-            torch.testing.assert_close(taught(feature), steps[level][0][:, level], rtol=1e-3, atol=1e-4)
+            torch.testing.assert_close(taught(feature), taught(steps[level].states[:, level]), rtol=1e-3, atol=1e-4)
             token = lesson.ids[:, lesson.prompt_length + level + 1]
             memory = state.memory
             turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)
@@ -170,7 +173,7 @@ def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_pat
     model, ends = model_of("llava"), []
     for n in range(2):
         drafter = EagleDrafter.for_model(model, **of_preset("specvlm", model, {"image_latents": 2})[0])
-        target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+        target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
 
         def prompts(number):
             inputs = prompt("llava", ["4 i 5", "6 i 3"], seed=number)
@@ -199,7 +202,7 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, head, first, mon
     for name_, p in drafter.head.named_parameters():
         if any(part in name_ for part in ("markov.up", "_conv", "candidate")):
             torch.nn.init.normal_(p)
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
 
     def request():
         return request_of(model, prompt(name, rows, seed=2), temperature=1.0, max_new_tokens=12, seed=7)
@@ -209,7 +212,8 @@ def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, head, first, mon
     drafter.head.train()
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(torch, "randint", lambda *_: torch.tensor(first))
-        ((logits, states, weight),) = drafter.rollout(lesson, 1)
+        ((states, weight, _),) = drafter.rollout(lesson, 1)
+        logits = drafter.trained_logits(states, lesson.ids[:, lesson.prompt_length : -1])
         if drafter.config.selector:
             before, after = (lesson.ids[:, lesson.prompt_length + i :][:, :11] for i in (0, 1))
             scores, ids = drafter.head.sequential.scores(logits, states, before, after)
@@ -295,11 +299,12 @@ def test_the_loss_of_a_small_vocabulary_is_of_its_ids_where_the_target_chooses_o
     model = model_of("llava")
     drafter = EagleDrafter.for_model(model, **of_preset("eagle3", model, {"draft_vocab": 30})[0])
     drafter.keep(torch.arange(10, 40))
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
     inputs = prompt("llava", ["4 i 5", "9 i 3"])
     lesson = capture(target, visspec.Exact(), request_of(model, inputs, temperature=1.0, max_new_tokens=30, seed=1))
     loss, _ = Step(drafter, TrainingOptions(unroll=1, opening=1.0))(lesson, "soft_ce")
-    (logits, _, mask), *_ = drafter.rollout(lesson, 1)
+    (states, mask, _), *_ = drafter.rollout(lesson, 1)
+    logits = drafter.trained_logits(states, lesson.ids)
     chosen = lesson.logits.argmax(-1)
     counted = mask & (chosen >= 10) & (chosen < 40)
     assert 0 < counted.sum() < mask.sum()
@@ -338,14 +343,15 @@ def test_a_low_rank_head_is_the_closest_one():
 
 
 def test_text_comes_first_and_pictures_more_and_more(data):
-    prompts = Prompts(model_of("llava"), None, [("x", "y")] * 3, 3, 5, 0, total=1000)
+    reader = Reader(TrainingData(data[0]))
+    prompts = Prompts(model_of("llava"), None, reader, torch.arange(4), 3, 5, 0, total=1000)
     shown = [prompts.pictures(n) for n in range(1100)]
     assert not any(shown[:500]) and all(shown[975:])
     assert sum(shown[500:650]) < sum(shown[650:800]) < sum(shown[800:950])
     assert shown == [prompts.pictures(n) for n in range(1100)]
-    assert all(Prompts(None, None, [1], 1, 5, 0).pictures(n) for n in range(4))
-    Prompts(model_of("llava"), None, train_drafter.items_of(data[0]), 3, 5, 0, total=10)(1)
-    Prompts(model_of("llava"), None, train_drafter.items_of(data[0]), 3, 5, 0, total=10)(10)
+    assert all(Prompts(model_of("llava"), None, reader, torch.arange(1), 1, 5, 0).pictures(n) for n in range(4))
+    prompts.total = 10
+    prompts(1), prompts(10)
     assert data[1] == ["words", "pictures"]
 
 

@@ -510,6 +510,12 @@ class Target:
         """
         raise ValueError(f"drafter: got one that reads keys and values, which {type(self).__name__} does not show")
 
+    def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
+        """A function from the "states" (..., X) in the `aux` of scores to the log-distributions (..., V) of a request,
+        up to a constant and without grammar; None where the head can't be run again. It may be wrong: compare.
+        """
+        return None
+
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         """Keep the accepted nodes in the cache."""
 
@@ -714,13 +720,29 @@ class TrainingBatch:
     prompt_length: int
     lengths: list[int]
     features: Tensor  # (B, L + M - 1, F)
-    logits: Tensor  # (B, M - 1, V) log-distribution after each answer token, up to a constant; float32
+    states: Tensor  # (B, M - 1, X) after each answer token, what `law` reads
+    law: Callable[[Tensor], Tensor]  # states (..., X) -> log-distributions (..., V), up to a constant; float32
+    width: int  # V
+    best: Tensor  # (B, M - 1) the likeliest token after each answer token
     positions: Tensor  # (B, L + M - 1), or (3, B, L + M - 1)
     attention: Tensor | None  # (B, L) bool
     embeddings: Tensor | None  # (B, L, d) input embeddings of the prompt
 
+    @property
+    def logits(self) -> Tensor:
+        """(B, M - 1, V): all log-distributions at once, which take much memory where V is large."""
+        return self.law(self.states)
 
-Rollout = Sequence[tuple[Tensor, Tensor, Tensor]]  # of each step: logits (B, T, V), features (B, T, d), mask (B, T)
+
+class Prediction(NamedTuple):
+    """One step of a rollout: what predicts the distributions after T answer tokens of each row."""
+
+    states: Tensor  # (B, T, d), of which the drafter's `trained_logits` are
+    weight: Tensor  # (B, T) of each in the loss; 0 or False where none counts
+    place: Tensor | None = None  # (B, T) indices of the answer tokens, below M - 1; None: T of them from the first
+
+
+Rollout = Sequence[Prediction]
 
 
 class TrainedDrafter(Protocol):
@@ -732,6 +754,9 @@ class TrainedDrafter(Protocol):
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> Rollout:
         """Its predictions along the answers, each step fed by the one before."""
+
+    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Logits (..., V) of predicted states (..., d) after these answer tokens (...), by the trained weights."""
 
     def refresh(self) -> None:
         """Called when the weights have changed."""

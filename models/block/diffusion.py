@@ -133,6 +133,10 @@ class DiffusionModel(StructuredDrafter):
 
     def denoised(self, texts: list[list[int]], filled_BN: Tensor | None, masks: int) -> Tensor:
         """Logits (B, K, v) of masks behind texts and the tokens that follow them, of the network's own v ids."""
+        return self._read(*self.masked(texts, filled_BN, masks))
+
+    def masked(self, texts: list[list[int]], filled_BN: Tensor | None, masks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The ids of such a pass (B, L), which of them are there (B, L), and the places that it predicts (B, K)."""
         device, filled = self._device, 0 if filled_BN is None else filled_BN.shape[1]
         longest = max(map(len, texts))
         blank = [self.mask] * (filled + masks)
@@ -143,7 +147,7 @@ class DiffusionModel(StructuredDrafter):
         place_L = torch.arange(ids_BL.shape[1], device=device)
         real_BL = place_L < length_B1 + filled + masks
         at_BK = length_B1 + filled - self.shift + torch.arange(masks, device=device)
-        return self._read(ids_BL, real_BL, at_BK)
+        return ids_BL, real_BL, at_BK
 
     @property
     def _device(self) -> torch.device:

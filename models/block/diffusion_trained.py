@@ -19,7 +19,7 @@ from visspec.models.block.trained import DECAY
 from visspec.models.decoder.small_model import READS
 from visspec.models.decoder.target import spare_id, text_sizes
 from visspec.models.drafting import checkpoint
-from visspec.types import TrainingBatch
+from visspec.types import Prediction, TrainingBatch
 
 
 class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionModel):
@@ -83,21 +83,28 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
     def _ids(self, network: nn.Module) -> int:
         return self.config.vocab
 
-    def _read(self, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
-        network = self.head if self.head.training else self.network
+    def _states(self, network: nn.Module, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
+        """Hidden states (B, K, d) at these places of a pass."""
         embeds_BLd = torch.nn.functional.embedding(ids_BL, self.embed.weight)
         hidden_BLd = network(embeds_BLd, ids_BL == self.mask, real_BL)
-        hidden_BKd = hidden_BLd[torch.arange(len(ids_BL), device=ids_BL.device)[:, None], at_BK]
-        return self.lm_head(hidden_BKd.to(self.lm_head.weight.dtype))[..., : self.known]
+        return hidden_BLd[torch.arange(len(ids_BL), device=ids_BL.device)[:, None], at_BK]
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _read(self, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
+        states_BKd = self._states(self.network, ids_BL, real_BL, at_BK)
+        return self.trained_logits(states_BKd, at_BK)
+
+    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., d)."""
+        return self.lm_head(states.to(self.lm_head.weight.dtype))[..., : self.known]
+
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
         """`steps` passes for training (`visspec.train.capture.TrainingBatch`), each over one block of each answer: up
         to `block` masks behind a random token of it (DEER's continuation of a prefix).
 
-        Returns for each logits (B, T, V), hidden states (none of them, (B, T, 0)) and the weight of each element (B,
-        T): `DECAY` to the power of its place in the block, 0 where none counts.
+        Returns for each hidden states (B, K, d), the weight of each element (B, K): `DECAY` to the power of its place
+        in the block, 0 where none counts; and the elements.
         """
-        start, total, device = lesson.prompt_length, lesson.logits.shape[1], lesson.ids.device
+        start, total, device = lesson.prompt_length, lesson.best.shape[1], lesson.ids.device
         prompts = self.words(lesson.ids[:, :start], lesson.attention)
         answers = [row[:n] for row, n in zip(lesson.ids[:, start:].tolist(), lesson.lengths)]
         found = []
@@ -105,13 +112,10 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
             masks = int(torch.randint(1, self.block + 1, ()))
             anchors = [int(torch.randint(max(n - 1, 1), ())) for n in lesson.lengths]
             texts = [(p + a[: n + 1])[-self.reads :] for p, a, n in zip(prompts, answers, anchors)]
-            logits_BKV = self.denoised(texts, None, masks)
+            states_BKd = self._states(self.head, *self.masked(texts, None, masks))
             place_K = torch.arange(masks, device=device)
             at_BK = torch.tensor(anchors, device=device)[:, None] + place_K
             last_B1 = torch.tensor(lesson.lengths, device=device)[:, None] - 1
-            weight_BK = (DECAY ** place_K.to(logits_BKV.dtype)) * (at_BK < last_B1)
-            room = logits_BKV.new_zeros(len(texts), total + masks, self.known)
-            room = room.scatter(1, at_BK[..., None].expand_as(logits_BKV), logits_BKV)
-            weight = weight_BK.new_zeros(len(texts), total + masks).scatter(1, at_BK, weight_BK)
-            found.append((room[:, :total], room[:, :total, :0], weight[:, :total]))
+            weight_BK = (DECAY ** place_K.float()) * (at_BK < last_B1)
+            found.append(Prediction(states_BKd, weight_BK, at_BK.clamp(max=total - 1)))
         return found

@@ -21,7 +21,7 @@ from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.head import BlockHead
 from visspec.models.decoder.target import spare_id, text_sizes
 from visspec.models.drafting import checkpoint
-from visspec.types import TrainingBatch
+from visspec.types import Prediction, TrainingBatch
 
 DECAY = 0.8  # weight of a place in the loss, of that before it
 
@@ -83,16 +83,21 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         """Target ids of the trained logits: all of them."""
         return
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Logits (..., V) of hidden states (..., d) below tokens (...), by the trained weights."""
+        logits = self.lm_head(states.to(self.lm_head.weight.dtype))[..., : self.vocab]
+        return logits + self.head.markov(states, tokens)[0] if self.config.markov else logits
+
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
         """One pass over blocks that tile the answers, for training (`visspec.train.capture.TrainingBatch`); `steps` is
         unused.
 
-        Returns logits (B, T, V), hidden states (B, T, d) and the weight of each element (B, T), 0 where none counts.
-        Element t, the distribution after answer token t, is predicted by the block whose anchor is the last one up to
-        token t. In training the first anchor is drawn.
+        Returns hidden states (B, T, d) and the weight of each element (B, T), 0 where none counts. Element t, the
+        distribution after answer token t, is predicted by the block whose anchor is the last one up to token t. In
+        training the first anchor is drawn.
         """
         ids, prompt, ahead = lesson.ids, lesson.prompt_length, self.block - 1
-        count, device = lesson.logits.shape[1], ids.device
+        count, device = lesson.best.shape[1], ids.device
         first = int(torch.randint(max(min(ahead, count), 1), ())) if self.head.training else 0
         anchor_A = torch.arange(first, max(count, first + 1), ahead, device=device)
         rows, blocks = len(ids), len(anchor_A)
@@ -114,13 +119,10 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         ).last_hidden_state
         hidden_BTd = hidden_BNd.unflatten(1, (blocks, self.block))[:, :, 1:].flatten(1, 2)
         hidden_BTd = F.pad(hidden_BTd, (0, 0, first, 0))[:, :count]
-        logits = self.lm_head(hidden_BTd.to(self.lm_head.weight.dtype))[..., : self.vocab]
-        if self.config.markov:
-            logits = logits + self.head.markov(hidden_BTd, ids[:, prompt : prompt + count])[0]
         index_T = torch.arange(count, device=device)
         counts_B1 = torch.tensor(lesson.lengths, device=device)[:, None] - 1
         weight_T = DECAY ** ((index_T - first) % ahead).to(like.dtype)
-        return [(logits, hidden_BTd, weight_T * ((index_T >= first) & (index_T < counts_B1)))]
+        return [Prediction(hidden_BTd, weight_T * ((index_T >= first) & (index_T < counts_B1)))]
 
     def _context(self, lesson: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Of the context's slots: which are there (B, C) and their positions (B, C); that of the first answer token."""

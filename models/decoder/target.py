@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -34,7 +34,7 @@ from visspec.models.layers import depth
 from visspec.models.runner.compiled import compiled_passes
 from visspec.models.runner.graphs import graphed_forward
 from visspec.models.runner.target import RunningTarget
-from visspec.sampling import process
+from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
 
 # earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
@@ -51,7 +51,8 @@ class HFDecoder(RunningTarget):
     """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
 
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm, n + 1 of n layers =
-    last, before it), concatenated for the drafter; `embeddings` adds the prompt's input embeddings. Raises ValueError
+    last, before it), concatenated for the drafter; `embeddings` adds the prompt's input embeddings, `states` what the
+    head reads ("states" in `aux`, of all passes) for training. Raises ValueError
     for a model that can't be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that
     take no 4-D mask), or that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
     """
@@ -64,10 +65,11 @@ class HFDecoder(RunningTarget):
         check: bool = True,
         compile: bool = False,
         attention: str | None = None,
+        states: bool = False,
     ):
         self.model = model
         self.capabilities = describe(model, features)
-        self.embeddings = embeddings
+        self.embeddings, self.head_states = embeddings, states
         text = model.config.get_text_config()
         mixed = bool(getattr(text, "layer_types", None))  # such models need a mask per layer type
         self.decoder = model.get_decoder()
@@ -158,6 +160,8 @@ class HFDecoder(RunningTarget):
             aux["embeddings"] = seen["inputs_embeds"]
         if request.reads_raw:
             aux["raw"] = output.logits[:, -1:]
+        if self.head_states and seen["last_hidden_state"] is not None:
+            aux["states"] = seen["last_hidden_state"][:, -1:]
         logits = process(output.logits[:, -1:], trees.empty_draft(state.pending, own=True), state)
         scores = Scores(Categorical(logits), self.features(output, seen), aux)
         if plan is not None:
@@ -200,27 +204,50 @@ class HFDecoder(RunningTarget):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows. Scores for (B, N)."""
-        found = self.replayed(
-            state,
-            lambda: (draft.tree, (draft.value, state.position[:, None] + draft.tree.depth)),
-            self._whole,
-            lambda: self._eager(state, draft)[0],
+        found = (
+            None
+            if self.head_states
+            else self.replayed(
+                state,
+                lambda: (draft.tree, (draft.value, state.position[:, None] + draft.tree.depth)),
+                self._whole,
+                lambda: self._eager(state, draft)[0],
+            )
         )
-        logits, features = found or self._eager(state, draft)
+        logits, features, states = (*found, None) if found else self._eager(state, draft)
         assert logits is not None
         aux = {"raw": logits} if state.request.reads_raw else {}
+        if states is not None:
+            aux["states"] = states
         return Scores(Categorical(process(logits, draft, state)), features, aux)
 
-    def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None]:
-        """Logits and features (B, N) of a pass that is not recorded."""
+    def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
+        if not self.head_states or any(own.sampling.processors for own in request.each or (request,)):
+            return None
+        text, head, sampling = self.model.config.get_text_config(), self.model.get_output_embeddings(), request.sampling
+        scale = 1.0 / (getattr(text, "logits_scaling", None) or 1.0)
+        for name in ("logit_scale", "lm_head_multiplier"):
+            scale *= getattr(text, name, None) or 1.0
+        cap = getattr(text, "final_logit_softcapping", None)
+
+        @torch.no_grad()
+        def law(states: Tensor) -> Tensor:
+            logits = head(states) * scale if scale != 1.0 else head(states)
+            return warp(torch.tanh(logits / cap) * cap if cap else logits, sampling)
+
+        return law
+
+    def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits, features and states (B, N) of a pass that is not recorded."""
         model = self.runs(self.model, state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
         past = state.cache.past
         if past is None:
             (output, seen), own_BN = self._pass(model, state, draft), None
         else:
             (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft)
-        logits, features = _of(output.logits, own_BN), self.features(output, seen)
-        return logits, None if features is None else _of(features, own_BN)
+        found = self.features(output, seen), seen["last_hidden_state"] if self.head_states else None
+        features, states = (None if values is None else _of(values, own_BN) for values in found)
+        return _of(output.logits, own_BN), features, states
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         slots: SlotCache = state.cache.slots
@@ -261,7 +288,7 @@ class HFDecoder(RunningTarget):
         **more: Any,
     ) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
-        recorded = recorded or self.watched or self.last_layer is not None
+        recorded = recorded or self.watched or self.head_states or self.last_layer is not None
         with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen:
             output = model(
                 input_ids=ids,

@@ -29,7 +29,7 @@ from visspec.models.eagle.feature_head import HeadConfig, staggered_attention
 from visspec.models.eagle.layer import DraftLayer, FoldedLayer
 from visspec.models.layers import rotations, rotations_at
 from visspec.sampling import warp
-from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, TrainingBatch, Verdict
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
 
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
 
@@ -269,21 +269,21 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """Features (..., K, d) of the tokens that a pass of the trained weights predicts."""
         return feature[..., None, :]
 
-    def _taught(self, feature: Tensor) -> Tensor:
-        """Logits of the trained weights."""
-        return self._logits(feature)
+    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Logits (..., V) of the `ids` by the trained weights, of predicted features (..., d)."""
+        return self._logits(states)
 
     @property
     def ids(self) -> Tensor | None:
         """Target ids of the trained logits, in ascending order; None: the target's vocabulary."""
         return None
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
         """Self-fed steps over whole answers, for training (`visspec.train.capture.TrainingBatch`).
 
         Step k sees true features up to k tokens back, and its own predictions from there on. Per step, and per token
-        of a pass: logits (B, T, V) of the `ids`, predicted features (B, T, d), and which elements count (B, T) bool.
-        Element t of a row's answer predicts the distribution after answer token t.
+        of a pass: predicted features (B, T, d), and which elements count (B, T) bool. Element t of a row's answer
+        predicts the distribution after answer token t.
         """
         ids, features = lesson.ids, lesson.features
         layout, following = self._lesson_layout(lesson), self._following(lesson)
@@ -306,7 +306,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             feature = self.head.after_attention(x, query, partial(staggered_attention, keys=keys, values=values))
             for more, ahead in enumerate(self._spread(feature).unbind(-2)):
                 predicted = layouts.pick(ahead, (answer - more).clamp(min=0))
-                out.append((self._taught(predicted), predicted, (index >= step + more) & (index < count)))
+                out.append(Prediction(predicted, (index >= step + more) & (index < count)))
             if step + 1 < steps:
                 shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)
                 x = self.head.join(embed, shifted, image)

@@ -216,6 +216,6 @@ class EagleDrafter(FeatureDrafter):
     def _spread(self, feature: Tensor) -> Tensor:
         return self.head.spread(feature)
 
-    def _taught(self, feature: Tensor) -> Tensor:
-        read = self.head.decodable(feature)
+    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        read = self.head.decodable(states)
         return self.head.lm_head(read) if self.config.draft_vocab else head_logits(self.lm_head, read, self.dtype)

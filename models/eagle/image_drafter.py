@@ -10,6 +10,7 @@ Shapes: B rows, L prompt, T positions of the image, d hidden size, F features, V
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,8 +32,20 @@ from visspec.models.image_codes.drafting import (
     warn_of_guidance,
 )
 from visspec.models.image_codes.target import Family, ImageAR
-from visspec.sampling import Gumbel, child_generator
-from visspec.types import FREE, OWN, Draft, Outcome, Request, Scores, State, Structure, TrainingBatch, Verdict
+from visspec.sampling import Gumbel, child_generator, warp
+from visspec.types import (
+    FREE,
+    OWN,
+    Draft,
+    Outcome,
+    Prediction,
+    Request,
+    Scores,
+    State,
+    Structure,
+    TrainingBatch,
+    Verdict,
+)
 
 TREES = ("chain", "dynamic", "static")
 
@@ -217,14 +230,16 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         answer = self.embed(lesson.ids[:, lesson.prompt_length :])
         return torch.cat([lesson.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
         """As in the base class; positions fixed by grammar are masked."""
-        free = lesson.logits.argmax(dim=-1) < self.config.codes
-        return [(logits, feature, mask & free) for logits, feature, mask in super().rollout(lesson, steps)]
+        free = lesson.best < self.config.codes
+        return [step._replace(weight=step.weight & free) for step in super().rollout(lesson, steps)]
 
 
 class CaptureTarget(ImageAR):
-    """Target for `train.capture`: the scores of the prefill include positions, padding and embeddings."""
+    """Target for `train.capture`: the scores of the prefill include positions, padding and embeddings, all of them what
+    the head reads.
+    """
 
     def __init__(self, family: Family):
         super().__init__(family, features=True)
@@ -237,4 +252,22 @@ class CaptureTarget(ImageAR):
             "attention": request.inputs.attention[:rows],
             "embeddings": request.inputs.embeds[:rows],
         }
-        return state, dataclasses.replace(scores, aux=aux)
+        assert scores.features is not None
+        return state, dataclasses.replace(scores, aux=aux | {"states": scores.features[:, -1:]})
+
+    def verify(self, state: State, draft: Draft) -> Scores:
+        scores = super().verify(state, draft)
+        return dataclasses.replace(scores, aux={**scores.aux, "states": scores.features})
+
+    def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
+        family, sampling, parts = self.family, request.sampling, 1 if request.sampling.guidance == 1.0 else 2
+        if sampling.processors:
+            return None
+
+        @torch.no_grad()
+        def law(states: Tensor) -> Tensor:
+            heads = (family.head(part) for part in states.chunk(parts, dim=-1))
+            logits, *uncond = (F.pad(head, (0, family.grammar), value=float("-inf")) for head in heads)
+            return warp(logits, sampling, *uncond)
+
+        return law

@@ -4,16 +4,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from visspec.cli.arguments import HardwareOptions, Positive
+from visspec.cli.arguments import Count, HardwareOptions, Positive, Share
 from visspec.io.options import option
 
 
 @dataclass(kw_only=True)
 class Options(HardwareOptions):
     target: str = option("folder or hub id of the target")
-    data: Path = option("images, as `visspec caption` reads them")
+    data: str = option(
+        "a folder or glob of images or videos, .jsonl, .json, .parquet, .tar or hf:NAME, of {image, prompt}, of"
+        " `conversations` (LLaVA, ShareGPT) or of `messages`; each answer in a record makes an item"
+    )
+    answers: Literal["target", "own"] = option(
+        "target: it answers the prompts itself, as a drafter has to guess what the target says (default); own: the"
+        " target reads the answers of the data",
+        "target",
+    )
+    ignore: list[str] = option("fields of records, or endings of a tar's files, to pass over", [])
     out: Path = option(writes="folder")
-    steps: Positive = option(default=2000)
+    steps: Positive | None = option("training steps (2000)", None)
+    epochs: Share | None = option("how often the data is seen, in place of --steps", None)
     loss: Literal["tv", "soft_ce", "kl"] = option(default="tv")
     preset: str | None = option("a published drafter: eagle, eagle3, flash, ... (docs/drafters.md)", None)
     image_latents: Positive | None = option("vectors that stand for an image (1)", None)
@@ -24,6 +34,9 @@ class Options(HardwareOptions):
     max_new_tokens: Positive = option("of the target's own answers (256)", 256)
     seed: int = option(default=0)
     rows: Positive = option("answers that the target makes together (16)", 16)
+    eval_rows: Positive = option("items that only validate, drawn by seed, a twentieth of the data at most (64)", 64)
+    max_pixels: Positive | None = option("pictures are scaled down to so many", None)
+    max_bad: Count = option("items that can't be read and are passed over, in each process (100)", 100)
     save_every: Positive = option("steps between checkpoints (200)", 200)
     parallel: str | None = option(
         "under torchrun: whole weights in each process (ddp), or spread", None, choices=["ddp", "fsdp"]

@@ -1,12 +1,17 @@
 """Training batches recorded from the target while it generates answers in the decode loop.
 
 A recorder is used as drafter and drafts nothing, so features and distributions are recorded at every token of an
-answer. No second pass is needed, and nothing is written to disk.
+answer. No second pass is needed, and nothing is written to disk. Of a distribution the state is kept that the target's
+head reads, in the target's dtype: 2 d bytes a token, where V float32 numbers take 4 V. Where the head does not give the
+same distribution again, or processors change it, the distributions themselves are kept.
 
-Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, d hidden size.
+Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, X numbers of a state, d hidden size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,25 +23,56 @@ from visspec.loop.draft_length import FixedLength
 from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, TrainingBatch, Verdict
 
 
+@dataclass
+class AnsweredRequest(Request):
+    """A request whose answers are known: `capture` records what the target makes of them."""
+
+    answers: Sequence[list[int]] = ()  # of each row at least one id, stop included
+
+
 class Recorder(Drafter):
     """A drafter that drafts nothing and records the target's scores. Each round adds one answer token to every row."""
 
     needs = frozenset({"features", "embeddings"})
 
+    def __init__(self, target: Target):
+        self.target = target
+
     def start(self, state: State, scores: Scores) -> None:
-        self.scores, self.first = scores, state.position
-        self.rounds: list[tuple[list[int], Tensor, Tensor]] = []
+        self.scores, self.law = scores, _law(self.target, state.request, scores)
+        self.rounds: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
 
     def propose(self, state: State, depth: int) -> Draft:
         return trees.empty_draft(state.pending)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        self.rounds.append(
-            (list(state.rows), draft_features(scores, draft)[:, 0], categorical(scores.distribution).logits[:, 0])
-        )
+        logits_BV = categorical(scores.distribution).logits[:, 0]
+        states_BX = logits_BV if self.law is None else scores.aux["states"][:, 0]
+        self.rounds.append((list(state.rows), draft_features(scores, draft)[:, 0], states_BX, logits_BV.argmax(dim=-1)))
 
     def select(self, state: State, keep: list[int]) -> None:
         """Nothing to do: each round is stored with its rows."""
+
+
+def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor], Tensor] | None:
+    """The target's law of states, where it gives the distribution after the prompt."""
+    law = target.law(request)
+    return law if law is not None and _gives(law, prefill) else None
+
+
+def _gives(law: Callable[[Tensor], Tensor], scores: Scores) -> bool:
+    """Whether a law gives the distribution after the prompt, up to rounding."""
+    if "states" not in scores.aux:
+        return False
+    states = scores.aux["states"]
+    found, expected = (logits.softmax(dim=-1) for logits in (law(states), categorical(scores.distribution).logits))
+    close = 1e-3 if states.dtype in (torch.float32, torch.float64) else 0.1
+    return found.shape == expected.shape and bool((found - expected).abs().sum(dim=-1).max() < close)
+
+
+def identity(states: Tensor) -> Tensor:
+    """The law of states that are log-distributions."""
+    return states
 
 
 def draft_features(scores: Scores, draft: Draft) -> Tensor:
@@ -51,30 +87,67 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
 
     When sampling at temperature 1 without top-k and top-p, the recorded distributions are the target's unmodified ones.
     """
-    recorder = Recorder()
-    state = decode(target, recorder, rule, request, FixedLength(1))
+    if isinstance(request, AnsweredRequest):
+        return capture_answers(target, request)
+    recorder = Recorder(target)
+    ended = decode(target, recorder, rule, request, FixedLength(1))
     prompt = request.prompt
     rows, length = prompt.shape
-    lengths = [len(t) for t in state.tokens]
+    lengths = [len(t) for t in ended.tokens]
     longest = max(lengths)
     scores = recorder.scores
     known = scores.features if scores.features is not None else prompt.new_zeros(rows, length, 0, dtype=torch.float32)
-    answer = torch.tensor([t + [0] * (longest - len(t)) for t in state.tokens], device=prompt.device)
+    answer = torch.tensor([t + [0] * (longest - len(t)) for t in ended.tokens], device=prompt.device)
     features = torch.zeros(rows, length + longest - 1, known.shape[-1], dtype=known.dtype, device=prompt.device)
     features[:, :length] = known
-    logits = torch.zeros(rows, longest - 1, scores.distribution.width, device=prompt.device)
-    for step, (alive, feature, distribution) in enumerate(recorder.rounds):
+    like = categorical(scores.distribution).logits if recorder.law is None else scores.aux["states"]
+    states = torch.zeros(rows, longest - 1, like.shape[-1], dtype=like.dtype, device=prompt.device)
+    best = torch.zeros(rows, longest - 1, dtype=torch.long, device=prompt.device)
+    for step, (alive, feature, state_BX, best_B) in enumerate(recorder.rounds):
         features[alive, length + step] = feature
-        logits[alive, step] = distribution
+        states[alive, step], best[alive, step] = state_BX, best_B
     embeddings = scores.aux.get("embeddings")
     return TrainingBatch(
         torch.cat([prompt, answer], dim=1),
         length,
         lengths,
         features,
-        logits,
+        states,
+        recorder.law or identity,
+        scores.distribution.width,
+        best,
         _positions(scores.aux["positions"], rows, longest - 1),
         scores.aux.get("attention"),
+        None if embeddings is None else embeddings.clone(),
+    )
+
+
+def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
+    """The same for answers that are given, in one pass over them."""
+    rows, length = request.prompt.shape
+    longest = max(map(len, request.answers))
+    answer = torch.tensor([t + [0] * (longest - len(t)) for t in request.answers], device=request.prompt.device)
+    with torch.inference_mode():
+        state, before = target.prefill(request)
+        state.pending, state.position = answer[:, 0], state.position + 1
+        draft = trees.chain_draft(state.pending, answer[:, 1 : max(longest - 1, 1)])
+        after = target.verify(state, draft)
+    known = before.features
+    known = request.prompt.new_zeros(rows, length, 0, dtype=torch.float32) if known is None else known
+    law, logits_BTV = _law(target, request, before), categorical(after.distribution).logits[:, : longest - 1]
+    states_BTX = logits_BTV.float() if law is None else after.aux["states"][:, : longest - 1]
+    embeddings = before.aux.get("embeddings")
+    return TrainingBatch(
+        torch.cat([request.prompt, answer], dim=1),
+        length,
+        list(map(len, request.answers)),
+        torch.cat([known, draft_features(after, draft)], dim=1)[:, : length + longest - 1],
+        states_BTX.clone(),
+        law or identity,
+        after.distribution.width,
+        logits_BTV.argmax(dim=-1),
+        _positions(before.aux["positions"], rows, longest - 1),
+        before.aux.get("attention"),
         None if embeddings is None else embeddings.clone(),
     )
 
@@ -102,7 +175,10 @@ def _part(lesson: TrainingBatch, rows: list[int]) -> TrainingBatch:
         lesson.prompt_length,
         lengths,
         lesson.features[rows, : end - 1],
-        lesson.logits[rows, : more - 1],
+        lesson.states[rows, : more - 1],
+        lesson.law,
+        lesson.width,
+        lesson.best[rows, : more - 1],
         lesson.positions[..., rows, : end - 1],
         None if lesson.attention is None else lesson.attention[rows],
         None if lesson.embeddings is None else lesson.embeddings[rows],

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,34 +110,48 @@ class Step(nn.Module):
         self.plan = plan
         self._drafter = (drafter,)  # the target's modules are not trained
 
-    def forward(self, lesson: TrainingBatch, kind: str) -> tuple[Tensor, list[float]]:
-        """(loss, share of agreement by step of the rollout)."""
-        (drafter,), plan = self._drafter, self.plan
-        with torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=plan.autocast):
+    def forward(self, lesson: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
+        """(loss, share of agreement (K,) by step of the rollout)."""
+        (drafter,), plan, ids = self._drafter, self.plan, self._drafter[0].ids
+        with self._autocast(lesson):
             rollout = drafter.rollout(lesson, plan.unroll)
-        feature, logits_BTV = None, lesson.logits
-        if (
-            drafter.ids is not None
-        ):  # the distributions over these ids, where the target's choice is one of them (EAGLE-3)
-            inside_BT = torch.isin(logits_BTV.argmax(dim=-1), drafter.ids)
-            rollout = [(q, predicted, mask & inside_BT) for q, predicted, mask in rollout]
-            logits_BTV = logits_BTV[..., drafter.ids]
+        weights = [step.weight for step in rollout]
+        if ids is not None:  # the distributions over these ids, where the target's choice is one of them (EAGLE-3)
+            inside_BT = torch.isin(lesson.best, ids)
+            weights = [weight * inside_BT for weight in weights]
+        states_NX = lesson.states.flatten(0, 1)
+
+        def law(at_N: Tensor) -> Tensor:
+            logits_NV = lesson.law(states_NX[at_N])
+            return logits_NV if ids is None else logits_NV[:, ids]
+
+        each = partial(self._each, lesson, kind, [plan.decay**k for k in range(len(rollout))])
+        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        return losses.rollout_loss(rollout, weights, law, each, lesson.best.shape[1], lesson.width, parameters)
+
+    def _autocast(self, lesson: TrainingBatch) -> torch.autocast:
+        return torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
+
+    def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: losses.Part) -> tuple[Tensor, Tensor]:
+        """Losses and agreements of elements (N,), see `losses.rollout_loss`."""
+        (drafter,), plan, start, count = self._drafter, self.plan, lesson.prompt_length, lesson.best.shape[1]
+        k, at_N, states_Nd, p_NV = part
+        before_N, after_N = (lesson.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
+        with self._autocast(lesson):
+            q_NV = drafter.trained_logits(states_Nd, before_N)
+        loss_N = losses.of(kind)(q_NV, p_NV)
         if plan.feature_weight:  # the target's features after each answer token, which the rollout predicts
-            start, (_, predicted_BTd, _) = lesson.prompt_length, rollout[0]
-            feature = lesson.features[:, start : start + predicted_BTd.shape[1], -predicted_BTd.shape[2] :]
-        loss, agreed = losses.rollout_loss(
-            rollout, logits_BTV, kind, decay=plan.decay, feature_BTd=feature, feature_weight=plan.feature_weight
-        )
-        (q, hidden_BTd, mask), head = rollout[0], self.head
-        before_BT, after_BT = (lesson.ids[:, lesson.prompt_length + i :][:, : q.shape[1]] for i in (0, 1))
-        if plan.confidence_weight:
-            expected = head.sequential.expected(hidden_BTd, before_BT)
-            loss = loss + plan.confidence_weight * losses.confidence(expected, q, logits_BTV, mask)
-        if plan.selector_weight:
-            scores_BTC, ids_BTC = head.sequential.scores(q, hidden_BTd, before_BT, after_BT)
-            each_BT = losses.soft_ce(scores_BTC, logits_BTV.gather(-1, ids_BTC))
-            loss = loss + plan.selector_weight * losses.mean(each_BT, mask)
-        return loss, agreed
+            feature_Nd = lesson.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
+            loss_N = loss_N + plan.feature_weight * losses.distance(states_Nd, feature_Nd)
+        loss_N = loss_N * (decays[k] / sum(decays))
+        if k == 0 and plan.confidence_weight:
+            expected_N = self.head.sequential.expected(states_Nd, before_N)
+            loss_N = loss_N + plan.confidence_weight * losses.confidence(expected_N, q_NV, p_NV)
+        if k == 0 and plan.selector_weight:
+            scores_NC, ids_NC = self.head.sequential.scores(q_NV, states_Nd, before_N, after_N)
+            loss_N = loss_N + plan.selector_weight * losses.soft_ce(scores_NC, p_NV.gather(-1, ids_NC))
+        best_N = p_NV.argmax(dim=-1)
+        return loss_N, q_NV.argmax(dim=-1) == best_N
 
 
 class Trainer:
@@ -251,7 +266,7 @@ class Trainer:
         norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))
         if torch.isfinite(norm):  # the same in every process
             self.optimiser.step()
-        return {"loss": round(loss.item(), 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
+        return {"loss": round(loss.item(), 4), "kind": kind, "agreed": [round(a, 3) for a in agreed.tolist()]}
 
     def _trained_weights(self) -> list[tuple[str, Tensor]]:
         """The trained weights by their names in the head."""

@@ -3,20 +3,22 @@
 `tv` is half of sum |p - q|: one minus the acceptance rate of exact verification with independent samples, and a bound
 for coupled ones. Its gradient is weak while q is far from p, so training starts with `soft_ce`.
 
-Shapes: B rows, T elements, V vocabulary, d hidden size.
+Shapes: B rows, T elements, N elements of a chunk, K steps, V vocabulary, d hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visspec import kernels
+from visspec.types import Rollout
 
-Steps = Sequence[tuple[Tensor, Tensor, Tensor]]
+ELEMENTS = 1 << 24  # numbers of the logits of a chunk: 64 MB in float32
 
 
 def tv(q_logits: Tensor, p_logits: Tensor) -> Tensor:
@@ -52,43 +54,90 @@ def of(kind: str):
     return KINDS[kind]
 
 
-def mean(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Mean over the masked elements; 0 if there are none."""
-    return (value_BT * mask_BT).sum() / mask_BT.sum().clamp(min=1)
+class Part(NamedTuple):
+    """A chunk of what one step of a rollout predicts: N elements."""
+
+    step: int
+    at: Tensor  # (N,) places in a batch that is flattened to (B * M,)
+    states: Tensor  # (N, d)
+    p_logits: Tensor  # (N, V) of the target
+
+
+class _KnownGradient(torch.autograd.Function):
+    """A value whose gradients have been computed with it."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
+        return None, None, *(known.mul_(grad.to(known.dtype)) for known in ctx.gradients)
 
 
 def rollout_loss(
-    steps: Steps,
-    p_logits_BTV: Tensor,
-    kind: str = "tv",
-    *,
-    decay: float = 0.8,
-    feature_BTd: Tensor | None = None,
-    feature_weight: float = 0.0,
-) -> tuple[Tensor, list[float]]:
-    """Loss of a self-fed rollout, step i weighted by decay^i (EAGLE-3), normalised to sum to one.
+    steps: Rollout,
+    weights: Sequence[Tensor],
+    law: Callable[[Tensor], Tensor],
+    each: Callable[[Part], tuple[Tensor, Tensor]],
+    count: int,
+    width: int,
+    parameters: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
+    """(sum over the steps of the mean loss of their elements, share of agreement (K,) of each step).
 
-    steps: per step (q logits (B, T, V), predicted features (B, T, d), mask (B, T)). feature_BTd: true features, for the
-    optional smooth L1 term. Also returns, for each step, the share of elements whose argmax agrees.
+    Logits exist in chunks of at most `ELEMENTS` numbers: each is computed, its gradient taken, and freed before the
+    next, so that no memory of a vocabulary's size is held. The loss can be differentiated once.
+
+    weights: of the elements (B, T) of each step. law: from places (N,) of a batch that is flattened to (B * count,), to
+    the target's logits (N, width). each: from a part to losses and agreements (N,) of its elements; parameters: those
+    that it may use beside the states.
     """
-    measure = of(kind)
-    weights = [decay**i for i in range(len(steps))]
-    total = torch.zeros((), device=p_logits_BTV.device)
-    agreed = []
-    for weight, (q_logits, predicted, mask) in zip(weights, steps):
-        term = mean(measure(q_logits, p_logits_BTV), mask)
-        if feature_weight and feature_BTd is not None:
-            distance = F.smooth_l1_loss(predicted.float(), feature_BTd.float(), reduction="none").mean(-1)
-            term = term + feature_weight * mean(distance, mask)
-        total = total + weight / sum(weights) * term
-        agreed.append(mean((q_logits.argmax(-1) == p_logits_BTV.argmax(-1)).float(), mask).item())
+    graph, device = torch.is_grad_enabled(), weights[0].device
+    shares = [weight.flatten().float() / weight.sum().clamp(min=1) for weight in weights]
+    leaves = [step.states.detach().flatten(0, 1) for step in steps]
+    known = [torch.zeros_like(leaf) for leaf in leaves]
+    used: dict[Tensor, Tensor] = {}
+    total, agreed, size = torch.zeros((), device=device), torch.zeros(len(steps), device=device), ELEMENTS // width + 1
+    for at, members in _places(steps, count):
+        for part in (slice(start, start + size) for start in range(0, len(at), size)):
+            p_logits = law(at[part])
+            for k in members:
+                states = leaves[k][part].requires_grad_(graph)
+                loss_N, same_N = each(Part(k, at[part], states, p_logits))
+                loss = (loss_N * shares[k][part]).sum()
+                total += loss.detach()
+                agreed[k] += (same_N * shares[k][part]).sum()
+                if graph:
+                    known[k][part], *of_parameters = torch.autograd.grad(loss, (states, *parameters), allow_unused=True)
+                    for p, gradient in zip(parameters, of_parameters):
+                        if gradient is not None:
+                            used[p] = used[p].add_(gradient) if p in used else gradient
+    if graph:
+        found = [gradient.view_as(step.states) for gradient, step in zip(known, steps)]
+        total = _KnownGradient.apply(total, [*found, *used.values()], *(step.states for step in steps), *used)
     return total, agreed
 
 
-def confidence(expected_BT: Tensor, q_logits_BTV: Tensor, p_logits_BTV: Tensor, mask_BT: Tensor) -> Tensor:
+def _places(steps: Rollout, count: int) -> Iterator[tuple[Tensor, list[int]]]:
+    """Places in the flattened batch (N,) and the steps that predict them: all at once that predict every place."""
+    whole = [k for k, step in enumerate(steps) if step.place is None]
+    for members in ([whole] if whole else []) + [[k] for k in range(len(steps)) if k not in whole]:
+        states, _, place = steps[members[0]]
+        device = states.device
+        row = count * torch.arange(len(states), device=device)[:, None]
+        yield (row + (torch.arange(count, device=device) if place is None else place)).flatten(), members
+
+
+def distance(predicted_Nd: Tensor, feature_Nd: Tensor) -> Tensor:
+    """Smooth L1 distance of features, the mean of their channels, (N,)."""
+    return F.smooth_l1_loss(predicted_Nd.float(), feature_Nd.float(), reduction="none").mean(-1)
+
+
+def confidence(expected_N: Tensor, q_logits_NV: Tensor, p_logits_NV: Tensor) -> Tensor:
     """Binary cross-entropy of logits of acceptance rates with the rates themselves, 1 - TV(p, q) (DSpark, arXiv
-    2607.05147): the mean over the masked elements. Only `expected` gets a gradient.
+    2607.05147), (N,). Only `expected` gets a gradient.
     """
-    rate_BT = 1 - tv(q_logits_BTV.detach(), p_logits_BTV)
-    each_BT = F.binary_cross_entropy_with_logits(expected_BT.float(), rate_BT.clamp(0, 1), reduction="none")
-    return mean(each_BT, mask_BT)
+    rate_N = 1 - tv(q_logits_NV.detach(), p_logits_NV)
+    return F.binary_cross_entropy_with_logits(expected_N.float(), rate_N.clamp(0, 1), reduction="none")
