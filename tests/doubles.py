@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import re
+import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,17 @@ def one_sentence(match: str | None) -> Iterator[pytest.ExceptionInfo[ValueError]
         yield error
     text = str(error.value)
     assert "\n" not in text and not re.search(r"\w\.( |$)", text) and len(text) < 500, text
+
+
+def tar_of(path: Path, members: dict[str, bytes]) -> Path:
+    """A tar of these files."""
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as file:
+        for name, data in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
 
 
 def drafted(tokens: Any, tree: Any, q: Any = None) -> Draft:

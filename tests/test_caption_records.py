@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.children import command
+from tests.doubles import tar_of
 from tests.test_cli import refused
 from visspec.api import sources, zoo
 from visspec.api.accelerate import accelerate
@@ -41,16 +42,6 @@ def folder(tmp_path_factory):
 
 def lines(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def tar_of(path: Path, members: dict[str, bytes]) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as file:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            file.addfile(info, io.BytesIO(data))
-    return path
 
 
 def test_a_folder_is_captioned_once_and_goes_on_where_it_ended(folder, tmp_path, capsys):

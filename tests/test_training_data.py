@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from PIL import Image
 
 import visspec
-from tests.doubles import one_sentence
+from tests.doubles import one_sentence, tar_of
 from tests.test_videos import model as qwen
 from tests.test_videos import processor, write
 from visspec.api import train_drafter, training_data
@@ -141,9 +140,9 @@ def test_data_that_can_not_be_read_is_refused(home):
     (home / "line.jsonl").write_text('{"image": "a.png"}\nno\n')
     (home / "torn.tar").write_bytes(b"torn")
     (home / "torn.parquet").write_bytes(b"torn")
-    shard(home / "txt.tar", {"x.png": picture(), "x.txt": b"w1"})
-    shard(home / "two.tar", {"x.png": picture(), "x.jpg": b"w1"})
-    shard(home / "list.tar", {"x.png": picture(), "x.json": b"[]"})
+    tar_of(home / "txt.tar", {"x.png": picture(), "x.txt": b"w1"})
+    tar_of(home / "two.tar", {"x.png": picture(), "x.jpg": b"w1"})
+    tar_of(home / "list.tar", {"x.png": picture(), "x.json": b"[]"})
     for said, file in {
         "neither a folder nor a file": "nothing",
         "holds no line, expected": "empty.jsonl",
@@ -166,15 +165,6 @@ def test_data_that_can_not_be_read_is_refused(home):
         TrainingData(home, "own")
 
 
-def shard(path, files):
-    with tarfile.open(path, "w") as tar:
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
 def sources(home):
     """The same three records in every kind of data."""
     more = [LLAVA, LLAVA | {"image": "b.png"}, {"image": "a.png", "prompt": "w5"}]
@@ -185,7 +175,7 @@ def sources(home):
     pictures = [(home / one["image"]).read_bytes() for one in more]
     files = {f"k/{n}.{kind}": data for n in range(3) for kind, data in
              (("png", pictures[n]), ("json", json.dumps(entries[n]).encode()))}  # fmt: skip
-    yield shard(home / "d.tar", files)
+    yield tar_of(home / "d.tar", files)
     table = [
         {"prompt": None} | entry | {"image": {"bytes": data, "path": None}} for entry, data in zip(entries, pictures)
     ]
@@ -379,7 +369,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
     """Peak of a process that reads every image of a tar once in a seeded order: 100,000 of them against 1,000."""
     tiny, peaks = picture(), []
     for count in (1000, 100_000):
-        file = shard(tmp_path / f"{count}.tar", {f"{n:06d}.png": tiny for n in range(count)})
+        file = tar_of(tmp_path / f"{count}.tar", {f"{n:06d}.png": tiny for n in range(count)})
         command = [sys.executable, "-P", "-c", READ, str(file)]
         peaks.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     assert peaks[1] < 1.03 * peaks[0], peaks

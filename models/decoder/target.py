@@ -102,7 +102,8 @@ class HFDecoder(RunningTarget):
 
     def record(self, asked: bool | None) -> None:
         text = self.model.config.get_text_config()
-        self.recorder = graphed_forward(asked, self.model, self.decoder, self.masks, text, bool(self.states))
+        if not self.head_states:  # a recording gives none
+            self.recorder = graphed_forward(asked, self.model, self.decoder, self.masks, text, bool(self.states))
 
     @property
     def device(self) -> torch.device:
@@ -204,15 +205,11 @@ class HFDecoder(RunningTarget):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """One pass over all nodes of all rows. Scores for (B, N)."""
-        found = (
-            None
-            if self.head_states
-            else self.replayed(
-                state,
-                lambda: (draft.tree, (draft.value, state.position[:, None] + draft.tree.depth)),
-                self._whole,
-                lambda: self._eager(state, draft)[0],
-            )
+        found = self.replayed(
+            state,
+            lambda: (draft.tree, (draft.value, state.position[:, None] + draft.tree.depth)),
+            self._whole,
+            lambda: self._eager(state, draft)[0],
         )
         logits, features, states = (*found, None) if found else self._eager(state, draft)
         assert logits is not None

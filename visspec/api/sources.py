@@ -51,10 +51,16 @@ def is_plain(source: str | Path) -> bool:
     return not several and path.suffix.lower() not in TABLES
 
 
+def is_dataset(source: str) -> bool:
+    """Whether a source is one of the library `datasets`."""
+    saved = (Path(source, name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+    return source.startswith(DATASET) or any(saved)
+
+
 def reader(source: str) -> Callable[[], Iterator[Record]]:
     """How a source is read. Raises ValueError as `records`."""
     path = Path(source)
-    if source.startswith(DATASET) or (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+    if is_dataset(source):
         need("datasets", source)
         return lambda: _to_the_end(source, of_dataset(source))
     unlisted: list[OSError] = []
@@ -232,15 +238,21 @@ def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
     return of_entry({"image": found.get("image"), "prompt": prompt}, id, path.parent)
 
 
-def of_dataset(source: str) -> Iterator[Record]:
-    """A data set of the library `datasets`: hf:NAME[:SPLIT] (default train), or a folder written by `save_to_disk`."""
-    datasets = importlib.import_module("datasets")
+def open_dataset(source: str, streaming: bool) -> Any:
+    """A data set of the library `datasets`: hf:NAME[:SPLIT] (default train), or a folder written by `save_to_disk`.
+    streaming: one of the hub is read record by record, else fetched whole. Raises ValueError if that isn't installed.
+    """
+    datasets = need("datasets", source)
     name, _, split = source.removeprefix(DATASET).partition(":")
     if source.startswith(DATASET) and not Path(name).exists():
-        found = datasets.load_dataset(name, split=split or "train", streaming=True)
-    else:
-        found = datasets.load_from_disk(name)
-        found = found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
+        return datasets.load_dataset(name, split=split or "train", streaming=streaming)
+    found = datasets.load_from_disk(name)
+    return found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
+
+
+def of_dataset(source: str) -> Iterator[Record]:
+    """The records of `open_dataset`."""
+    datasets, found = importlib.import_module("datasets"), open_dataset(source, streaming=True)
     if "image" in (found.features or {}):
         found = found.cast_column("image", datasets.Image(decode=False))
     for number, entry in enumerate(found):

@@ -222,13 +222,7 @@ class Dataset(Records):
 
     def __init__(self, source: str, ignore: Collection[str] = ()):
         super().__init__(source, ignore)
-        datasets = sources.need("datasets", source)
-        name, _, split = source.removeprefix(sources.DATASET).partition(":")
-        if source.startswith(sources.DATASET) and not Path(name).exists():
-            found = datasets.load_dataset(name, split=split or "train")
-        else:
-            found = datasets.load_from_disk(name)
-            found = found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
+        found = sources.open_dataset(source, streaming=False)
         self.rows = found.with_format("arrow")  # images as they are stored
 
     def __len__(self) -> int:
@@ -245,11 +239,10 @@ def records_of(data: str, ignore: Collection[str] = ()) -> Records:
     path = Path(data)
     kinds: dict[str, type[Records]] = {".jsonl": Lines, ".json": Lines, ".parquet": Rows, ".tar": Shard}
     kind: type[Records] | None = kinds.get(path.suffix.lower()) if path.is_file() else None
-    saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
     if kind is None and not path.exists() and sources.is_plain(data):
         raise ValueError(f"data: {path} is neither a folder nor a file, expected a folder of images or a JSONL file")
     try:
-        found = (Dataset if saved or data.startswith(sources.DATASET) else kind or Files)(data, ignore)
+        found = (Dataset if sources.is_dataset(data) else kind or Files)(data, ignore)
     except (ValueError, OSError, tarfile.TarError) as error:
         raise ValueError(f"data: {path}: {str(error).splitlines()[0]}") from None
     if not len(found):

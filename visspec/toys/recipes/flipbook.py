@@ -38,7 +38,7 @@ from visspec.train.loop import TrainingOptions
 from visspec.types import Request
 
 THINGS, FRAMES = 4, 8
-EMOJI = world("emoji")
+EMOJI, WORDS = world("emoji"), EmojiCaptions()
 PRESETS = ("eagle2", "vispec", "flash")
 
 
@@ -56,9 +56,8 @@ def stages_of(scene: EmojiScene) -> list[EmojiScene]:
 
 def caption(scene: EmojiScene, rng: np.random.Generator | None = None) -> str:
     """The ground, and every picture in the order of its appearance."""
-    words = EmojiCaptions()
-    things = [pick(rng, FIRST).format(d=words.phrase(thing), p=PLACES[thing.cell]) for thing in scene.things]
-    return " ".join([pick(rng, words.ground).format(g=words.of_ground(scene)), *things, pick(rng, words.closing)])
+    things = [pick(rng, FIRST).format(d=WORDS.phrase(thing), p=PLACES[thing.cell]) for thing in scene.things]
+    return " ".join([pick(rng, WORDS.ground).format(g=WORDS.of_ground(scene)), *things, pick(rng, WORDS.closing)])
 
 
 class FlipbookStage(TrainingStage):
@@ -114,8 +113,8 @@ class Flipbooks(SceneBatches):
 
     def inputs(self, number: int, text: str) -> dict:
         """Arguments of the model for a batch."""
-        repeats = FRAMES // THINGS
-        frames = [[EMOJI.to_image(s) for s in stages_of(c) for _ in range(repeats)] for c in self.scenes(number)]
+        different = [[EMOJI.to_image(stage) for stage in stages_of(scene)] for scene in self.scenes(number)]
+        frames = [[image for image in own for _ in range(FRAMES // THINGS)] for own in different]
         return prepare(self.processor, frames, text, self.model)
 
     def request(self, number: int, temperature: float, rng: np.random.Generator, asking: bool = False) -> Request:
@@ -151,8 +150,8 @@ class FlipbookOptions(Options):
     steps: int = option("steps of the target's text model", 400)
     rows: int = option("clips in a batch", 8)
     rate: float = option("peak learning rate of the text model", 6e-4)
-    batch: int = option("answers that the target makes together", 32)
-    drafter_steps: int = option("steps of each drafter", 600)
+    batch: int = option("answers that the target makes together", 16)
+    drafter_steps: int = option("steps of each drafter", 480)
 
 
 FLIPBOOK = Recipe(
