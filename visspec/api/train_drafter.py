@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from visspec.accept.exact import Exact
 from visspec.api import loading as targets
 from visspec.api import requests, zoo
 from visspec.api.captions import move_inputs, process_chats
+from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
 from visspec.api.train_processes import workers
 from visspec.api.training_data import Item, Reader, TrainingData
@@ -129,7 +130,7 @@ class Prompts:
         media = [pictures for _, pictures in items]
         conversations = [item.conversation for item, _ in items]
         chats = [one.messages if any(media) else one.texts() for one in conversations]
-        inputs = move_inputs(process_chats(self.processor, chats, media), self.model)
+        inputs = prepare(self.processor, chats, media, self.model)
         length = inputs["input_ids"].shape[1]
         if self.context is not None and length + self.max_new_tokens > self.context:
             raise ValueError(
@@ -154,6 +155,11 @@ class Prompts:
         share = 0.05 + 0.9 * (done - 0.5) / 0.475
         uniform = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         return bool(torch.rand((), generator=uniform) < share)
+
+
+def prepare(processor, chats: Sequence[list[Message]], media: Sequence[list[Any]], model) -> dict[str, Any]:
+    """A model's inputs for conversations and their pictures, left-padded, there."""
+    return move_inputs(process_chats(processor, chats, media), model)
 
 
 def run(
