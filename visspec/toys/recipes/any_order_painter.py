@@ -37,6 +37,7 @@ from visspec.toys.recipes.recipe import (
     TrainingStage,
     coding_stage,
     in_batches,
+    mixed_precision,
     read_coded,
     shards,
     training_stage,
@@ -149,7 +150,7 @@ class AnyOrderStage(TrainingStage):
         """Cross-entropy of the codes of the next batch; of whole pictures, of the half that comes last."""
         ids, codes, order, whole, dropped = self.rows()
         net = self.model.net
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             words, real = self.model.features(ids, ids != self.processor.tokenizer.pad_token_id)
             words = torch.where(dropped[:, None, None], net.cls_embedding.absent(words), words)
             logits = net.distributions(net.prefix(words), codes, order, real)

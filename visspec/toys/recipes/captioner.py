@@ -33,7 +33,7 @@ from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor
 from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
 from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, training_stage
+from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, mixed_precision, training_stage
 from visspec.toys.world.captions import REQUESTS
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.worlds import WORLDS, World, world
@@ -255,7 +255,7 @@ def caption_loss(
     naming: a weight, and the loss on projected patches that is added with it.
     """
     inner, length = model.model, features.shape[1]
-    with torch.autocast("cpu", torch.bfloat16):
+    with mixed_precision():
         embeds = model.get_input_embeddings()(batch.ids)
         seen = inner.multi_modal_projector(features).to(embeds.dtype)
         embeds = torch.cat([embeds[:, :first], seen, embeds[:, first + length :]], 1)
@@ -289,7 +289,7 @@ class CaptionStage(TrainingStage):
         """Loss of the next batch; batches come several at a time, so checkpoints are made after all of them."""
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
         batch = self.waiting.pop(0)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), mixed_precision():
             features = patch_features(
                 self.model.model.vision_tower, pixels(batch.scenes, self.world.side, self.world.draw)
             ).float()

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
 from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.recipe import TrainingStage
+from visspec.toys.recipes.recipe import TrainingStage, mixed_precision
 from visspec.toys.world.scene import GRID
 from visspec.toys.world.worlds import World, world
 from visspec.train.stages import OneCycleStage
@@ -116,7 +116,7 @@ class VisionStage(TrainingStage, OneCycleStage):
         first, rows = self.step * self.options.vision_rows, self.options.vision_rows
         scenes = [self.world.lesson(first + i) for i in range(self.rank, rows, self.workers)]
         labels = patch_labels(scenes, self.world)
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             features = patch_features(self.tower, pixels(scenes, self.world.side, self.world.draw))
         flat = features.float()
         losses = [

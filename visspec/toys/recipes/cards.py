@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from visspec.io.files import write_json
 from visspec.io.provenance import provenance
 from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.recipe import BFLOAT16
 
 FOLDER = Path(__file__).parents[1] / "cards"
 Model = TypeVar("Model", bound=PreTrainedModel)
@@ -37,6 +38,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "l": lambda sizes: LAYERS.format(**sizes),
     "w": lambda sweep: ", ".join(f"{r['guidance']} {r['images']:.3f}" for r in sweep),
 }
+COMPUTED = {True: "bfloat16 autocast over float32 weights", False: "float32"}
 LAYERS = "{num_hidden_layers} layers of width {hidden_size}, {num_attention_heads} heads"  # of a text model
 
 
@@ -107,7 +109,7 @@ def read_stages(folder: Path, files: Mapping[str, str]) -> tuple[dict[str, Any],
 def origin(model: nn.Module, recipe: str, folder: Path, measured: dict, **more: Any) -> dict[str, Any]:
     """The provenance of a finished folder, which is written; `more` are seeds and steps of the recipe's stages."""
     versions: dict[str, Any] = {"numpy": np.__version__, "pillow": PIL.__version__}
-    stored: dict[str, Any] = {"compute_dtype": "bfloat16 autocast over float32 weights", "stored_dtype": "float16"}
+    stored: dict[str, Any] = {"compute_dtype": COMPUTED[BFLOAT16], "stored_dtype": "float16"}
     weights = identity(folder / "model.safetensors")
     record = provenance(model, recipe=recipe, **versions, **(stored | more), weights=weights, measured=measured)
     write_json(folder / PROVENANCE, record)

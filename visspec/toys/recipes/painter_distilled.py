@@ -42,7 +42,16 @@ from visspec.models.janus.target import Janus
 from visspec.sampling import Gumbel
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.painter_drafter import Pictures, held_out, painter, request_of, temperature_of
-from visspec.toys.recipes.recipe import Coder, Options, Recipe, TrainingStage, coding_stage, concatenate, training_stage
+from visspec.toys.recipes.recipe import (
+    Coder,
+    Options,
+    Recipe,
+    TrainingStage,
+    coding_stage,
+    concatenate,
+    mixed_precision,
+    training_stage,
+)
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
 from visspec.train.capture import capture
@@ -180,7 +189,7 @@ class DistilStage(TrainingStage):
         """Cross-entropy with the painter's distributions; later total variation, and a little of it."""
         rng = np.random.default_rng((7, self.step, self.rank))
         batch = self.batch()
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             logits, weight_BT = read_batch(self.head, self.drafter.table, batch, rng)
         cross_BT, apart_BT = distances(logits.float() / self.head.config.temperature, batch)
         sure = weight_BT == 1

@@ -23,7 +23,7 @@ from visspec.toys.recipes.painter_build import (
 from visspec.toys.recipes.painter_data import FIRST_SEED
 from visspec.toys.recipes.painter_score import score, to_uint8
 from visspec.toys.recipes.painter_vq import KINDS, load_vq, read_tokens
-from visspec.toys.recipes.recipe import TrainingStage
+from visspec.toys.recipes.recipe import TrainingStage, mixed_precision
 from visspec.toys.world.palette import CLASSES, COLOURS
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.suite import NUMBERS, RELATIONS, Metadata, every, make, required_objects, suite
@@ -182,7 +182,7 @@ def draw_codes(
     The model needs eager attention, which shows its shares and is the faster one here. Positions count from the first
     column, padding included, as in the stock `generate`.
     """
-    with torch.autocast("cpu", torch.bfloat16):
+    with mixed_precision():
         written = model.prepare_embeddings_for_image_generation(codes[:, :-1])
         embeds = torch.cat([model.get_input_embeddings()(ids).to(written.dtype), written], 1)
         full = F.pad(mask, (0, codes.shape[1] - 1), value=1)
@@ -322,7 +322,7 @@ class PainterStage(DrawStage):
         total, weights = (losses * weight).sum() + CHOICE_WEIGHT * choice, weight.sum()
         if not fade:
             return total / weights
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             read = self.reading(*out.layers, out.looks, full, (~dropped).float(), begun)
             ids = torch.where(dropped[:, None], without_words(self.tokenizer, full), full)
             read = read + self.reading.pairs(out.early, ids)

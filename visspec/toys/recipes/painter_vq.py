@@ -37,7 +37,15 @@ from visspec.toys.recipes.painter_data import (
     pixels,
 )
 from visspec.toys.recipes.painter_score import geneval, to_uint8
-from visspec.toys.recipes.recipe import Coder, TrainingStage, evaluating, in_batches, read_coded, shards
+from visspec.toys.recipes.recipe import (
+    Coder,
+    TrainingStage,
+    evaluating,
+    in_batches,
+    mixed_precision,
+    read_coded,
+    shards,
+)
 from visspec.toys.world.scene import Scene, Shape
 from visspec.toys.world.suite import Metadata, suite
 
@@ -58,14 +66,14 @@ SHARD = 8000  # pairs in a file at most: coding more of them in one go fills the
 
 def latents(vq: JanusVQVAE, pictures: torch.Tensor) -> torch.Tensor:
     """Encoder outputs scaled to unit length, float32 (B, rows, columns, embed_dim)."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=vq.training):
+    with mixed_precision(vq.training):
         raw = vq.quant_conv(vq.encoder(pictures))
     return F.normalize(raw.float().permute(0, 2, 3, 1), dim=-1)
 
 
 def decode_codes(vq: JanusVQVAE, codes: torch.Tensor) -> torch.Tensor:
     """Pictures float32 (B, 3, S, S) of unit codes (B, rows, columns, embed_dim), for any grid."""
-    with torch.autocast("cpu", torch.bfloat16, enabled=vq.training):
+    with mixed_precision(vq.training):
         return vq.decoder(vq.post_quant_conv(codes.permute(0, 3, 1, 2).contiguous())).float()
 
 
@@ -118,7 +126,7 @@ def compose(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tenso
 @torch.no_grad()
 def compose_codes(vq: JanusVQVAE, scenes: list[Scene], low: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes int64 (B, grid, grid) of scenes, and where they show part of a shape."""
-    with torch.autocast("cpu", torch.bfloat16):
+    with mixed_precision():
         unit, ink = compose(vq, scenes, low)
     return nearest(vq, unit), ink
 

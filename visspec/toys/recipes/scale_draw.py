@@ -25,7 +25,7 @@ from visspec.models.var.network import VAR
 from visspec.toys.recipes.painter_data import CLASS_ROWS, LABELS, rows_of_labels
 from visspec.toys.recipes.painter_draw import DROPPED
 from visspec.toys.recipes.painter_score import draw_pictures, pictures_of, score, to_uint8
-from visspec.toys.recipes.recipe import TrainingStage
+from visspec.toys.recipes.recipe import TrainingStage, mixed_precision
 from visspec.toys.recipes.scale_codes import SCALES, load_vq
 from visspec.toys.world.palette import CLASSES, COLOURS
 
@@ -161,7 +161,7 @@ class CodesStage(TrainingStage):
         short = np.random.default_rng((self.seed, self.step)).random() < self.short
         maps = FIRST if short else len(SCALES)
         codes = codes[:, : SCALES.begins[maps]]
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             logits = self.taught.logits(classes, read, maps)
         losses = F.cross_entropy(logits.transpose(1, 2), codes, reduction="none")
         self.report_losses(losses.detach())
@@ -203,7 +203,7 @@ class RefineStage(CodesStage):
 
     def loss(self) -> Tensor:
         classes, _, read = self.batch()
-        with torch.autocast("cpu", torch.bfloat16):
+        with mixed_precision():
             with torch.no_grad():
                 wanted = self.large.logits(classes, read, len(SCALES)).log_softmax(-1)
             said = self.taught.logits(classes, read, len(SCALES)).log_softmax(-1)
