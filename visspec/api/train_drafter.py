@@ -29,7 +29,8 @@ from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, TrainingOptions, checkpoint
+from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
+from visspec.train.options import TrainingOptions
 from visspec.train.validation import measure
 from visspec.types import Request
 
@@ -162,18 +163,23 @@ def run(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     parallel: str | None = None,
+    bf16: bool = False,
+    eval_every: int | None = None,
     **plan: Any,
 ) -> list[dict]:
-    """Train and save a drafter; `plan` are further fields of `visspec.train.loop.TrainingOptions`. Returns the
-    validations.
+    """Train and save a drafter; `plan` are further fields of `visspec.train.options.TrainingOptions`. Returns the
+    validations. The folder holds the drafter of the best of them.
 
     preset: a published drafter (`presets.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
     block, layers: places of a pass, and layers, of a preset that predicts several.
+    bf16: matrix products of the drafter in bfloat16. eval_every: steps between validations, a fifth without it.
     overwrite: a drafter that is in `out` already. Raises ValueError for a folder `out` of anything else, for one of a
     drafter that is neither resumed nor overwritten, and for a run to resume with other data or settings.
 
-    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
+    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own. Another
+    number of processes can resume a run if it divides the lessons of an update: `accumulate`, or as many as the
+    processes that it began with.
     """
     unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
     if unknown:
@@ -194,12 +200,14 @@ def run(
         plan = {**found.plan, **plan}
     first = found is not None and found.text_first
     per_group = GROUP * -(-min(rows, len(training)) // STEP_ROWS) * plan.get("reuse", TrainingOptions.reuse)
-    total = -(-steps // per_group) * GROUP if first else 0
+    resumed = resume and checkpoint(out) is not None
+    known = read_json(Path(out) / RUN, PROGRESS) if resumed else {}
+    lessons = steps * known.get("accumulate", max(plan.get("accumulate", 1), several.world))
+    total = -(-lessons // per_group) * GROUP if first else 0
     prompts = Prompts(model, processor, training, rows, max_new_tokens, seed, total)
     checks = Prompts(model, processor, validating[:rows], rows, max_new_tokens, seed + 1)
     sizes = {"batch": prompts.rows, "rows": min(prompts.rows, STEP_ROWS), "group": GROUP}
-    sizes["validate_every"] = max(steps // 5, 1)
-    resumed = resume and checkpoint(out) is not None
+    sizes |= {"validate_every": eval_every or max(steps // 5, 1), "autocast": bf16}
     options = TrainingOptions(**{"steps": steps, "loss": loss, "seed": seed, **sizes, **plan})
     if found is None:
         drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})

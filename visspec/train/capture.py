@@ -11,6 +11,7 @@ Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, X numbers 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -92,9 +93,10 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
     for step, (alive, feature, state_BX, best_B) in enumerate(recorder.rounds):
         features[alive, length + step] = feature
         states[alive, step], best[alive, step] = state_BX, best_B
-    embeddings = scores.aux.get("embeddings")
+    ids, embeddings, attention = torch.cat([prompt, answer], dim=1), *map(scores.aux.get, ("embeddings", "attention"))
+    positions = _positions(scores.aux["positions"], rows, longest - 1)
     return TrainingBatch(
-        torch.cat([prompt, answer], dim=1),
+        ids,
         length,
         lengths,
         features,
@@ -102,9 +104,12 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
         recorder.law or identity,
         scores.distribution.width,
         best,
-        _positions(scores.aux["positions"], rows, longest - 1),
-        scores.aux.get("attention"),
+        positions,
+        attention,
         None if embeddings is None else embeddings.clone(),
+        ids.cpu(),
+        None if attention is None else attention.cpu(),
+        max(int(positions.max()), ids.shape[1]) + 1,
     )
 
 
@@ -126,22 +131,26 @@ def _part(lesson: TrainingBatch, rows: list[int]) -> TrainingBatch:
     lengths = [lesson.lengths[b] for b in rows]
     more = max(lengths)
     end = lesson.prompt_length + more
-    return TrainingBatch(
-        lesson.ids[rows, :end],
-        lesson.prompt_length,
-        lengths,
-        lesson.features[rows, : end - 1],
-        lesson.states[rows, : more - 1],
-        lesson.law,
-        lesson.width,
-        lesson.best[rows, : more - 1],
-        lesson.positions[..., rows, : end - 1],
-        None if lesson.attention is None else lesson.attention[rows],
-        None if lesson.embeddings is None else lesson.embeddings[rows],
+
+    def own(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value[rows]
+
+    return replace(
+        lesson,
+        ids=lesson.ids[rows, :end],
+        lengths=lengths,
+        features=lesson.features[rows, : end - 1],
+        states=lesson.states[rows, : more - 1],
+        best=lesson.best[rows, : more - 1],
+        positions=lesson.positions[..., rows, : end - 1],
+        host_ids=lesson.host_ids[rows, :end],
+        attention=own(lesson.attention),
+        embeddings=own(lesson.embeddings),
+        host_attention=own(lesson.host_attention),
     )
 
 
 def to(lesson: TrainingBatch, dtype: torch.dtype) -> TrainingBatch:
     """Cast features and embeddings, so that a half-precision target can train a drafter in float32."""
     embeddings = None if lesson.embeddings is None else lesson.embeddings.to(dtype)
-    return TrainingBatch(**{**vars(lesson), "features": lesson.features.to(dtype), "embeddings": embeddings})
+    return replace(lesson, features=lesson.features.to(dtype), embeddings=embeddings)
