@@ -16,6 +16,7 @@ from tests.tiny import llama, model_of, prompt, shapes
 from visspec.api import presets, train_drafter, zoo
 from visspec.api.drafter_presets import focused_state, frequent, of_preset
 from visspec.api.train_drafter import Prompts, request_of
+from visspec.api.training_data import Reader, TrainingData
 from visspec.loop.decode import open_request
 from visspec.models.block.diffusion_network import DiffusionConfig
 from visspec.models.block.head import BlockConfig
@@ -44,12 +45,13 @@ def data(tmp_path, monkeypatch):
     )
     seen = []
 
-    def of(name, rows):
-        return lambda *given: seen.append(name) or prompt("llava", rows[: len(given[1])], seed=len(seen))
+    def prepare(processor, chats, media, model):
+        seen.append("pictures" if any(media) else "words")
+        rows = ["4 i 5", "3 i 2 i 6", "5 i 2"] if any(media) else ["9", "5", "14"]
+        return prompt("llava", rows[: len(chats)], seed=len(seen))
 
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model_of("llava"), None))
-    monkeypatch.setattr(train_drafter, "prepare", of("pictures", ["4 i 5", "3 i 2 i 6", "5 i 2"]))
-    monkeypatch.setattr(train_drafter, "text_inputs", of("words", ["9", "5", "14"]))
+    monkeypatch.setattr(train_drafter, "prepare", prepare)
     return tmp_path / "data.jsonl", seen
 
 
@@ -97,11 +99,11 @@ def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
 
 def test_a_twentieth_of_the_data_is_kept_for_validation(data, tmp_path, monkeypatch):
     given, whole = [], train_drafter.Prompts
-    monkeypatch.setattr(train_drafter, "Prompts", lambda *a: given.append([text for _, text in a[2]]) or whole(*a))
+    monkeypatch.setattr(train_drafter, "Prompts", lambda *a, **k: given.append(a[3].tolist()) or whole(*a, **k))
     lines = [json.dumps(json.loads(data[0].read_text().splitlines()[0]) | {"prompt": str(n)}) for n in range(60)]
     data[0].write_text("\n".join(lines))
     train_drafter.run("x", data[0], tmp_path / "out", **{**TINY, "steps": 1})
-    assert [len(texts) for texts in given] == [57, 3] and not set(given[0]) & set(given[1])
+    assert [len(items) for items in given] == [57, 3] and not set(given[0]) & set(given[1])
 
 
 def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
@@ -342,14 +344,15 @@ def test_a_low_rank_head_is_the_closest_one():
 
 
 def test_text_comes_first_and_pictures_more_and_more(data):
-    prompts = Prompts(model_of("llava"), None, [("x", "y")] * 3, 3, 5, 0, total=1000)
+    reader = Reader(TrainingData(data[0]))
+    prompts = Prompts(model_of("llava"), None, reader, torch.arange(4), 3, 5, 0, total=1000)
     shown = [prompts.pictures(n) for n in range(1100)]
     assert not any(shown[:500]) and all(shown[975:])
     assert sum(shown[500:650]) < sum(shown[650:800]) < sum(shown[800:950])
     assert shown == [prompts.pictures(n) for n in range(1100)]
-    assert all(Prompts(None, None, [1], 1, 5, 0).pictures(n) for n in range(4))
-    Prompts(model_of("llava"), None, train_drafter.items_of(data[0]), 3, 5, 0, total=10)(1)
-    Prompts(model_of("llava"), None, train_drafter.items_of(data[0]), 3, 5, 0, total=10)(10)
+    assert all(Prompts(model_of("llava"), None, reader, torch.arange(1), 1, 5, 0).pictures(n) for n in range(4))
+    prompts.total = 10
+    prompts(1), prompts(10)
     assert data[1] == ["words", "pictures"]
 
 

@@ -18,7 +18,7 @@ import visspec
 from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from visspec.api import train_drafter, zoo
-from visspec.api.train_drafter import TextValidation, items_of, request_of
+from visspec.api.train_drafter import TextValidation, request_of
 from visspec.kernels import losses as kernel
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder
@@ -385,12 +385,3 @@ def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))
     train_drafter.run("x", tmp_path, out, overwrite=True, **options | {"seed": 1})
     assert (out / "model.safetensors").read_bytes() != weights
-
-
-def test_data_lines_are_checked(tmp_path):
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"image": "a.png", "prompt": "what ?"}\n{"prompt": 1}\n')
-    with pytest.raises(ValueError, match="line 2"):
-        items_of(file)
-    with pytest.raises(ValueError, match="neither a folder nor a file"):
-        items_of(tmp_path / "nothing")

@@ -17,7 +17,6 @@ from tests.parallel_target import captions
 from tests.test_cli import refused
 from tests.tiny import model_of
 from visspec.api import loading
-from visspec.api.train_drafter import as_image, items_of
 from visspec.api.train_processes import workers
 from visspec.eval.report.training import write_page
 from visspec.models.eagle.drafter import FeatureDrafter
@@ -129,25 +128,6 @@ def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     argv = ["train", "drafter", "--target", "captioner", "--data", str(tmp_path), "--out", str(tmp_path / "o")]
     assert "accelerate is not installed" in refused(capsys, *argv)
-
-
-def test_data_is_what_caption_reads(tmp_path):
-    import io
-    import tarfile
-
-    Image.new("RGB", (8, 8), (9, 0, 0)).save(tmp_path / "a.png")
-    (tmp_path / "d.jsonl").write_text('{"image": "a.png", "prompt": "what ?"}\n')
-    with tarfile.open(tmp_path / "s.tar", "w") as shard:
-        data = (tmp_path / "a.png").read_bytes()
-        info = tarfile.TarInfo("x.png")
-        info.size = len(data)
-        shard.addfile(info, io.BytesIO(data))
-    for data, text in (("*.png", None), ("d.jsonl", "what ?"), ("s.tar", None)):
-        ((image, prompt),) = items_of(tmp_path / data)
-        assert as_image(image).getpixel((0, 0)) == (9, 0, 0) and prompt == (text or prompt)
-    (tmp_path / "t.tar").write_bytes(b"torn")
-    with pytest.raises(ValueError, match=r"data: .*t\.tar: can't be read"):
-        items_of(tmp_path / "t.tar")
 
 
 def test_curves_of_a_run_of_one_step_are_drawn(tmp_path):

@@ -46,10 +46,9 @@ class Caption:
     record: Record | None = None  # what it was made from, without the pixels
 
 
-def chat_prompt(processor, request: str, kind: str = "image", count: int = 1) -> str:
-    """One user turn of `count` images, or a "video", and a request, as `chat_text`."""
-    content = [*[{"type": kind}] * count, {"type": "text", "text": request}]
-    return chat_text(processor, [{"role": "user", "content": content}])
+def chat_prompt(processor, request: str) -> str:
+    """One user turn of an image and a request, as `chat_text`."""
+    return chat_text(processor, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": request}]}])
 
 
 def chat_text(processor, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
@@ -68,28 +67,45 @@ def prepare(processor, images: Sequence, request: str | Sequence[str], model) ->
 
 
 def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
-    """A processor's output for a batch of PIL images, of lists of them, or of clips, left-padded, on the CPU. Raises
-    ValueError for a request with an image token, as its image has one, and for clips of a processor that reads none.
+    """A processor's output for a batch of PIL images, of lists of them, or of clips, under a request each. Raises
+    ValueError as `process_chats`.
     """
-    several = [image if isinstance(image, list) else [image] for image in images]
+    media = [image if isinstance(image, list) else [image] for image in images]
+    chats = []
+    for own, request in zip(media, requests):
+        content = [{"type": "video" if isinstance(one, Clip) else "image"} for one in own]
+        chats.append([{"role": "user", "content": [*content, {"type": "text", "text": request}]}])
+    return process_chats(processor, chats, media)
+
+
+def process_chats(
+    processor, chats: Sequence[Sequence[dict[str, Any]]], media: Sequence[Sequence[Image | Clip]]
+) -> dict[str, Any]:
+    """A processor's output for conversations and the PIL images and clips that they have, left-padded, on the CPU.
+    Raises ValueError for a text with an image token, as its image has one, and for clips of a processor that reads
+    none.
+    """
     processor.tokenizer.padding_side = "left"
-    clips = [image for image in images if isinstance(image, Clip)]
+    images = [[one for one in own if not isinstance(one, Clip)] for own in media]
+    clips = [one for own in media for one in own if isinstance(one, Clip)]
     if clips and getattr(processor, "video_processor", None) is None:
         raise ValueError(f"video: got a clip, expected an image: {type(processor).__name__} reads no videos")
     names = ("image_token", "boi_token", "video_token")
     marks = {m for name in names if isinstance(m := getattr(processor, name, None), str)}
-    for (text, own), mark in itertools.product(zip(requests, several), marks):
-        if mark in text:
-            count, given = text.count(mark) + len(own), f"{len(own)} image{'s' * (len(own) != 1)}"
-            raise ValueError(f"prompt: got {text!r} with {count} {mark} for {given}, expected none in the text itself")
-    kind = "video" if clips else "image"
-    chats = [chat_prompt(processor, text, kind, len(own)) for text, own in zip(requests, several)]
-    if not clips:
-        pixels = several if any(several) else None
-        return dict(processor(text=chats, images=pixels, return_tensors="pt", padding=True))
-    frames, metadata = [clip.frames for clip in clips], [clip.metadata for clip in clips]
-    options = {"do_sample_frames": False, "return_tensors": "pt", "padding": True}
-    return dict(processor(text=chats, videos=frames, video_metadata=metadata, **options))
+    for chat, own in zip(chats, media):
+        texts = [part["text"] for message in chat for part in message["content"] if part["type"] == "text"]
+        for text, mark in itertools.product(texts, marks):
+            if mark in text:
+                count, given = text.count(mark) + len(own), f"{len(own)} image{'s' * (len(own) != 1)}"
+                raise ValueError(
+                    f"prompt: got {text!r} with {count} {mark} for {given}, expected none in the text itself"
+                )
+    options: dict[str, Any] = {"images": images} if any(images) else {}
+    if clips:
+        options |= {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
+        options |= {"do_sample_frames": False}
+    texts = [chat_text(processor, chat) for chat in chats]
+    return dict(processor(text=texts, **options, return_tensors="pt", padding=True))
 
 
 def move_inputs(inputs: dict[str, Any], model) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Distil a feature drafter for any vision-language target from a folder of images, or a JSONL of {image, prompt}.
+"""Distil a feature drafter for any vision-language target from images, prompts or conversations.
 
 The command behind `visspec train drafter --target FOLDER --data DATA --out FOLDER`.
 """
@@ -6,29 +6,32 @@ The command behind `visspec train drafter --target FOLDER --data DATA --out FOLD
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+import math
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from torch import Tensor
 from tqdm import tqdm
 
 from visspec.accept.exact import Exact
 from visspec.api import loading as targets
-from visspec.api import requests, sources, zoo
-from visspec.api.captions import PROMPT, chat_text, move_inputs, prepare
+from visspec.api import requests, zoo
+from visspec.api.captions import move_inputs, process_chats
+from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
 from visspec.api.train_processes import workers
+from visspec.api.training_data import Item, Reader, TrainingData
 from visspec.eval.report import training
 from visspec.io.checkpoint import CONFIG, read_json
-from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.train.capture import AnsweredRequest
 from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
 from visspec.train.validation import measure
@@ -36,7 +39,8 @@ from visspec.types import Request
 
 STEP_ROWS, GROUP = 8, 8
 NETWORK = ("image_latents", "draft_vocab", "head_rank", "block", "layers")  # options of a drafter's network
-HELD_OUT = 0.05  # share of the data that only validates, at least one item
+EVAL_ROWS = 64  # items that validate
+STEPS = 2000
 
 
 def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tokens: int, seed: int) -> Request:
@@ -49,33 +53,6 @@ def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tok
     if sampled:
         request.generators = requests.generators(None, seed, request.prompt)
     return request
-
-
-def items_of(data: str | Path) -> list[tuple[Any, str]]:
-    """(image, request) pairs of what `visspec caption` reads: a folder, a glob, .jsonl, .parquet, .tar or hf:NAME. An
-    image is a path, or the bytes of a file. Raises ValueError for data without any, or a record that can't be read.
-    """
-    path = Path(data)
-    if not path.exists() and sources.is_plain(path):
-        raise ValueError(f"data: {path} is neither a folder nor a file, expected a folder of images or a JSONL file")
-    items = []
-    for number, record in enumerate(sources.records([str(data)]), start=1):
-        if record.error is not None:
-            line = f"line {number} of {path} is not an object with image (and prompt)"
-            raise ValueError(f"data: {line if path.suffix == '.jsonl' else record.error}")
-        items.append((record.image, record.prompt or PROMPT))
-    if not items:
-        raise ValueError(f"data: {path} holds no line, expected JSONL of {{image, prompt}}")
-    return items
-
-
-def digest(items: list[tuple[Any, str]]) -> str:
-    """What tells data apart: the number of items, and a hash of names (or bytes) and requests, wherever they lie."""
-    found = hashlib.sha256()
-    for image, text in items:
-        found.update(image if isinstance(image, bytes) else repr(Path(image).name).encode())
-        found.update(repr(text).encode())
-    return f"{len(items)} items, sha256 {found.hexdigest()[:16]}"
 
 
 def check_out(out: Path, resume: bool, overwrite: bool) -> None:
@@ -91,37 +68,88 @@ def check_out(out: Path, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"out: got {out}, which holds a drafter, expected a folder of its own or {how}")
 
 
-def as_image(image: str | Path | bytes) -> Image.Image:
-    """A PIL image, from a path or the bytes of a file."""
-    return read_image(image, "data", MAX_PIXELS) if isinstance(image, bytes) else open_image(image)
-
-
 class Prompts:
-    """Batches of requests from items, a pure function of their number: epoch by epoch in a seeded order. total: the
-    number of batches of a run that begins with text alone (MSD): no pictures in the first half, then in more and more
-    of its batches, in all of the last fortieth.
+    """Batches of requests of items, a pure function of their number: epoch by epoch in a seeded order. An item that
+    can't be read is counted by the reader, and the next one in the order takes its place.
+
+    number_N: those of the items. own: the data's answers stand in for the target's. total: the number of batches of a
+    run that begins with text alone (MSD): no pictures in the first half, then in more and more of its batches, in all
+    of the last fortieth.
     """
 
     def __init__(
-        self, model, processor, items: list[tuple[Any, str]], rows: int, max_new_tokens: int, seed: int, total: int = 0
+        self,
+        model,
+        processor,
+        reader: Reader,
+        number_N: Tensor,
+        rows: int,
+        max_new_tokens: int,
+        seed: int,
+        *,
+        own: bool = False,
+        total: int = 0,
     ):
-        self.model, self.processor, self.items = model, processor, items
-        self.rows, self.max_new_tokens, self.seed, self.total = min(rows, len(items)), max_new_tokens, seed, total
+        self.model, self.processor, self.reader, self.number_N, self.own = model, processor, reader, number_N, own
+        self.rows, self.max_new_tokens, self.seed, self.total = min(rows, len(number_N)), max_new_tokens, seed, total
+        self.per_epoch = len(number_N) // self.rows
+        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     def __call__(self, number: int, temperature: float = 1.0) -> Request:
-        inputs, seed = self.inputs(number), (self.seed << 40) + number * self.rows
-        return request_of(self.model, inputs, temperature=temperature, max_new_tokens=self.max_new_tokens, seed=seed)
+        (inputs, items), seed = self.batch(number), (self.seed << 40) + number * self.rows
+        request = request_of(self.model, inputs, temperature=temperature, max_new_tokens=self.max_new_tokens, seed=seed)
+        return self.answered(request, items) if self.own else request
 
-    def inputs(self, number: int) -> dict[str, Any]:
-        """Arguments of the model for a batch."""
-        per_epoch = max(len(self.items) // self.rows, 1)
-        epoch, place = divmod(number, per_epoch)
-        shuffle = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(len(self.items), generator=shuffle)[place * self.rows :][: self.rows].tolist()
-        texts = [self.items[i][1] for i in order]
-        if self.pictures(number):
-            return prepare(self.processor, [as_image(self.items[i][0]) for i in order], texts, self.model)
-        return text_inputs(self.processor, texts, self.model)
+    def batch(self, number: int) -> tuple[dict[str, Any], list[Item]]:
+        """Arguments of the model, and the items that they are of."""
+        epoch, place = divmod(number, self.per_epoch)
+        order_N = self.reader.data.shuffle(self.number_N, self.seed + epoch).roll(-place * self.rows)
+        pictures = self.pictures(number)
+        while True:
+            found: dict[int, tuple[Item, list[Any]]] = {}
+            for n in order_N.tolist():
+                if len(found) == self.rows:
+                    break
+                if (item := self.reader(n, pictures)) is not None:
+                    found[n] = item
+            if len(found) < self.rows:
+                raise ValueError(f"data: got {len(found)} items that can be read, expected the {self.rows} of a batch")
+            try:
+                return self.inputs(list(found.values())), [item for item, _ in found.values()]
+            except Exception:  # of chat templates and processors, which raise anything
+                before = len(self.reader.bad)
+                for n, item in found.items():
+                    try:
+                        self.inputs([item])
+                    except Exception as error:
+                        self.reader.skip(n, error)
+                if len(self.reader.bad) == before:
+                    raise
+
+    def inputs(self, items: list[tuple[Item, list[Any]]]) -> dict[str, Any]:
+        """Arguments of the model for items with their pictures. Raises ValueError for prompts that are too long."""
+        chats = [item.conversation.messages for item, _ in items]
+        media = [pictures for _, pictures in items]
+        if not any(media):
+            chats = [
+                [m | {"content": [p for p in m["content"] if p["type"] == "text"]} for m in chat] for chat in chats
+            ]
+        inputs = prepare(self.processor, chats, media, self.model)
+        length = inputs["input_ids"].shape[1]
+        if self.context is not None and length + self.max_new_tokens > self.context:
+            raise ValueError(
+                f"got a prompt of {length} tokens and {self.max_new_tokens} new ones, expected at most {self.context},"
+                " the model's context"
+            )
+        return inputs
+
+    def answered(self, request: Request, items: list[Item]) -> AnsweredRequest:
+        """A request with the data's answers, stop included, cut at `max_new_tokens`."""
+        ends = self.model.generation_config.eos_token_id
+        end = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        ids = [self.processor.tokenizer(item.answer, add_special_tokens=False)["input_ids"] for item in items]
+        answers = [(own + end[:1])[: self.max_new_tokens] for own in ids]
+        return AnsweredRequest(**{f.name: getattr(request, f.name) for f in fields(request)}, answers=answers)
 
     def pictures(self, number: int) -> bool:
         """Whether a batch has pictures."""
@@ -133,12 +161,9 @@ class Prompts:
         return bool(torch.rand((), generator=uniform) < share)
 
 
-def text_inputs(processor, texts: list[str], model) -> dict[str, Any]:
-    """A model's inputs for requests without a picture, left-padded."""
-    processor.tokenizer.padding_side = "left"
-    messages = [[{"role": "user", "content": [{"type": "text", "text": text}]}] for text in texts]
-    chats = [chat_text(processor, message) for message in messages]
-    return move_inputs(dict(processor(text=chats, return_tensors="pt", padding=True)), model)
+def prepare(processor, chats: Sequence[list[Message]], media: Sequence[list[Any]], model) -> dict[str, Any]:
+    """A model's inputs for conversations and their pictures, left-padded, there."""
+    return move_inputs(process_chats(processor, chats, media), model)
 
 
 def run(
@@ -146,13 +171,19 @@ def run(
     data: str | Path,
     out: str | Path,
     *,
-    steps: int = 2000,
+    answers: str = "target",
+    ignore: Collection[str] = (),
+    steps: int | None = None,
+    epochs: float | None = None,
     loss: str = "tv",
     seed: int = 0,
     resume: bool = False,
     overwrite: bool = False,
     rows: int = 16,
+    eval_rows: int = EVAL_ROWS,
     max_new_tokens: int = 256,
+    max_pixels: int | None = None,
+    max_bad: int = 100,
     image_latents: int | None = None,
     preset: str | None = None,
     draft_vocab: int | None = None,
@@ -170,6 +201,9 @@ def run(
     """Train and save a drafter; `plan` are further fields of `visspec.train.options.TrainingOptions`. Returns the
     validations. The folder holds the drafter of the best of them.
 
+    answers, ignore: as in `TrainingData`. epochs: in place of `steps`, how often the data is seen. eval_rows: items
+    that only validate, a twentieth of the data at most. max_pixels: pictures are scaled down to it. max_bad: items that
+    can't be read are passed over, so many in each process at most.
     preset: a published drafter (`presets.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
     block, layers: places of a pass, and layers, of a preset that predicts several.
@@ -184,36 +218,45 @@ def run(
     unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
     if unknown:
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
+    if steps is not None and epochs is not None:
+        raise ValueError(f"epochs: got {epochs} and {steps} steps, expected one of the two")
     given: dict[str, Any] = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers)))
     asked = {name: value for name, value in given.items() if value is not None}
     check_preset(preset, asked)
     check_out(Path(out), resume, overwrite)
-    items = items_of(data)
+    items = TrainingData(data, answers, ignore)
     several = workers(parallel, device)
     if several.world > 1 and device != "cpu":
         device = str(several.device)
     model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    held = max(int(HELD_OUT * len(items)), 1)
-    training, validating = (items[held:], items[:held]) if len(items) > 1 else (items, items)
+    training, validating = items.hold_out(eval_rows, seed)
     network, found = of_preset(preset, model, asked) if preset else ({}, None)
     if found is not None:
         plan = {**found.plan, **plan}
-    first = found is not None and found.text_first
-    per_group = GROUP * -(-min(rows, len(training)) // STEP_ROWS) * plan.get("reuse", TrainingOptions.reuse)
+    sizes = {"batch": min(rows, len(training)), "rows": min(rows, len(training), STEP_ROWS), "group": GROUP}
+    options = TrainingOptions(**{"steps": steps or STEPS, "loss": loss, "seed": seed, **sizes, **plan})
     resumed = resume and checkpoint(out) is not None
     known = read_json(Path(out) / RUN, PROGRESS) if resumed else {}
-    lessons = steps * known.get("accumulate", max(plan.get("accumulate", 1), several.world))
-    total = -(-lessons // per_group) * GROUP if first else 0
-    prompts = Prompts(model, processor, training, rows, max_new_tokens, seed, total)
-    checks = Prompts(model, processor, validating[:rows], rows, max_new_tokens, seed + 1)
-    sizes = {"batch": prompts.rows, "rows": min(prompts.rows, STEP_ROWS), "group": GROUP}
-    sizes |= {"validate_every": eval_every or max(steps // 5, 1), "autocast": bf16}
-    options = TrainingOptions(**{"steps": steps, "loss": loss, "seed": seed, **sizes, **plan})
+    lessons = known.get("accumulate", max(options.accumulate, several.world))
+    if epochs is not None:
+        options = replace(options, steps=steps_of(epochs * len(training), options, lessons))
+    every = eval_every or plan.get("validate_every", max(options.steps // 5, 1))
+    options = replace(options, validate_every=every, autocast=bf16 or options.autocast)
+    first = found is not None and found.text_first
+    total = requests_of(options, lessons) if first else 0
+    reader = Reader(items, max_bad, max_pixels)
+    prompts = Prompts(model, processor, reader, training, rows, max_new_tokens, seed, own=answers == "own", total=total)
+    checks = [
+        Prompts(model, processor, reader, part, rows, max_new_tokens, seed + 1 + n)
+        for n, part in enumerate(validating.split(rows))
+    ]
+    if several.rank == 0:
+        say(what_is_seen(items, len(training), options, lessons, answers))
     if found is None:
         drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
     else:
         if network.get("fusion") == "cross" and not resumed:
-            network["feature_layers"] = (focused_state(model, prompts.inputs(0)), -1)
+            network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
         drafter = fresh_or_resumed(model, out, resume, seed, zoo.drafter_class(found.kind), found.draft, **network)
         if drafter.ids is not None and not resumed:
             target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
@@ -221,14 +264,51 @@ def run(
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
     record["settings"] = {
         "target": Path(target).name,
-        "data": digest(items),
+        "data": items.digest,
+        "answers": answers,
         "dtype": str(model.dtype),
         "preset": preset,
         "max_new_tokens": max_new_tokens,
+        "max_pixels": max_pixels,
+        "eval_rows": eval_rows,
         **given,
     }
-    validate = TextValidation(model, drafter, lambda temperature: [checks(0, temperature)])
-    return train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
+    validate = TextValidation(model, drafter, lambda temperature: [check(0, temperature) for check in checks])
+    history = train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
+    if reader.bad:
+        say(
+            f"{len(reader.bad)} items could not be read and others took their place, the last of them:"
+            f" {[*reader.bad.values()][-1]}"
+        )
+    return history
+
+
+def say(text: str) -> None:
+    """Print a sentence beside the progress bar; standard output has the figures."""
+    tqdm.write(text, file=sys.stderr)
+
+
+def requests_of(options: TrainingOptions, lessons: int) -> int:
+    """Requests of `prompts` in a run, of so many lessons an update, over all processes."""
+    return -(-options.steps // (options.parts(lessons) * options.reuse)) * options.batches(lessons) * lessons
+
+
+def steps_of(items: float, options: TrainingOptions, lessons: int) -> int:
+    """Steps of a run that sees so many items."""
+    groups = items / (options.batches(lessons) * lessons * options.batch)
+    return max(math.ceil(groups * options.parts(lessons) * options.reuse), 1)
+
+
+def what_is_seen(data: TrainingData, count: int, options: TrainingOptions, lessons: int, answers: str) -> str:
+    """A sentence on how much of the data a run sees, and whose answers it trains on."""
+    seen = requests_of(options, lessons) * options.batch
+    whose = "the data's own answers" if answers == "own" else "the target's answers"
+    if answers == "target" and data.answers:
+        whose += f", not on the {data.answers:,} of the data (--answers own)"
+    return (
+        f"{options.steps:,} steps see {min(seen, count):,} of {count:,} items ({seen / count:.2g} epochs),"
+        f" {len(data) - count:,} validate; they train on {whose}"
+    )
 
 
 def plan_of(options: argparse.Namespace) -> TrainingOptions:

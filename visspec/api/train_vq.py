@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from visspec.api.train_drafter import as_image, items_of
+from visspec.api.training_data import TrainingData
 from visspec.io.files import Json, write_json
 from visspec.io.provenance import provenance
 from visspec.models.scales.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
@@ -59,19 +58,21 @@ def square(image: Image.Image, side: int) -> np.ndarray:
 
 
 class Images:
-    """Images (N, 3, side, side) in -1..1 of items; each is read when it is first asked for, and kept as uint8."""
+    """The first images (N, 3, side, side) of records, in -1..1; each is read when it is first asked for, and kept as
+    uint8.
+    """
 
-    def __init__(self, items: list[tuple[Any, str]], side: int):
-        self.items, self.side = items, side
+    def __init__(self, data: TrainingData, records: range, side: int):
+        self.data, self.records, self.side = data, records, side
         self.kept: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
-        return len(self.items)
+        return len(self.records)
 
     def __call__(self, numbers: list[int]) -> Tensor:
         for i in numbers:
             if i not in self.kept:
-                self.kept[i] = square(as_image(self.items[i][0]), self.side)
+                self.kept[i] = square(self.data.picture(self.records[i]), self.side)
         pixels = torch.from_numpy(np.stack([self.kept[i] for i in numbers]))
         return pixels.permute(0, 3, 1, 2).float() / 127.5 - 1
 
@@ -79,7 +80,7 @@ class Images:
 class MultiScaleVQStage(Stage):
     """Training of encoder, decoder, quantiser and codebook together."""
 
-    def __init__(self, options: argparse.Namespace, rank: int, items: list[tuple[Any, str]]):
+    def __init__(self, options: argparse.Namespace, rank: int, data: TrainingData):
         torch.manual_seed(options.seed)
         self.scales, shape = ScaleSizes.square(*options.sides), shape_of(options)
         self.device = torch.device(options.device)
@@ -95,8 +96,9 @@ class MultiScaleVQStage(Stage):
             {"model": self.model},
         )
         side = options.sides[-1] * self.model.factor
-        held = 0 if len(items) == 1 else min(max(1, int(HELD_OUT * len(items))), MOST_HELD)
-        self.held, self.images = Images(items[:held] or items, side), Images(items[held:], side)
+        count = len(data.records)
+        held = 0 if count == 1 else min(max(1, int(HELD_OUT * count)), MOST_HELD)
+        self.held, self.images = Images(data, range(held or count), side), Images(data, range(held, count), side)
         self.used = torch.zeros(shape.codes, dtype=torch.bool, device=self.device)
 
     def batch(self) -> Tensor:
@@ -204,9 +206,9 @@ def check(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> None:
     """Train and save an autoencoder."""
     check(options)
-    items = items_of(options.data)
+    data = TrainingData(options.data)
     begin(options, 1 if options.workers > 1 else torch.get_num_threads())
-    make = partial(MultiScaleVQStage, items=items)
+    make = partial(MultiScaleVQStage, data=data)
     if options.workers > 1:
         in_workers(make, options)
     else:
@@ -214,4 +216,4 @@ def run(options: argparse.Namespace) -> None:
         if options.resume:
             stage.restore()
         stage.run()
-    print(json.dumps({"folder": str(options.out), "images": len(items)}), flush=True)
+    print(json.dumps({"folder": str(options.out), "images": len(data.records)}), flush=True)

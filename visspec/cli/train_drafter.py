@@ -4,16 +4,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from visspec.cli.arguments import HardwareOptions, Positive
+from visspec.cli.arguments import Count, HardwareOptions, Positive, Share
 from visspec.io.options import option
 
 
 @dataclass(kw_only=True)
 class Options(HardwareOptions):
     target: str = option("folder or hub id of the target")
-    data: Path = option("images, as `visspec caption` reads them")
+    data: str = option(
+        "a folder or glob of images or videos, .jsonl, .json, .parquet, .tar or hf:NAME, of {image, prompt}, of"
+        " `conversations` (LLaVA, ShareGPT) or of `messages`; each answer in a record makes an item"
+    )
+    answers: Literal["target", "own"] = option(
+        "target: it answers the prompts itself, as a drafter has to guess what the target says (default); own: the"
+        " target reads the answers of the data",
+        "target",
+    )
+    ignore: list[str] = option("fields of records, or endings of a tar's files, to pass over", [])
     out: Path = option(writes="folder")
-    steps: Positive = option(default=2000)
+    steps: Positive | None = option("training steps (2000)", None)
+    epochs: Share | None = option("how often the data is seen, in place of --steps", None)
     loss: Literal["tv", "soft_ce", "kl"] = option(default="tv")
     preset: str | None = option("a published drafter: eagle, eagle3, flash, ... (docs/drafters.md)", None)
     image_latents: Positive | None = option("vectors that stand for an image (1)", None)
@@ -30,6 +40,9 @@ class Options(HardwareOptions):
     accumulate: Positive = option("lessons of an update, over all processes (one of each)", 1)
     bf16: bool = option("matrix products of the drafter in bfloat16", False)
     eval_every: Positive | None = option("steps between measurements of tau on held-out data (a fifth)", None)
+    eval_rows: Positive = option("items that only validate, drawn by seed, a twentieth of the data at most (64)", 64)
+    max_pixels: Positive | None = option("pictures are scaled down to so many", None)
+    max_bad: Count = option("items that can't be read and are passed over, in each process (100)", 100)
     save_every: Positive = option("steps between checkpoints (200)", 200)
     keep: Positive = option("checkpoints that are kept, beside that of the best tau (1)", 1)
     parallel: str | None = option(

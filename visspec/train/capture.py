@@ -10,8 +10,8 @@ Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, X numbers 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,13 @@ from visspec.loop.draft_length import FixedLength
 from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, TrainingBatch, Verdict
 
 
+@dataclass
+class AnsweredRequest(Request):
+    """A request whose answers are known: `capture` records what the target makes of them."""
+
+    answers: Sequence[list[int]] = ()  # of each row at least one id, stop included
+
+
 class Recorder(Drafter):
     """A drafter that drafts nothing and records the target's scores. Each round adds one answer token to every row."""
 
@@ -32,10 +39,8 @@ class Recorder(Drafter):
         self.target = target
 
     def start(self, state: State, scores: Scores) -> None:
-        self.scores, self.law = scores, self.target.law(state.request)
+        self.scores, self.law = scores, _law(self.target, state.request, scores)
         self.rounds: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
-        if self.law is not None and not _gives(self.law, scores):
-            self.law = None
 
     def propose(self, state: State, depth: int) -> Draft:
         return trees.empty_draft(state.pending)
@@ -47,6 +52,12 @@ class Recorder(Drafter):
 
     def select(self, state: State, keep: list[int]) -> None:
         """Nothing to do: each round is stored with its rows."""
+
+
+def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor], Tensor] | None:
+    """The target's law of states, where it gives the distribution after the prompt."""
+    law = target.law(request)
+    return law if law is not None and _gives(law, prefill) else None
 
 
 def _gives(law: Callable[[Tensor], Tensor], scores: Scores) -> bool:
@@ -76,6 +87,8 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
 
     When sampling at temperature 1 without top-k and top-p, the recorded distributions are the target's unmodified ones.
     """
+    if isinstance(request, AnsweredRequest):
+        return capture_answers(target, request)
     recorder = Recorder(target)
     ended = decode(target, recorder, rule, request, FixedLength(1))
     prompt = request.prompt
@@ -93,16 +106,29 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
     for step, (alive, feature, state_BX, best_B) in enumerate(recorder.rounds):
         features[alive, length + step] = feature
         states[alive, step], best[alive, step] = state_BX, best_B
-    ids, embeddings, attention = torch.cat([prompt, answer], dim=1), *map(scores.aux.get, ("embeddings", "attention"))
-    positions = _positions(scores.aux["positions"], rows, longest - 1)
+    return _batch(scores, prompt, answer, lengths, features, states, recorder.law, best)
+
+
+def _batch(
+    prefill: Scores,
+    prompt: Tensor,
+    answer: Tensor,
+    lengths: list[int],
+    features: Tensor,
+    states: Tensor,
+    law: Callable[[Tensor], Tensor] | None,
+    best: Tensor,
+) -> TrainingBatch:
+    ids, embeddings, attention = torch.cat([prompt, answer], dim=1), *map(prefill.aux.get, ("embeddings", "attention"))
+    positions = _positions(prefill.aux["positions"], *answer.shape)
     return TrainingBatch(
         ids,
-        length,
+        prompt.shape[1],
         lengths,
         features,
         states,
-        recorder.law or identity,
-        scores.distribution.width,
+        law or identity,
+        prefill.distribution.width,
         best,
         positions,
         attention,
@@ -113,11 +139,30 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
     )
 
 
-def _positions(prompt: Tensor, rows: int, more: int) -> Tensor:
-    """Positions of the prompt, continued by `more`: (B, L + more) or (3, B, L + more)."""
+def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
+    """The same for answers that are given, in one pass over them."""
+    rows, length = request.prompt.shape
+    longest = max(map(len, request.answers))
+    answer = torch.tensor([t + [0] * (longest - len(t)) for t in request.answers], device=request.prompt.device)
+    with torch.inference_mode():
+        state, before = target.prefill(request)
+        state.pending, state.position = answer[:, 0], state.position + 1
+        draft = trees.chain_draft(state.pending, answer[:, 1 : max(longest - 1, 1)])
+        after = target.verify(state, draft)
+    known = before.features
+    known = request.prompt.new_zeros(rows, length, 0, dtype=torch.float32) if known is None else known
+    law, logits_BTV = _law(target, request, before), categorical(after.distribution).logits[:, : longest - 1]
+    states_BTX = logits_BTV.float() if law is None else after.aux["states"][:, : longest - 1]
+    features = torch.cat([known, draft_features(after, draft)], dim=1)[:, : length + longest - 1]
+    lengths, best = list(map(len, request.answers)), logits_BTV.argmax(dim=-1)
+    return _batch(before, request.prompt, answer, lengths, features, states_BTX.clone(), law, best)
+
+
+def _positions(prompt: Tensor, rows: int, answer: int) -> Tensor:
+    """Positions of the prompt and the answer but its last token: (B, L + M - 1) or (3, B, L + M - 1)."""
     positions = prompt if prompt.dim() == 2 else prompt[-3:]
     positions = positions.expand(*positions.shape[:-2], rows, positions.shape[-1])
-    steps = torch.arange(1, more + 1, device=positions.device)
+    steps = torch.arange(1, answer, device=positions.device)
     return torch.cat([positions, positions[..., -1:] + steps], dim=-1)
 
 

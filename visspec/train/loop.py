@@ -14,7 +14,6 @@ K steps of a rollout.
 from __future__ import annotations
 
 import copy
-import math
 import os
 import shutil
 import time
@@ -160,14 +159,8 @@ class Trainer:
         return range(self.workers.rank, self.accumulate, self.workers.world)
 
     @property
-    def batches(self) -> int:
-        """Requests of a stream in a group."""
-        return math.ceil(self.plan.group / self.accumulate)
-
-    @property
     def parts(self) -> int:
-        """Steps of an epoch over a group."""
-        return self.batches * math.ceil(self.plan.batch / self.plan.rows)
+        return self.plan.parts(self.accumulate)
 
     def lessons(self, step: int) -> list[TrainingBatch]:
         """The lessons of this process in a step. A group is generated at its first step, or at the first step after a
@@ -193,8 +186,9 @@ class Trainer:
 
     def _answer(self, index: int) -> list[list[TrainingBatch]]:
         plan, found = self.plan, []
+        batches = plan.batches(self.accumulate)
         for stream in self.streams:
-            numbers = range(index * self.batches, (index + 1) * self.batches)
+            numbers = range(index * batches, (index + 1) * batches)
             requests = (self.prompts(number * self.accumulate + stream) for number in numbers)
             parts = [
                 part for request in requests for part in split(capture(self.target, self.rule, request), plan.rows)

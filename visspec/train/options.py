@@ -54,6 +54,14 @@ class TrainingOptions:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule: got {self.schedule!r}, expected one of {', '.join(SCHEDULES)}")
 
+    def batches(self, lessons: int) -> int:
+        """Requests in a group of each of so many streams, the lessons of an update."""
+        return math.ceil(self.group / lessons)
+
+    def parts(self, lessons: int) -> int:
+        """Steps of an epoch over a group."""
+        return self.batches(lessons) * math.ceil(self.batch / self.rows)
+
     def loss_at(self, step: int) -> str:
         """The name of the loss of a step."""
         return "soft_ce" if step < self.opening * self.steps else self.loss

@@ -1,0 +1,220 @@
+"""Records of training data as conversations: {image, prompt}, `conversations` (LLaVA, ShareGPT), `messages` (chats of
+transformers, TRL and OpenAI), and the prompts of MMSpec, SPEED-Bench and vLLM's `custom_mm`.
+
+A field that holds something and isn't used is refused by name: nothing of a record is dropped without a word.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from visspec.api.captions import PROMPT
+from visspec.io.files import Json
+
+IMAGES, VIDEOS = ("image", "images", "image_files"), ("video", "videos")
+TURNS = ("prompt", "turns", "conversations", "messages")  # of which a record has one, or none
+CONTENT = {*IMAGES, *VIDEOS, *TURNS, "answer", "system"}
+ABOUT = {"id", "question_id", "source", "data_source", "dataset", "category", "split", "model", "url", "license"} | {
+    *("key", "status", "error_message", "exif", "sha256", "md5", "file_name")
+}  # fields of texts that say where a record is from; numbers are passed over as well
+ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
+MARK = re.compile(r"\n?<(image|video)>\n?")
+SOURCES = {  # where parts of a turn have what they are of
+    "text": ("text",),
+    "image": ("image", "path", "url", "image_url"),
+    "video": ("video", "path", "url", "video_url"),
+}
+
+Message = dict[str, Any]  # role, and content: a list of parts, as chat templates take them
+
+
+class Member(NamedTuple):
+    """A file inside another one, which is read when it is needed."""
+
+    path: Path
+    offset: int
+    size: int
+
+    def read(self) -> bytes:
+        """Its bytes."""
+        with open(self.path, "rb") as file:
+            file.seek(self.offset)
+            return file.read(self.size)
+
+
+Media = Path | bytes | Member
+
+
+class Conversation(NamedTuple):
+    """Turns, and the pictures and videos in the order in which these have them."""
+
+    messages: list[Message]
+    media: list[Media]
+
+    def until(self, turn: int) -> Conversation:
+        """What stands before a message."""
+        kept = self.messages[:turn]
+        return Conversation(kept, self.media[: sum(part["type"] != "text" for m in kept for part in m["content"])])
+
+    def texts(self) -> list[Message]:
+        """The messages without pictures and videos."""
+        return [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in self.messages]
+
+    def questions(self) -> list[int]:
+        """Messages that are answers, or the place of one that isn't there yet: each ends a prompt."""
+        ends = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return ends if self.messages[-1]["role"] == "assistant" else [*ends, len(self.messages)]
+
+    def answer(self, turn: int) -> str | None:
+        """The text of a message that is an answer; None where the data have none."""
+        return self.messages[turn]["content"][0]["text"] if turn < len(self.messages) else None
+
+
+def conversation_of(entry: object, folder: Path, ignore: Collection[str] = ()) -> Conversation:
+    """From a record; relative paths start at `folder`. `ignore`: further fields to pass over.
+
+    Raises ValueError for a record that is none, or with a field that holds something and isn't used.
+    """
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"got {type(entry).__name__}, expected an object with image (and prompt)")
+    fields = {name: value for name, value in entry.items() if value is not None and name not in ignore}
+    for name, value in fields.items():
+        if name not in CONTENT | ABOUT and not isinstance(value, (bool, int, float)):
+            raise ValueError(f"got {name}, which training doesn't use, expected it among --ignore")
+    given = [name for name in TURNS if name in fields]
+    if len(given) > 1:
+        raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
+    media = {kind: _listed(fields, names) for kind, names in (("image", IMAGES), ("video", VIDEOS))}
+    if not given and not any(media.values()):
+        raise ValueError(f"got no image, expected an object with image, or one of {', '.join(TURNS)}")
+    messages, found = _parsed(_turns(fields, given[0] if given else "prompt"), media, folder)
+    _check_order(messages)
+    return Conversation(messages, found)
+
+
+def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
+    """The pictures or videos of a record, by whatever name."""
+    given = [name for name in names if name in fields]
+    if len(given) > 1:
+        raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
+    value = fields[given[0]] if given else []
+    return value if isinstance(value, list) else [value]
+
+
+def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
+    """(role, content) of all turns."""
+    if name in ("prompt", "turns"):
+        prompt = fields.get(name, PROMPT)
+        if name == "turns":
+            if not isinstance(prompt, list) or len(prompt) != 1:
+                raise ValueError(f"turns: got {_short(prompt)}, expected one text: answers between turns are not there")
+            (prompt,) = prompt
+        found = [("user", prompt)]
+        found += [("assistant", fields["answer"])] if "answer" in fields else []
+    else:
+        role, content = ("from", "value") if name == "conversations" else ("role", "content")
+        turns = fields[name]
+        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+            raise ValueError(f"{name}: got {_short(turns)}, expected a list of objects of {role} and {content}")
+        if "answer" in fields:
+            raise ValueError(f"got answer and {name}, expected one of the two")
+        for turn in turns:
+            if strange := [key for key in turn if turn[key] is not None and key not in (role, content)]:
+                raise ValueError(f"{name}: got {strange[0]} in a turn, expected {role} and {content} alone")
+            if turn.get(role) not in ROLES:
+                raise ValueError(f"{name}: got {role} {_short(turn.get(role))}, expected one of {', '.join(ROLES)}")
+        found = [(ROLES[turn[role]], turn.get(content)) for turn in turns]
+    return [("system", fields["system"]), *found] if "system" in fields else found
+
+
+def _parsed(
+    turns: list[tuple[str, Json]], media: dict[str, list[Any]], folder: Path
+) -> tuple[list[Message], list[Media]]:
+    """Messages of parts, and the pictures and videos of a record. Where no turn has a mark, they come before the first
+    text of the user. `<image>` stands for a video in records that have videos alone (LLaVA-Video).
+    """
+    alone = "video" if media["video"] and not media["image"] else "image"
+    waiting = {kind: iter(values) for kind, values in media.items()}
+    messages: list[Message] = []
+    found: list[Media] = []
+    marks = 0
+    for role, content in turns:
+        parts: list[dict[str, str]] = []
+        for kind, value in _parts(role, content):
+            if kind == "text":
+                parts.append({"type": "text", "text": value})
+                continue
+            kind, marks = alone if kind == "image" else kind, marks + (value is None)
+            value = next(waiting[kind], None) if value is None else value
+            if value is None:
+                raise ValueError(f"got more marks of {kind}s than the {len(media[kind])} of the record")
+            parts.append({"type": kind})
+            found.append(_media(value, folder, kind))
+        messages.append({"role": role, "content": parts})
+    left = [(kind, value) for kind, values in waiting.items() for value in values]
+    if left and (marks or found):
+        raise ValueError(f"got {len(left)} {left[0][0]}s without a mark, expected <{left[0][0]}> where each stands")
+    if left:
+        first = next((m for m in messages if m["role"] == "user"), messages[0])
+        first["content"] = [{"type": kind} for kind, _ in left] + first["content"]
+        found = [_media(value, folder, kind) for kind, value in left]
+    return messages, found
+
+
+def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
+    """(kind, text or source) of the parts of a turn; no source: the next one of the record."""
+    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
+        fields = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
+        kind = str(fields.pop("type", None)).removesuffix("_url")
+        value: Any = next(iter(fields.values()), None)
+        wrong = kind not in SOURCES or not {*fields} <= {*SOURCES[kind]} or len(fields) > 1
+        if wrong or (kind == "text" and not isinstance(value, str)):
+            raise ValueError(f"got a part {_short(part)}, expected one of {', '.join(SOURCES)}")
+        if kind != "text":
+            yield kind, value["url"] if isinstance(value, dict) and {*value} == {"url"} else value
+            continue
+        for number, piece in enumerate(MARK.split(value) if role == "user" else [value]):
+            if number % 2 or piece:
+                yield (piece, None) if number % 2 else ("text", piece)
+
+
+def _media(value: object, folder: Path, kind: str) -> Media:
+    """A picture or video: a path, the bytes of a file, or where these are."""
+    if isinstance(value, Mapping):  # as data sets keep images: the bytes, or else a path
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, Member) or (isinstance(value, bytes) and value and kind == "image"):
+        return value
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{kind}: got {type(value).__name__}, expected a path or the bytes of a file")
+    if value.startswith("data:") and kind == "image":
+        try:
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        except ValueError as error:
+            raise ValueError(f"image: got base64 that can't be read ({error}), expected an image") from None
+    if "://" in value and not value.startswith("file://"):
+        raise ValueError(f"{kind}: got {_short(value)}, expected a file: nothing is fetched from the web")
+    return folder / value.removeprefix("file://")
+
+
+def _check_order(messages: list[Message]) -> None:
+    """Raises ValueError unless turns are the user's and the assistant's by turns, each with something in it."""
+    own = [message["role"] for message in messages]
+    if own[:1] == ["system"]:
+        own = own[1:]
+    for number, role in enumerate(own or ["nobody"]):
+        if role != ("user", "assistant")[number % 2]:
+            raise ValueError(f"got a turn of {role}, expected user and assistant by turns, the user first")
+    for message in messages:
+        texts = [part["text"] for part in message["content"] if part["type"] == "text"]
+        if message["role"] == "assistant" and (len(texts) != 1 or len(message["content"]) != 1):
+            raise ValueError("got an answer that is not one text, expected one")
+        if not message["content"] or (message["role"] != "user" and not texts[0].strip()):
+            raise ValueError(f"got an empty turn of {message['role']}, expected a text")
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.60}"

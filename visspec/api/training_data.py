@@ -1,0 +1,400 @@
+"""Training data: items that are read when they are needed, in an order that is a function of a seed.
+
+An item is a prompt of a record: all turns before one of its answers, which the target gives, or the data. What is kept
+in memory is where records are: numbers, and of folders names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tarfile
+from array import array
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from visspec.api import sources
+from visspec.api.conversations import Conversation, Media, Member, conversation_of
+from visspec.io import images
+from visspec.io.files import loads
+from visspec.io.images import MAX_PIXELS, read_image
+from visspec.io.videos import Clip, is_video, open_media
+
+ANSWERS = ("target", "own")
+CHUNK = 1 << 20  # bytes of a JSON array that are read together
+WINDOW = 4  # groups of parquet's rows that are shuffled, and kept, together
+LARGEST_GROUP = 1 << 30  # bytes of one
+HELD_OUT = 0.05  # share of the records that only validates, at least one
+
+Entry = Mapping[str, Any]
+
+
+# --- where records are ------------------------------------------------------------------------------------------------
+
+
+class Records:
+    """Records by their number. `groups`: where groups of records begin that are read together."""
+
+    folder = Path()
+    groups: Sequence[int] = (0,)
+
+    def __init__(self, source: str, ignore: Collection[str] = ()):
+        self.source, self.ignore = source, ignore
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, number: int) -> Entry:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return records_of, (self.source, self.ignore)  # another process opens files of its own
+
+    def name(self, number: int) -> str:
+        """What an error calls a record."""
+        return f"row {number + 1} of {self.source}"
+
+
+class Files(Records):
+    """Images and videos of a folder, a glob, or one."""
+
+    def __init__(self, source: str, ignore: Collection[str] = ()):
+        super().__init__(source, ignore)
+        self.names: list[str] = []
+        for record in sources.records([source]):
+            if record.error is not None:
+                raise ValueError(record.error)
+            self.names.append(str(record.image))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, number: int) -> Entry:
+        return {"video" if is_video(self.names[number]) else "image": self.names[number]}
+
+    def name(self, number: int) -> str:
+        return self.names[number]
+
+
+class Lines(Records):
+    """JSON lines, or the elements of a JSON array."""
+
+    def __init__(self, source: str, ignore: Collection[str] = ()):
+        super().__init__(source, ignore)
+        self.path, self.folder, self.starts = Path(source), Path(source).parent, array("q")
+        self.ends = array("q")
+        for start, end in _elements(self.path):
+            self.starts.append(start)
+            self.ends.append(end)
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, number: int) -> Entry:
+        with open(self.path, "rb") as file:
+            file.seek(self.starts[number])
+            return loads(file.read(self.ends[number] - self.starts[number]))
+
+    def name(self, number: int) -> str:
+        return f"line {number + 1} of {self.path}"
+
+
+def _elements(path: Path) -> Iterator[tuple[int, int]]:
+    """Where the elements of a JSON array begin and end, or the lines of a file that is none. Read as Latin-1, in which
+    a byte is a character: what JSON's structure is made of is ASCII.
+    """
+    decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
+    with open(path, "rb") as file:
+        text, base = file.read(CHUNK).decode("latin-1"), 0
+        at = len(text) - len(text.lstrip())
+        if text[at : at + 1] != "[":
+            file.seek(0)
+            for line in file:
+                base += len(line)
+                if line.strip():
+                    yield base - len(line), base
+            return
+        at += 1
+        while True:
+            at = blank.match(text, at).end()  # type: ignore[union-attr]
+            try:
+                if text[at : at + 1] == "]":
+                    return
+                _, end = decode(text, at)
+            except ValueError:
+                more = file.read(max(CHUNK, len(text))) if len(text) <= sources.LARGEST else b""
+                if not more:
+                    raise ValueError(f"got no JSON behind byte {base + at}, expected an array") from None
+                text, base, at = text[at:] + more.decode("latin-1"), base + at, 0
+            else:
+                yield base + at, base + end
+                at = end
+
+
+class Shard(Records):
+    """A tar in the layout of webdataset, as `sources.of_tar` has it. Files stay where they are."""
+
+    KINDS = ("image", "json", "prompt")
+    WIDTH = 2 * len(KINDS)
+
+    def __init__(self, source: str, ignore: Collection[str] = ()):
+        super().__init__(source, ignore)
+        self.path, self.places = Path(source), array("q")  # of each record: offset and size of every kind, or -1
+        last = None
+        with tarfile.open(self.path, "r:") as shard:
+            while (member := shard.next()) is not None:
+                shard.members.clear()  # type: ignore[attr-defined]  # it would remember them all
+                folder, _, file = member.name.rpartition("/")
+                stem, _, suffix = file.partition(".")
+                if not member.isfile() or suffix in ignore:
+                    continue
+                kind = "image" if f".{suffix.lower()}" in images.SUFFIXES else suffix
+                if kind not in self.KINDS or member.issparse() or member.size > sources.LARGEST:
+                    raise ValueError(f"got {member.name}, expected it to be an image, .json, .prompt or among --ignore")
+                if (folder, stem) != last:
+                    self.places.extend([-1] * self.WIDTH)
+                    last = folder, stem
+                at = len(self.places) - self.WIDTH + 2 * self.KINDS.index(kind)
+                if self.places[at] >= 0:
+                    raise ValueError(f"got {member.name}, expected one {kind} of a name")
+                self.places[at], self.places[at + 1] = member.offset_data, member.size
+
+    def __len__(self) -> int:
+        return len(self.places) // self.WIDTH
+
+    def _members(self, number: int) -> dict[str, Member]:
+        numbers = self.places[self.WIDTH * number : self.WIDTH * (number + 1)].tolist()
+        places = zip(self.KINDS, numbers[::2], numbers[1::2])
+        return {kind: Member(self.path, offset, size) for kind, offset, size in places if offset >= 0}
+
+    def __getitem__(self, number: int) -> Entry:
+        found = self._members(number)
+        entry = loads(found["json"].read()) if "json" in found else {}
+        if not isinstance(entry, dict):
+            raise ValueError("got a .json that is no object, expected one")
+        entry = {name: value for name, value in entry.items() if name not in ("image", "images")}
+        if "prompt" in found:
+            entry["prompt"] = found["prompt"].read().decode(errors="replace").strip()
+        return entry | ({"image": found["image"]} if "image" in found else {})
+
+    def name(self, number: int) -> str:
+        """The one in the header of its first file, of 100 bytes at most."""
+        first = next(iter(self._members(number).values()))
+        header = Member(self.path, first.offset - tarfile.BLOCKSIZE, 100).read()
+        return f"{header.partition(bytes(1))[0].decode(errors='replace')} of {self.path}"
+
+
+class Rows(Records):
+    """Rows of parquet. The groups that were read last are kept."""
+
+    def __init__(self, source: str, ignore: Collection[str] = ()):
+        super().__init__(source, ignore)
+        self.folder = Path(source).parent
+        self.file = sources.need("pyarrow.parquet", source).ParquetFile(source)
+        groups = [self.file.metadata.row_group(n) for n in range(self.file.metadata.num_row_groups)]
+        if (large := max((group.total_byte_size for group in groups), default=0)) > LARGEST_GROUP:
+            raise ValueError(f"got a row group of {large} bytes, expected at most {LARGEST_GROUP} (row_group_size=100)")
+        *self.groups, self.count = accumulate((group.num_rows for group in groups), initial=0)
+        self.table = lru_cache(WINDOW)(self.file.read_row_group)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Entry:
+        group = bisect_right(self.groups, number) - 1
+        return self.table(group).slice(number - self.groups[group], 1).to_pylist()[0]
+
+
+class Dataset(Records):
+    """A data set of the library `datasets`, which maps its files into memory: hf:NAME[:SPLIT] (default train; it is
+    fetched whole), or a folder that `save_to_disk` wrote.
+    """
+
+    def __init__(self, source: str, ignore: Collection[str] = ()):
+        super().__init__(source, ignore)
+        datasets = sources.need("datasets", source)
+        name, _, split = source.removeprefix(sources.DATASET).partition(":")
+        if source.startswith(sources.DATASET) and not Path(name).exists():
+            found = datasets.load_dataset(name, split=split or "train")
+        else:
+            found = datasets.load_from_disk(name)
+            found = found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
+        self.rows = found.with_format("arrow")  # images as they are stored
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> Entry:
+        return self.rows[number : number + 1].to_pylist()[0]
+
+
+def records_of(data: str, ignore: Collection[str] = ()) -> Records:
+    """The records of a folder, a glob, a file or hf:NAME. Raises ValueError for data without any, or that can't be
+    read.
+    """
+    path = Path(data)
+    kinds: dict[str, type[Records]] = {".jsonl": Lines, ".json": Lines, ".parquet": Rows, ".tar": Shard}
+    kind: type[Records] | None = kinds.get(path.suffix.lower()) if path.is_file() else None
+    saved = (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+    if kind is None and not path.exists() and sources.is_plain(data):
+        raise ValueError(f"data: {path} is neither a folder nor a file, expected a folder of images or a JSONL file")
+    try:
+        found = (Dataset if saved or data.startswith(sources.DATASET) else kind or Files)(data, ignore)
+    except (ValueError, OSError, tarfile.TarError) as error:
+        raise ValueError(f"data: {path}: {str(error).splitlines()[0]}") from None
+    if not len(found):
+        raise ValueError(f"data: {path} holds no line, expected JSONL of {{image, prompt}}")
+    return found
+
+
+# --- items ------------------------------------------------------------------------------------------------------------
+
+
+class Item(NamedTuple):
+    """A prompt, and the data's own answer to it, where there is one."""
+
+    conversation: Conversation
+    answer: str | None
+
+
+class TrainingData:
+    """The items of data, each read when it is asked for. answers: "target" makes an item of every place of a record at
+    which the user waits for an answer, "own" of every answer of the data.
+
+    Raises ValueError for a record that can't be used, before any work: all are read once, images not.
+    """
+
+    def __init__(self, data: str | Path, answers: str = "target", ignore: Collection[str] = ()):
+        if answers not in ANSWERS:
+            raise ValueError(f"answers: got {answers!r}, expected one of {', '.join(ANSWERS)}")
+        self.records, self.ignore = records_of(str(data), ignore), ignore
+        self.record, self.turn, digest = array("q"), array("q"), hashlib.sha256()
+        self.answers = 0  # of the data
+        for number in range(len(self.records)):
+            try:
+                conversation = self.conversation(number)
+                turns = conversation.questions()
+                known = [turn for turn in turns if conversation.answer(turn) is not None]
+                if answers == "own" and not known:
+                    raise ValueError("got no answer, expected one: --answers own trains on those of the data")
+            except (ValueError, OSError) as error:
+                raise ValueError(f"data: {self.records.name(number)}: {error}") from None
+            self.answers += len(known)
+            turns = known if answers == "own" else turns
+            self.record.extend([number] * len(turns))
+            self.turn.extend(turns)
+            digest.update(repr((conversation.messages, [name_of(one) for one in conversation.media])).encode())
+        self.digest = f"{len(self)} items, sha256 {digest.hexdigest()[:16]}"  # wherever they lie
+
+    def conversation(self, number: int) -> Conversation:
+        """A whole record. Raises ValueError as `conversation_of`."""
+        return conversation_of(self.records[number], self.records.folder, self.ignore)
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+    def __getitem__(self, number: int) -> Item:
+        whole, turn = self.conversation(self.record[number]), self.turn[number]
+        return Item(whole.until(turn), whole.answer(turn))
+
+    def name(self, number: int) -> str:
+        """What an error calls an item."""
+        return self.records.name(self.record[number])
+
+    def picture(self, number: int) -> Image.Image:
+        """The first picture of a record. Raises ValueError or OSError where there is none."""
+        media = self.conversation(number).media
+        found = read_media(media[0]) if media else None
+        if not isinstance(found, Image.Image):
+            raise ValueError(f"data: {self.records.name(number)}: got no image, expected one")
+        return found
+
+    def hold_out(self, most: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Numbers of the items to train on, and of at most `most` to validate on: `HELD_OUT` of the records, drawn by
+        seed, whole; both are all items where there is one record.
+        """
+        count, record_N = len(self.records), torch.tensor(self.record)
+        if count == 1:
+            return torch.arange(len(self)), torch.arange(len(self))[:most]
+        drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        held_N = torch.isin(record_N, drawn[: max(1, min(int(HELD_OUT * count), most))])
+        return (~held_N).nonzero()[:, 0], held_N.nonzero()[:, 0][:most]
+
+    def shuffle(self, number_N: Tensor, seed: int) -> Tensor:
+        """Items in a seeded order; where groups of records are read together, `WINDOW` groups drawn at random one after
+        the other.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        number_N = number_N[torch.randperm(len(number_N), generator=generator)]
+        groups_G = torch.tensor(self.records.groups)
+        if len(groups_G) == 1:
+            return number_N
+        place_G = torch.randperm(len(groups_G), generator=generator)
+        group_N = torch.searchsorted(groups_G, torch.tensor(self.record)[number_N], right=True) - 1
+        return number_N[(place_G[group_N] // WINDOW).argsort(stable=True)]
+
+
+def name_of(media: Media) -> str | int:
+    """What tells a picture or video apart, wherever it lies: a name, or the number of bytes."""
+    return media.name if isinstance(media, Path) else media.size if isinstance(media, Member) else len(media)
+
+
+def read_media(media: Media, max_pixels: int | None = None) -> Image.Image | Clip:
+    """A picture, or a video's frames, scaled down to `max_pixels`. Raises ValueError or OSError if it can't be read."""
+    if isinstance(media, Path):
+        found = open_media(media)
+    else:
+        found = read_image(media.read() if isinstance(media, Member) else media, "data", MAX_PIXELS)
+    if max_pixels is None:
+        return found
+    if isinstance(found, Clip):
+        return replace(found, frames=[shrink(frame, max_pixels) for frame in found.frames])
+    return shrink(found, max_pixels)
+
+
+def shrink(image: Image.Image, max_pixels: int) -> Image.Image:
+    """An image of at most so many pixels, in its proportions."""
+    share = (max_pixels / (image.width * image.height)) ** 0.5
+    if share >= 1:
+        return image
+    return image.resize((max(int(image.width * share), 1), max(int(image.height * share), 1)), Image.Resampling.BICUBIC)
+
+
+class Reader:
+    """Reads items and counts those that can't be read, `bad`: item to reason. Raises ValueError for more than `max_bad`
+    of them.
+    """
+
+    def __init__(self, data: TrainingData, max_bad: int = 100, max_pixels: int | None = None):
+        self.data, self.max_bad, self.max_pixels = data, max_bad, max_pixels
+        self.bad: dict[int, str] = {}
+
+    def __call__(self, number: int, pictures: bool = True) -> tuple[Item, list[Image.Image | Clip]] | None:
+        """An item and its pictures, or None for a bad one. pictures: False leaves them out."""
+        if number in self.bad:
+            return None
+        try:
+            item = self.data[number]
+            return item, [read_media(one, self.max_pixels) for one in item.conversation.media if pictures]
+        except (ValueError, OSError) as error:
+            self.skip(number, error)
+            return None
+
+    def skip(self, number: int, error: Exception) -> None:
+        """Note an item that can't be used."""
+        self.bad[number] = f"{self.data.name(number)}: {str(error).splitlines()[0]}"
+        if len(self.bad) > self.max_bad:
+            raise ValueError(
+                f"data: got {len(self.bad)} items that can't be read, the last of them {self.bad[number]},"
+                f" expected at most {self.max_bad} (--max-bad)"
+            )
