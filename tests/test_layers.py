@@ -244,9 +244,6 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
         "extend",
         "slots_of",
     ],  # of prompts, in training
-    "models/eagle/feature_drafting.py": ["rollout", "rollout", "rollout"],
-    "models/block/trained.py": ["rollout"],
-    "models/block/diffusion_trained.py": ["rollout", "rollout"],
     "models/decoder/small_model.py": ["_is_content"],
     "models/decoder/probe.py": ["_tokens"],
     "models/lowres/drafter.py": ["small"],

@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import itertools
 import json
+import math
 import pydoc
 from pathlib import Path
 
@@ -13,15 +15,18 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import visspec
+from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from visspec.api import train_drafter, zoo
 from visspec.api.train_drafter import TextValidation, request_of
+from visspec.kernels import losses as kernel
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train import losses
 from visspec.train.capture import capture, split
-from visspec.train.loop import Trainer, TrainingOptions
+from visspec.train.loop import SingleProcess, Trainer
+from visspec.train.options import TrainingOptions
 
 ROWS = {"llava": ["4 i 5", "3 i 2 i 6", "9"], "qwen2_5_vl": ["4 i 5", "6 i 3 i 2"]}
 
@@ -97,7 +102,7 @@ def test_losses_are_their_formulas():
 
 def trainer(folder, steps=12, **options):
     drafter = FeatureDrafter.for_model(model_of("llava"), seed=2)
-    plan = TrainingOptions(steps=12, batch=3, rows=2, group=2, reuse=2, unroll=2, save_every=6, warm_up=2, **options)
+    plan = TrainingOptions(steps=12, batch=3, rows=2, group=2, reuse=2, unroll=2, save_every=6, warm_up=0.15, **options)
     made = Trainer(target_for(drafter), drafter, visspec.Exact(), prompts("llava", 8), plan, folder, {"seed": 0})
     return drafter, made
 
@@ -209,6 +214,119 @@ def test_a_checkpoint_is_of_one_step_wherever_saving_ends(tmp_path, earlier, kil
         again.resume()
 
 
+def test_a_poisoned_target_is_told_at_once_and_ends_the_run(tmp_path):
+    """Updates without a finite gradient change nothing, neither weights nor moments; ten in a row end the run."""
+    drafter, run = trainer(tmp_path)
+    run.plan = dataclasses.replace(run.plan, steps=40)
+    update, seen = run.update, []
+
+    def poisoned(lessons):
+        if run.step == 3 or run.step >= 5:
+            lessons = [dataclasses.replace(lesson, features=lesson.features * torch.nan) for lesson in lessons]
+        figures = update(lessons)
+        moments = [own["exp_avg"].clone() for own in run.optimiser.state.values()]
+        seen.append([p.detach().clone() for p in drafter.head.parameters()] + moments)
+        return figures
+
+    run.update = poisoned
+    with pytest.warns(RuntimeWarning, match="the gradient of step 4 is not finite, and of 0 before it"):
+        with pytest.raises(ValueError, match="loss: the gradient of step 15 is not finite, and of 9 before it, exp"):
+            run.run()
+    same = [len(one) == len(two) and all(map(torch.equal, one, two)) for one, two in itertools.pairwise(seen)]
+    assert same == [False, False, True, False] + [True] * 10
+    assert all(math.isfinite(point["loss"]) for point in run.curve)
+
+
+def test_a_step_reads_what_is_on_the_host_and_a_report_reads_once(tmp_path, monkeypatch):
+    """As on an accelerator, where a read waits for all that was started."""
+    _, run = trainer(tmp_path)
+    lessons = [  # on a CPU the copies are the tensors themselves
+        dataclasses.replace(lesson, ids=lesson.ids.clone(), attention=lesson.attention.clone())
+        for lesson in run.lessons(0)
+    ]
+    host = {t.untyped_storage().data_ptr() for lesson in lessons for t in (lesson.host_ids, lesson.host_attention)}
+    reads = []
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "cpu", "numpy"):
+        own = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda t, *a, own=own: reads.append(t) or own(t, *a))
+    monkeypatch.setattr(losses.kernels, "draft_losses", kernel.reference)  # that for CPUs looks for -inf
+    figures = run.update(lessons)
+    assert reads and {t.untyped_storage().data_ptr() for t in reads} <= host
+    reads.clear()
+    run._read(figures)
+    assert len(reads) == 1
+    run.reads, records = 4, []
+    monkeypatch.undo()
+    run.run(records.append)
+    assert [record["step"] for record in records] == [4, 6, 8, 12]  # a checkpoint at 6
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_the_rate_follows_its_schedule(schedule):
+    plan = TrainingOptions(steps=100, warm_up=0.1, schedule=schedule, rate=2.0, floor=0.1)
+    rates = [plan.rate_at(step) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    left = {"cosine": 0.5, "linear": 0.5, "constant": 1.0}[schedule]
+    assert rates[10] == 2.0 and rates[55] == pytest.approx(0.2 + 1.8 * left)
+    assert plan.rate_at(100) == pytest.approx(2.0 if schedule == "constant" else 0.2)
+    for options, said in (
+        ({"rate": 0.0}, "rate: got 0.0, expected a positive"),
+        ({"warm_up": 20}, "warm_up: got 20, expected a share"),
+        ({"schedule": "x"}, "schedule: got 'x', expected one of"),
+        ({"keep": 0}, "keep: got 0, expected at least 1"),
+    ):
+        with one_sentence(said):
+            TrainingOptions(**options)
+
+
+class Pair(SingleProcess):
+    """Two processes of one: gradients of both are added by hand."""
+
+    world = 2
+
+
+def test_an_update_is_a_function_of_its_lessons_and_not_of_processes(tmp_path):
+    """Two streams in one process, or one in each of two; the streams of both have different prompts and seeds."""
+    _, whole = trainer(tmp_path / "one", accumulate=2)
+    given = whole.target, whole.drafter, whole.rule, whole.prompts
+    ranks = [Trainer(*given, whole.plan, tmp_path / "two", {}, None, Pair(rank)) for rank in range(2)]
+    assert [list(own.streams) for own in ranks] == [[0], [1]]
+    for step in (0, 1, 4):
+        both, apart = whole.lessons(step), [own.lessons(step) for own in ranks]
+        assert [len(lessons) for lessons in apart] == [1, 1] and not torch.equal(both[0].ids, both[1].ids)
+        assert all(torch.equal(a.ids, b.ids) for a, (b,) in zip(both, apart))
+    with one_sentence("accumulate: got 3 lessons of an update, expected a multiple of the 2 processes"):
+        Trainer(*given, dataclasses.replace(whole.plan, accumulate=3), tmp_path, {}, None, Pair())
+    plan = dataclasses.replace(whole.plan, accumulate=1)
+    Trainer(*given, plan, tmp_path / "begun-by-two", {}, None, Pair()).save()
+    alone = Trainer(*given, plan, tmp_path / "begun-by-two", {})
+    assert list(alone.streams) == [0] and alone.resume() and list(alone.streams) == [0, 1]
+    gradients = []
+    for lessons in (both, both[:1], both[1:]):
+        whole.head.zero_grad()
+        for lesson in lessons:
+            (whole.module(lesson, "tv")[0] / len(lessons)).backward()
+        gradients.append({n: p.grad.clone() for n, p in whole.head.named_parameters() if p.grad is not None})
+    for name, gradient in gradients[0].items():
+        parts = [part.get(name, torch.zeros_like(gradient)) for part in gradients[1:]]
+        torch.testing.assert_close(gradient, sum(parts) / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_the_best_checkpoint_is_published_and_as_many_kept_as_asked(tmp_path):
+    drafter, run = trainer(tmp_path, keep=2, validate_every=3)
+    taus = iter([1.0, 3.0, 2.0, 2.5])
+    run.validate = lambda: {"tau_greedy": next(taus), "tau_sampled": 1.0}
+    at = {}
+    run.run(lambda record: at.update({record["step"]: drafter.trained.clone()}))
+    assert sorted(p.name for p in (tmp_path / "run").glob("step-*")) == ["step-12", "step-6"]
+    progress = json.loads((tmp_path / "run" / "progress.json").read_text())
+    assert progress["best"] == {"step": 6, "tau": 2.0} and progress["kept"] == [6, 12]
+    assert torch.equal(FeatureDrafter.from_pretrained(tmp_path, model_of("llava")).trained, at[6])
+    again = trainer(tmp_path, keep=1, validate_every=3)[1]
+    assert again.resume() and again.step == 12 and again.best["step"] == 6
+    assert torch.equal(FeatureDrafter.from_pretrained(tmp_path, model_of("llava")).trained, at[6])
+
+
 def test_training_raises_tau(tmp_path):
     """Four prompts learned by heart: tau must clearly rise above an untrained drafter's."""
     model = model_of("llava")
@@ -217,7 +335,7 @@ def test_training_raises_tau(tmp_path):
     validate = TextValidation(model, drafter, lambda temperature: [same(0, temperature)])
     before = validate()
     plan = TrainingOptions(
-        steps=100, batch=4, rows=4, group=1, reuse=100, unroll=3, rate=5e-3, loss="kl", opening=1.0, warm_up=10
+        steps=100, batch=4, rows=4, group=1, reuse=100, unroll=3, rate=5e-3, loss="kl", opening=1.0, warm_up=0.1
     )
     target = target_for(drafter)
     run = Trainer(target, drafter, visspec.Exact(), lambda i: same(0, 0.0), plan, tmp_path, {}, validate)

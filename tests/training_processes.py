@@ -38,7 +38,7 @@ def main(parallel: str, home: Path) -> None:
     def run(name: str, **options) -> list[dict]:
         return train_drafter.run(
             "x", home / "data", home / name, steps=8, rows=2, max_new_tokens=8, group=1, reuse=2, unroll=2,
-            save_every=4, warm_up=1, validate_every=4, parallel=parallel, image_latents=0, **options,
+            save_every=4, warm_up=0.125, validate_every=4, parallel=parallel, image_latents=0, **options,
         )  # fmt: skip
 
     found = run("whole")

@@ -727,6 +727,9 @@ class TrainingBatch:
     positions: Tensor  # (B, L + M - 1), or (3, B, L + M - 1)
     attention: Tensor | None  # (B, L) bool
     embeddings: Tensor | None  # (B, L, d) input embeddings of the prompt
+    host_ids: Tensor  # `ids`, `attention` and the number above all positions on the CPU: no step waits for the device
+    host_attention: Tensor | None
+    reach: int
 
     @property
     def logits(self) -> Tensor:

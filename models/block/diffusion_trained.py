@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from visspec.cache import to_device
 from visspec.models.block.diffusion import DiffusionModel
 from visspec.models.block.diffusion_network import DiffusionLMLayers
 from visspec.models.block.drafter import bare
@@ -105,8 +106,8 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
         in the block, 0 where none counts; and the elements.
         """
         start, total, device = lesson.prompt_length, lesson.best.shape[1], lesson.ids.device
-        prompts = self.words(lesson.ids[:, :start], lesson.attention)
-        answers = [row[:n] for row, n in zip(lesson.ids[:, start:].tolist(), lesson.lengths)]
+        prompts = self.words(lesson.host_ids[:, :start], lesson.host_attention)
+        answers = [row[:n] for row, n in zip(lesson.host_ids[:, start:].tolist(), lesson.lengths)]
         found = []
         for _ in range(steps):
             masks = int(torch.randint(1, self.block + 1, ()))
@@ -114,8 +115,8 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
             texts = [(p + a[: n + 1])[-self.reads :] for p, a, n in zip(prompts, answers, anchors)]
             states_BKd = self._states(self.head, *self.masked(texts, None, masks))
             place_K = torch.arange(masks, device=device)
-            at_BK = torch.tensor(anchors, device=device)[:, None] + place_K
-            last_B1 = torch.tensor(lesson.lengths, device=device)[:, None] - 1
+            at_BK = to_device([[anchor] for anchor in anchors], device) + place_K
+            last_B1 = to_device([[n - 1] for n in lesson.lengths], device)
             weight_BK = (DECAY ** place_K.float()) * (at_BK < last_B1)
             found.append(Prediction(states_BKd, weight_BK, at_BK.clamp(max=total - 1)))
         return found

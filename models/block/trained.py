@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.cache import additive
+from visspec.cache import additive, to_device
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.head import BlockHead
 from visspec.models.decoder.target import spare_id, text_sizes
@@ -120,7 +120,7 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         hidden_BTd = hidden_BNd.unflatten(1, (blocks, self.block))[:, :, 1:].flatten(1, 2)
         hidden_BTd = F.pad(hidden_BTd, (0, 0, first, 0))[:, :count]
         index_T = torch.arange(count, device=device)
-        counts_B1 = torch.tensor(lesson.lengths, device=device)[:, None] - 1
+        counts_B1 = to_device([[n - 1] for n in lesson.lengths], device)
         weight_T = DECAY ** ((index_T - first) % ahead).to(like.dtype)
         return [Prediction(hidden_BTd, weight_T * ((index_T >= first) & (index_T < counts_B1)))]
 

@@ -168,7 +168,8 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         prompt = lesson.prompt_length
-        return layouts.extend(self._plan(lesson.ids[:, :prompt], lesson.attention), prompt, lesson.lengths)
+        plan = self._plan(lesson.host_ids[:, :prompt], lesson.host_attention)
+        return layouts.extend(plan, prompt, lesson.lengths)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
         assert lesson.embeddings is not None

@@ -124,11 +124,12 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         embeddings: Tensor,
         positions: Tensor,
         known: tuple[Tensor, Tensor] | None = None,
+        reach: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and their context vectors.
 
         following: the embedding of the token after each; embeddings (B, L, d): input embeddings of the target. known:
-        the whole layout's `_context`, if this is a part.
+        the whole layout's `_context`, if this is a part. reach: a number above all positions, if it is known.
         """
         head, dtype = self.head, self.trained.dtype
         embed = self._next_embeddings(layout, following_BLd)
@@ -137,7 +138,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
         section = self.config.mrope_section
         position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
-        table = self._turns_to(int(position.max()) + 1 if position.numel() else 1)
+        reach = int(position.max()) + 1 if reach is None and position.numel() else reach
+        table = self._turns_to(reach or 1)
         return x_BTd, self._rotations_at(table, position), context
 
     def _next_embeddings(self, layout: layouts.PromptLayout, following_BLd: Tensor) -> Tensor:
@@ -288,10 +290,11 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         ids, features = lesson.ids, lesson.features
         layout, following = self._lesson_layout(lesson), self._following(lesson)
         embeddings = lesson.embeddings if lesson.embeddings is not None else features[..., : self.config.hidden]
-        x, turn, context = self.elements(layout, following, features, embeddings, self._lesson_positions(lesson))
-        first = torch.tensor(layout.lengths, device=ids.device) - torch.tensor(lesson.lengths, device=ids.device) + 1
+        given = layout, following, features, embeddings, self._lesson_positions(lesson)
+        x, turn, context = self.elements(*given, reach=lesson.reach)
+        first = to_device([whole - own + 1 for whole, own in zip(layout.lengths, lesson.lengths)], ids.device)
         answer = first[:, None] + torch.arange(max(lesson.lengths) - 1, device=ids.device)
-        count = torch.tensor(lesson.lengths, device=ids.device)[:, None] - 1
+        count = to_device([n - 1 for n in lesson.lengths], ids.device)[:, None]
         answer = answer.clamp(max=x.shape[1] - 1)
         index = torch.arange(answer.shape[1], device=ids.device)
         embed = self._next_embeddings(layout, following)

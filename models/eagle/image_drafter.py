@@ -221,7 +221,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
-        layout = self._plan(lesson.ids[:, : lesson.prompt_length], lesson.attention)
+        layout = self._plan(lesson.host_ids[:, : lesson.prompt_length], lesson.host_attention)
         layout = layouts.extend(layout, lesson.prompt_length, lesson.lengths)
         return dataclasses.replace(layout, image=(layout.token - lesson.prompt_length + 2).clamp(min=0))
 

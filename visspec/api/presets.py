@@ -83,7 +83,7 @@ IMAGES = {"codes": CODES, "any order": CODES | ANY_ORDER, "vectors": VECTORS, "m
 
 class TrainedPreset(NamedTuple):
     """A published drafter as values of one: of its network (`EagleConfig`, or that of its `kind`), of its training
-    (`train.loop.TrainingOptions`), and of the trees it drafts. sees: what it is told of a picture.
+    (`train.options.TrainingOptions`), and of the trees it drafts. sees: what it is told of a picture.
     """
 
     source: str

@@ -32,7 +32,8 @@ from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.capture import AnsweredRequest
-from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, TrainingOptions, checkpoint
+from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
+from visspec.train.options import TrainingOptions
 from visspec.train.validation import measure
 from visspec.types import Request
 
@@ -190,10 +191,12 @@ def run(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     parallel: str | None = None,
+    bf16: bool = False,
+    eval_every: int | None = None,
     **plan: Any,
 ) -> list[dict]:
-    """Train and save a drafter; `plan` are further fields of `visspec.train.loop.TrainingOptions`. Returns the
-    validations.
+    """Train and save a drafter; `plan` are further fields of `visspec.train.options.TrainingOptions`. Returns the
+    validations. The folder holds the drafter of the best of them.
 
     answers, ignore: as in `TrainingData`. epochs: in place of `steps`, how often the data is seen. eval_rows: items
     that only validate, a twentieth of the data at most. max_pixels: pictures are scaled down to it. max_bad: items that
@@ -201,10 +204,13 @@ def run(
     preset: a published drafter (`presets.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
     block, layers: places of a pass, and layers, of a preset that predicts several.
+    bf16: matrix products of the drafter in bfloat16. eval_every: steps between validations, a fifth without it.
     overwrite: a drafter that is in `out` already. Raises ValueError for a folder `out` of anything else, for one of a
     drafter that is neither resumed nor overwritten, and for a run to resume with other data or settings.
 
-    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own.
+    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own. Another
+    number of processes can resume a run if it divides the lessons of an update: `accumulate`, or as many as the
+    processes that it began with.
     """
     unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
     if unknown:
@@ -226,11 +232,15 @@ def run(
         plan = {**found.plan, **plan}
     sizes = {"batch": min(rows, len(training)), "rows": min(rows, len(training), STEP_ROWS), "group": GROUP}
     options = TrainingOptions(**{"steps": steps or STEPS, "loss": loss, "seed": seed, **sizes, **plan})
+    resumed = resume and checkpoint(out) is not None
+    known = read_json(Path(out) / RUN, PROGRESS) if resumed else {}
+    lessons = known.get("accumulate", max(options.accumulate, several.world))
     if epochs is not None:
-        options = replace(options, steps=steps_of(epochs * len(training), options, several.world))
-    options = replace(options, validate_every=plan.get("validate_every", max(options.steps // 5, 1)))
+        options = replace(options, steps=steps_of(epochs * len(training), options, lessons))
+    every = eval_every or plan.get("validate_every", max(options.steps // 5, 1))
+    options = replace(options, validate_every=every, autocast=bf16 or options.autocast)
     first = found is not None and found.text_first
-    total = requests_of(options) if first else 0
+    total = requests_of(options, lessons) if first else 0
     reader = Reader(items, max_bad, max_pixels)
     prompts = Prompts(model, processor, reader, training, rows, max_new_tokens, seed, own=answers == "own", total=total)
     checks = [
@@ -238,8 +248,7 @@ def run(
         for n, part in enumerate(validating.split(rows))
     ]
     if several.rank == 0:
-        say(what_is_seen(items, len(training), options, several.world, answers))
-    resumed = resume and checkpoint(out) is not None
+        say(what_is_seen(items, len(training), options, lessons, answers))
     if found is None:
         drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
     else:
@@ -276,20 +285,20 @@ def say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
 
 
-def requests_of(options: TrainingOptions) -> int:
-    """Requests of `prompts` in a run of one process."""
-    return -(-options.steps // (options.parts * options.reuse)) * options.group
+def requests_of(options: TrainingOptions, lessons: int) -> int:
+    """Requests of `prompts` in a run, of so many lessons an update, over all processes."""
+    return -(-options.steps // (options.parts(lessons) * options.reuse)) * options.batches(lessons) * lessons
 
 
-def steps_of(items: float, options: TrainingOptions, world: int) -> int:
+def steps_of(items: float, options: TrainingOptions, lessons: int) -> int:
     """Steps of a run that sees so many items."""
-    groups = items / (options.group * options.batch * world)
-    return max(math.ceil(groups * options.parts * options.reuse), 1)
+    groups = items / (options.batches(lessons) * lessons * options.batch)
+    return max(math.ceil(groups * options.parts(lessons) * options.reuse), 1)
 
 
-def what_is_seen(data: TrainingData, count: int, options: TrainingOptions, world: int, answers: str) -> str:
+def what_is_seen(data: TrainingData, count: int, options: TrainingOptions, lessons: int, answers: str) -> str:
     """A sentence on how much of the data a run sees, and whose answers it trains on."""
-    seen = requests_of(options) * options.batch * world
+    seen = requests_of(options, lessons) * options.batch
     whose = "the data's own answers" if answers == "own" else "the target's answers"
     if answers == "target" and data.answers:
         whose += f", not on the {data.answers:,} of the data (--answers own)"

@@ -34,10 +34,17 @@ class Options(HardwareOptions):
     max_new_tokens: Positive = option("of the target's own answers (256)", 256)
     seed: int = option(default=0)
     rows: Positive = option("answers that the target makes together (16)", 16)
+    rate: float = option("peak learning rate (0.001)", 1e-3)
+    schedule: Literal["cosine", "linear", "constant"] = option(default="cosine")
+    warm_up: float = option("share of the steps in which the rate rises (0.025)", 0.025)
+    accumulate: Positive = option("lessons of an update, over all processes (one of each)", 1)
+    bf16: bool = option("matrix products of the drafter in bfloat16", False)
+    eval_every: Positive | None = option("steps between measurements of tau on held-out data (a fifth)", None)
     eval_rows: Positive = option("items that only validate, drawn by seed, a twentieth of the data at most (64)", 64)
     max_pixels: Positive | None = option("pictures are scaled down to so many", None)
     max_bad: Count = option("items that can't be read and are passed over, in each process (100)", 100)
     save_every: Positive = option("steps between checkpoints (200)", 200)
+    keep: Positive = option("checkpoints that are kept, beside that of the best tau (1)", 1)
     parallel: str | None = option(
         "under torchrun: whole weights in each process (ddp), or spread", None, choices=["ddp", "fsdp"]
     )

@@ -11,7 +11,7 @@ Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, X numbers 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -106,19 +106,36 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
     for step, (alive, feature, state_BX, best_B) in enumerate(recorder.rounds):
         features[alive, length + step] = feature
         states[alive, step], best[alive, step] = state_BX, best_B
-    embeddings = scores.aux.get("embeddings")
+    return _batch(scores, prompt, answer, lengths, features, states, recorder.law, best)
+
+
+def _batch(
+    prefill: Scores,
+    prompt: Tensor,
+    answer: Tensor,
+    lengths: list[int],
+    features: Tensor,
+    states: Tensor,
+    law: Callable[[Tensor], Tensor] | None,
+    best: Tensor,
+) -> TrainingBatch:
+    ids, embeddings, attention = torch.cat([prompt, answer], dim=1), *map(prefill.aux.get, ("embeddings", "attention"))
+    positions = _positions(prefill.aux["positions"], *answer.shape)
     return TrainingBatch(
-        torch.cat([prompt, answer], dim=1),
-        length,
+        ids,
+        prompt.shape[1],
         lengths,
         features,
         states,
-        recorder.law or identity,
-        scores.distribution.width,
+        law or identity,
+        prefill.distribution.width,
         best,
-        _positions(scores.aux["positions"], rows, longest - 1),
-        scores.aux.get("attention"),
+        positions,
+        attention,
         None if embeddings is None else embeddings.clone(),
+        ids.cpu(),
+        None if attention is None else attention.cpu(),
+        max(int(positions.max()), ids.shape[1]) + 1,
     )
 
 
@@ -136,27 +153,16 @@ def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
     known = request.prompt.new_zeros(rows, length, 0, dtype=torch.float32) if known is None else known
     law, logits_BTV = _law(target, request, before), categorical(after.distribution).logits[:, : longest - 1]
     states_BTX = logits_BTV.float() if law is None else after.aux["states"][:, : longest - 1]
-    embeddings = before.aux.get("embeddings")
-    return TrainingBatch(
-        torch.cat([request.prompt, answer], dim=1),
-        length,
-        list(map(len, request.answers)),
-        torch.cat([known, draft_features(after, draft)], dim=1)[:, : length + longest - 1],
-        states_BTX.clone(),
-        law or identity,
-        after.distribution.width,
-        logits_BTV.argmax(dim=-1),
-        _positions(before.aux["positions"], rows, longest - 1),
-        before.aux.get("attention"),
-        None if embeddings is None else embeddings.clone(),
-    )
+    features = torch.cat([known, draft_features(after, draft)], dim=1)[:, : length + longest - 1]
+    lengths, best = list(map(len, request.answers)), logits_BTV.argmax(dim=-1)
+    return _batch(before, request.prompt, answer, lengths, features, states_BTX.clone(), law, best)
 
 
-def _positions(prompt: Tensor, rows: int, more: int) -> Tensor:
-    """Positions of the prompt, continued by `more`: (B, L + more) or (3, B, L + more)."""
+def _positions(prompt: Tensor, rows: int, answer: int) -> Tensor:
+    """Positions of the prompt and the answer but its last token: (B, L + M - 1) or (3, B, L + M - 1)."""
     positions = prompt if prompt.dim() == 2 else prompt[-3:]
     positions = positions.expand(*positions.shape[:-2], rows, positions.shape[-1])
-    steps = torch.arange(1, more + 1, device=positions.device)
+    steps = torch.arange(1, answer, device=positions.device)
     return torch.cat([positions, positions[..., -1:] + steps], dim=-1)
 
 
@@ -170,22 +176,26 @@ def _part(lesson: TrainingBatch, rows: list[int]) -> TrainingBatch:
     lengths = [lesson.lengths[b] for b in rows]
     more = max(lengths)
     end = lesson.prompt_length + more
-    return TrainingBatch(
-        lesson.ids[rows, :end],
-        lesson.prompt_length,
-        lengths,
-        lesson.features[rows, : end - 1],
-        lesson.states[rows, : more - 1],
-        lesson.law,
-        lesson.width,
-        lesson.best[rows, : more - 1],
-        lesson.positions[..., rows, : end - 1],
-        None if lesson.attention is None else lesson.attention[rows],
-        None if lesson.embeddings is None else lesson.embeddings[rows],
+
+    def own(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value[rows]
+
+    return replace(
+        lesson,
+        ids=lesson.ids[rows, :end],
+        lengths=lengths,
+        features=lesson.features[rows, : end - 1],
+        states=lesson.states[rows, : more - 1],
+        best=lesson.best[rows, : more - 1],
+        positions=lesson.positions[..., rows, : end - 1],
+        host_ids=lesson.host_ids[rows, :end],
+        attention=own(lesson.attention),
+        embeddings=own(lesson.embeddings),
+        host_attention=own(lesson.host_attention),
     )
 
 
 def to(lesson: TrainingBatch, dtype: torch.dtype) -> TrainingBatch:
     """Cast features and embeddings, so that a half-precision target can train a drafter in float32."""
     embeddings = None if lesson.embeddings is None else lesson.embeddings.to(dtype)
-    return TrainingBatch(**{**vars(lesson), "features": lesson.features.to(dtype), "embeddings": embeddings})
+    return replace(lesson, features=lesson.features.to(dtype), embeddings=embeddings)

@@ -1,23 +1,26 @@
 """Online distillation of a drafter on batches recorded from the target; recorded states are not written to disk.
 
 Training proceeds in groups: the target generates answers to `group` batches of prompts, the drafter is trained on them
-`reuse` times in random order, `rows` answers per step, and the group is discarded. Everything is a function of (seed,
-step), so a resumed run ends with the same weights as an uninterrupted one. The trainer is independent of model classes
-and data: its arguments are a target, a drafter with `head` (a module), `borrowed` (modules of the target), `rollout`,
-`ids` (those that its logits are of, or None) and `refresh`, and `prompts`, a function that returns request i.
+`reuse` times in random order, `rows` answers a lesson, and the group is discarded. The trainer is independent of model
+classes and data: its arguments are a target, a drafter (`types.TrainedDrafter`), and `prompts`, a function that returns
+request i.
+
+An update averages the gradients of `accumulate` lessons, one of each of so many streams of prompts, which are spread
+over the processes. Everything is a function of (seed, step, accumulate): a resumed run ends with the same weights as an
+uninterrupted one, bit for bit with as many processes, and up to the order of sums with another number of them. Shapes:
+K steps of a rollout.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,59 +33,17 @@ from torch.optim import Optimizer
 
 from visspec.io.checkpoint import read_json
 from visspec.io.files import replacing, write_json
-from visspec.train import losses
 from visspec.train.capture import capture, split, to
+from visspec.train.options import TrainingOptions
+from visspec.train.step import Step
 from visspec.types import Acceptance, Request, Target, TrainedDrafter, TrainingBatch
 
 RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
 DRAFTER = "drafter"  # the folder of its weights in a checkpoint
 POINTS = 200  # of the curve of a run
-
-
-@dataclass(frozen=True)
-class TrainingOptions:
-    """Options of a run. `opening` is the share of steps trained on soft cross-entropy before `loss` takes over."""
-
-    steps: int = 2000
-    unroll: int = 5
-    loss: str = "tv"
-    opening: float = 0.5
-    decay: float = 0.8
-    feature_weight: float = 0.0
-    confidence_weight: float = 0.0  # of a head that expects acceptance rates: `expected` of its `sequential`
-    selector_weight: float = 0.0  # of a selector's cross-entropy over its candidates: `scores` of the same
-    rate: float = 1e-3
-    floor: float = 0.02
-    warm_up: int = 50
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    batch: int = 32  # rows per request of `prompts`
-    rows: int = 8  # rows per training step
-    group: int = 16
-    reuse: int = 4
-    seed: int = 0
-    save_every: int = 200
-    validate_every: int = 0
-    autocast: bool = False  # bfloat16 matrix products
-    ahead: bool = False  # generate the next group in a second thread during training
-
-    def __post_init__(self):
-        losses.of(self.loss)
-        for name in ("steps", "unroll", "batch", "rows", "group", "reuse", "save_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
-
-    @property
-    def parts(self) -> int:
-        """Training steps per epoch over a group."""
-        return self.group * math.ceil(self.batch / self.rows)
-
-    def rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine down to `floor` of the peak."""
-        if step < self.warm_up:
-            return self.rate * (step + 1) / self.warm_up
-        done = (step - self.warm_up) / max(1, self.steps - self.warm_up)
-        return self.rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
+READS = 10  # steps between reads of a loss from an accelerator, which wait for it
+PATIENCE = 10  # updates in a row that may be left out because their gradients are not finite
+FREE = ("save_every", "keep", "ahead")  # options that a resumed run may change: they change no weights
 
 
 class SingleProcess:
@@ -101,61 +62,10 @@ class SingleProcess:
         return module, optimiser
 
 
-class Step(nn.Module):
-    """The loss of a lesson as a forward pass, so that what wraps a module for several processes sees one."""
-
-    def __init__(self, drafter: TrainedDrafter, plan: TrainingOptions):
-        super().__init__()
-        self.head: Any = drafter.head
-        self.plan = plan
-        self._drafter = (drafter,)  # the target's modules are not trained
-
-    def forward(self, lesson: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
-        """(loss, share of agreement (K,) by step of the rollout)."""
-        (drafter,), plan, ids = self._drafter, self.plan, self._drafter[0].ids
-        with self._autocast(lesson):
-            rollout = drafter.rollout(lesson, plan.unroll)
-        weights = [step.weight for step in rollout]
-        if ids is not None:  # the distributions over these ids, where the target's choice is one of them (EAGLE-3)
-            inside_BT = torch.isin(lesson.best, ids)
-            weights = [weight * inside_BT for weight in weights]
-        states_NX = lesson.states.flatten(0, 1)
-
-        def law(at_N: Tensor) -> Tensor:
-            logits_NV = lesson.law(states_NX[at_N])
-            return logits_NV if ids is None else logits_NV[:, ids]
-
-        each = partial(self._each, lesson, kind, [plan.decay**k for k in range(len(rollout))])
-        parameters = [p for p in self.head.parameters() if p.requires_grad]
-        return losses.rollout_loss(rollout, weights, law, each, lesson.best.shape[1], lesson.width, parameters)
-
-    def _autocast(self, lesson: TrainingBatch) -> torch.autocast:
-        return torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
-
-    def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: losses.Part) -> tuple[Tensor, Tensor]:
-        """Losses and agreements of elements (N,), see `losses.rollout_loss`."""
-        (drafter,), plan, start, count = self._drafter, self.plan, lesson.prompt_length, lesson.best.shape[1]
-        k, at_N, states_Nd, p_NV = part
-        before_N, after_N = (lesson.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
-        with self._autocast(lesson):
-            q_NV = drafter.trained_logits(states_Nd, before_N)
-        loss_N = losses.of(kind)(q_NV, p_NV)
-        if plan.feature_weight:  # the target's features after each answer token, which the rollout predicts
-            feature_Nd = lesson.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
-            loss_N = loss_N + plan.feature_weight * losses.distance(states_Nd, feature_Nd)
-        loss_N = loss_N * (decays[k] / sum(decays))
-        if k == 0 and plan.confidence_weight:
-            expected_N = self.head.sequential.expected(states_Nd, before_N)
-            loss_N = loss_N + plan.confidence_weight * losses.confidence(expected_N, q_NV, p_NV)
-        if k == 0 and plan.selector_weight:
-            scores_NC, ids_NC = self.head.sequential.scores(q_NV, states_Nd, before_N, after_N)
-            loss_N = loss_N + plan.selector_weight * losses.soft_ce(scores_NC, p_NV.gather(-1, ids_NC))
-        best_N = p_NV.argmax(dim=-1)
-        return loss_N, q_NV.argmax(dim=-1) == best_N
-
-
 class Trainer:
     """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps.
+
+    The folder holds the drafter of the best validation, by the mean of its `tau`s; without validations, the last.
 
     provenance: of the drafter; its `settings` are what a run that is resumed has to share, beside the plan.
     workers: the processes of the run (default `SingleProcess`); prompts are numbered over all of them, only the first
@@ -186,17 +96,26 @@ class Trainer:
         matrices = [p for p in module.parameters() if p.dim() > 1]
         vectors = [p for p in module.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98))
+        optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=True)  # which may leave one out
         self.module, self.optimiser = workers.prepare(module, optimiser)
-        self.step, self.seconds = 0, 0.0
+        self.step, self.seconds, self.accumulate = 0, 0.0, max(plan.accumulate, workers.world)
+        self._check_accumulate()
+        device = next(self.head.parameters()).device
+        self.reads = 1 if device.type == "cpu" else READS
+        self.left_out = torch.zeros((), device=device)  # updates in a row
         self.history: list[dict[str, Any]] = []
         self.curve: list[dict[str, float]] = []
-        self._group: tuple[int, list[TrainingBatch]] = (-1, [])
+        self.kept: list[int] = []  # steps of checkpoints
+        self.best: dict[str, float] = {}  # step and tau
+        self._group: tuple[int, list[list[TrainingBatch]]] = (-1, [])
         self._coming: tuple[int, Future] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1)
 
     def run(self, report: Callable[[dict], None] | None = None) -> list[dict]:
-        """Train to the last step. `report` is called with a record after each step. Returns all validations."""
+        """Train to the last step. `report` is called with a record after each step whose loss is read: each one on a
+        CPU, one of `READS` elsewhere. Returns all validations. Raises ValueError after `PATIENCE` updates in a row that
+        were left out; each that is read is warned of.
+        """
         start = time.time() - self.seconds
         frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
         wanted = [p.requires_grad for p in frozen]
@@ -204,15 +123,20 @@ class Trainer:
             p.requires_grad_(False)
         try:
             while self.step < self.plan.steps:
-                record = self.update(self.lesson(self.step))
+                figures = self.update(self.lessons(self.step))
                 self.step += 1
-                if self.step % max(self.plan.steps // POINTS, 1) == 0:
-                    self.curve.append({"step": self.step, "loss": record["loss"], "agreed": record["agreed"][0]})
                 self.seconds = time.time() - start
                 last = self.step == self.plan.steps
-                if self.plan.validate_every and (self.step % self.plan.validate_every == 0 or last):
+                validates = self.plan.validate_every and (self.step % self.plan.validate_every == 0 or last)
+                saves = self.step % self.plan.save_every == 0 or last
+                if not (validates or saves or self.step % self.reads == 0):
+                    continue
+                record = self._read(figures)
+                if validates:
+                    before = self.best
                     record |= self._validate()
-                if self.step % self.plan.save_every == 0 or last:
+                    saves |= self.best is not before
+                if saves:
                     self.save()
                 if report is not None:
                     report({"step": self.step, "s": round(self.seconds, 1), **record})
@@ -222,51 +146,93 @@ class Trainer:
             self.drafter.refresh()
         return self.history
 
-    def lesson(self, step: int) -> TrainingBatch:
-        """The batch of a step. A group is generated at its first step, or at the first step after a resume."""
+    def _check_accumulate(self) -> None:
+        if self.accumulate % self.workers.world:
+            raise ValueError(
+                f"accumulate: got {self.accumulate} lessons of an update, expected a multiple of the"
+                f" {self.workers.world} processes"
+            )
+
+    @property
+    def streams(self) -> range:
+        """The streams of prompts of this process: one lesson of each in every update."""
+        return range(self.workers.rank, self.accumulate, self.workers.world)
+
+    @property
+    def parts(self) -> int:
+        return self.plan.parts(self.accumulate)
+
+    def lessons(self, step: int) -> list[TrainingBatch]:
+        """The lessons of this process in a step. A group is generated at its first step, or at the first step after a
+        resume.
+        """
         plan = self.plan
-        index, within = divmod(step, plan.parts * plan.reuse)
+        index, within = divmod(step, self.parts * plan.reuse)
         if self._group[0] != index:
+            self._group = (-1, [])  # frees it
             self._group = (index, self._answers(index))
         shuffle = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
-        epoch, place = divmod(within, plan.parts)
-        orders = [torch.randperm(plan.parts, generator=shuffle) for _ in range(epoch + 1)]
-        return self._group[1][int(orders[-1][place])]
+        epoch, place = divmod(within, self.parts)
+        orders = [torch.randperm(self.parts, generator=shuffle) for _ in range(epoch + 1)]
+        return [stream[int(orders[-1][place])] for stream in self._group[1]]
 
-    def _answers(self, index: int) -> list[TrainingBatch]:
-        """The batches of a group. With `ahead` the next group is generated in another thread meanwhile."""
+    def _answers(self, index: int) -> list[list[TrainingBatch]]:
+        """The lessons of a group, by stream. With `ahead` the next group is generated in another thread meanwhile."""
         waiting, self._coming = self._coming, None
         answers = self._answer(index) if waiting is None or waiting[0] != index else waiting[1].result()
-        if self.plan.ahead and (index + 1) * self.plan.parts * self.plan.reuse < self.plan.steps:
+        if self.plan.ahead and (index + 1) * self.parts * self.plan.reuse < self.plan.steps:
             self._coming = (index + 1, self._pool.submit(self._answer, index + 1))
         return answers
 
-    def _answer(self, index: int) -> list[TrainingBatch]:
-        plan, parts = self.plan, []
-        for number in range(index * plan.group, (index + 1) * plan.group):
-            mine = number * self.workers.world + self.workers.rank
-            parts += split(capture(self.target, self.rule, self.prompts(mine)), plan.rows)
-        if len(parts) != plan.parts:
-            raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
-        return parts
+    def _answer(self, index: int) -> list[list[TrainingBatch]]:
+        plan, found = self.plan, []
+        batches = plan.batches(self.accumulate)
+        for stream in self.streams:
+            numbers = range(index * batches, (index + 1) * batches)
+            requests = (self.prompts(number * self.accumulate + stream) for number in numbers)
+            parts = [
+                part for request in requests for part in split(capture(self.target, self.rule, request), plan.rows)
+            ]
+            if len(parts) != self.parts:
+                raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
+            found.append(parts)
+        return found
 
-    def update(self, lesson: TrainingBatch) -> dict[str, Any]:
-        """One optimiser step."""
-        plan = self.plan
+    def update(self, lessons: Sequence[TrainingBatch]) -> Tensor:
+        """One optimiser step. Returns (K + 2,), on the device: the loss, the share of agreement by step of the rollout,
+        and how many updates in a row were left out, this one included, because the gradient is not finite.
+        """
+        plan, found = self.plan, []
         for group in self.optimiser.param_groups:
             group["lr"] = plan.rate_at(self.step)
-        kind = "soft_ce" if self.step < plan.opening * plan.steps else plan.loss
-        lesson = to(lesson, next(self.head.parameters()).dtype)
         self.module.train()
-        with torch.random.fork_rng():  # what a network draws in training is a function of (seed, step)
-            torch.manual_seed(plan.seed * 1_000_003 + self.step)
-            loss, agreed = self.module(lesson, kind)
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))
-        if torch.isfinite(norm):  # the same in every process
-            self.optimiser.step()
-        return {"loss": round(loss.item(), 4), "kind": kind, "agreed": [round(a, 3) for a in agreed.tolist()]}
+        for stream, lesson in zip(self.streams, lessons):
+            lesson = to(lesson, next(self.head.parameters()).dtype)
+            with torch.random.fork_rng():  # what a network draws in training is a function of the lesson's number
+                torch.manual_seed(plan.seed * 1_000_003 + self.step * self.accumulate + stream)
+                loss, agreed = self.module(lesson, plan.loss_at(self.step))
+            (loss / len(lessons)).backward()
+            found.append(torch.cat([loss.detach()[None], agreed]))
+        norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # the same in every process
+        wrong = ~torch.isfinite(norm)
+        self.left_out = torch.where(wrong, self.left_out + 1, 0)
+        self.optimiser.found_inf = wrong.float()  # type: ignore[attr-defined]  # as a `GradScaler` tells it
+        self.optimiser.step()
+        return torch.cat([torch.stack(found).mean(dim=0), self.left_out[None]])
+
+    def _read(self, figures: Tensor) -> dict[str, Any]:
+        """The record of what the last `update` returned, the one read from the device."""
+        loss, *agreed, left_out = figures.tolist()
+        if left_out:
+            where = f"the gradient of step {self.step} is not finite, and of {left_out - 1:.0f} before it"
+            if left_out >= PATIENCE:
+                raise ValueError(f"loss: {where}, expected numbers: see the target's answers, or lower the rate")
+            warnings.warn(f"{where}: weights stay as they are", RuntimeWarning, stacklevel=2)
+        elif self.step % max(self.plan.steps // POINTS, 1) == 0:
+            self.curve.append({"step": self.step, "loss": round(loss, 4), "agreed": round(agreed[0], 3)})
+        kind = self.plan.loss_at(self.step - 1)
+        return {"loss": round(loss, 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
 
     def _trained_weights(self) -> list[tuple[str, Tensor]]:
         """The trained weights by their names in the head."""
@@ -290,12 +256,16 @@ class Trainer:
         self.drafter.refresh()
         figures = self.validate()
         self.history.append({"step": self.step, **figures})
+        taus = [value for name, value in figures.items() if name.startswith("tau")]
+        if taus and (tau := sum(taus) / len(taus)) > self.best.get("tau", 0.0):
+            self.best = {"step": self.step, "tau": tau}
         return figures
 
     def progress(self) -> dict[str, Any]:
         """How far the run is, what was measured on the way, and its plan."""
         progress = {"step": self.step, "seconds": round(self.seconds, 1), "plan": asdict(self.plan)}
-        return progress | {"workers": self.workers.world, "validations": self.history, "curve": self.curve}
+        progress |= {"workers": self.workers.world, "accumulate": self.accumulate, "kept": self.kept, "best": self.best}
+        return progress | {"validations": self.history, "curve": self.curve}
 
     def save(self) -> None:
         """Save a checkpoint, the folder `run/step-N` with drafter and optimiser, then the drafter in the run's folder.
@@ -311,6 +281,7 @@ class Trainer:
         tensors = {name: whole(value.detach()).contiguous() for name, value in entries}
         if self.workers.rank:
             return
+        self.kept = [*(step for step in self.kept if step < self.step), self.step][-self.plan.keep :]
         progress, saved = self.progress(), self.folder / RUN / f"step-{self.step}"
         try:
             self.drafter.save_pretrained(saved / DRAFTER, {**self.provenance, "training": progress})
@@ -322,14 +293,16 @@ class Trainer:
             shutil.rmtree(saved, ignore_errors=True)  # a disk may be full
             raise
         write_json(self.folder / RUN / PROGRESS, progress)
+        stay = {f"step-{step}" for step in (*self.kept, self.best.get("step"))}
         for before in saved.parent.glob("step-*"):
-            if before != saved:
+            if before.name not in stay:
                 shutil.rmtree(before)
-        self._publish(saved)
+        self._publish()
 
-    def _publish(self, saved: Path) -> None:
-        """Copy the drafter of a checkpoint into the folder of the run, each file in one move."""
-        for path in sorted((saved / DRAFTER).iterdir()):
+    def _publish(self) -> None:
+        """Copy the drafter of the best checkpoint into the folder of the run, each file in one move."""
+        best = self.folder / RUN / f"step-{self.best.get('step', self.step)}"
+        for path in sorted((best / DRAFTER).iterdir()):
             with replacing(self.folder / path.name) as draft:
                 shutil.copyfile(path, draft)
 
@@ -343,11 +316,13 @@ class Trainer:
         if saved is None:
             return False
         progress, record = read_json(self.folder / RUN, PROGRESS), read_json(saved / DRAFTER, PROVENANCE)
-        planned = {"workers": progress.get("workers", 1), **record.get("settings", {}), **progress["plan"]}
-        asked = {"workers": self.workers.world, **self.provenance.get("settings", {}), **asdict(self.plan)}
+        planned = {**record.get("settings", {}), **progress["plan"]}
+        asked = {**self.provenance.get("settings", {}), **asdict(self.plan)}
         for name, value in asked.items():
-            if planned.get(name) != value:
+            if name not in FREE and planned.get(name) != value:
                 raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}")
+        self.accumulate = progress["accumulate"]
+        self._check_accumulate()
         with safe_open(saved / OPTIMISER, framework="pt") as file:
             steps = {progress["step"], record["training"]["step"], int((file.metadata() or {}).get("step", -1))}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
@@ -356,11 +331,11 @@ class Trainer:
         for name, p in self._trained_weights():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if entries:
-                self.optimiser.state[p] = {key: spread(value, p) for key, value in entries.items()}
+                self.optimiser.state[p] = {key: spread(value.to(p.device), p) for key, value in entries.items()}
         self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
-        self.curve = progress.get("curve", [])
+        self.curve, self.kept, self.best = progress["curve"], progress["kept"], progress["best"]
         if self.workers.rank == 0:
-            self._publish(saved)
+            self._publish()
         return True
 
 

@@ -34,7 +34,7 @@ from visspec.toys.world.emoji.captions import EmojiCaptions
 from visspec.toys.world.emoji.scene import EmojiScene, sample_scene
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
-from visspec.train.loop import TrainingOptions
+from visspec.train.options import TrainingOptions
 from visspec.types import Request
 
 THINGS, FRAMES = 4, 8
