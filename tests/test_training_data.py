@@ -352,7 +352,7 @@ def test_what_a_processor_refuses_is_counted_too(home):
 def test_a_run_says_how_much_of_the_data_it_sees(home):
     data = TrainingData(lines(home / "d.jsonl", *[{"prompt": "w5"}] * 4), "target")
     options = train_drafter.TrainingOptions(steps=2000, batch=16, rows=8, group=8)
-    said = train_drafter.what_is_seen(data, 100_000, options, 1, "target")
+    said = train_drafter.what_is_seen(data, 100_000, 64, options, 1, "target")
     assert said.startswith("2,000 steps see 4,096 of 100,000 items (0.041 epochs)") and said.endswith(
         "target's answers"
     )
