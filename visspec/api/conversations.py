@@ -137,7 +137,7 @@ def _parsed(
     """Messages of parts, and the pictures and videos of a record. Where no turn has a mark, they come before the first
     text of the user. `<image>` stands for a video in records that have videos alone (LLaVA-Video).
     """
-    alone = "image"
+    alone = "video" if media["video"] and not media["image"] else "image"
     waiting = {kind: iter(values) for kind, values in media.items()}
     messages: list[Message] = []
     found: list[Media] = []
