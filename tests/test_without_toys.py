@@ -3,6 +3,7 @@ its tests, and says in a sentence what is missing.
 """
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -40,8 +41,33 @@ GENERATION = (
     "assert not visspec.zoo.SHIPPED\n"
     "assert visspec.zoo.preset('naive', model=model).drafter == 'image-eagle:tree=dynamic'\n"
 )
-COMMAND = "from visspec.cli.main import main\nsys.exit(main(sys.argv[2:]))\n"
-TESTS = ("test_draft_length.py", "test_jacobi.py", "eval/test_images.py")  # some of those that need no toys
+COMMANDS = """
+import contextlib, io, json
+from visspec.cli.main import main
+def say(argv):
+    said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said[0]), contextlib.redirect_stderr(said[1]):
+        try:
+            code = main(argv)
+        except SystemExit as end:
+            code = end.code
+    return [code or 0, *(part.getvalue() for part in said)]
+print(json.dumps([say(argv) for argv in json.loads(sys.argv[2])]))
+"""
+RUN = ["list"], ["doctor"], ["bench", "kernels", "--help"], ["eval", "vqa", "--help"]
+REFUSED = {
+    ("caption", "x.png"): r"model: got none, expected a folder or a hub id: no model is included .*",
+    ("generate", "x"): r"model: got none, expected a folder or a hub id: no model is included .*",
+    ("generate", "x", "--model", "painter"): (
+        r"model: painter could not be loaded, .*, expected a folder, a hub id or an included model \(none here\)"
+    ),
+    ("generate", "x", "--best-of", "2", "--scorer", "detector"): (
+        r"scorer: got 'detector' where no detector is included, expected detector, or clip:MODEL"
+    ),
+    ("demo",): r"world: got 'shapes' where no scenes are included, expected the package visspec\.toys",
+}
+TESTS = ("test_rounds.py", "eval/test_images.py")  # some of those that need no toys
+MORE = ("test_draft_length.py", "test_jacobi.py", "test_stream.py")
 TOY_WORDS = re.compile(r"captioner|painter|emoji|\btoys\b|rendered shapes|shape[- ]world|[\"']shapes[\"']", re.I)
 MAY_NAME = {"visspec/toys", "visspec/cli/demo.py", "visspec/io/included.py"}
 
@@ -73,32 +99,22 @@ def test_the_rest_imports_and_generates(site):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", [["list"], ["doctor"], ["bench", "kernels", "--help"], ["eval", "vqa", "--help"]])
-def test_commands_run(site, command):
-    done = run(site, COMMAND, *command)
-    assert done.returncode == 0 and len(done.stdout) > 200, done.stderr
-
-
-@pytest.mark.parametrize("command,message", [
-    (["caption", "x.png"], r"model: got none, expected a folder or a hub id: no model is included .*"),
-    (["generate", "x"], r"model: got none, expected a folder or a hub id: no model is included .*"),
-    (["generate", "x", "--model", "painter"],
-     r"model: painter could not be loaded, .*, expected a folder, a hub id or an included model \(none here\)"),
-    (["generate", "x", "--best-of", "2", "--scorer", "detector"],
-     r"scorer: got 'detector' where no detector is included, expected detector, or clip:MODEL"),
-    (["demo"], r"world: got 'shapes' where no scenes are included, expected the package visspec\.toys"),
-])  # fmt: skip
-def test_what_is_missing_is_said_in_a_sentence(site, command, message):
-    done = run(site, COMMAND, *command)
-    assert done.returncode == 2 and re.fullmatch(f"visspec: {message}\n", done.stderr), done.stderr
+def test_commands_run_and_what_is_missing_is_said_in_a_sentence(site):
+    done = run(site, COMMANDS, json.dumps([*RUN, *REFUSED]))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(code == 0 and len(out) > 200 for code, out, _ in found[: len(RUN)]), found[: len(RUN)]
+    for (command, message), (code, _, said) in zip(REFUSED.items(), found[len(RUN) :], strict=True):
+        assert code == 2 and re.fullmatch(f"visspec: {message}\n", said), (command, said)
 
 
 @pytest.mark.slow
-def test_tests_of_the_rest_pass(site):
+@pytest.mark.parametrize("names", [TESTS, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["few", "more"])
+def test_tests_of_the_rest_pass(site, names):
     program = "import pytest\nsys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[2:]]))\n"
-    done = run(site, program, "-m", "not slow", *(f"tests/{name}" for name in TESTS))
+    done = run(site, program, "-m", "not slow", *(f"tests/{name}" for name in names))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not set(TESTS) & set(NEED_TOYS)
+    assert not set(names) & set(NEED_TOYS)
 
 
 def test_the_files_that_need_the_toys_are_listed():

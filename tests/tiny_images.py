@@ -95,6 +95,7 @@ def prompts(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids != PAD
 
 
+NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}  # a painter's
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128,

@@ -19,6 +19,7 @@ cards that `finish` writes say more.
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -231,9 +232,9 @@ class Encoder:
         scenes = [self.world.captioned(FIRST_SEED + step * share + i) for i in range(share * GROUP)]
         coded = [(scene, *self.row(_turns(self.world, scene, rng))) for scene in scenes]
         coded.sort(key=lambda item: len(item[1]))
-        return [self._pad(coded[i * share : (i + 1) * share][rank::workers]) for i in rng.permutation(GROUP)]
+        return [self.collate(coded[i * share : (i + 1) * share][rank::workers]) for i in rng.permutation(GROUP)]
 
-    def _pad(self, coded: list[tuple[Scene, list[int], list[float]]]) -> CaptionBatch:
+    def collate(self, coded: Sequence[tuple[Scene, list[int], list[float]]]) -> CaptionBatch:
         length = max(len(ids) for _, ids, _ in coded)
         ids = np.full((len(coded), length), self.pad, np.int64)
         weight = np.zeros((len(coded), length), np.float32)

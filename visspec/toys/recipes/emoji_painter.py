@@ -116,7 +116,7 @@ class EmojiVQStage(PainterVQStage):
 
     def figures(self) -> dict:
         """Figures of the reconstructions."""
-        return reconstruction(self.vq, world(OF).prompts()[::8])
+        return reconstruction(self.vq, world(OF).prompts()[:: 8 * self.options.every_prompt])
 
 
 def files(options: argparse.Namespace) -> dict[Path, range]:
@@ -191,7 +191,7 @@ class EmojiDrawStage(DrawStage):
 
     def figures(self) -> dict:
         """The distribution on held-out scenes, and verdicts on a few pictures."""
-        rows = world(OF).prompts()[::8]
+        rows = world(OF).prompts()[:: 8 * self.options.every_prompt]
         return law(self.model, rows) | {"drawn": drawing(self.model, self.processor)(rows, guidance=2.0)}
 
 

@@ -46,6 +46,7 @@ RECIPES = {
     "painter-mar": "mar_painter:PAINTER",
     "painter-var": "scale_painter:PAINTER",
     "emoji-atlas": "emoji_atlas:ATLAS",
+    "flipbook": "flipbook:FLIPBOOK",
 }
 ALL = "all"
 
