@@ -592,6 +592,11 @@ class Drafter:
         """Write configuration, weights and provenance, of drafters that are saved as a network."""
         raise NotImplementedError
 
+    def check_form(self, form: str) -> None:
+        """Raises ValueError if other engines have no form of this name for the drafter."""
+        kind = type(self).__name__
+        raise ValueError(f"form: got {form!r} for a {kind}, which other engines can't read, expected another drafter")
+
     def attach(self, target: Any) -> None:
         """Called with the model (for images its family) when a setup is built, and again after its device or dtype
         changed.

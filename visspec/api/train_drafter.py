@@ -19,8 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from visspec.accept.exact import Exact
+from visspec.api import drafter_export, requests, zoo
 from visspec.api import loading as targets
-from visspec.api import requests, zoo
 from visspec.api.captions import move_inputs, process_chats
 from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
@@ -193,6 +193,7 @@ def run(
     parallel: str | None = None,
     bf16: bool = False,
     eval_every: int | None = None,
+    export: str | None = None,
     **plan: Any,
 ) -> list[dict]:
     """Train and save a drafter; `plan` are further fields of `visspec.train.options.TrainingOptions`. Returns the
@@ -205,6 +206,8 @@ def run(
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
     block, layers: places of a pass, and layers, of a preset that predicts several.
     bf16: matrix products of the drafter in bfloat16. eval_every: steps between validations, a fifth without it.
+    export: a form for other engines, written into a folder of its name in `out`, refused before training if it has no
+    place for the drafter.
     overwrite: a drafter that is in `out` already. Raises ValueError for a folder `out` of anything else, for one of a
     drafter that is neither resumed nor overwritten, and for a run to resume with other data or settings.
 
@@ -248,16 +251,8 @@ def run(
         for n, part in enumerate(validating.split(rows))
     ]
     if several.rank == 0:
-        say(what_is_seen(items, len(training), options, lessons, answers))
-    if found is None:
-        drafter: Any = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **asked})
-    else:
-        if network.get("fusion") == "cross" and not resumed:
-            network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
-        drafter = fresh_or_resumed(model, out, resume, seed, zoo.drafter_class(found.kind), found.draft, **network)
-        if drafter.ids is not None and not resumed:
-            target_ = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
-            drafter.keep(frequent(target_, prompts, drafter.config.draft_vocab, GROUP))
+        say(what_is_seen(items, len(training), len(validating), options, lessons, answers))
+    drafter = drafter_of(model, prompts, found, network or asked, out, resume, seed, export)
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
     record["settings"] = {
         "target": Path(target).name,
@@ -273,11 +268,45 @@ def run(
     validate = TextValidation(model, drafter, lambda temperature: [check(0, temperature) for check in checks])
     history = train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
     if reader.bad:
-        say(
-            f"{len(reader.bad)} items could not be read and others took their place, the last of them:"
-            f" {[*reader.bad.values()][-1]}"
-        )
+        last = [*reader.bad.values()][-1]
+        say(f"{len(reader.bad)} items could not be read and others took their place, the last of them: {last}")
+    if several.rank == 0:
+        spec = drafter_export.spec_of(Path(out), {} if found is None else found.draft)
+        best = read_json(Path(out) / RUN, PROGRESS)["best"].get("step")
+        figures = {"steps": options.steps, **next((found for found in history if found["step"] == best), {})}
+        drafter_export.write_card(Path(out), record, figures, spec, len(validating))
+        if export is not None:
+            zoo.drafter(str(out), model)[0].export(Path(out) / export, export, str(target))
+        say(f"{out} holds the drafter and its README.md: visspec.accelerate(model, {spec!r}), or --drafter {spec}")
     return history
+
+
+def drafter_of(
+    model,
+    prompts: Prompts,
+    found: zoo.TrainedPreset | None,
+    network: dict[str, Any],
+    out: str | Path,
+    resume: bool,
+    seed: int,
+    form: str | None,
+) -> Any:
+    """The drafter that a run trains, resumed or new. Raises ValueError if it has no place in the form of other engines
+    that it is to be written in.
+    """
+    resumed = resume and checkpoint(out) is not None
+    if found is None:
+        drafter = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **network})
+    else:
+        if network.get("fusion") == "cross" and not resumed:
+            network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
+        drafter = fresh_or_resumed(model, out, resume, seed, zoo.drafter_class(found.kind), found.draft, **network)
+    if form is not None:
+        drafter.check_form(form)
+    if found is not None and drafter.ids is not None and not resumed:
+        target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
+        drafter.keep(frequent(target, prompts, drafter.config.draft_vocab, GROUP))
+    return drafter
 
 
 def say(text: str) -> None:
@@ -296,7 +325,9 @@ def steps_of(items: float, options: TrainingOptions, lessons: int) -> int:
     return max(math.ceil(groups * options.parts(lessons) * options.reuse), 1)
 
 
-def what_is_seen(data: TrainingData, count: int, options: TrainingOptions, lessons: int, answers: str) -> str:
+def what_is_seen(
+    data: TrainingData, count: int, held: int, options: TrainingOptions, lessons: int, answers: str
+) -> str:
     """A sentence on how much of the data a run sees, and whose answers it trains on."""
     seen = requests_of(options, lessons) * options.batch
     whose = "the data's own answers" if answers == "own" else "the target's answers"
@@ -304,7 +335,7 @@ def what_is_seen(data: TrainingData, count: int, options: TrainingOptions, lesso
         whose += f", not on the {data.answers:,} of the data (--answers own)"
     return (
         f"{options.steps:,} steps see {min(seen, count):,} of {count:,} items ({seen / count:.2g} epochs),"
-        f" {len(data) - count:,} validate; they train on {whose}"
+        f" {held:,} validate; they train on {whose}"
     )
 
 

@@ -54,6 +54,11 @@ class Workers(SingleProcess):
         module, wrapped = self.accelerator.prepare(module, optimiser)
         return module, wrapped.optimizer
 
+    def first(self, figures: dict[str, float]) -> dict[str, float]:
+        from accelerate.utils import broadcast_object_list
+
+        return broadcast_object_list([figures])[0]
+
     def close(self) -> None:
         """End the group of processes."""
         self.accelerator.wait_for_everyone()

@@ -61,6 +61,10 @@ class SingleProcess:
         """The module and its optimiser as they are trained."""
         return module, optimiser
 
+    def first(self, figures: dict[str, float]) -> dict[str, float]:
+        """What the first process measured: all of them decide by it."""
+        return figures
+
 
 class Trainer:
     """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps.
@@ -254,7 +258,7 @@ class Trainer:
             wait([self._coming[1]])  # the target is not shared between threads
         self._gather()
         self.drafter.refresh()
-        figures = self.validate()
+        figures = self.workers.first(self.validate())
         self.history.append({"step": self.step, **figures})
         taus = [value for name, value in figures.items() if name.startswith("tau")]
         if taus and (tau := sum(taus) / len(taus)) > self.best.get("tau", 0.0):

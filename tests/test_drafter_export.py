@@ -1,0 +1,75 @@
+"""What follows a training: its card, how to load the drafter, and the form for other engines."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from tests.doubles import one_sentence
+from tests.tiny import model_of, prompt
+from visspec.api import drafter_export, loading, train_drafter, zoo
+from visspec.cli.main import main
+
+TINY = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unroll": 2}
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    for i in range(3):
+        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(tmp_path / "data" / f"{i}.png")
+    monkeypatch.setattr(loading, "load", lambda *a, **k: (model_of("llava"), None))
+    monkeypatch.setattr(train_drafter, "prepare", lambda p, chats, media, m: prompt("llava", ["4 i 5"] * len(chats)))
+    return tmp_path / "data"
+
+
+def train(data, name, **options):
+    train_drafter.run("owner/target", data, data.parent / name, **TINY, **options)
+    return data.parent / name
+
+
+def test_a_run_leaves_a_card_that_says_how_to_load(data, capsys):
+    out = train(data, "out", preset="eagle3", draft_vocab=40, export="eagle3")
+    card, progress = (out / "README.md").read_text(), json.loads((out / "run" / "progress.json").read_text())
+    spec = f"{out}:width=10,nodes=60"
+    measured = next(found for found in progress["validations"] if found["step"] == progress["best"]["step"])
+    parts = [f"| tau_sampled | {measured['tau_sampled']} |", f"| best at step | {measured['step']} |", "| steps | 2 |"]
+    parts += ["| data | data, 3 items", "on 1 held-out", "answers of the target", "preset `eagle3`"]
+    parts += [f"visspec.accelerate(model, {spec!r})", "'owner/target'"]
+    for part in parts:
+        assert part in card, part
+    said = capsys.readouterr().err
+    assert f"--drafter {spec}" in said and "2 steps see 2 of 2 items" in said and "1 validate" in said
+    assert zoo.drafter(spec, model_of("llava"))[0].nodes == 60
+    assert json.loads((out / "eagle3" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_the_shell_exports_what_was_trained(data, capsys):
+    out = train(data, "out", preset="dflash", layers=1)
+    assert main(["export", str(out), "--form", "dflash", "--out", str(data / "x")]) == 0
+    assert "x: dflash, a drafter for owner/target" in capsys.readouterr().out
+    drafter, _ = zoo.drafter(str(data / "x"), model_of("llava"))
+    assert drafter.block == zoo.drafter(str(out), model_of("llava"))[0].block
+    (data / "bare").mkdir()
+    for argv, said in (
+        ([str(out), "--form", "eagle3"], "form: got 'eagle3', expected one of dflash"),
+        ([str(out), "--form", "dflash", "--out", str(data / "x")], "which holds a model, expected a folder of its own"),
+        ([str(data / "bare"), "--form", "dflash"], "target: got none, and "),
+    ):
+        assert main(["export", *argv, *(() if "--out" in argv else ("--out", str(data / "y")))]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_a_drafter_without_a_form_is_refused_before_training_and_after(data, monkeypatch):
+    out = train(data, "own")
+    with one_sentence("form: got 'eagle3' for a FeatureDrafter, which other engines can't read"):
+        drafter_export.export(out, "eagle3", data.parent / "x")
+    monkeypatch.setattr(train_drafter, "train", None)
+    for preset, form, said in (
+        (None, "eagle3", "for a FeatureDrafter, which other engines can't read"),
+        ("deer", "dflash", "for a DiffusionDrafter, which other engines can't read"),
+        ("vispec", "eagle3", "form: got a drafter with fusion sum for 'eagle3', expected split"),
+        ("dflash", "dspark", "form: got a drafter with no head that walks"),
+    ):
+        with one_sentence(said):
+            train(data, "new", preset=preset, export=form)

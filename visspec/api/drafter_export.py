@@ -1,0 +1,74 @@
+"""What follows the training of a drafter: its card, and its form for other engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from visspec.api import loading, zoo
+from visspec.io.checkpoint import CONFIG, read_json
+from visspec.models.drafting.checkpoint import PROVENANCE
+
+CARD = """---
+library_name: visspec
+tags:
+- speculative-decoding
+---
+
+# A drafter for {target}
+
+Trained by visspec {visspec} (commit {git}) on {date}, {preset}, with answers of {whose}.
+
+| | |
+|---|---|
+{rows}
+
+`tau` is tokens committed a pass of the target, the bonus token among them, on {held} held-out items.
+
+```python
+import visspec
+from transformers import AutoModelForImageTextToText
+
+model = AutoModelForImageTextToText.from_pretrained({target!r})
+fast = visspec.accelerate(model, {spec!r})
+```
+"""
+
+
+def write_card(folder: Path, record: dict[str, Any], figures: dict[str, Any], spec: str, held: int) -> None:
+    """Write README.md beside a drafter's weights. record: its provenance; figures: of its validation; spec: what
+    `accelerate` takes; held: items of that validation.
+    """
+    settings = record["settings"]
+    about = {"data": f"{Path(record['data']).name}, {settings['data']}", "seed": record["seed"]}
+    figures = {"best at step" if name == "step" else name: value for name, value in figures.items()}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in (about | figures).items())
+    whose = "the data" if settings["answers"] == "own" else "the target"
+    preset = f"preset `{record['preset']}`" if record["preset"] else "visspec's own form"
+    known = {"target": record["target"], "spec": spec, "whose": whose, "preset": preset, "rows": rows, "held": held}
+    known |= {"visspec": record["visspec"], "git": record["git"] or "unknown", "date": record["date"]}
+    (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
+
+
+def spec_of(folder: Path, draft: dict[str, Any]) -> str:
+    """What `accelerate` takes for a drafter in a folder, with its preset's trees."""
+    options = ",".join(f"{name}={value}" for name, value in draft.items())
+    return f"{folder}:{options}" if options else str(folder)
+
+
+def export(folder: str | Path, form: str, out: str | Path, target: str | None = None, **hardware: Any) -> str:
+    """Write the drafter of a folder for other engines. target: folder or hub id of the model that it was trained for
+    (default: the one that its provenance names). Returns the target's name. Raises ValueError for a drafter or a form
+    that can't be written, and for a folder `out` that holds a model.
+    """
+    if (Path(out) / CONFIG).exists():
+        raise ValueError(f"out: got {out}, which holds a model, expected a folder of its own")
+    known = read_json(Path(folder), PROVENANCE) if (Path(folder) / PROVENANCE).is_file() else {}
+    name = target or known.get("target")
+    if not isinstance(name, str):
+        raise ValueError(f"target: got none, and {folder} names none, expected the model that it was trained for")
+    model, _ = loading.load(name, **hardware)
+    drafter, _ = zoo.drafter(folder, model)
+    drafter.check_form(form)
+    drafter.export(out, form, name)
+    return name
