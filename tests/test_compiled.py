@@ -264,7 +264,7 @@ def check_levels(model, drafter, levels: int) -> None:
     """The function of tensors that is compiled drafts what the drafter drafts eagerly."""
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
-    chains, quick.target.passes = quick.drafter.inner.passes, None
+    chains, quick.target.passes = quick.drafter.passes, None
     chains.call, chains.ready = chains.levels, {False, True}
     for rows in ("one", "ragged"):
         inputs = prompt("llava", shapes("llava")[rows])
@@ -326,7 +326,7 @@ def test_a_drafter_drafts_the_same_through_graphs(make, backend, levels, monkeyp
     drafter = make(model)
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
-    chains = quick.drafter.inner.passes
+    chains = quick.drafter.passes
     assert quick.setup.passes == [quick.target.passes, chains] and eager.setup.passes == []
     if make is not features:
         quick.target.passes = None
@@ -353,7 +353,7 @@ def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
         quick = visspec.accelerate(model, drafter, adaptive=False, compile=True)
         quick.target.passes = None
         drafted(quick, inputs, max_new_tokens=12, **more)
-        passes = quick.drafter.inner.passes
+        passes = quick.drafter.passes
         assert passes is None or passes.graphs == 0
 
 

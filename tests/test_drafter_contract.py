@@ -97,7 +97,7 @@ def test_a_drafter_leaves_the_text_as_it_is(name):
     family, rows, make = FORMS[name]
     quick = check_exact(model_of(family), make(), prompt(family, shapes(family)[rows]), levels=4)
     if "shared" in name:
-        check_exact(model_of(family), quick.drafter.inner, prompt(family, shapes(family)[rows]), levels=4)
+        check_exact(model_of(family), quick.drafter, prompt(family, shapes(family)[rows]), levels=4)
 
 
 IMAGE_FORMS = [*sorted(set(zoo.DRAFTERS) - TEXT_ALONE - ELSEWHERE), "distilled:refine=1"]

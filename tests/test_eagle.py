@@ -388,13 +388,13 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
 def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captioner):
     model, processor = captioner
     fast = visspec.accelerate(model, "vispec")
-    assert fast.name == "vispec" and fast.length_policy.levels == fast.drafter.inner.traits.levels
+    assert fast.name == "vispec" and fast.length_policy.levels == fast.drafter.traits.levels
     images = included.scenes().images(3, first=5000)
     inputs = prepare(processor, images, "describe the picture in detail .", model)
     assert torch.equal(fast.generate(**inputs), model.generate(**inputs))
     assert fast.last_stats.faults == 0 and fast.last_stats.tau > 4.0
     blind = visspec.accelerate(model, "vispec:images=false")
-    assert not blind.drafter.inner.images
+    assert not blind.drafter.images
     with pytest.raises(ValueError, match="does not take"):
         visspec.accelerate(model, "vispec:colour=1")
 

@@ -192,7 +192,7 @@ def test_rows_join_later(learned, standin):
     rows = [streaming.prompts("llava")[n] | {"max_new_tokens": 30, "do_sample": False} for n in (0, 1, 2, 0, 1)]
     want = [quick.run(**row).state.tokens[0] for row in rows]
     quick = copy.copy(quick)
-    recorders = [quick.target.recorder, *([quick.drafter.inner.recorder] if learned else [])]
+    recorders = [quick.target.recorder, *([quick.drafter.recorder] if learned else [])]
     moved = []
     for recorder in recorders:
         free_ones = recorder._free
@@ -363,7 +363,7 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
     drafter = chains_of(model, **{k: v for k, v in options.items() if k != "table"})
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels, graphs=False)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels)
-    own = quick.drafter.inner.recorder
+    own = quick.drafter.recorder
     for rows in ("one", "ragged", "one"):
         inputs = prompt("llava", shapes("llava")[rows])
         for more in (GREEDY, SAMPLED):
@@ -394,7 +394,7 @@ def test_drafts_in_threads(standin, hurried):
 
         jobs.append(job)
     together(jobs)
-    for recorder in (quick.target.recorder, quick.drafter.inner.recorder):
+    for recorder in (quick.target.recorder, quick.drafter.recorder):
         assert recorder.graphs and not recorder.refused
 
 
@@ -413,7 +413,7 @@ def test_drafts_that_are_not_recorded(standin):
         )
         found = compiling.drafted(quick, inputs, max_new_tokens=12, **more)
         assert found == compiling.drafted(eager, inputs, max_new_tokens=12, **more)
-        own = quick.drafter.inner.recorder
+        own = quick.drafter.recorder
         assert quick.target.recorder.graphs and (own is None or own.graphs == 0)
 
 
@@ -425,7 +425,7 @@ def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
     model = model_of("llava")
     drafter, inputs = chains_of(model), prompt("llava", shapes("llava")["ragged"])
     eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
-    own, calls = quick.drafter.inner.recorder, []
+    own, calls = quick.drafter.recorder, []
     record = Standin()
 
     def failing(call):
@@ -680,9 +680,9 @@ def test_compiled_passes_are_not_recorded(standin):
 def test_a_small_model_is_recorded_too(standin):
     model, small = llama(seed=9), llama(seed=10)
     quick = visspec.accelerate(model, small, adaptive=False)
-    seen = eager_passes(quick.drafter.inner.target)
+    seen = eager_passes(quick.drafter.target)
     assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.last_stats.faults == 0
-    own = quick.drafter.inner.recorder
+    own = quick.drafter.recorder
     assert own.graphs == len(seen) > 0 and quick.setup.passes == [quick.target.recorder, own]
 
 

@@ -68,7 +68,7 @@ def test_a_cast_model_drafts_as_one_that_was_born_so(kind, ragged):
         assert result.stats.faults == 0 and result.stats.tau >= 1 and fast.dtype == torch.bfloat16
         assert fast.target.masks.dtype == torch.bfloat16
         if kind == "features":
-            assert fast.drafter.inner.dtype == fast.drafter.inner.layer.qkv.dtype == torch.bfloat16
+            assert fast.drafter.dtype == fast.drafter.layer.qkv.dtype == torch.bfloat16
         if kind == "none":
             assert torch.equal(result.output, model.generate(**given, **GREEDY))
         move.float()
@@ -79,8 +79,8 @@ def test_a_cast_model_drafts_as_one_that_was_born_so(kind, ragged):
 
 def test_tables_move_with_the_model():
     fast = visspec.accelerate(llama(), "ngram", probe=False)  # without weights nothing runs
-    assert fast.drafter.limits.device.type == "cpu" and fast.to("meta") is fast
-    assert fast.drafter.limits.device.type == fast.device.type == "meta"
+    assert fast.setup.drafter.limits.device.type == "cpu" and fast.to("meta") is fast
+    assert fast.setup.drafter.limits.device.type == fast.device.type == "meta"
 
 
 def test_another_attention_is_looked_at_again():
@@ -105,7 +105,7 @@ def test_copies_of_an_accelerated_model(kind, way):
     result = other.run(**options)
     assert torch.equal(result.output, expected) and result.stats.faults == 0
     if kind == "features":
-        assert other.drafter.inner.lm_head is other.model.get_output_embeddings(), "drafts with the copy's own head"
+        assert other.drafter.lm_head is other.model.get_output_embeddings(), "drafts with the copy's own head"
 
 
 def test_a_shallow_copy_and_a_hook_are_copied_too(ragged):

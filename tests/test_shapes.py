@@ -402,7 +402,7 @@ def test_a_shape_is_saved_with_the_model_or_refused(tmp_path, ranks):
     FeatureDrafter(head.head, model).save_pretrained(tmp_path / "head", {})
     for options, found in (("tree=eagle", feature_tree.EAGLE), ("tree=3-2", ((0,), (1,), (2,), (0, 0), (0, 1)))):
         visspec.accelerate(model, f"{tmp_path / 'head'}:{options}").save_pretrained(tmp_path / options)
-        again = visspec.Accelerated.from_pretrained(tmp_path / options).drafter.inner
+        again = visspec.Accelerated.from_pretrained(tmp_path / options).drafter
         assert set(again.paths) == set(found)
     with pytest.raises(ValueError, match="expected no file outside"):
         visspec.accelerate(model, f"{tmp_path / 'head'}:tree={ranks},nodes=4").save_pretrained(tmp_path / "x")

@@ -23,7 +23,6 @@ from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
 from visspec.loop.bandit import bandit_of
 from visspec.loop.draft_length import DraftLengthPolicy
-from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
@@ -31,7 +30,7 @@ from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
-from visspec.types import Acceptance, ConfiguredModel, DrafterTraits, Processor, State, Tokenizer
+from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})  # of an Accelerated
@@ -203,8 +202,10 @@ class Accelerated(Rebuildable):
         return self.setup.target
 
     @property
-    def drafter(self) -> SafeDrafter | None:
-        return self.setup.drafter
+    def drafter(self) -> Drafter | None:
+        """The drafter; None where there is none."""
+        safe = self.setup.drafter
+        return safe and safe.inner
 
     @property
     def name(self) -> str:

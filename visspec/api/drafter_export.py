@@ -27,9 +27,9 @@ Trained by visspec {visspec} (commit {git}) on {date}, {preset}, with answers of
 
 ```python
 import visspec
-from transformers import AutoModelForImageTextToText
+from visspec.api import loading
 
-model = AutoModelForImageTextToText.from_pretrained({target!r})
+model, processor = loading.load({target!r})  # or any transformers class of it
 fast = visspec.accelerate(model, {spec!r})
 ```
 """

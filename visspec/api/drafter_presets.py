@@ -77,12 +77,10 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
 def check_preset(preset: str | None, asked: dict[str, Any]) -> None:
     """Raises ValueError for an unknown preset, or for values that it has no place for."""
     found = None if preset is None else zoo.training_preset(preset)
-    known = (
-        {"image_latents"}
-        if found is None
-        else {"image_latents", "draft_vocab", "head_rank", "block", "layers"}
-        & {*found.network, *({"head_rank"} if "draft_vocab" in found.network else ())}
-    )
+    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank", "block", "layers"}
+    if found is not None:
+        known &= {*found.network, *({"head_rank"} if "draft_vocab" in found.network else ())}
+    known |= {"intermediate"}
     if strange := sorted(set(asked) - known):
         where = "without a preset" if found is None else f"with the preset {preset!r}"
         raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")

@@ -105,10 +105,7 @@ def without_weights(spec: str | None = None) -> Any:
     read, and fetched; of an image model of ours the headers of its weights, too. Raises ValueError for one that
     neither transformers nor we know.
     """
-    where = str(spec or included.text_model())
-    shipped = zoo.included_folder(where)
-    where = str(shipped) if shipped.is_relative_to(included.FOLDER) else where
-    local = Path(where).exists() or where.startswith((".", "/"))
+    where, local = located(str(spec or included.text_model()))
     if not local and "/" not in where:
         raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model")
     entries = checkpoint.read_json(Path(where), "config.json") if Path(where, "config.json").is_file() else {}
@@ -131,6 +128,13 @@ def without_weights(spec: str | None = None) -> Any:
             f"target: {where} describes no model of transformers ({checkpoint.first_line(error)})"
         ) from None
     return model
+
+
+def located(spec: str) -> tuple[str, bool]:
+    """The folder of an included model, what else is named as it was written; and whether it is on this machine."""
+    shipped = zoo.included_folder(spec)
+    where = str(shipped) if shipped.is_relative_to(included.FOLDER) else spec
+    return where, Path(where).exists() or where.startswith((".", "/"))
 
 
 @contextmanager
@@ -161,9 +165,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
-    shipped = zoo.included_folder(where)
-    where = str(shipped) if shipped.is_relative_to(included.FOLDER) else where  # a hub id stays as it was written
-    local = Path(where).exists() or where.startswith((".", "/"))
+    where, local = located(where)
     if local:
         checkpoint.check_folder(where)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from visspec.accept.exact import Exact
 from visspec.api import drafter_export, requests, zoo
+from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
 from visspec.api.captions import move_inputs, process_chats
 from visspec.api.conversations import Message
@@ -38,7 +39,8 @@ from visspec.train.validation import measure
 from visspec.types import Request
 
 STEP_ROWS, GROUP = 8, 8
-NETWORK = ("image_latents", "draft_vocab", "head_rank", "block", "layers")  # options of a drafter's network
+# Options of a drafter's network.
+NETWORK = ("image_latents", "draft_vocab", "head_rank", "block", "layers", "intermediate")
 EVAL_ROWS = 64  # items that validate
 STEPS = 2000
 
@@ -187,6 +189,7 @@ def run(
     head_rank: int | None = None,
     block: int | None = None,
     layers: int | None = None,
+    intermediate: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -194,6 +197,7 @@ def run(
     bf16: bool = False,
     eval_every: int | None = None,
     export: str | None = None,
+    dry_run: bool = False,
     **plan: Any,
 ) -> list[dict]:
     """Train and save a drafter; `plan` are further fields of `visspec.train.options.TrainingOptions`. Returns the
@@ -204,10 +208,11 @@ def run(
     can't be read are passed over, so many in each process at most.
     preset: a published drafter (`presets.TRAINED`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
-    block, layers: places of a pass, and layers, of a preset that predicts several.
+    block, layers: places of a pass, and layers, of a preset that predicts several. intermediate: of the drafter's MLP.
     bf16: matrix products of the drafter in bfloat16. eval_every: steps between validations, a fifth without it.
     export: a form for other engines, written into a folder of its name in `out`, refused before training if it has no
     place for the drafter.
+    dry_run: nothing is loaded, trained or written: prints what the run will take, and returns it.
     overwrite: a drafter that is in `out` already. Raises ValueError for a folder `out` of anything else, for one of a
     drafter that is neither resumed nor overwritten, and for a run to resume with other data or settings.
 
@@ -220,7 +225,7 @@ def run(
         raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
     if steps is not None and epochs is not None:
         raise ValueError(f"epochs: got {epochs} and {steps} steps, expected one of the two")
-    given: dict[str, Any] = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers)))
+    given: dict[str, Any] = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers, intermediate)))
     asked = {name: value for name, value in given.items() if value is not None}
     check_preset(preset, asked)
     check_out(Path(out), resume, overwrite)
@@ -228,7 +233,11 @@ def run(
     several = workers(parallel, device)
     if several.world > 1 and device != "cpu":
         device = str(several.device)
-    model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    if dry_run:
+        shallow = dry_runs.PRESET_LAYERS if preset else dry_runs.LAYERS
+        model, processor, whole = dry_runs.shallow(str(target), shallow, device=device, dtype=dtype)
+    else:
+        model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     training, validating = items.hold_out(eval_rows, seed)
     network, found = of_preset(preset, model, asked) if preset else ({}, None)
     if found is not None:
@@ -253,6 +262,13 @@ def run(
     if several.rank == 0:
         say(what_is_seen(items, len(training), len(validating), options, lessons, answers))
     drafter = drafter_of(model, prompts, found, network or asked, out, resume, seed, export)
+    if dry_run:
+        taken = dry_runs.measure(model, drafter, prompts, options, requests_of(options, lessons), whole)
+        print(dry_runs.describe(taken, options, device))
+        return [taken]
+    if found is not None and drafter.ids is not None and not resumed:
+        recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
+        drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
     record["settings"] = {
         "target": Path(target).name,
@@ -303,9 +319,6 @@ def drafter_of(
         drafter = fresh_or_resumed(model, out, resume, seed, zoo.drafter_class(found.kind), found.draft, **network)
     if form is not None:
         drafter.check_form(form)
-    if found is not None and drafter.ids is not None and not resumed:
-        target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
-        drafter.keep(frequent(target, prompts, drafter.config.draft_vocab, GROUP))
     return drafter
 
 

@@ -31,6 +31,7 @@ class Options(HardwareOptions):
     head_rank: Positive | None = option("of eagle3: rank of that head (whole)", None)
     block: Positive | None = option("of flash (5), dflash, ddtree, dspark, dflash2 (16), deer (15): places", None)
     layers: Positive | None = option("of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's)", None)
+    intermediate: Positive | None = option("width of the drafter's MLP (the target's)", None)
     max_new_tokens: Positive = option("of the target's own answers (256)", 256)
     seed: int = option(default=0)
     rows: Positive = option("answers that the target makes together (16)", 16)
@@ -49,6 +50,7 @@ class Options(HardwareOptions):
     parallel: str | None = option(
         "under torchrun: whole weights in each process (ddp), or spread", None, choices=["ddp", "fsdp"]
     )
+    dry_run: bool = option("print bytes and seconds of the run, from the target's configuration alone", False)
     resume: bool = option("go on with the run in --out, if there is one", False)
     overwrite: bool = option("train anew where --out holds a drafter already", False)
 

@@ -1,0 +1,122 @@
+"""What a training run will take of memory and time: a few of its steps, on a target of fewer layers.
+
+The target is made from its configuration alone, on the device of the run, with random weights and as many of its layers
+as the drafter reads features of; what is not proportional to layers has its real size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from visspec.accept.exact import Exact
+from visspec.api import loading
+from visspec.eval.bench.clock import seconds_of, waiter
+from visspec.models.decoder.target import HFDecoder
+from visspec.train.loop import Trainer
+from visspec.train.options import TrainingOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LAYERS, PRESET_LAYERS = 2, 8  # of the target; presets read features between several
+STEPS = 5
+BYTES = 16  # of a trained weight: float32, its gradient, two moments
+GB = 1e9
+
+
+def shallow(spec: str, layers: int, *, device: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, Any, dict]:
+    """(model, processor, facts of the whole) of a target without its weights, see `loading.without_weights`."""
+    whole = loading.without_weights(spec)
+    where, local = loading.located(spec)
+    config = whole.config
+    text = config.get_text_config()
+    depth, text.num_hidden_layers = text.num_hidden_layers, min(layers, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[: text.num_hidden_layers]
+    if dtype == "auto":
+        dtype = torch.float32 if device == "cpu" else config.dtype or torch.bfloat16
+    precision = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    with torch.device(device):
+        model = type(whole)._from_config(config, dtype=precision).eval()
+    model.generation_config = whole.generation_config
+    processor = transformers.AutoProcessor.from_pretrained(where, local_files_only=local)
+    size = sum(p.numel() for p in whole.parameters()) * precision.itemsize
+    return model, processor, {"depth": depth, "layers": text.num_hidden_layers, "target_bytes": size}
+
+
+def measure(
+    model: PreTrainedModel, drafter: Any, prompts: Any, options: TrainingOptions, requests: int, whole: dict
+) -> dict[str, Any]:
+    """Bytes and seconds of a run. requests: that it asks the target; whole: of `shallow`.
+
+    "target_bytes", "drafter_bytes" (with gradients and optimiser), "group_bytes" (recorded answers), "step_bytes" (the
+    peak of a step above those; None where the system doesn't tell), "step_s", "answers_s" of a request to the shallow
+    target, "run_s" at most: as if all of `answers_s` grew with the layers.
+    """
+    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
+    trainer = Trainer(target, drafter, Exact(), prompts, replace(options, group=1, ahead=False), "unused", {})
+    wait = waiter(model.device)
+    answers_s, lessons = seconds_of(lambda: trainer.lessons(0), wait)
+    trainer.update(lessons)  # makes the optimiser's state
+    count = sum(p.numel() for p in drafter.head.parameters() if p.requires_grad)
+    recorded = sum(value.nbytes for value in vars(lessons[0]).values() if isinstance(value, Tensor)) * trainer.parts
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            trainer.update(lessons)
+
+    step_bytes, step_s = peak_above(model.device, lambda: seconds_of(steps, wait)[0] / STEPS)
+    run_s = options.steps * step_s + requests * answers_s * whole["depth"] / whole["layers"]
+    found = {"parameters": count, "drafter_bytes": count * BYTES, "group_bytes": recorded * options.group}
+    return whole | found | {"step_bytes": step_bytes, "step_s": step_s, "answers_s": answers_s, "run_s": run_s}
+
+
+def peak_above(device: torch.device, call: Callable[[], Any]) -> tuple[int | None, Any]:
+    """The peak of memory in a call above what there is before it, and what it returned; None where it is not known."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        found = call()
+        return torch.cuda.max_memory_allocated(device) - before, found
+    status = Path("/proc/self/status")
+    if device.type != "cpu" or not status.exists():
+        return None, call()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    before, found = _kilobytes(status, "VmRSS"), call()
+    return (_kilobytes(status, "VmHWM") - before) * 1024, found
+
+
+def _kilobytes(status: Path, name: str) -> int:
+    return int(next(line for line in status.read_text().splitlines() if line.startswith(name)).split()[1])
+
+
+def describe(found: dict[str, Any], options: TrainingOptions, device: str) -> str:
+    """The figures of `measure` as lines to read."""
+    parts = {
+        "target": f"weights of {found['depth']} layers",
+        "drafter": f"{found['parameters'] / 1e6:,.1f} M parameters, gradients, optimiser",
+        "group": "recorded answers of a group",
+        "step": f"the peak of a step, {options.rows} answers, above these",
+    }
+    sizes = {name: found[f"{name}_bytes"] for name in parts}
+    lines = [f"{name:8}{_gb(sizes[name])}  {about}" for name, about in parts.items()]
+    total = None if None in sizes.values() else sum(sizes.values())
+    return "\n".join(
+        [
+            *lines,
+            f"in all  {_gb(total)}",
+            f"a step {found['step_s']:.2f} s, answers to a batch {found['answers_s']:.2f} s with {found['layers']} of"
+            f" {found['depth']} layers on {device}; {options.steps:,} steps {found['run_s'] / 3600:,.1f} h at most",
+        ]
+    )
+
+
+def _gb(size: int | None) -> str:
+    return "not known" if size is None else f"{size / GB:9.3f} GB"
