@@ -36,6 +36,13 @@ def test_a_dry_run_tells_what_a_run_takes(data):
     assert not (data / "out").exists()
 
 
+def test_what_is_in_the_folder_is_neither_read_nor_refused(data):
+    (data / "out").mkdir()
+    (data / "out" / "config.json").write_text("{}")
+    assert taken(data, max_new_tokens=4, intermediate=96, resume=True)["parameters"] > 0
+    assert [path.name for path in (data / "out").iterdir()] == ["config.json"]
+
+
 def test_the_shell_prints_it_and_writes_nothing(data, capsys):
     argv = ["train", "drafter", "--target", TARGET, "--data", str(data), "--out", str(data / "out"), "--dry-run"]
     assert main([*argv, "--preset", "eagle3", "--rows", "2", "--max-new-tokens", "8", "--steps", "40"]) == 0

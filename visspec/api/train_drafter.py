@@ -228,7 +228,9 @@ def run(
     given: dict[str, Any] = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers, intermediate)))
     asked = {name: value for name, value in given.items() if value is not None}
     check_preset(preset, asked)
-    check_out(Path(out), resume, overwrite)
+    resume = resume and not dry_run
+    if not dry_run:
+        check_out(Path(out), resume, overwrite)
     items = TrainingData(data, answers, ignore)
     several = workers(parallel, device)
     if several.world > 1 and device != "cpu":
