@@ -5,6 +5,7 @@ import json
 import pytest
 from PIL import Image
 
+import visspec
 from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from visspec.api import drafter_export, loading, train_drafter, zoo
@@ -41,6 +42,10 @@ def test_a_run_leaves_a_card_that_says_how_to_load(data, capsys):
     said = capsys.readouterr().err
     assert f"--drafter {spec}" in said and "2 steps see 2 of 2 items" in said and "1 validate" in said
     assert zoo.drafter(spec, model_of("llava"))[0].nodes == 60
+    fast = visspec.accelerate(model_of("llava"), spec)
+    fast.drafter.export(data / "again", "eagle3")
+    same = [(folder / "model.safetensors").read_bytes() for folder in (out / "eagle3", data / "again")]
+    assert same[0] == same[1]
     assert json.loads((out / "eagle3" / "config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
 
 

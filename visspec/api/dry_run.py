@@ -1,14 +1,12 @@
 """What a training run will take of memory and time: a few of its steps, on a target of fewer layers.
 
-The target is made from its configuration alone, on the device of the run, with random weights and as many of its layers
-as the drafter reads features of; what is not proportional to layers has its real size.
+The target is made from its configuration alone, on the device of the run, with random weights and few of its layers, so
+that everything but its layers has its real size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from visspec.accept.exact import Exact
 from visspec.api import loading
-from visspec.eval.bench.clock import seconds_of, waiter
+from visspec.eval.bench.clock import peak_above, seconds_of, waiter
 from visspec.models.decoder.target import HFDecoder
 from visspec.train.loop import Trainer
 from visspec.train.options import TrainingOptions
@@ -76,25 +74,6 @@ def measure(
     run_s = options.steps * step_s + requests * answers_s * whole["depth"] / whole["layers"]
     found = {"parameters": count, "drafter_bytes": count * BYTES, "group_bytes": recorded * options.group}
     return whole | found | {"step_bytes": step_bytes, "step_s": step_s, "answers_s": answers_s, "run_s": run_s}
-
-
-def peak_above(device: torch.device, call: Callable[[], Any]) -> tuple[int | None, Any]:
-    """The peak of memory in a call above what there is before it, and what it returned; None where it is not known."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        found = call()
-        return torch.cuda.max_memory_allocated(device) - before, found
-    status = Path("/proc/self/status")
-    if device.type != "cpu" or not status.exists():
-        return None, call()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
-    before, found = _kilobytes(status, "VmRSS"), call()
-    return (_kilobytes(status, "VmHWM") - before) * 1024, found
-
-
-def _kilobytes(status: Path, name: str) -> int:
-    return int(next(line for line in status.read_text().splitlines() if line.startswith(name)).split()[1])
 
 
 def describe(found: dict[str, Any], options: TrainingOptions, device: str) -> str:
