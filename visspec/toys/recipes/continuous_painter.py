@@ -1,12 +1,10 @@
 """`painter-continuous` and its drafter from zero: continuous tokens, drawn by a diffusion head.
 
-Stage `autoencoder` teaches a small `AutoencoderKL` with a broad posterior, `decoder` goes on with its decoder alone,
-`tokens` codes pictures with it, `draw` trains the painter on tokens drawn from that posterior, `draft` a smaller model
-of the same form on the painter's head, and `finish` writes both folders with model cards and provenance.
+Stage `autoencoder` teaches a small `AutoencoderKL` with a broad posterior, `tokens` codes pictures with it, `draw`
+trains the painter on tokens drawn from that posterior, `draft` a smaller model of the same form on the painter's head,
+and `finish` writes both folders with model cards and provenance.
 
-Data: scenes of one or two shapes on plain ground, 64 pixels a side, after prompts of GenEval's tasks for one object,
-colours and two objects; seeds from 2^30 on are never trained on. Seeds: 0 (autoencoder), 1 (draw), 2 (draft), 3
-(decoder). One CPU core, about an hour.
+Data: the pairs of `animals`. Seeds: 0 (autoencoder), 1 (draw), 2 (draft). One CPU core.
 """
 
 import argparse
@@ -25,26 +23,29 @@ from transformers import GenerationConfig, LlamaConfig
 from visspec.io.options import option
 from visspec.models.continuous.model import ContinuousImageConfig, ContinuousImageModel, Sampler, load
 from visspec.models.vectors.diffusion_head import cosine_levels
-from visspec.toys.recipes import cards, painter_build
+from visspec.toys.recipes import animals, cards, painter_build
+from visspec.toys.recipes.animals import (
+    GRID,
+    OF,
+    PROMPT,
+    ClassStage,
+    Telling,
+    build_processor,
+    build_tokenizer,
+    prompt_ids,
+)
 from visspec.toys.recipes.captioner_build import save, special_ids
 from visspec.toys.recipes.continuous_autoencoder import (
     CONFIG,
-    GRID,
-    SIDE,
     SIZE,
-    TASKS,
-    AutoencoderDecoderStage,
     AutoencoderStage,
     coders,
     load_autoencoder,
     measure,
 )
-from visspec.toys.recipes.painter_build import PROMPT, build_tokenizer, prompt_ids, without_words
-from visspec.toys.recipes.painter_data import rows_of
-from visspec.toys.recipes.painter_draw import DROPPED, NEAR_WEIGHT, beside
-from visspec.toys.recipes.painter_score import score, to_uint8
-from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, coding_stage, training_stage
-from visspec.toys.world.palette import CLASSES, COLOURS
+from visspec.toys.recipes.painter_build import without_words
+from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.recipe import PairOptions, Recipe, coding_stage, training_stage
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {
@@ -60,14 +61,12 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }
 TIMES = 2  # levels of noise of a token in a step
-READING_WEIGHT = 0.1  # of the throw-away heads' loss
-FADE = (0.5, 0.8)  # shares of the steps between which it falls to 0
+TOLD, FADE = 0.1, (0.4, 0.6)  # weight of telling the animal, and shares of the steps between which it falls to 0
 AHEAD, BEGINS = 4, 0.1  # tokens of a draft, and how often one begins: there the drafter reads its own conditions
 SHARED = ("decoder.embed_tokens", "decoder.norm", "z_proj", "rows", "columns", "head")  # parts it has of the painter
 NEARNESS = 0.1  # weight of the squared distance of its conditions from the painter's
-LABELS = (3, 1 + len(CLASSES), 1 + len(COLOURS), 1 + len(CLASSES), 1 + len(COLOURS))  # shapes begun, next one, newest
 NAMES = {"painter": "painter-continuous", "drafter": "painter-continuous-drafter"}
-PARTS = ("autoencoder", "decoder", "draw", "drafter")  # stages that train
+PARTS = ("autoencoder", "draw", "drafter")  # stages that train
 GUIDANCES = (1.0, 1.5, 2.0, 3.0)
 SEED = 0
 
@@ -104,32 +103,25 @@ def draw(
     return np.concatenate(out)
 
 
-class TokenStage(TrainingStage):
-    """What the stages of painters of vectors and of their drafters share: batches of prompts and sampled tokens, and
-    levels of noise.
-    """
+class TokenStage(ClassStage):
+    """What the stages of painters of vectors and of their drafters share: batches of tokens, and levels of noise."""
 
-    def read(self, options: argparse.Namespace, autoencoder: AutoencoderKL) -> None:
+    data_file = "tokens.pt"
+
+    def take(self, options: argparse.Namespace, autoencoder: AutoencoderKL) -> None:
         """Take the folder's tokens, whose posterior is the autoencoder's."""
-        self.data, self.tokenizer = torch.load(options.out / "tokens.pt", weights_only=True), build_tokenizer()
+        self.read(options)
         self.deviation = autoencoder.quant_conv.bias[SIZE:].detach().div(2).exp()
         level = cosine_levels().float()
         self.signal, self.noise = level.sqrt(), (1 - level).sqrt()
 
-    def rows(self) -> tuple[torch.Tensor, ...]:
-        """This worker's ids and their mask (B, PROMPT), tokens (B, T, SIZE), ink (B, T), progress, rows without words.
-
-        A tenth of the prompts are without their words; tokens are drawn from the posterior anew in each epoch.
-        """
-        order = self.chosen(len(self.data["ids"]))
-        ids = self.data["ids"][order].long()
-        mask = ids != self.tokenizer.pad_token_id
+    def batch(self) -> tuple[torch.Tensor, ...]:
+        """This worker's classes (B,), tokens (B, T, SIZE), drawn anew in each epoch, and rows without words (B,)."""
+        chosen, dropped = self.batch_rows()
         rng = torch.Generator().manual_seed(self.step * self.workers + self.rank)
-        dropped = torch.rand(len(ids), generator=rng) < DROPPED
-        ids = torch.where(dropped[:, None], without_words(self.tokenizer, ids), ids)
-        means = self.data["means"][order].float()
+        means = self.data["means"][chosen].float()
         values = means + self.deviation * torch.randn(means.shape, generator=rng)
-        return ids, mask, values, self.data["ink"][order], self.data["begun"][order].long(), dropped
+        return self.data["classes"][chosen].long(), values, dropped
 
     def noised(self, values: torch.Tensor, count: int = TIMES) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Points of the forward process of tokens (B, T, SIZE): (count, B, T, SIZE), their times (count, B, T), and the
@@ -141,54 +133,56 @@ class TokenStage(TrainingStage):
         return signal * values + noise * eps, times, signal * eps - noise * values
 
 
-class ContinuousStage(TokenStage):
-    """Training of decoder and head on sampled tokens.
+class WordStage(TokenStage):
+    """Of models that read prompts."""
 
-    Throw-away heads tell from a middle layer which shape comes next and which is the newest: few tokens of a picture
-    depend on the prompt, and from their loss alone the decoder takes long to look at it.
-    """
+    def rows(self) -> tuple[torch.Tensor, ...]:
+        """This worker's ids and their mask (B, PROMPT), tokens (B, T, SIZE), classes, and rows without words (B,)."""
+        classes, values, dropped = self.batch()
+        ids = self.ids[classes]
+        mask = ids != self.tokenizer.pad_token_id
+        return torch.where(dropped[:, None], without_words(self.tokenizer, ids), ids), mask, values, classes, dropped
+
+    def take(self, options: argparse.Namespace, autoencoder: AutoencoderKL) -> None:
+        super().take(options, autoencoder)
+        self.tokenizer = build_tokenizer()
+        self.ids = animals.class_ids(self.tokenizer)
+
+
+class ContinuousStage(WordStage):
+    """Training of decoder and head on sampled tokens. A throw-away head tells the animal from a middle layer."""
 
     name, seed = "draw.pt", 1
 
     def build(self, options: argparse.Namespace) -> dict:
         self.model = build("painter").train()
-        self.reading = nn.ModuleList(nn.Linear(self.model.z_proj.out_features, count) for count in LABELS)
-        self.read(options, load_autoencoder(options.out))
-        return {"model": self.model, "reading": self.reading}
+        self.telling = Telling(self.model.z_proj.out_features)
+        self.take(options, load_autoencoder(options.out))
+        return {"model": self.model, "telling": self.telling}
 
     def loss(self) -> torch.Tensor:
-        """Squared error of the velocity of the next batch. Tokens beside what is drawn already weigh twice."""
-        ids, mask, values, ink, begun, dropped = self.rows()
+        """Squared error of the velocity of the next batch, and of the animals told."""
+        ids, mask, values, classes, dropped = self.rows()
         middle: list[torch.Tensor] = []
         depth = len(self.model.decoder.layers)
         hook = self.model.decoder.layers[depth // 2].register_forward_hook(lambda *call: middle.append(call[2]))
         hidden = self.model(ids, mask, values)
         hook.remove()
         x, times, velocity = self.noised(values)
-        made = self.model.head(x, times, hidden)
-        weight = torch.where(beside(ink, GRID), NEAR_WEIGHT, 1.0)
-        losses = (made - velocity).square().mean((0, 3))
-        self.notes["ink"] = round(losses[ink].mean().item(), 4)
-        self.notes["ground"] = round(losses[~ink].mean().item(), 4)
-        total = (losses * weight).sum() / weight.sum()
-        if fade := self.fading(*FADE):
-            first = ids.shape[1] - 1
-            state = middle[0] if torch.is_tensor(middle[0]) else middle[0][0]
-            labels, asked = begun[~dropped][..., 2:].unbind(-1), state[~dropped, first:]
-            wrong = [F.cross_entropy(head(asked).mT, label) for head, label in zip(self.reading, labels)]
-            read = torch.stack(wrong).sum()
-            self.notes["reading"] = round(read.item(), 3)
-            total = total + fade * READING_WEIGHT * read
-        return total
+        losses = (self.model.head(x, times, hidden) - velocity).square().mean()
+        state = middle[0] if torch.is_tensor(middle[0]) else middle[0][0]
+        told = self.telling.loss(state[:, ids.shape[1] - 1 :], classes, dropped)
+        self.notes |= {"velocity": round(losses.item(), 4), "told": round(told.item(), 3)}
+        return losses + TOLD * self.fading(*FADE) * told
 
     def figures(self) -> dict:
-        """GenEval on a sixth of the prompts of its tasks."""
+        """Right animals of a fourth of the prompts."""
         painter = assemble(self.options.out, self.model)
-        rows = rows_of(TASKS, 6 * self.options.every_prompt)
-        return score(partial(draw, painter, seed=SEED), rows, guidance=2.0, temperature=1.0)
+        asked = animals.rows(4 * self.options.every_prompt)
+        return animals.score(partial(draw, painter, seed=SEED), asked, guidance=2.0, temperature=1.0)
 
 
-class ContinuousDraftStage(TokenStage):
+class ContinuousDraftStage(WordStage):
     """Training of the drafter: its velocity is to be the painter's at the same points, after the same tokens.
 
     It has the painter's head, unchanged, and learns the conditions of it: from all tokens and from those conditions of
@@ -204,12 +198,12 @@ class ContinuousDraftStage(TokenStage):
         self.painter.eval().requires_grad_(False)
         self.model = drafter_of(self.painter).train()
         self.model.head.requires_grad_(False)
-        self.read(options, load_autoencoder(options.out))
+        self.take(options, load_autoencoder(options.out))
         return {"model": self.model}
 
     def loss(self) -> torch.Tensor:
         """Squared distance of both models' velocities, and of their conditions."""
-        ids, mask, values, ink, _, _ = self.rows()
+        ids, mask, values, _, _ = self.rows()
         x, times, _ = self.noised(values)
         with torch.no_grad():
             conditions = self.painter(ids, mask, values)
@@ -218,10 +212,9 @@ class ContinuousDraftStage(TokenStage):
             ahead = F.max_pool1d(F.pad(begins, (AHEAD - 1, 0)), AHEAD, 1)[..., None].bool()
             features = torch.where(ahead, self.model(ids, mask, values, conditions), conditions)
         made = self.model(ids, mask, values, features)
-        losses = (self.model.head(x, times, made) - wanted).square().mean((0, 3))
-        self.notes["ink"] = round(losses[ink].mean().item(), 4)
-        self.notes["velocity"] = round(losses.mean().item(), 4)
-        return losses.mean() + NEARNESS * (made - conditions).square().mean()
+        losses = (self.model.head(x, times, made) - wanted).square().mean()
+        self.notes["velocity"] = round(losses.item(), 4)
+        return losses + NEARNESS * (made - conditions).square().mean()
 
 
 def drafter_of(painter: ContinuousImageModel, sizes: dict | None = None) -> ContinuousImageModel:
@@ -255,13 +248,14 @@ class VectorOptions(PairOptions):
 class ContinuousOptions(VectorOptions):
     """Those of this one."""
 
-    autoencoder_steps: int = option("steps of the autoencoder", 800)
-    decoder_steps: int = option("steps of its decoder alone", 450)
+    autoencoder_steps: int = option("steps of the autoencoder", 1000)
 
 
 def generation_config(guidance: float) -> GenerationConfig:
     """Sampling with classifier-free guidance."""
-    return painter_build.image_generation(PROMPT + GRID**2, do_sample=True, temperature=1.0, guidance_scale=guidance)
+    return painter_build.image_generation(
+        PROMPT + GRID**2, OF, do_sample=True, temperature=1.0, guidance_scale=guidance
+    )
 
 
 def finish(options: argparse.Namespace) -> None:
@@ -271,18 +265,18 @@ def finish(options: argparse.Namespace) -> None:
     made.load_state_dict(saved["draw"]["model"])
     drafter.load_state_dict(saved["drafter"]["model"])
     folder = options.out / NAMES["painter"]
-    save(assemble(options.out, made), painter_build.build_processor(side=SIDE), folder, torch.float16)
-    model, rows = load(folder), rows_of(TASKS, options.every_prompt)
-    half = partial(score, partial(draw, model, seed=SEED + 1), rows[::2])
+    save(assemble(options.out, made), build_processor(), folder, torch.float16)
+    model, rows = load(folder), animals.rows(options.every_prompt)
+    half = partial(animals.score, partial(draw, model, seed=SEED + 1), rows[::2])
     sweep = [half(guidance=guidance, temperature=1.0) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
     generation_config(guidance).save_pretrained(folder)
-    drawn = score(partial(draw, model, seed=SEED), rows, guidance=guidance, temperature=1.0)
+    drawn = animals.score(partial(draw, model, seed=SEED), rows, guidance=guidance, temperature=1.0)
     decoded = measure(model.autoencoder, options.every_prompt)
     shown = {f"drawn, guidance {guidance}": drawn, "decoded tokens": decoded}
     deviation = decoded["posterior_deviation"]
     rows_a_step = options.rows * options.workers
-    coding = stages["autoencoder"]["seconds"] + stages["decoder"]["seconds"]
+    coding = stages["autoencoder"]["seconds"]
     about = {"compute_dtype": "float32", "rows": rows_a_step, "times": TIMES, "pairs": options.pairs}
     own = {part: stage for part, stage in stages.items() if part != "drafter"}
     cards.describe(
@@ -290,11 +284,10 @@ def finish(options: argparse.Namespace) -> None:
         NAMES["painter"],
         model,
         {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "decoded": decoded},
-        {"seeds": {"autoencoder": 0, "draw": 1, "decoder": 3, "measured": SEED}} | own | about,
+        {"seeds": {"autoencoder": 0, "draw": 1, "measured": SEED}} | own | about,
         globals(),
         prompts=len(rows),
-        tasks=[cards.TITLES.get(tag, tag) for tag in TASKS],
-        rows=cards.table(cards.score_row(name, found, TASKS) for name, found in shown.items()),
+        rows=cards.table(cards.score_row(name, found) for name, found in shown.items()),
         guidance=guidance,
         deviations=(min(deviation), max(deviation)),
         coding=coding,
@@ -313,18 +306,17 @@ def finish(options: argparse.Namespace) -> None:
     cards.say(options.out, sweep=sweep, swept=len(rows[::2]), pictures=drawn, decoded=decoded)
 
 
-DEFAULTS = {"pairs": 18_000, "rows": 16}
+DEFAULTS = {"pairs": 6000, "rows": 16}
 PAINTER = Recipe(
     NAMES["painter"],
     "Train the continuous painter and its drafter.",
     ContinuousOptions,
     {
         "autoencoder": training_stage(AutoencoderStage),
-        "decoder": training_stage(AutoencoderDecoderStage),
         "tokens": coding_stage(coders),
         "draw": training_stage(ContinuousStage),
         "draft": training_stage(ContinuousDraftStage),
         "finish": finish,
     },
-    DEFAULTS | {"steps": 3200, "every": 1000},
+    DEFAULTS | {"steps": 2500, "every": 500},
 )

@@ -1,9 +1,8 @@
-"""Pictures of the next-scale painters, one shape on plain ground whose prompt is their class, and their codes.
+"""Codes of the next-scale painters.
 
-The codes are those of the painter's VQ model, quantised in several scales. Encoder and decoder are folded into VAR's
-autoencoder; only codebook and convolutions of the quantiser are taught, on features of the pictures. Codes that nobody
-uses start again at what a map was to bring, with a chance that grows with its square: most of a picture is plain
-ground, and codes that all stand for it would be chosen among by chance.
+Encoder and decoder of `painter-emoji`'s VQ model are folded into VAR's autoencoder; only codebook and convolutions of
+the quantiser, of several scales, are taught, on features of the pictures. Codes that nobody uses start again at what a
+map was to bring, with a chance that grows with its square.
 """
 
 import argparse
@@ -20,47 +19,25 @@ from visspec.models.codecs.vq_layout import conv_to_linear, stock_rules
 from visspec.models.published_tensors import rename
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.layout import load_var_vae, save_vae
-from visspec.toys.recipes import painter_data
+from visspec.toys.recipes import animals
 from visspec.toys.recipes.any_order_painter import included_vq
-from visspec.toys.recipes.painter_data import CLASS_ROWS, CLASS_TASKS, pixels, rows_of_labels
-from visspec.toys.recipes.painter_score import geneval, to_uint8
-from visspec.toys.recipes.recipe import Coder, TrainingStage, in_batches
-from visspec.toys.world.scene import Scene
-from visspec.toys.world.suite import Metadata
+from visspec.toys.recipes.painter_score import to_uint8
+from visspec.toys.recipes.recipe import Coder, TrainingStage
 
-SIDES = (1, 2, 3, 4, 6, 8, 10, 12)  # of the maps
+SIDES = (1, 2, 3, 4, 5, 6, 7, 8)  # of the maps
 SCALES = ScaleSizes.square(*SIDES)
-SIDE = 96  # pixels of a picture
-# Shapes stand on corners of the finest map's cells, for the reason of `painter_data.STEP`, and have one of two radii.
-STEP, RADII = 8 / SIDE, (12 / SIDE, 16 / SIDE)
-FIRST_SEED = {"codes": 5 << 27}  # below HELD_OUT_SEED
+FIRST = 1 << 28  # number of the first pair
 BATCH = 32
 SEED = 7
 CODES = 256
-LENGTH = 2.19  # median length of what the painter's encoder says of a place; the decoder reads unit vectors
+LENGTH = 2.42  # median length of what the painter's encoder says of a place; the decoder reads unit vectors
 RATE = 1e-2
-
-painted = partial(painter_data.paint_scene, grounds=("plain",), step=STEP, radii=RADII)
-
-
-def pair(seed: int) -> tuple[int, Scene]:
-    """Class and scene number `seed`: the task uniform, then the prompt."""
-    rng = np.random.default_rng(seed)
-    tag = CLASS_TASKS[int(rng.integers(len(CLASS_TASKS)))]
-    some = [number for number, row in enumerate(CLASS_ROWS) if row["tag"] == tag]
-    number = some[int(rng.integers(len(some)))]
-    return number, painted(CLASS_ROWS[number], rng)
-
-
-def held_out(rows: list[Metadata]) -> torch.Tensor:
-    """A picture of each prompt, with seeds no training pair has."""
-    return pixels(painter_data.held_out(rows, painted), SIDE)
 
 
 @torch.no_grad()
 def multi_scale_of(codes: int = CODES) -> MultiScaleVAE:
-    """The painter's VQ model as VAR's autoencoder, with a fresh quantiser. Its 1 x 1 convolutions around the codes are
-    folded into the 3 x 3 ones beside them; at the border that one's bias counts where the stock model has none.
+    """`painter-emoji`'s VQ model as VAR's autoencoder, with a fresh quantiser. Its 1 x 1 convolutions around the codes
+    are folded into the 3 x 3 ones beside them; at the border that one's bias counts where the stock model has none.
     """
     vq = included_vq()
     config, tensors = vq.config, vq.state_dict()
@@ -108,16 +85,15 @@ def be_identity(conv: torch.nn.Conv2d) -> None:
     torch.nn.init.zeros_(conv.bias)  # type: ignore[arg-type]
 
 
+@torch.no_grad()
+def features(model: MultiScaleVAE, pictures: Tensor) -> Tensor:
+    """What the encoder says of pictures, (B, c, rows, columns), float16."""
+    return model.quant_conv(model.encoder(pictures)).half()
+
+
 def feature_coders(options: argparse.Namespace) -> dict[Path, Coder]:
-    """What makes features.pt of `options.pairs` pairs: classes (N,) int16, features (N, c, rows, columns) float16."""
-    model = multi_scale_of()
-
-    def features(some: range) -> dict[str, Tensor]:
-        numbers, scenes = zip(*(pair(FIRST_SEED["codes"] + i) for i in some))
-        made = model.quant_conv(model.encoder(pixels(scenes, SIDE))).half()
-        return {"classes": torch.tensor(numbers, dtype=torch.int16), "features": made}
-
-    return {options.out / "features.pt": partial(in_batches, features, range(options.pairs), BATCH)}
+    """What makes features.pt: classes (N,) int16, and features."""
+    return animals.coders(options, "features.pt", FIRST, "features", partial(features, multi_scale_of()))
 
 
 class QuantiserStage(TrainingStage):
@@ -159,7 +135,7 @@ class QuantiserStage(TrainingStage):
     def figures(self) -> dict:
         """Those of `measure`; the folder is written."""
         save_vae(self.options.out / "vq", self.model, SCALES)
-        return measure(self.model)
+        return measure(self.model, 4 * self.options.every_prompt)
 
 
 def load_vq(folder: Path) -> MultiScaleVAE:
@@ -179,18 +155,18 @@ def code_coders(options: argparse.Namespace) -> dict[Path, Coder]:
 
 
 @torch.no_grad()
-def measure(codec: MultiScaleVAE) -> dict:
-    """GenEval of one held-out picture a prompt, and of what is decoded of its features and of its codes, in dB too; how
-    many codes they use, by map.
+def measure(codec: MultiScaleVAE, every: int = 1) -> dict:
+    """Right animals of one held-out picture a prompt, and of what is decoded of its features and of its codes, in dB
+    too; how many codes they use, by map.
     """
-    rows = rows_of_labels()
-    true = held_out(rows)
-    features = torch.cat([codec.quant_conv(codec.encoder(part)) for part in true.split(BATCH)])
-    codes = codec.quantize.encode(features, SCALES)
-    bare = torch.cat([codec.decoder(codec.post_quant_conv(part)).clamp(-1, 1) for part in features.split(BATCH)])
+    rows = animals.rows(every)
+    true = animals.held_out(rows)
+    found = torch.cat([codec.quant_conv(codec.encoder(part)) for part in true.split(BATCH)])
+    codes = codec.quantize.encode(found, SCALES)
+    bare = torch.cat([codec.decoder(codec.post_quant_conv(part)).clamp(-1, 1) for part in found.split(BATCH)])
     made = torch.cat([codec.decode(part, SCALES) for part in codes.split(BATCH)])
     shown = {"rendered": true, "not_quantised": bare, "decoded": made}
-    figures = {name: geneval(to_uint8(part), rows)["geneval"] for name, part in shown.items()}
+    figures = {name: animals.geneval(to_uint8(part), rows)["images"] for name, part in shown.items()}
     for name in ("not_quantised", "decoded"):
         error = (shown[name] - true).square().mean().item()
         figures[f"{name}_psnr"] = round(10 * math.log10(4 / error), 2)

@@ -22,12 +22,11 @@ from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.models.scales.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.models.var.network import VAR
-from visspec.toys.recipes.painter_data import CLASS_ROWS, LABELS, rows_of_labels
-from visspec.toys.recipes.painter_draw import DROPPED
-from visspec.toys.recipes.painter_score import draw_pictures, pictures_of, score, to_uint8
-from visspec.toys.recipes.recipe import TrainingStage, mixed_precision
+from visspec.toys.recipes import animals
+from visspec.toys.recipes.animals import LABELS, facts
+from visspec.toys.recipes.painter_score import draw_pictures, pictures_of, to_uint8
+from visspec.toys.recipes.recipe import mixed_precision
 from visspec.toys.recipes.scale_codes import SCALES, load_vq
-from visspec.toys.world.palette import CLASSES, COLOURS
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {"width": 160, "depth": 6, "heads": 5, "shared": True},
@@ -61,19 +60,6 @@ def begin(net: VAR) -> None:
             with torch.no_grad():
                 weight[:, :, :2] = 1.0  # gates
                 weight[:, :, 2:] = 0.0
-
-
-def facts() -> Tensor:
-    """(classes + 1, facts) float: what a class is made of, a kind and a colour or none; the last is no class."""
-    names = [*CLASSES, *COLOURS]
-    table = torch.zeros(len(CLASS_ROWS) + 1, len(names) + 1)
-    for number, row in enumerate(CLASS_ROWS):
-        (item,) = row["include"]
-        table[number, names.index(item["class"])] = 1.0
-        if "color" in item:
-            table[number, names.index(item["color"])] = 1.0
-    table[-1, -1] = 1.0
-    return table
 
 
 def inputs(quantizer: Quantizer, codes_BT: Tensor, scales: ScaleSizes = SCALES) -> Tensor:
@@ -125,8 +111,10 @@ def weights(maps: int, late: float = 1.0) -> Tensor:
     return torch.repeat_interleave(sides / sides.sum() / sizes, sizes)
 
 
-class CodesStage(TrainingStage):
+class CodesStage(animals.ClassStage):
     """Training on codes of classes."""
+
+    data_file = "codes.pt"
 
     size: str  # of SIZES
     seed: int
@@ -134,17 +122,16 @@ class CodesStage(TrainingStage):
     short = 0.0  # share of the batches that have the first maps alone
 
     def build(self, options: argparse.Namespace) -> dict:
-        self.data = torch.load(options.out / "codes.pt", weights_only=True)
+        self.read(options)
         self.taught = SharedClassEmbedding(build(self.size, load_vq(options.out)))
         self.model = self.taught.model.train()
         return {"model": self.model, "classes": self.taught.parts}
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """This worker's classes (B,), codes (B, T) and what is read of them, a pure function of seed, step and rank."""
-        chosen = torch.from_numpy(self.chosen(len(self.data["classes"]), self.seed))
-        rng = np.random.default_rng((self.seed, self.step, self.rank))
+        chosen, dropped = self.batch_rows()
         classes, codes = self.data["classes"][chosen].long(), self.data["codes"][chosen].long()
-        classes = classes.masked_fill(torch.from_numpy(rng.random(len(chosen)) < DROPPED), len(LABELS))
+        classes = classes.masked_fill(dropped, len(LABELS))
         with torch.no_grad():
             return classes, codes, inputs(self.model.autoencoder.quantize, codes)
 
@@ -168,9 +155,9 @@ class CodesStage(TrainingStage):
         return (losses @ weights(maps)).mean()
 
     def figures(self) -> dict:
-        """GenEval on a fourth of the prompts."""
-        rows = rows_of_labels(4 * self.options.every_prompt)
-        return score(partial(pictures, self.taught.fold_classes(), seed=0), rows, guidance=2.0)
+        """Right animals of a fourth of the prompts."""
+        asked = animals.rows(4 * self.options.every_prompt)
+        return animals.score(partial(pictures, self.taught.fold_classes(), seed=0), asked, guidance=2.0)
 
 
 class ScaleStage(CodesStage):

@@ -1,12 +1,10 @@
 """`painter-var` and `painter-var-small`: a VAR on codes of several scales, a smaller one, and CoDe's distillation.
 
-Stage `features` reads pictures with the encoder of `painter`'s VQ model, `vq` teaches a quantiser of several scales on
-them, `codes` codes them, `draw` trains the large painter, `small` the small one, `refine` teaches that the large one's
-distributions, and `finish` writes both folders with model cards and provenance.
+Stage `features` reads pictures with the encoder of `painter-emoji`'s VQ model, `vq` teaches a quantiser of several
+scales on them, `codes` codes them, `draw` trains the large painter, `small` the small one, `refine` teaches that the
+large one's distributions, and `finish` writes both folders with model cards and provenance.
 
-Data: scenes of one shape on plain ground after prompts of GenEval's tasks for one object and colours, the classes;
-seeds from 2^30 on are never trained on. Seeds: 7 (vq), 8 (draw), 9 (small), 10 (refine). One CPU core, less than an
-hour.
+Data: the pairs of `animals`. Seeds: 7 (vq), 8 (draw), 9 (small), 10 (refine). One CPU core.
 """
 
 import argparse
@@ -31,10 +29,9 @@ from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import calibrate_budget
 from visspec.models.var.model import VARImageModel, load
 from visspec.models.var.target import ScalePrompt
-from visspec.toys.recipes import cards, scale_codes, scale_draw
+from visspec.toys.recipes import animals, cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_data import pixels, rows_of_labels
-from visspec.toys.recipes.painter_score import geneval, pictures_of, score, to_uint8
+from visspec.toys.recipes.painter_score import pictures_of, to_uint8
 from visspec.toys.recipes.recipe import PairOptions, Recipe, coding_stage, training_stage
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.suite import Metadata
@@ -60,24 +57,24 @@ class ScaleOptions(PairOptions):
 
 
 class PainterScores:
-    """GenEval and Frechet distance of pictures of prompts."""
+    """Right animals and Frechet distance of pictures of prompts."""
 
     def __init__(self, rows: Sequence[Metadata]):
         self.rows, self.extractor = rows, RandomConv()
         rng = np.random.default_rng(HELD_OUT_SEED)
-        scenes = [scale_codes.painted(row, rng) for row in rows for _ in range(REFERENCES)]
-        features = [self.extractor(part) for part in self._uint8(pixels(scenes, scale_codes.SIDE)).split(32)]
+        scenes = [animals.paint_scene(row, rng) for row in rows for _ in range(REFERENCES)]
+        features = [self.extractor(part) for part in self._uint8(animals.pixels(scenes)).split(32)]
         self.reference = references.from_features(torch.cat(features), self.extractor)
 
     def __call__(self, out: ImageOutput) -> dict[str, Any]:
-        """`images` (share of right ones), `geneval` and `fd`."""
+        """`images` (share of right ones) and `fd`."""
         pictures = pictures_of(out)
-        right = geneval(to_uint8(pictures), self.rows)
+        right = animals.geneval(to_uint8(pictures), self.rows)
         features = torch.cat([self.extractor(part) for part in self._uint8(pictures).split(32)])
         stats = fid.GaussianStats(self.extractor.dim).update(features)
         found = fid.compare(stats, self.reference, self.extractor)
         distance = {"fd": round(found.value, 4), "fd_floor": round(found.noise_floor_here, 4)}
-        return {"geneval": right["geneval"], "images": right["images"], **distance, "n": len(self.rows)}
+        return {"images": right["images"], **distance, "n": len(self.rows)}
 
     @staticmethod
     def _uint8(pictures: Tensor) -> Tensor:
@@ -169,11 +166,11 @@ def finish(options: argparse.Namespace) -> None:
         scale_draw.load_stage(taught, options.out / FILES[part])
         save(taught.fold_classes(), None, options.out / NAMES[name], torch.float16)
         models[name] = load(options.out / NAMES[name])
-    rows = rows_of_labels(2 * options.every_prompt)
+    rows = animals.rows(2 * options.every_prompt)
     drawing = partial(scale_draw.pictures, models["painter"], seed=SEED + 1)
-    sweep = [score(drawing, rows, guidance=guidance) for guidance in GUIDANCES]
+    sweep = [animals.score(drawing, rows, guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
-    judge = PainterScores(rows_of_labels(options.every_prompt))
+    judge = PainterScores(animals.rows(options.every_prompt))
     measured = figures(models["painter"], models["small"], guidance, judge)
     measured |= {"sweep": sweep, "decoded": scale_codes.measure(codec)}
     own = {"painter": painter_figures(measured), "small": {}}
@@ -224,7 +221,7 @@ def figures(model: VARImageModel, small: VARImageModel, guidance: float, judge: 
 def painter_figures(measured: dict[str, Any]) -> dict[str, str]:
     """Tables of the large painter's card."""
     rows, kept, small = measured["rows"], measured["kept"][str(SHARES[0])], measured["small"]
-    digits = {"passes": 2, "geneval": 3, "fd": 2, "fd_ratio": 2}
+    digits = {"passes": 2, "images": 3, "fd": 2, "fd_ratio": 2}
     kilobytes = {name: [f"{r[key] / 1e3:.0f}" for key in ("cache_bytes", "pass_bytes")] for name, r in rows.items()}
     lines = ([name, *(f"{r[key]:.{n}f}" for key, n in digits.items()), *kilobytes[name]] for name, r in rows.items())
     accepted = {name: r["acceptance_by_depth"] for name, r in rows.items() if "acceptance_by_depth" in r}
@@ -250,5 +247,5 @@ PAINTER = Recipe(
         "refine": training_stage(scale_draw.RefineStage),
         "finish": finish,
     },
-    {"pairs": 6000, "steps": 1000, "rows": 16, "rate": 2e-3, "every": 400},
+    {"pairs": 12_000, "steps": 1500, "rows": 16, "rate": 2e-3, "every": 500},
 )

@@ -1,11 +1,11 @@
 """The worlds behind one interface: scenes by seed, their pixels, captions with facts, prompts, and a detector.
 
-`world("shapes")` and `world("emoji")` are the two. A recipe, a benchmark or a test that takes a `World` works with
-either: for a bench it is `io.included.Scenes`.
+`world("shapes")` and `world("emoji")` are two; "animals" has fewer of the emoji's prompts, for small painters. What
+takes a `World` works with each: for a bench it is `io.included.Scenes`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,11 +20,11 @@ from visspec.toys.world.emoji import atlas
 from visspec.toys.world.emoji import render as emoji_render
 from visspec.toys.world.emoji import scene as emoji_scene
 from visspec.toys.world.emoji.captions import EmojiCaptions
-from visspec.toys.world.emoji.suite import EmojiSuite
+from visspec.toys.world.emoji.suite import AnimalSuite, EmojiSuite
 from visspec.toys.world.scene import HELD_OUT_SEED, Scene
 from visspec.toys.world.suite import Suite
 
-WORLDS = ("shapes", "emoji")
+WORLDS = ("shapes", "emoji", "animals")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def world(name: str) -> World:
     """The world of a name; ValueError for any other."""
     if name not in WORLDS:
         raise ValueError(f"world: got {name!r}, expected one of {WORLDS}")
-    return _shapes() if name == "shapes" else _emoji()
+    return {"shapes": _shapes, "emoji": _emoji, "animals": _animals}[name]()
 
 
 def known_to(processor: object, words: Callable[[World], Iterable[str]]) -> World:
@@ -127,4 +127,16 @@ def _emoji() -> World:
         lesson=emoji_scene.crowded_scene,
         tasks=("single_object",),
         painted="visspec.toys.recipes.emoji_painter:paint_scene",
+    )
+
+
+def _animals() -> World:
+    task = "visspec.toys.recipes.animals"
+    return replace(
+        _emoji(),
+        name="animals",
+        side=64,
+        suite=AnimalSuite(),
+        detectors=f"{task}:detector",
+        painted=f"{task}:paint_scene",
     )

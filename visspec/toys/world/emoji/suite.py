@@ -17,6 +17,9 @@ from visspec.toys.world.suite import NUMBERS, Metadata, Suite, placements, requi
 
 RUNS = (("rat", "chipmunk"), ("crab", "seal"))  # of animals in the order of the code points
 ALONE = 3  # every third animal is the subject of prompts of one object
+TWELVE = (
+    "penguin,fox face,octopus,tropical fish,flamingo,pig,lion face,unicorn face,t rex,honeybee,spouting whale,llama"
+)
 NOT_ALIVE = {"pig nose", "paw prints", "spiral shell", "microbe"}
 SIDES = {1: (0.5, 0.66), 2: (0.32, 0.4), 3: (0.28, 0.34), 4: (0.28, 0.32)}  # of pictures, by their number
 GAP = 0.02  # between the tiles' boxes
@@ -71,3 +74,16 @@ class EmojiSuite(Suite):
         ground, tint, seed = sample_ground(rng)
         ground, tint = metadata.get("ground", (ground, tint))
         return EmojiScene(tuple(sorted(pictures, key=lambda p: (p.y, p.x))), ground, seed, tint)
+
+
+class AnimalSuite(EmojiSuite):
+    """48 prompts of twelve of the animals, alone or on a ground without grain: what painters of 64 tokens can learn."""
+
+    sizes: Mapping[str, int] = MappingProxyType({"single_object": 48})
+    grounds = tuple(product(("smooth", "cloudy"), TINTS))
+    words = f"on ground smooth cloudy {' '.join(TINTS)}"
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(TWELVE.split(","))
+
+    alone = names
