@@ -78,6 +78,15 @@ def orders(rng: np.random.Generator, rows: int, side: int) -> torch.Tensor:
     return torch.tensor(found)
 
 
+def draw(
+    model: RandARImageModel, processor: JanusProcessor, rows: list[Metadata], guidance: float, seed: int, **options: str
+) -> tuple[np.ndarray, float]:
+    """Pictures of prompts, uint8 (B, S, S, 3), and mean passes of the network a code; `options` are the pipeline's."""
+    out = draw_pictures(ImagePipeline(model, processor), [row["prompt"] for row in rows], guidance, seed, 24, **options)
+    passes = [(int(numbers.max()) + 1) / numbers.size for numbers in out.passes]
+    return to_uint8(pictures_of(out)), round(sum(passes) / len(passes), 4)
+
+
 def score(
     model: RandARImageModel,
     processor: JanusProcessor,
@@ -86,14 +95,11 @@ def score(
     seed: int = 0,
     **options: str,
 ) -> dict:
-    """Right animals of one picture a prompt, passes of the network a code, and the seconds it took; `options` are the
-    pipeline's.
-    """
+    """Right animals of one picture a prompt, passes a code, and the seconds it took."""
     begun = time.time()
-    out = draw_pictures(ImagePipeline(model, processor), [row["prompt"] for row in rows], guidance, seed, 23, **options)
-    passes = [(int(numbers.max()) + 1) / numbers.size for numbers in out.passes]
-    record = {"guidance": guidance, "passes": round(sum(passes) / len(passes), 4)}
-    return record | animals.geneval(to_uint8(pictures_of(out)), rows) | {"seconds": round(time.time() - begun, 1)}
+    pictures, passes = draw(model, processor, rows, guidance, seed, **options)
+    record = {"guidance": guidance, "passes": passes}
+    return record | animals.geneval(pictures, rows) | {"seconds": round(time.time() - begun, 1)}
 
 
 class AnyOrderStage(ClassStage):
@@ -149,8 +155,7 @@ def finish(options: argparse.Namespace) -> None:
     model.generation_config.save_pretrained(folder)
 
     def passes(order: str) -> dict[str, float]:
-        drawn = (score(model, processor, few, guidance, SEED, order=order, drafter=drafter) for drafter in DRAFTERS)
-        return dict(zip(DRAFTERS, (record["passes"] for record in drawn)))
+        return {d: draw(model, processor, few, guidance, SEED, order=order, drafter=d)[1] for d in DRAFTERS}
 
     drawn = {o: score(model, processor, rows, guidance, SEED, order=o, drafter="none") for o in ORDERS}
     taken = {order: passes(order) for order in ORDERS}
