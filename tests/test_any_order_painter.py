@@ -20,9 +20,9 @@ from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.randar.model import RandARImageConfig, RandARImageModel
-from visspec.toys.recipes import any_order_painter, painter_build
+from visspec.toys.recipes import animals, any_order_painter, painter_build
 from visspec.toys.recipes.painter_build import build_processor
-from visspec.toys.recipes.recipe import read_coded
+from visspec.toys.recipes.recipe import write_coded
 
 SIDE, PIXELS, CODES = 6, 48, 24
 TEXTS = ["a photo of a red ring", "a photo of a blue cross and a green star"]
@@ -346,15 +346,16 @@ def test_recipe_writes_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(any_order_painter, "GUIDANCES", (1.0, 2.0))
     monkeypatch.setattr(any_order_painter, "ORDERS", ("spread",))
     monkeypatch.setattr(any_order_painter, "DRAFTERS", ("none", "ahead:levels=8"))
-    monkeypatch.setattr(any_order_painter, "SHARD", 4)
     options = any_order_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "6", "--rows", "2", "--steps", "2", "--workers", "1", "--every", "9",
-         "--every-prompt", "184"]
+         "--every-prompt", "24"]
     )  # fmt: skip
-    for file, numbers in any_order_painter.files(tmp_path, 6).items():
-        torch.save(any_order_painter.coded_pairs(any_order_painter.included_vq(), numbers), file)
-    data = read_coded(any_order_painter.files(tmp_path, 6))
-    assert data["codes"].shape == data["whole"].shape == (6, 144) and not torch.equal(data["codes"], data["whole"])
+    write_coded(any_order_painter.coders, options)
+    data = torch.load(tmp_path / "tokens.pt", weights_only=True)
+    number, scene = animals.pair(any_order_painter.FIRST + 3)
+    codes = any_order_painter.coded(any_order_painter.included_vq(), animals.pixels([scene]))
+    assert data["codes"].shape == (6, 64) and int(data["classes"][3]) == number
+    assert (codes[0] == data["codes"][3]).float().mean() > 0.95, "but for the order of sums in a batch"
     stage = any_order_painter.AnyOrderStage(options, 0)
     stage.run()
     again = any_order_painter.AnyOrderStage(options, 0)
@@ -366,6 +367,6 @@ def test_recipe_writes_a_folder(tmp_path, monkeypatch):
     assert record["recipe"] == "visspec.toys painter-any-order" and record["draw"]["steps"] == 2
     assert "| spread | " in text and "| `ahead:levels=8` |" in text and "{" not in text
     made = ImagePipeline.from_pretrained(str(folder))
-    assert made.family.default_guidance in (1.0, 2.0) and made.model.net.config.grid == 12
+    assert made.family.default_guidance in (1.0, 2.0) and made.model.net.config.grid == 8
     passes = record["measured"]["passes"]["spread"]
     assert passes["none"] == 1 and 0 < passes["ahead:levels=8"] < 1

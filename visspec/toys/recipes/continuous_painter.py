@@ -287,7 +287,7 @@ def finish(options: argparse.Namespace) -> None:
         {"seeds": {"autoencoder": 0, "draw": 1, "measured": SEED}} | own | about,
         globals(),
         prompts=len(rows),
-        rows=cards.table(cards.score_row(name, found) for name, found in shown.items()),
+        rows=cards.table([name, f"{found['images']:.3f}"] for name, found in shown.items()),
         guidance=guidance,
         deviations=(min(deviation), max(deviation)),
         coding=coding,
@@ -306,7 +306,7 @@ def finish(options: argparse.Namespace) -> None:
     cards.say(options.out, sweep=sweep, swept=len(rows[::2]), pictures=drawn, decoded=decoded)
 
 
-DEFAULTS = {"pairs": 6000, "rows": 16}
+DEFAULTS = {"pairs": 12_000, "rows": 16}
 PAINTER = Recipe(
     NAMES["painter"],
     "Train the continuous painter and its drafter.",

@@ -247,7 +247,7 @@ def finish(options: argparse.Namespace) -> None:
         about | {"seeds": {"draw": 4, "measured": SEED}},
         vars(continuous_autoencoder) | globals(),
         prompts=len(rows),
-        rows=cards.table(cards.score_row(name, found) for name, found in shown.items()),
+        rows=cards.table([name, f"{found['images']:.3f}"] for name, found in shown.items()),
         guidance=guidance,
         seen=stages["draw"]["steps"] * rows_a_step,
     )
