@@ -10,7 +10,8 @@ from visspec.distributions import DenoisingSteps
 from visspec.models.continuous.model import ContinuousImageModel, Sampler, guide, load
 from visspec.models.vectors.diffusion_head import schedule
 from visspec.toys.recipes import continuous_autoencoder, continuous_painter
-from visspec.toys.recipes.painter_build import build_processor, build_tokenizer, prompt_ids, without_words
+from visspec.toys.recipes.animals import build_processor, build_tokenizer, pictures, prompt_ids
+from visspec.toys.recipes.painter_build import without_words
 from visspec.toys.recipes.recipe import write_coded
 
 TINY = {
@@ -33,7 +34,7 @@ def painter():
 def prompts(guidance):
     """Ids and mask of two prompts of unequal length."""
     tokenizer = build_tokenizer()
-    ids = prompt_ids(tokenizer, ["a photo of a red ring", "a photo of a star and a bar"])
+    ids = prompt_ids(tokenizer, ["a photo of a pig", "a photo of a tropical fish on a smooth blue ground"])
     seen = ids != tokenizer.pad_token_id
     if guidance == 1.0:
         return ids, seen
@@ -77,7 +78,7 @@ def test_an_input_carries_the_place_of_the_next_token(painter):
 
 def test_the_model_and_its_processor_agree_on_where_an_image_begins(painter):
     processor, begin = build_processor(side=64), "<begin_of_image>"
-    ids = processor(text=["a photo of a red ring"], generation_mode="image", return_tensors="pt")["input_ids"]
+    ids = processor(text=["a photo of a pig"], generation_mode="image", return_tensors="pt")["input_ids"]
     assert ids[0, -1] == processor.tokenizer.convert_tokens_to_ids(begin)
     settings = continuous_painter.generation_config(1.5)
     assert settings.guidance_scale == 1.5
@@ -113,15 +114,6 @@ def test_a_fresh_drafter_has_the_painters_head_and_embeddings(painter):
     assert torch.allclose(read, features, atol=1e-6)
 
 
-def test_pairs_are_of_known_tasks_on_plain_ground():
-    for seed in range(6):
-        metadata, scene = continuous_autoencoder.pair(seed)
-        assert metadata["tag"] in continuous_autoencoder.TASKS and scene.ground == "plain"
-        for shape in scene.things:
-            assert shape.radius in continuous_autoencoder.RADII
-            assert all((at / continuous_autoencoder.STEP).is_integer() for at in (shape.x, shape.y))
-
-
 def test_settled_autoencoder_gives_tokens_of_deviation_one(monkeypatch):
     """Folded into the weights: mean 0 and deviation 1 of sampled tokens, a posterior of one deviation everywhere, and
     the picture that the decoder was trained to make.
@@ -129,18 +121,16 @@ def test_settled_autoencoder_gives_tokens_of_deviation_one(monkeypatch):
     monkeypatch.setattr(continuous_autoencoder, "CONFIG", SMALL)
     trained = continuous_autoencoder.AutoencoderKL(**SMALL).eval()
     model = continuous_autoencoder.normalize_latents(trained, count=64)
-    first = continuous_autoencoder.FIRST_SEED["tokens"] - 1
-    scenes = [continuous_autoencoder.pair(first - i)[1] for i in range(64)]
-    pictures = continuous_autoencoder.pixels(scenes, continuous_autoencoder.SIDE)
+    first = continuous_autoencoder.FIRST["tokens"]
+    shown = pictures(range(first - 64, first))
     with torch.no_grad():
-        posterior = model.encode(pictures).latent_dist
+        posterior = model.encode(shown).latent_dist
         variance = posterior.mean.var((0, 2, 3)) + posterior.var.mean((0, 2, 3))
         assert torch.allclose(posterior.mean.mean((0, 2, 3)), torch.zeros(8), atol=1e-4)
         assert torch.allclose(variance, torch.ones(8), atol=1e-3)
         assert torch.allclose(posterior.std, posterior.std[:1, :, :1, :1].expand_as(posterior.std))
-        mean = continuous_autoencoder.moments(trained, continuous_autoencoder.mixed_pictures(0, 64))
-        own = continuous_autoencoder.moments(trained, pictures)
-        normalised = (own - mean.mean((0, 2, 3), keepdim=True)) / mean.std((0, 2, 3), keepdim=True)
+        own = continuous_autoencoder.moments(trained, shown)
+        normalised = (own - own.mean((0, 2, 3), keepdim=True)) / own.std((0, 2, 3), keepdim=True)
         wanted = trained.decoder(trained.post_quant_conv(normalised))
         assert torch.allclose(model.decode(posterior.mean).sample, wanted, atol=1e-3)
 
@@ -154,10 +144,9 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(continuous_painter, "GUIDANCES", (1.0, 2.0))
     options: argparse.Namespace = continuous_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "8", "--rows", "4", "--steps", "3", "--drafter-steps", "2", "--every", "9",
-         "--autoencoder-steps", "2", "--decoder-steps", "2", "--every-prompt", "184"]
+         "--autoencoder-steps", "2", "--every-prompt", "24"]
     )  # fmt: skip
     continuous_autoencoder.AutoencoderStage(options, 0).run()
-    continuous_autoencoder.AutoencoderDecoderStage(options, 0).run()
     write_coded(continuous_autoencoder.coders, options)
     continuous_painter.ContinuousStage(options, 0).run()
     continuous_painter.ContinuousDraftStage(options, 0).run()

@@ -20,10 +20,11 @@ from visspec.models.continuous.model import ContinuousImageModel, Sampler
 from visspec.models.vectors.target import ContinuousAR
 from visspec.sampling import Normals
 from visspec.toys.recipes import continuous_painter
-from visspec.toys.recipes.painter_build import build_processor, without_words
+from visspec.toys.recipes.animals import build_processor
+from visspec.toys.recipes.painter_build import without_words
 from visspec.types import Request, Sampling
 
-PROMPTS = ["a photo of a red ring", "a photo of a star and a bar", "a photo of a blue square"]
+PROMPTS = ["a photo of a pig", "a photo of a llama on a smooth grey ground", "a photo of an octopus"]
 VECTOR_RULES = [
     name for name, entry in zoo.ACCEPTANCE.items() if zoo.load(entry.reference).traits.distribution is Denoising
 ]
@@ -40,7 +41,7 @@ def fresh(name, autoencoder=None, **sizes):
 
 @pytest.fixture(scope="module")
 def pipe():
-    return ImagePipeline(fresh("painter", SMALL), build_processor(side=64))
+    return ImagePipeline(fresh("painter", SMALL), build_processor())
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
 from visspec.models.mar.parallel import ParallelMAR
 from visspec.models.vectors.diffusion_head import cosine_levels, schedule
 from visspec.toys.recipes import mar_painter
+from visspec.toys.recipes.animals import LABELS
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_data import LABELS
 from visspec.toys.recipes.recipe import write_coded
 
 TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
-PROMPTS = ["a photo of a red ring", "a photo of a star"]
+PROMPTS = ["a photo of a pig", "a photo of a penguin on a cloudy blue ground"]
 
 
 def fresh(autoencoder=None, seed=0, **sizes):
@@ -50,12 +50,12 @@ def written(pipe, tmp_path_factory):
 
 
 def test_prompts_are_names_of_classes(pipe):
-    red = LABELS.index(PROMPTS[0])
-    out = pipe([PROMPTS[0], str(red)], seed=[3, 3])
+    pig = LABELS.index(PROMPTS[0])
+    out = pipe([PROMPTS[0], str(pig)], seed=[3, 3])
     torch.testing.assert_close(out.tokens[0], out.tokens[1], atol=1e-4, rtol=1e-4)
     assert out.images[0].size == (64, 64)
-    assert pipe.family.default_guidance == 2.0 and len(LABELS) == 88
-    for text in ("a photo of a dog", "88", ""):
+    assert pipe.family.default_guidance == 2.0 and len(LABELS) == 156
+    for text in ("a photo of a dog", "156", ""):
         with one_sentence(r"^prompt: got .*expected"):
             pipe(text)
 
@@ -179,11 +179,11 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(mar_painter, "GUIDANCES", (1.0, 2.0))
     options = mar_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "24", "--rows", "4", "--steps", "3", "--drafter-steps", "2",
-         "--every", "9", "--every-prompt", "44"]
+         "--every", "9", "--every-prompt", "24"]
     )  # fmt: skip
     write_coded(mar_painter.coders, options)
     stage = mar_painter.MARStage(options, 0)
-    values, classes, known, hidden = stage.batch()
+    values, classes, known, hidden = stage.masked()
     assert values.shape == (4, 64, 8) and known.sum(1).unique().numel() == 1 and int(classes.min()) >= UNCONDITIONAL
     assert not bool(known.gather(1, hidden).any())
     stage.run()

@@ -21,18 +21,18 @@ from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import LabelledVARImages, calibrate_budget
 from visspec.models.var.layout import save_vae
 from visspec.models.var.model import VARImageConfig, VARImageModel, load
-from visspec.toys.recipes import painter_data, scale_codes, scale_draw, scale_painter
+from visspec.toys.recipes import animals, scale_codes, scale_draw, scale_painter
 from visspec.toys.recipes.any_order_painter import included_vq
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.recipe import write_coded
+from visspec.toys.scenes import scenes_of
 from visspec.toys.world.suite import suite
 from visspec.tree import empty_draft
 from visspec.types import Scores
 
 SIDES = (1, 2, 3, 4)
 LABELS = ["a photo of a red ring", "a photo of a star", "a photo of a blue cross", "a photo of a bar"]
-PROMPTS, ROWS_OF_LABELS = LABELS[:2], painter_data.rows_of_labels
+PROMPTS = LABELS[:2]
 SHIPPED = zoo.CHECKPOINTS / "painter-var" / "config.json"
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped painter is not in this checkout")
 
@@ -197,8 +197,10 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
     assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
-    family = LabelledVARImages(fresh(labels=painter_data.LABELS))
-    assert bench_others.taught(family, suite()) == ["single_object", "colors"]
+    family, rows = LabelledVARImages(fresh(labels=animals.LABELS)), animals.rows()
+    assert len(rows) == 48 and bench_others.taught(family, rows) == ["single_object"]
+    assert scenes_of(None, family.model, "prompts").prompts() == rows
+    assert scenes_of(None, pipe.model, "prompts").name == "shapes"
 
 
 def test_what_draws_no_scales_has_no_rows_of_them():
@@ -216,27 +218,25 @@ def test_what_draws_no_scales_has_no_rows_of_them():
 
 
 def test_pictures_are_of_their_classes():
-    assert len(painter_data.LABELS) == 88 == len(set(painter_data.LABELS))
+    assert len(animals.LABELS) == 156 == len(set(animals.LABELS))
     for seed in range(20):
-        number, scene = scale_codes.pair(seed)
-        (shape,), (item,) = scene.things, painter_data.CLASS_ROWS[number]["include"]
-        assert shape.kind == item["class"] and item.get("color", shape.colour) == shape.colour
-        for place in (shape.x, shape.y):
-            assert abs(place / scale_codes.STEP - round(place / scale_codes.STEP)) < 1e-9
-        assert shape.radius in scale_codes.RADII and scene.ground == "plain"
+        number, scene = animals.pair(seed)
+        (animal,), row = scene.things, animals.ROWS[number]
+        assert animal.name == row["include"][0]["class"] and scene.ground in ("smooth", "cloudy")
+        assert [scene.ground, scene.tint] == row.get("ground", [scene.ground, scene.tint])
 
 
 def test_classes_are_sums_of_facts():
-    table = scale_draw.facts()
-    assert table.shape == (89, 19) and set(table.sum(1).tolist()) == {1.0, 2.0}
-    red_ring, ring = (table[painter_data.LABELS.index(f"a photo of a {name}")] for name in ("red ring", "ring"))
-    assert (red_ring - ring).sum() == 1 and (red_ring - ring).min() == 0 and not (table[:88] @ table[88]).any()
+    table = animals.facts()
+    assert table.shape == (157, 21) and set(table.sum(1).tolist()) == {1.0, 3.0}
+    pig, on_blue = (table[animals.LABELS.index(f"a photo of a pig{on}")] for on in ("", " on a cloudy blue ground"))
+    assert (on_blue - pig).sum() == 2 and (on_blue - pig).min() == 0 and not (table[:156] @ table[156]).any()
 
 
 def test_weights_are_by_map():
     every = scale_draw.weights(8)
     parts = [part.sum().item() for part in every.split(scale_codes.SCALES.sizes)]
-    assert abs(sum(parts) - 1) < 1e-6 and abs(parts[7] / parts[0] - 12) < 1e-4
+    assert abs(sum(parts) - 1) < 1e-6 and abs(parts[7] / parts[0] - 8) < 1e-4
     late = [part.sum().item() for part in scale_draw.weights(8, 3.0).split(scale_codes.SCALES.sizes)]
     assert abs(late[7] / late[5] - 3 * 12 / 8) < 1e-4 and abs(late[6] / late[5] - 3 * 10 / 8) < 1e-4
     assert len(scale_draw.weights(6)) == 130
@@ -281,7 +281,7 @@ def test_a_whole_picture_is_taught_as_it_is_drawn(codec, maps):
 
 def test_distances_by_scale(codec):
     model, other = (tiny(codec, seed=seed).fold_classes().eval() for seed in (0, 0))
-    out = scale_draw.draw(scale_draw.pipeline(model), painter_data.LABELS[:2], 1.0, 0)
+    out = scale_draw.draw(scale_draw.pipeline(model), animals.LABELS[:2], 1.0, 0)
     same = scale_painter.apart(model, other, out)
     assert same["kl"] == same["tv"] == [0.0] * 8 and min(same["entropy"]) > 0
     with torch.no_grad():
@@ -298,7 +298,6 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
     """Every stage, taken up where it stopped, and the folders that come of it."""
     sizes = {"painter": {"width": 32, "depth": 2, "heads": 2}, "small": {"width": 32, "depth": 1, "heads": 2}}
     monkeypatch.setattr(scale_draw, "SIZES", sizes)
-    monkeypatch.setattr(scale_codes, "rows_of_labels", lambda share=44: ROWS_OF_LABELS(share))
     monkeypatch.setattr(scale_painter, "HANDOVERS", (6,))
     monkeypatch.setattr(scale_painter, "DEPTHS", (1,))
     monkeypatch.setattr(scale_painter, "GUIDANCES", (1.0, 2.0))
@@ -306,7 +305,7 @@ def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
     torch.save({"step": 1, "seconds": 60.0, "loss": 1.0}, tmp_path / "quantiser.pt")
     options = scale_painter.PAINTER.parse([
         "--out", str(tmp_path), "--pairs", "32", "--steps", "2", "--small-steps", "2", "--refine-steps", "2", "--rows",
-        "4", "--every", "1", "--every-prompt", "44", "--resume",
+        "4", "--every", "1", "--every-prompt", "24", "--resume",
     ])  # fmt: skip
     made_up(tmp_path, 32)
     for stage in (scale_draw.ScaleStage, scale_draw.SmallStage, scale_draw.RefineStage):
@@ -359,7 +358,7 @@ def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec
 def test_the_painters_autoencoder_is_borrowed_whole():
     """What VAR's class encodes and decodes is what the stock VQ model does, but for lengths and the border."""
     vq, model = included_vq(), scale_codes.multi_scale_of(32)
-    true = scale_codes.held_out(painter_data.rows_of_labels(44))
+    true = animals.held_out(animals.rows(24))
     with torch.no_grad():
         wanted = vq.quant_conv(vq.encoder(true))
         features = model.quant_conv(model.encoder(true))
@@ -374,14 +373,14 @@ def test_the_painters_autoencoder_is_borrowed_whole():
 def features(tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
     options = scale_painter.PAINTER.parse([
-        "--out", str(folder), "--pairs", "12", "--vq-steps", "4", "--vq-rows", "4", "--rows", "4", "--resume",
+        "--out", str(folder), "--pairs", "12", "--vq-steps", "4", "--vq-rows", "4", "--rows", "4",
+        "--every-prompt", "12", "--resume",
     ])  # fmt: skip
     write_coded(scale_codes.feature_coders, options)
     return options
 
 
-def test_the_quantiser_alone_is_taught(features, monkeypatch):
-    monkeypatch.setattr(scale_codes, "rows_of_labels", lambda share=44: ROWS_OF_LABELS(share))
+def test_the_quantiser_alone_is_taught(features):
     stage = scale_codes.QuantiserStage(features, 0)
     before = {name: value.clone() for name, value in stage.model.state_dict().items()}
     with torch.no_grad():
@@ -394,9 +393,9 @@ def test_the_quantiser_alone_is_taught(features, monkeypatch):
     assert torch.equal(codec.quantize.embedding.weight, stage.model.quantize.embedding.weight)
     write_coded(scale_codes.code_coders, features, keep=False)
     data = torch.load(features.out / "codes.pt", weights_only=True)
-    found = scale_codes.pair(scale_codes.FIRST_SEED["codes"] + 3)
+    found = animals.pair(scale_codes.FIRST + 3)
     assert int(data["classes"][3]) == found[0]
-    codes = codec.encode(pixels([found[1]], scale_codes.SIDE), scale_codes.SCALES)
+    codes = codec.encode(animals.pixels([found[1]]), scale_codes.SCALES)
     assert (codes[0] == data["codes"][3]).float().mean() > 0.95, "but for features kept in float16"
 
 
@@ -428,15 +427,15 @@ def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
         record = json.loads((folder / "provenance.json").read_text())
         assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size
         assert record["recipe"] == "visspec.toys painter-var" and "painter-var" in (folder / "README.md").read_text()
-    assert included.family.labels == tuple(row["prompt"] for row in suite() if row["tag"] in painter_data.CLASS_TASKS)
+    assert included.family.labels == tuple(animals.LABELS)
 
 
 @shipped
 def test_the_shipped_pair_draws_in_every_way(included):
-    texts = ["a photo of a red ring", "a photo of a star"]
+    texts = ["a photo of a pig", "a photo of an octopus on a smooth blue ground"]
     options = {"seed": [1, 2], "output_type": "latent"}
     plain = included(texts, **options)
-    assert plain.tokens[0].shape == (374,) and plain.stats[0].guarantee == "exact"
+    assert plain.tokens[0].shape == (204,) and plain.stats[0].guarantee == "exact"
     drafted = included(texts, drafter="painter-var-small", **options)
     assert all(torch.equal(a, b) for a, b in zip(drafted.tokens, plain.tokens)) and drafted.traces[0].faults == 0
     repaired = included(texts, drafter="painter-var-small", acceptance="repaired", **options)
@@ -459,11 +458,11 @@ def test_the_shipped_pair_draws_in_every_way(included):
 @shipped
 def test_presets_of_scales_on_the_command_line(tmp_path, capsys):
     for preset in ("code", "scalekv", "fastvar", "repaired"):
-        command = ["generate", "a photo of a red ring", "--model", "painter-var", "--preset", preset, "--seed", "1"]
+        command = ["generate", "a photo of a pig", "--model", "painter-var", "--preset", preset, "--seed", "1"]
         assert main([*command, "--out", str(tmp_path / preset)]) == 0
         assert len(list((tmp_path / preset).glob("*.png"))) == 1
     assert main(["generate", "a red", "--model", "painter-var", "--out", str(tmp_path)]) != 0
-    assert "prompt: got 'a red', expected one of the 88 classes" in capsys.readouterr().err
+    assert "prompt: got 'a red', expected one of the 156 classes" in capsys.readouterr().err
 
 
 @shipped
@@ -477,4 +476,4 @@ def test_the_bench_of_the_shipped_pair(tmp_path, monkeypatch):
     assert list(rows) == ["plain", "repaired", "code", "scalekv, 0.5"]
     for row in rows.values():
         assert row["cache_bytes"] > 0 and row["fd"] > 0 and row["fd_ratio"] > 0 and row["quality_n"] == 2
-    assert record["law"]["n"] == 374 and rows["plain"]["fd_ratio"] == 1.0
+    assert record["law"]["n"] == 204 and rows["plain"]["fd_ratio"] == 1.0

@@ -94,7 +94,7 @@ def run(arguments: Options) -> None:
         given = f"quality: got {arguments.quality}, expected 0" if arguments.quality else "sweep: got it, expected not"
         raise ValueError(f"--{given}: {pipe.family.no_pixels}")
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
-    seed, scenes = arguments.seed, arguments.scenes(pipe.processor, "prompts")
+    seed, scenes = arguments.seed, arguments.scenes(pipe.processor or pipe.model, "prompts")
     known = scenes.prompts()
     tasks = arguments.task or taught(pipe.family, known)
     texts = [row["prompt"] for row in spread(known, arguments.prompts, tasks)]

@@ -54,7 +54,7 @@ def prompts(arguments: Options, pipe: ImagePipeline) -> list[str]:
     """Twice `--count` of them, from a file or of the scenes whose words the model knows."""
     wanted = 2 * arguments.count
     if arguments.prompts is None:
-        scenes = included.scenes(None, pipe.processor, "prompts")
+        scenes = included.scenes(None, pipe.processor or pipe.model, "prompts")
         return [row["prompt"] for row in spread(scenes.prompts(), wanted)]
     found = [record.prompt for record in sources.prompts(arguments.prompts) if record.prompt][:wanted]
     if len(found) < wanted:

@@ -10,7 +10,7 @@ MODELS = {
     "painter-lowres": IncludedModel("its sibling of a quarter of the codes", "lowres", "painter"),
     "painter-upsampler": IncludedModel("enlarges the sibling's codes", "upsampler", "painter"),
     "painter-emoji": IncludedModel("draws an emoji, code by code"),
-    "painter-any-order": IncludedModel("draws shapes, codes in any order"),
+    "painter-any-order": IncludedModel("draws an animal, codes in any order"),
     "painter-continuous": IncludedModel("draws shapes, vector by vector"),
     "painter-mar": IncludedModel("draws shapes, vectors in any order"),
     "painter-var": IncludedModel("draws shapes, scale by scale"),
@@ -34,7 +34,7 @@ INCLUDED = Included(
     drafters=tuple(DRAFTERS),
     text_model="captioner",
     image_model="painter",
-    worlds=("shapes", "emoji"),
+    worlds=("shapes", "emoji", "animals"),
     scenes="visspec.toys.scenes:scenes_of",
     detectors={"shapes": "visspec.toys.world.detector:ShapeDetector"},
     tasks={

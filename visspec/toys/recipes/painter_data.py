@@ -10,7 +10,7 @@ import torch
 from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
 from visspec.toys.world.render import render
 from visspec.toys.world.scene import HELD_OUT_SEED, Scene, Shape
-from visspec.toys.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, every, free_scene, sample_prompt, suite
+from visspec.toys.world.suite import FREE_MARGIN, FREE_RADIUS, Metadata, free_scene, sample_prompt
 
 SIDE = {False: 96, True: 48}  # pixels of the full and of the low-resolution painter
 # Half of the pictures are plain. The speckles of the fourth ground are smaller than a patch: no code can hold them.
@@ -21,10 +21,6 @@ TEXTURES = 4  # of each kind: what is new in every picture is the scene
 STEP = 4 / 96
 RADII = (11 / 96, 13 / 96, 15 / 96)
 GAP = 2 / 96  # what settled shapes keep between their boxes
-# Prompts that are classes of painters without words: of one object, with and without a colour.
-CLASS_TASKS = ("single_object", "colors")
-CLASS_ROWS = [row for tag in CLASS_TASKS for row in every(tag)]
-LABELS = [row["prompt"] for row in CLASS_ROWS]
 # all below HELD_OUT_SEED
 FIRST_SEED = {"vq": 0, "composed": 1 << 27, "tokens": 1 << 28, "decoder": 1 << 29, "bound": 3 << 28}
 
@@ -92,11 +88,3 @@ def pixels(scenes: Sequence[Any], side: int, draw: Callable[[Any, int], np.ndarr
 def held_out(rows: list[Metadata], painted: Callable[[Metadata, np.random.Generator], Drawn]) -> list[Drawn]:
     """One scene a prompt, drawn with seeds no training pair has."""
     return [painted(row, np.random.default_rng(HELD_OUT_SEED + i)) for i, row in enumerate(rows)]
-
-
-def rows_of(tasks: Sequence[str], share: int = 1) -> list[Metadata]:
-    """The suite's prompts [::share] of these tasks."""
-    return [row for row in suite() if row["tag"] in tasks][::share]
-
-
-rows_of_labels = partial(rows_of, CLASS_TASKS)

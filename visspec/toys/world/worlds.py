@@ -89,7 +89,13 @@ def world(name: str) -> World:
 
 
 def known_to(processor: object, words: Callable[[World], Iterable[str]]) -> World:
-    """The world all of whose words a model's processor or tokenizer has; shapes for other models."""
+    """The world all of whose words a model's processor or tokenizer has, or whose prompts are all classes of a model;
+    shapes for other models.
+    """
+    labels = set(getattr(getattr(processor, "config", None), "labels", None) or ())
+    if labels:
+        named = (world(name) for name in WORLDS)
+        return next((one for one in named if {row["prompt"] for row in one.prompts()} <= labels), world("shapes"))
     tokenizer = getattr(processor, "tokenizer", processor)
     there = set(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else set()
     return next((world(name) for name in WORLDS if set(words(world(name))) <= there), world("shapes"))
