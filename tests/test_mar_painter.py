@@ -76,7 +76,7 @@ def test_a_drafter_drafts_and_its_head_is_counted(pipe, written):
 
 @pytest.mark.parametrize("sizes,message", [
     ({"denoising_steps": 3}, "got 3 denoising steps, expected 4"),
-    ({"size": 4}, "got 64 tokens of 4 numbers and 88 classes, expected the target's 64 of 8 and 88"),
+    ({"size": 4}, "got 64 tokens of 4 numbers and 156 classes, expected the target's 64 of 8 and 156"),
 ])  # fmt: skip
 def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, message):
     other = SmallMAR(LabelledMARImages(fresh(**sizes)))
