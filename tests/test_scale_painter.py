@@ -197,9 +197,9 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
     assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
-    family, rows = LabelledVARImages(fresh(labels=animals.LABELS)), animals.rows()
-    assert len(rows) == 48 and bench_others.taught(family, rows) == ["single_object"]
-    assert scenes_of(None, family.model, "prompts").prompts() == rows
+    model, rows = fresh(labels=animals.LABELS), animals.rows()
+    assert len(rows) == 48 and bench_others.taught(LabelledVARImages(model), rows) == ["single_object"]
+    assert scenes_of(None, model, "prompts").prompts() == rows
     assert scenes_of(None, pipe.model, "prompts").name == "shapes"
 
 
