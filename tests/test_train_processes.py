@@ -22,8 +22,6 @@ from visspec.eval.report.training import write_page
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.loop import SingleProcess
 
-ROOT = Path(__file__).parent.parent
-
 
 def launch(home: Path, module: str, *argv: str, torchrun: bool = False) -> None:
     """`main` of a module of the tests with two processes of one thread."""

@@ -289,8 +289,8 @@ def run(
     validate = TextValidation(model, drafter, lambda temperature: [check(0, temperature) for check in checks])
     trainer = Trainer(validate.target, drafter, Exact(), prompts, options, out, record, validate, several)
     if store is not None:
-        asked_of = {**shared, "seed": seed, "rows": prompts.rows, "text_until": total}
-        keep_answers(trainer, store, asked_of, requests_of(options, lessons))
+        read = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
+        keep_answers(trainer, store, {**shared, **read, "seed": seed}, requests_of(options, lessons))
     history = train(trainer, resume)
     if reader.bad:
         last = [*reader.bad.values()][-1]
@@ -310,9 +310,8 @@ def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any],
     """
     if Path(folder).resolve() == trainer.folder.resolve():
         raise ValueError(f"store: got {folder}, the folder of the drafter, expected one of its own")
-    target, drafter, prompts = trainer.target, trainer.drafter, trainer.prompts
-    settings = {**settings, "layers": [*drafter.traits.feature_layers]}
-    trainer.store = Store(folder, settings, lambda: target.law(prompts(0)), next(drafter.head.parameters()).device)
+    target, prompts, device = trainer.target, trainer.prompts, next(trainer.head.parameters()).device
+    trainer.store = Store(folder, settings, lambda: target.law(prompts(0)), device)
     if trainer.workers.rank == 0:
         rows = len(trainer.answers(0).lengths)
         say(trainer.store.check_space(requests, rows))

@@ -35,7 +35,13 @@ class Store:
     law: the target's law of states (`TrainingBatch.law`) in these requests, asked for once.
     """
 
-    def __init__(self, folder: str | Path, settings: dict[str, Any], law: Callable[[], Callable], device: torch.device):
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: dict[str, Any],
+        law: Callable[[], Callable[[Tensor], Tensor] | None],
+        device: torch.device,
+    ):
         self.folder, self.device, self._law = Path(folder), device, functools.cache(law)
         there = {path.name for path in self.folder.glob("[!.]*")}  # hidden ones are of another process, half written
         if (self.folder / SETTINGS).is_file():
@@ -62,6 +68,7 @@ class Store:
             known = json.loads(file.metadata()["batch"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         law = identity if known.pop("distributions") else self._law()
+        assert law is not None  # it was there when the states were recorded
         hosts = {f"host_{name}": tensors[name].cpu() if name in tensors else None for name in ("ids", "attention")}
         absent = dict.fromkeys(("attention", "embeddings"))
         return TrainingBatch(**{**absent, **tensors, **hosts, **known, "law": law})
