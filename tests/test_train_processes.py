@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.children import forked
+from tests.children import forked, of_tests
 from tests.parallel_target import captions
 from tests.test_cli import refused
 from tests.tiny import model_of
@@ -22,35 +22,43 @@ from visspec.eval.report.training import write_page
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.loop import SingleProcess
 
-ROOT = Path(__file__).parent.parent
+ALONE = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def launch(home: Path, module: str, *argv: str, torchrun: bool = False) -> None:
-    """`main` of a module of the tests with two processes of one thread."""
-    values = "".join(f"{value!r}, " for value in argv)  # tests are no package; another of that name may be installed
-    code = (
-        "import sys, types\nfrom pathlib import Path\n"
-        f"tests = sys.modules['tests'] = types.ModuleType('tests')\ntests.__path__ = [{str(ROOT / 'tests')!r}]\n"
-        f"from tests.{module} import main\nmain({values}Path({str(home)!r}))\n"
-    )
+def torchrun(code: str, home: Path, count: int = 2) -> subprocess.CompletedProcess[str]:
+    """Code in so many processes of one thread, as torchrun starts them."""
+    (home / "run.py").write_text(code)
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
+    command += ["--master-addr", "127.0.0.1", "--master-port", port(), str(home / "run.py")]
+    environment = os.environ | ALONE | {"PYTHONPATH": ""}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=home)
+
+
+def port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    more = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    if torchrun:
-        (home / "run.py").write_text(code)
-        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command += ["--master-addr", "127.0.0.1", "--master-port", port, str(home / "run.py")]
-        more |= {"PYTHONPATH": ""}
-        done = subprocess.run(command, env=os.environ | more, capture_output=True, text=True, timeout=500, cwd=home)
+        return str(free.getsockname()[1])
+
+
+def launch(home: Path, module: str, *argv: str, by_torchrun: bool = False) -> None:
+    """`main` of a module of the tests with two processes of one thread."""
+    code = of_tests(module, f"main({''.join(f'{value!r}, ' for value in argv)}Path({str(home)!r}))")
+    if by_torchrun:
+        done = torchrun(code, home)
         assert done.returncode == 0, done.stderr[-3000:]
         return
-    more |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | ALONE
     said = [home / f"said{rank}" for rank in "01"]
     ranks = [forked(code, said[r], **more, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
     for rank, process in enumerate(ranks):
         process.join(500)
         assert process.exitcode == 0, said[rank].read_text()[-3000:]
+
+
+def pictures(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for i in range(3):
+        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(folder / f"{i}.png")
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +67,7 @@ def home(tmp_path_factory):
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
     home = tmp_path_factory.mktemp("runs")
     for parallel in ("ddp", "fsdp"):
-        (home / parallel / "data").mkdir(parents=True)
-        for i in range(3):
-            Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(home / parallel / "data" / f"{i}.png")
+        pictures(home / parallel / "data")
         launch(home / parallel, "training_processes", parallel)
     return home
 
@@ -91,12 +97,36 @@ def test_two_processes_train_one_drafter(home):
         assert page.count("<svg") == 4 and "2 processes" in page
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_any_number_of_processes_trains_the_same_and_resumes_what_a_killed_one_left(tmp_path, parallel):
+    """By torchrun: four lessons an update, over one, two and four processes."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
+    pictures(tmp_path / "data")
+
+    def run(name: str, count: int, dies: bool = False) -> dict[str, torch.Tensor] | None:
+        call = f"accumulated({name!r}, {parallel!r}, {dies}, Path({str(tmp_path)!r}))"
+        done = torchrun(of_tests("training_processes", call), tmp_path, count)
+        assert (done.returncode == 0) == (not dies), done.stderr[-3000:]
+        return None if dies else weights(tmp_path / name)
+
+    whole = {count: run(f"of{count}", count) for count in (1, 2, 4)}
+    for before, after in ((2, 2), (2, 1), (4, 2), (2, 4)):
+        name = f"from{before}to{after}"
+        run(name, before, dies=True)
+        assert json.loads((tmp_path / name / "run" / "progress.json").read_text())["step"] == 4
+        whole[name] = run(name, after)
+    found = {name: apart(whole[1], value) for name, value in whole.items()}
+    print(parallel, found)
+    assert max(found.values()) < 1e-5 and apart(whole[2], whole["from2to2"]) == 0
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_target_split_by_transformers_plan_is_itself(tmp_path, torchrun):
+@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_a_target_split_by_transformers_plan_is_itself(tmp_path, by_torchrun):
     """Tensor-parallel in two processes, and over devices: the tokens of one process on one device."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
-    launch(tmp_path, "parallel_target", torchrun=torchrun)
+    launch(tmp_path, "parallel_target", by_torchrun=by_torchrun)
     whole = captions("cpu")
     assert whole["none"] == whole["stock"] and captions("auto") == whole
     for rank in range(2):
