@@ -51,7 +51,7 @@ def stored(home: Path, limit: int | None) -> None:
     (home / "done").touch()
 
 
-def accumulated(name: str, parallel: str, dies: bool, home: Path) -> None:
+def accumulated(name: str, parallel: str | None, dies: bool, home: Path) -> None:
     """A run of four lessons an update, resumed where it was; the last process may die in it without a word."""
     update = Trainer.update
 
