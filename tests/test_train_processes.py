@@ -16,6 +16,7 @@ from tests.children import forked, of_tests
 from tests.parallel_target import captions
 from tests.test_cli import refused
 from tests.tiny import model_of
+from tests.training_processes import pictures
 from visspec.api import loading
 from visspec.api.train_processes import workers
 from visspec.eval.report.training import write_page
@@ -53,12 +54,6 @@ def launch(home: Path, module: str, *argv: str, by_torchrun: bool = False) -> No
     for rank, process in enumerate(ranks):
         process.join(500)
         assert process.exitcode == 0, said[rank].read_text()[-3000:]
-
-
-def pictures(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for i in range(3):
-        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(folder / f"{i}.png")
 
 
 @pytest.fixture(scope="module")

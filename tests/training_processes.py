@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from tests.tiny import model_of, prompt
 from visspec.api import train_drafter
@@ -31,6 +32,13 @@ class ByHand(SingleProcess):
         for p in module.parameters():
             p.register_post_accumulate_grad_hook(average)
         return module, optimiser
+
+
+def pictures(folder: Path) -> None:
+    """Three pictures in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(3):
+        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(folder / f"{i}.png")
 
 
 def run_of(home: Path, name: str, **options) -> list[dict]:
