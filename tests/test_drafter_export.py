@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from PIL import Image
 
 import visspec
 from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
+from tests.training_processes import pictures
 from visspec.api import drafter_export, loading, train_drafter, zoo
 from visspec.cli.main import main
 
@@ -16,9 +16,7 @@ TINY = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unr
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
-    for i in range(3):
-        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(tmp_path / "data" / f"{i}.png")
+    pictures(tmp_path / "data")
     monkeypatch.setattr(loading, "load", lambda *a, **k: (model_of("llava"), None))
     monkeypatch.setattr(train_drafter, "prepare", lambda p, chats, media, m: prompt("llava", ["4 i 5"] * len(chats)))
     return tmp_path / "data"

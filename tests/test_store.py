@@ -6,13 +6,13 @@ from dataclasses import fields
 
 import pytest
 import torch
-from PIL import Image
 
 import visspec
 from tests.children import forked, of_tests
 from tests.test_train import prompts
 from tests.tiny import model_of
-from tests.training_processes import run_of
+from tests.training_processes import pictures, run_of
+from visspec.api import train_drafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.capture import AnsweredRequest, capture, identity
@@ -59,10 +59,10 @@ def test_what_is_read_is_what_was_recorded(tmp_path, name, states, asked):
 
 
 @pytest.fixture
-def home(tmp_path):
-    (tmp_path / "data").mkdir()
-    for i in range(3):
-        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(tmp_path / "data" / f"{i}.png")
+def home(tmp_path, monkeypatch):
+    for owner, name in ((train_drafter.targets, "load"), (train_drafter, "prepare")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # `run_of` sets them; this puts them back
+    pictures(tmp_path / "data")
     return tmp_path
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import visspec
 from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
+from tests.training_processes import pictures
 from visspec.api import train_drafter, zoo
 from visspec.api.train_drafter import TextValidation, request_of
 from visspec.kernels import losses as kernel
@@ -345,10 +346,7 @@ def test_training_raises_tau(tmp_path):
 
 
 def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
-    from PIL import Image
-
-    for i in range(3):
-        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(tmp_path / f"{i}.png")
+    pictures(tmp_path)
     model = model_of("llava")
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))
     monkeypatch.setattr(train_drafter, "prepare", lambda p, images, texts, m: prompt("llava", ["4 i 5"] * len(images)))

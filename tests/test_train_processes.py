@@ -16,6 +16,7 @@ from tests.children import forked, of_tests
 from tests.parallel_target import captions
 from tests.test_cli import refused
 from tests.tiny import model_of
+from tests.training_processes import pictures
 from visspec.api import loading
 from visspec.api.train_processes import workers
 from visspec.eval.report.training import write_page
@@ -55,12 +56,6 @@ def launch(home: Path, module: str, *argv: str, by_torchrun: bool = False) -> No
         assert process.exitcode == 0, said[rank].read_text()[-3000:]
 
 
-def pictures(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for i in range(3):
-        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(folder / f"{i}.png")
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Folders of drafters by name, trained in two processes."""
@@ -98,6 +93,7 @@ def test_two_processes_train_one_drafter(home):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_any_number_of_processes_trains_the_same_and_resumes_what_a_killed_one_left(tmp_path, parallel):
     """By torchrun: four lessons an update, over one, two and four processes."""
@@ -105,13 +101,13 @@ def test_any_number_of_processes_trains_the_same_and_resumes_what_a_killed_one_l
     pictures(tmp_path / "data")
 
     def run(name: str, count: int, dies: bool = False) -> dict[str, torch.Tensor] | None:
-        call = f"accumulated({name!r}, {parallel!r}, {dies}, Path({str(tmp_path)!r}))"
+        call = f"accumulated({name!r}, {parallel if count > 1 else None!r}, {dies}, Path({str(tmp_path)!r}))"
         done = torchrun(of_tests("training_processes", call), tmp_path, count)
         assert (done.returncode == 0) == (not dies), done.stderr[-3000:]
         return None if dies else weights(tmp_path / name)
 
     whole = {count: run(f"of{count}", count) for count in (1, 2, 4)}
-    for before, after in ((2, 2), (2, 1), (4, 2), (2, 4)):
+    for before, after in ((2, 2), (4, 1), (2, 4)):
         name = f"from{before}to{after}"
         run(name, before, dies=True)
         assert json.loads((tmp_path / name / "run" / "progress.json").read_text())["step"] == 4

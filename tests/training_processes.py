@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from tests.tiny import model_of, prompt
 from visspec.api import train_drafter
@@ -33,6 +34,13 @@ class ByHand(SingleProcess):
         return module, optimiser
 
 
+def pictures(folder: Path) -> None:
+    """Three pictures in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(3):
+        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(folder / f"{i}.png")
+
+
 def run_of(home: Path, name: str, **options) -> list[dict]:
     """A short run of eight steps on pictures in `data`, without a processor."""
     model = model_of("llava")
@@ -51,7 +59,7 @@ def stored(home: Path, limit: int | None) -> None:
     (home / "done").touch()
 
 
-def accumulated(name: str, parallel: str, dies: bool, home: Path) -> None:
+def accumulated(name: str, parallel: str | None, dies: bool, home: Path) -> None:
     """A run of four lessons an update, resumed where it was; the last process may die in it without a word."""
     update = Trainer.update
 

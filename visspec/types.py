@@ -756,6 +756,7 @@ Rollout = Sequence[Prediction]
 class TrainedDrafter(Protocol):
     """A drafter with a network, as the trainer sees it. It is trained on batches of answers of its target."""
 
+    traits: DrafterTraits
     head: nn.Module
     borrowed: tuple[nn.Module, ...]  # modules of the target, frozen in training
     ids: Tensor | None  # the ids that its logits are of; None: all

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from visspec.api import loading, zoo
 from visspec.io.checkpoint import CONFIG, read_json
 from visspec.models.drafting.checkpoint import PROVENANCE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CARD = """---
 library_name: visspec
@@ -37,7 +40,7 @@ fast = visspec.accelerate(model, {spec!r})
 
 def finish(
     folder: Path,
-    model: Any,
+    model: PreTrainedModel,
     record: dict[str, Any],
     figures: dict[str, Any],
     draft: dict[str, Any],

@@ -6,6 +6,7 @@ that everything but its layers has its real size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from visspec.eval.bench.clock import peak_above, seconds_of, waiter
 from visspec.models.decoder.target import HFDecoder
 from visspec.train.loop import Trainer
 from visspec.train.options import TrainingOptions
+from visspec.types import Request, TrainedDrafter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +52,12 @@ def shallow(spec: str, layers: int, *, device: str, dtype: str | torch.dtype) ->
 
 
 def measure(
-    model: PreTrainedModel, drafter: Any, prompts: Any, options: TrainingOptions, requests: int, whole: dict
+    model: PreTrainedModel,
+    drafter: TrainedDrafter,
+    prompts: Callable[[int], Request],
+    options: TrainingOptions,
+    requests: int,
+    whole: dict[str, int],
 ) -> dict[str, Any]:
     """Bytes and seconds of a run. requests: that it asks the target; whole: of `shallow`.
 

@@ -267,7 +267,7 @@ def run(
     ]
     if several.rank == 0:
         say(what_is_seen(items, len(training), len(validating), options, lessons, answers))
-    drafter = drafter_of(model, prompts, found, network or asked, out, resume, seed, export)
+    drafter = drafter_of(model, prompts, found, network or asked, out, resumed, seed, export)
     if dry_run:
         taken = dry_runs.measure(model, drafter, prompts, options, requests_of(options, lessons), whole)
         print(dry_runs.describe(taken, options, device))
@@ -323,20 +323,19 @@ def drafter_of(
     found: zoo.TrainedPreset | None,
     network: dict[str, Any],
     out: str | Path,
-    resume: bool,
+    resumed: bool,
     seed: int,
     form: str | None,
 ) -> Any:
     """The drafter that a run trains, resumed or new. Raises ValueError if it has no place in the form of other engines
     that it is to be written in.
     """
-    resumed = resume and checkpoint(out) is not None
     if found is None:
-        drafter = fresh_or_resumed(model, out, resume, seed, **{"image_latents": 1, **network})
+        drafter = fresh_or_resumed(model, out, resumed, seed, **{"image_latents": 1, **network})
     else:
         if network.get("fusion") == "cross" and not resumed:
             network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
-        drafter = fresh_or_resumed(model, out, resume, seed, zoo.drafter_class(found.kind), found.draft, **network)
+        drafter = fresh_or_resumed(model, out, resumed, seed, zoo.drafter_class(found.kind), found.draft, **network)
     if form is not None:
         drafter.check_form(form)
     return drafter

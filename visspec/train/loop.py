@@ -74,7 +74,7 @@ class Trainer:
 
     provenance: of the drafter; its `settings` are what a run that is resumed has to share, beside the plan.
     workers: the processes of the run (default `SingleProcess`); prompts are numbered over all of them, only the first
-    writes. store: of the target's answers (default: none).
+    writes. `store`, where it is set, keeps the target's answers.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Trainer:
         provenance: dict[str, Any],
         validate: Callable[[], dict[str, float]] | None = None,
         workers: SingleProcess | None = None,
-        store: Store | None = None,
     ):
         self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
-        self.folder, self.provenance, self.validate, self.store = Path(folder), provenance, validate, store
+        self.folder, self.provenance, self.validate = Path(folder), provenance, validate
+        self.store: Store | None = None
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
         student = drafter
