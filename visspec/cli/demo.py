@@ -22,7 +22,12 @@ PAINTERS = {  # and what they draw
     "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
-PRESET = "gumbel"  # the fastest of both painters that draws the pictures of plain decoding (docs/presets.md)
+ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
+GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-continuous", "painter-mar", "painter-var"), ANIMALS)
+# The fastest preset, by what a painter draws, that draws the pictures of plain decoding (docs/presets.md); of vectors,
+# pictures of its distribution.
+PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "coupled", "maps": "scales"}
+SIDE = 192  # pixels of a picture of the gallery
 FIRST = 500  # of the held-out scenes
 
 
@@ -36,12 +41,13 @@ class Section:
     ratios: list[float] = field(default_factory=list)
     equal: int = 0
 
-    def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool) -> None:
-        """Count one caption or picture, and show it in a row; slow, fast: seconds."""
-        self.equal += same
+    def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool | None) -> None:
+        """Count one caption or picture, and show it in a row; slow, fast: seconds; same: None where it need not be."""
+        self.equal += bool(same)
         self.ratios.append(slow / fast)
         times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
-        view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", "yes" if same else "NO")
+        alike = {True: "yes", False: "NO", None: "in distribution"}[same]
+        view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", alike)
 
 
 @dataclass(kw_only=True)
@@ -49,6 +55,9 @@ class Options:
     images: Positive = option("how many scenes of each world", 4)
     world: str | None = option("captions of this world alone; default: both, and pictures", None, choices=list(WORLDS))
     out: Path = option("where the pictures and the page go", Path("out/demo"), writes="folder")
+    gallery: Path | None = option(
+        "draw with every included painter; plain and accelerated pictures beside each other", None, writes="file"
+    )
 
 
 def run(arguments: Options) -> int:
@@ -76,7 +85,9 @@ def run(arguments: Options) -> int:
         same = same and section.equal == count
     origins = {name: MEANING[name] for name in COLOURS if name != "given"}
     console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
-    summary, picture, width, alike = ("", "", 0, True) if arguments.world else draw_pictures(out, console)
+    summary, picture, width, alike = ("", "", 0, True)
+    if not arguments.world:
+        summary, picture, width, alike = draw_pictures(out, console, arguments.gallery)
     same = same and alike
     values = {"sections": sections, "summary": summary, "picture": picture, "width": width}
     write_page(out / "index.html", "demo", values)
@@ -118,9 +129,10 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     return section
 
 
-def draw_pictures(out: Path, console: Console) -> tuple[str, str, int, bool]:
-    """Pictures of PAINTERS, each beside the map of its tokens' origins, in `out`/drawn.png: a sentence, the page as a
-    data URI, its width, and whether they are those of plain decoding.
+def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> tuple[str, str, int, bool]:
+    """Pictures of PAINTERS, or of the `gallery`'s, each beside the map of its tokens' origins, in `out`/drawn.png: a
+    sentence, the page as a data URI, its width, and whether they are those of plain decoding. gallery: a file of plain
+    and accelerated pictures side by side.
     """
     import torch
     from rich.table import Table
@@ -133,26 +145,39 @@ def draw_pictures(out: Path, console: Console) -> tuple[str, str, int, bool]:
     from visspec.eval.bench.paired import geometric_mean, in_words
     from visspec.eval.report.images import data_uri
 
-    pictures: list[Image.Image] = []
+    drawn: list[tuple[str, Image.Image]] = []  # with maps
+    pairs: list[tuple[str, Image.Image]] = []
+    alike = True
     section, view = Section(), Table("picture", "plain decoding", "visspec", "faster", "tau", "same picture")
-    for painter, prompts in PAINTERS.items():
-        fast = ImagePipeline.from_pretrained(painter, drafter=zoo.preset(PRESET, "codes").drafter)
-        plain = ImagePipeline(**fast.components | {"drafter": None})
-        for pipe in (plain, fast):
-            pipe.set_progress_bar_config(disable=True)
-            pipe(prompts[0], seed=0)
+    for painter, prompts in (GALLERY if gallery else PAINTERS).items():
+        pipe = ImagePipeline.from_pretrained(painter)
+        draws = pipe.family.draws
+        best = zoo.preset(PRESETS[draws], draws, pipe.model)
+        presets = zoo.preset("plain", draws)._replace(order=best.order), best
+        plain, fast = (ImagePipeline(**pipe.components | zoo.method(str(preset))) for preset in presets)
+        for each in (plain, fast):
+            each.set_progress_bar_config(disable=True)
+            each(prompts[0], seed=0)
         for i, prompt in enumerate(prompts):
             slow, wanted = seconds_of(partial(plain, prompt, seed=i))
             quick, made = seconds_of(partial(fast, prompt, seed=i))
-            same = wanted.images[0].tobytes() == made.images[0].tobytes()
+            same = None if draws == "vectors" else wanted.images[0].tobytes() == made.images[0].tobytes()
+            alike = alike and same is not False
             section.add(view, f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
-            pictures.append(beside(made.images[0], made, 0))
+            left, right = (shown.images[0].resize((SIDE, SIDE)) for shown in (wanted, made))
+            drawn.append((prompt, beside(right, made, 0)))
+            pairs += (f"{painter}, plain", left), (f"{PRESETS[draws]}: {made.stats[0].tau:.1f} tokens a pass", right)
     console.print(view)
-    page = grid(pictures, [prompt for prompts in PAINTERS.values() for prompt in prompts], columns=2)
+    texts, pictures = zip(*drawn)
+    page = grid(pictures, texts, columns=2)
     save(page, out / "drawn.png")
+    if gallery:
+        texts, pictures = zip(*pairs)
+        save(grid(pictures, texts, columns=4), gallery)
+        console.print(f"gallery: {gallery}")
     summary = (
-        f"{len(pictures)} pictures against plain decoding in the same loop on {torch.get_num_threads()} threads: "
-        f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {len(pictures)} the same picture."
+        f"{len(drawn)} pictures against plain decoding in the same loop on {torch.get_num_threads()} threads: "
+        f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {len(drawn)} the same picture."
     )
     console.print(summary, f"pictures: {out / 'drawn.png'}")
-    return summary, data_uri(page, True), page.width, section.equal == len(pictures)
+    return summary, data_uri(page, True), page.width, alike
