@@ -9,7 +9,7 @@ import visspec
 from visspec.api.train_drafter import request_of
 from visspec.eval.bench.clock import peak_above
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.eagle import layer
+from visspec.models.eagle import feature_drafting
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.loop import Trainer
 from visspec.train.options import TrainingOptions
@@ -57,10 +57,10 @@ def inputs():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_five_steps_at_the_shapes_of_qwen_fit_seven_gb(tmp_path, monkeypatch):
+def test_five_steps_at_the_shapes_of_qwen_fit_six_gb_and_a_quarter(tmp_path, monkeypatch):
     """bfloat16 weights of 1.64 G parameters (3.3 GB), a drafter of 152 M trained in float32 (2.4 GB)."""
     monkeypatch.setattr(
-        layer, "head_logits", lambda head, x, dtype: Product.apply(x.to(head.weight.dtype), head.weight)
+        feature_drafting, "head_logits", lambda head, x, dtype: Product.apply(x.to(head.weight.dtype), head.weight)
     )
     monkeypatch.setattr(Trainer, "save", lambda self: None)
     losses = []
@@ -77,4 +77,4 @@ def test_five_steps_at_the_shapes_of_qwen_fit_seven_gb(tmp_path, monkeypatch):
     peak, _ = peak_above(torch.device("cpu"), train)
     print(f"peak {peak / 1e9:.2f} GB above imports, losses {losses}")
     assert len(losses) == 5 and losses[1] < losses[0]  # from the fourth on it is another loss
-    assert peak < 7e9
+    assert peak < 6.25e9

@@ -164,7 +164,11 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
 
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
         """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
-        return self.layer.embed_ids(ids)
+        return self._embed_ids(ids)
+
+    def _embed_ids(self, ids: Tensor) -> Tensor:
+        """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
+        return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         prompt = lesson.prompt_length

@@ -26,7 +26,7 @@ from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.feature_head import HeadConfig, staggered_attention
-from visspec.models.eagle.layer import DraftLayer, FoldedLayer
+from visspec.models.eagle.layer import DraftLayer, FoldedLayer, head_logits
 from visspec.models.layers import rotations, rotations_at
 from visspec.sampling import warp
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
@@ -43,7 +43,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     head: Any  # a `FeatureHead`, or an `EagleHead`, and its configuration
     config: HeadConfig | EagleConfig
-    layer: DraftLayer  # the network as drafting calls it
     embed: nn.Embedding
     lm_head: nn.Linear  # or what quantisation has put in its place
     borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
@@ -59,17 +58,25 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         self.width, self.nodes, self.dtype = width, nodes, like.dtype
         self.traits = DrafterTraits(config.levels, config.feature_layers, trees=width > 1)
         self._turns = self._rotations(256, like.device)
-        self.refresh()
+        self._layer: DraftLayer | None = self._draft_layer()
 
     @property
     def trained(self) -> Tensor:
         """A weight of the network, for device and dtype."""
         return next(self.head.parameters())
 
-    @torch.no_grad()
+    @property
+    def layer(self) -> DraftLayer:
+        """The network as drafting calls it, with the weights of the last `refresh`."""
+        layer = self._layer
+        if layer is None:
+            with torch.inference_mode(False), torch.no_grad():
+                layer = self._layer = self._draft_layer()
+        return layer
+
     def refresh(self) -> None:
-        """Take over the network's current weights for drafting; call it after they change."""
-        self.layer = self._draft_layer()
+        """Draft with the network's weights of the next draft on; call it after they change. It frees those folded."""
+        self._layer = None
 
     def _draft_layer(self) -> DraftLayer:
         return FoldedLayer(self.head, self.embed, self.lm_head, self.dtype)
@@ -273,7 +280,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Logits (..., V) of the `ids` by the trained weights, of predicted features (..., d)."""
-        return self._logits(states)
+        return head_logits(self.lm_head, states, self.dtype)
 
     @property
     def ids(self) -> Tensor | None:

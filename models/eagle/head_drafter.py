@@ -11,7 +11,7 @@ import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.drafter import FeatureDrafter, scaled_section
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.head import EagleHead, LowRank, turns, turns_at
-from visspec.models.eagle.layer import PublishedLayer, head_logits
+from visspec.models.eagle.layer import PublishedLayer, head_logits, stored_rows
 from visspec.types import Draft, State, TrainingBatch
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
@@ -44,7 +44,6 @@ class EagleDrafter(FeatureDrafter):
     head_class = EagleHead
     head: EagleHead
     config: EagleConfig
-    layer: PublishedLayer
 
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
@@ -186,7 +185,10 @@ class EagleDrafter(FeatureDrafter):
         if self.config.images != "slots":
             return super()._shifted_embeddings(ids, embeddings_BLd)
         known_BLd = embeddings_BLd[:, 1:]
-        return torch.cat([known_BLd, self.layer.embed_ids(ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
+        return torch.cat([known_BLd, self._embed_ids(ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
+
+    def _embed_ids(self, ids: Tensor) -> Tensor:
+        return stored_rows(self.head.embed_tokens if self.config.own_embedding else self.embed, ids)
 
     # --- several tokens a pass ------------------------------------------------------------------------------------
 
@@ -195,7 +197,7 @@ class EagleDrafter(FeatureDrafter):
             return super().propose(state, depth)
         memory: FeatureMemory = state.memory
         depth = self.levels(state, depth)
-        spread = self.layer.head.spread
+        spread = cast(PublishedLayer, self.layer).head.spread
         ahead_BKd = spread(self._catch_up(memory, depth))
         if (structure := self.structure(state)).width > 1:
             logits_BKV = self._logits(ahead_BKd[:, :depth])

@@ -24,6 +24,7 @@ from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
+from visspec.models.eagle.layer import head_logits
 from visspec.models.image_codes.drafting import (
     IMPOSSIBLE,
     ImageNetworkDrafter,
@@ -213,7 +214,14 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return torch.where(own == FREE, token, own)
 
     def _logits(self, feature: Tensor) -> Tensor:
-        return F.pad(super()._logits(feature), (0, self.family.grammar), value=IMPOSSIBLE)
+        return self._with_grammar(super()._logits(feature))
+
+    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        return self._with_grammar(head_logits(self.head.codes, states, self.dtype))
+
+    def _with_grammar(self, logits: Tensor) -> Tensor:
+        """Logits of codes, and of the ids behind them, which it never drafts."""
+        return F.pad(logits, (0, self.family.grammar), value=IMPOSSIBLE)
 
     def _context(
         self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor

@@ -39,10 +39,6 @@ class DraftLayer(nn.Module):
         self.heads, self.dtype = heads, dtype  # of queries; of drafting
         self.grouped = grouped  # whether several heads of queries share keys
 
-    def embed_ids(self, ids: Tensor) -> Tensor:
-        """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
-        return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
-
     def shift(self, global_Bd: Tensor) -> Tensor:
         """What the last global vectors of images add to the layer inputs of drafts."""
         raise NotImplementedError
@@ -185,16 +181,11 @@ class PublishedLayer(DraftLayer):
         self.lm_head = head.lm_head if config.draft_vocab else lm_head
         self.own_head, self.ids = config.draft_vocab > 0, head.ids
 
-    def embed_ids(self, ids: Tensor) -> Tensor:
-        """Rows of the table as they are stored, as the published code reads them."""
-        weight = self.embed.weight
-        return F.embedding(ids.clamp(max=weight.shape[0] - 1), weight)
-
     def shift(self, global_Bd: Tensor) -> Tensor:
         return self.head.shift(global_Bd)
 
     def join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
-        embed = self.embed_ids(token).to(feature.dtype)
+        embed = stored_rows(self.embed, token).to(feature.dtype)
         x = self.head.join(embed, feature, torch.zeros_like(feature) if self.latents else None)
         return (x + context_bias if self.latents and context_bias is not None else x).flatten(0, -2)
 
@@ -207,6 +198,13 @@ class PublishedLayer(DraftLayer):
     def logits(self, feature: Tensor) -> Tensor:
         read = self.head.decodable(feature)
         return over_vocabulary(self.lm_head(read), self.ids, self.vocab) if self.own_head else super().logits(read)
+
+
+def stored_rows(embed: nn.Embedding, ids: Tensor) -> Tensor:
+    """Rows of a table as they are stored, as the published code reads them; ids beyond it are image placeholders, whose
+    rows are not used.
+    """
+    return F.embedding(ids.clamp(max=embed.weight.shape[0] - 1), embed.weight)
 
 
 def direction(x: Tensor) -> Tensor:

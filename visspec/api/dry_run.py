@@ -44,7 +44,7 @@ def shallow(spec: str, layers: int, *, device: str, dtype: str | torch.dtype) ->
         dtype = torch.float32 if device == "cpu" else config.dtype or torch.bfloat16
     precision = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device(device):
-        model = type(whole)._from_config(config, dtype=precision).eval().requires_grad_(False)
+        model = type(whole)._from_config(config, dtype=precision).eval()
     model.generation_config = whole.generation_config
     processor = transformers.AutoProcessor.from_pretrained(where, local_files_only=local)
     size = sum(p.numel() for p in whole.parameters()) * precision.itemsize
@@ -69,7 +69,6 @@ def measure(
     trainer = Trainer(target, drafter, Exact(), prompts, replace(options, group=1, ahead=False), "unused", {})
     wait = waiter(model.device)
     answers_s, lessons = seconds_of(lambda: trainer.lessons(0), wait)
-    trainer.update(lessons)  # makes the optimiser's state
     count = sum(p.numel() for p in drafter.head.parameters() if p.requires_grad)
     recorded = sum(value.nbytes for value in vars(lessons[0]).values() if isinstance(value, Tensor)) * trainer.parts
 
@@ -77,7 +76,9 @@ def measure(
         for _ in range(STEPS):
             trainer.update(lessons)
 
-    step_bytes, step_s = peak_above(model.device, lambda: seconds_of(steps, wait)[0] / STEPS)
+    with trainer.training():
+        trainer.update(lessons)  # makes the optimiser's state
+        step_bytes, step_s = peak_above(model.device, lambda: seconds_of(steps, wait)[0] / STEPS)
     run_s = options.steps * step_s + requests * answers_s * whole["depth"] / whole["layers"]
     found = {"parameters": count, "drafter_bytes": count * BYTES, "group_bytes": recorded * options.group}
     return whole | found | {"step_bytes": step_bytes, "step_s": step_s, "answers_s": answers_s, "run_s": run_s}

@@ -18,8 +18,9 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,11 +124,7 @@ class Trainer:
         were left out; each that is read is warned of.
         """
         start = time.time() - self.seconds
-        frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
-        wanted = [p.requires_grad for p in frozen]
-        for p in frozen:
-            p.requires_grad_(False)
-        try:
+        with self.training():
             while self.step < self.plan.steps:
                 figures = self.update(self.lessons(self.step))
                 self.step += 1
@@ -146,11 +143,22 @@ class Trainer:
                     self.save()
                 if report is not None:
                     report({"step": self.step, "s": round(self.seconds, 1), **record})
+        return self.history
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """No gradients of what is the target's; before and after, the drafter lets go of what it drafts with."""
+        frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
+        wanted = [p.requires_grad for p in frozen]
+        self.drafter.refresh()
+        try:
+            for p in frozen:
+                p.requires_grad_(False)
+            yield
         finally:
             for p, flag in zip(frozen, wanted):
                 p.requires_grad_(flag)
             self.drafter.refresh()
-        return self.history
 
     def _check_accumulate(self) -> None:
         if self.accumulate % self.workers.world:
@@ -267,6 +275,7 @@ class Trainer:
         self._gather()
         self.drafter.refresh()
         figures = self.workers.first(self.validate())
+        self.drafter.refresh()
         self.history.append({"step": self.step, **figures})
         taus = [value for name, value in figures.items() if name.startswith("tau")]
         if taus and (tau := sum(taus) / len(taus)) > self.best.get("tau", 0.0):
