@@ -302,29 +302,39 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
 # --- the recipe -------------------------------------------------------------------------------------------------------
 
 
-def test_training_rows_are_what_the_stage_says():
-    """Codes stand in the order of their row, and the loss of whole pictures is that of their later half."""
+def test_training_orders_are_random_and_some_are_those_drawn_in():
     drawn = any_order_painter.orders(np.random.default_rng(0), 40, SIDE)
     assert all(sorted(row) == list(range(SIDE * SIDE)) for row in drawn.tolist())
     named = [row for row in drawn.tolist() if tuple(row) in {halton(SIDE, SIDE), tuple(range(SIDE * SIDE))}]
     assert 4 < len(named) < 30
+
+
+def test_a_step_reads_codes_in_the_order_of_their_row(monkeypatch):
+    """Its loss is that of laws by hand, a picture at a time."""
     stage = object.__new__(any_order_painter.AnyOrderStage)
     with torch.inference_mode(False):
         stage.model = fresh().train()
         stage.model.requires_grad_(True)
-    stage.processor, stage.step, stage.rank, stage.workers, stage.notes = build_processor(True), 0, 0, 1, {}
-    stage.options = SimpleNamespace(rows=6)
-    ids = painter_build.prompt_ids(stage.processor.tokenizer, TEXTS * 3)
-    codes = torch.arange(6 * SIDE * SIDE).view(6, -1) % CODES
-    stage.data = {"ids": ids.short(), "codes": codes.short(), "whole": (CODES - 1 - codes).short()}
-    _, placed, order, whole, _ = stage.rows()
-    for b in range(6):
-        back = placed[b][order[b].argsort()]
-        assert any(torch.equal(back, row) for row in (stage.data["whole"] if whole[b] else stage.data["codes"]).long())
+    net, stage.processor = stage.model.net, build_processor(True)
+    stage.ids = painter_build.prompt_ids(stage.processor.tokenizer, TEXTS)
+    stage.telling, stage.step, stage.rank, stage.notes = animals.Telling(net.config.hidden_size), 0, 0, {}
+    codes = torch.arange(2 * SIDE * SIDE).view(2, -1) * 7 % CODES
+    stage.data = {"classes": torch.tensor([1, 0]), "codes": codes}
+    monkeypatch.setattr(stage, "batch_rows", lambda: (torch.tensor([1, 0]), torch.tensor([False, False])), raising=False)
+    monkeypatch.setattr(stage, "fading", lambda *ends: 0.0, raising=False)
+    monkeypatch.setattr(any_order_painter, "GRID", SIDE)
+    monkeypatch.setattr(any_order_painter, "PROMPT", stage.ids.shape[1])
     loss = stage.loss()
     loss.backward()
-    assert loss.item() > 0 and all(p.grad is not None for p in stage.model.net.parameters())
-    assert stage.model.vqmodel.training or all(p.grad is None for p in stage.model.vqmodel.parameters())
+    assert all(p.grad is not None for p in net.parameters())
+    orders, nats = any_order_painter.orders(np.random.default_rng((6, 0, 0)), 2, SIDE), []
+    with torch.no_grad():
+        for row, order in zip((1, 0), orders):
+            ids, placed = stage.ids[[1 - row]], codes[row][order][None]
+            words, real = stage.model.features(ids, ids != stage.processor.tokenizer.pad_token_id)
+            law = net.distributions(net.prefix(words), placed, order[None], real).log_softmax(-1)
+            nats.append(-law.gather(2, placed[..., None]).mean())
+    torch.testing.assert_close(loss, torch.stack(nats).mean(), atol=2e-2, rtol=0)  # its products are in bfloat16
 
 
 @torch.no_grad()

@@ -66,8 +66,9 @@ def test_weights_that_are_not_in_an_installation_are_named_with_where_to_find_th
 
 def test_scenes_are_those_of_the_world_whose_words_a_model_knows():
     for name in INCLUDED.worlds:
-        words = dict.fromkeys(world(name).captions.vocabulary(), 0)
-        scenes = included.scenes(processor=SimpleNamespace(get_vocab=words.copy))
+        use, part = ("prompts", world(name).suite) if name == "animals" else ("captions", world(name).captions)
+        words = dict.fromkeys(part.vocabulary(), 0)
+        scenes = included.scenes(processor=SimpleNamespace(get_vocab=words.copy), use=use)
         assert scenes.name == name == included.scenes(name).name
         assert len(scenes.images(2)) == len(scenes.questions(2)) == 2 and scenes.questions(1)[0]
         assert {prompt["tag"] for prompt in scenes.prompts()} == set(scenes.tasks)

@@ -238,8 +238,8 @@ def test_weights_are_by_map():
     parts = [part.sum().item() for part in every.split(scale_codes.SCALES.sizes)]
     assert abs(sum(parts) - 1) < 1e-6 and abs(parts[7] / parts[0] - 8) < 1e-4
     late = [part.sum().item() for part in scale_draw.weights(8, 3.0).split(scale_codes.SCALES.sizes)]
-    assert abs(late[7] / late[5] - 3 * 12 / 8) < 1e-4 and abs(late[6] / late[5] - 3 * 10 / 8) < 1e-4
-    assert len(scale_draw.weights(6)) == 130
+    assert abs(late[7] / late[5] - 3 * 8 / 6) < 1e-4 and abs(late[6] / late[5] - 3 * 7 / 6) < 1e-4
+    assert len(scale_draw.weights(6)) == 91
 
 
 @pytest.fixture(scope="module")
@@ -253,8 +253,8 @@ def made_up(folder, pairs):
     """Codes of pairs, of no picture."""
     generator = torch.Generator().manual_seed(5)
     classes, codes = (
-        torch.randint(88, (pairs,), generator=generator),
-        torch.randint(32, (pairs, 374), generator=generator),
+        torch.randint(len(animals.LABELS), (pairs,), generator=generator),
+        torch.randint(32, (pairs, scale_codes.SCALES.total), generator=generator),
     )
     torch.save({"classes": classes.short(), "codes": codes.short()}, folder / "codes.pt")
 
@@ -271,7 +271,8 @@ def test_a_whole_picture_is_taught_as_it_is_drawn(codec, maps):
     taught = tiny(codec)
     for weight in taught.net.parameters():
         weight.data.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
-    classes, codes = torch.tensor([3, 88]), torch.randint(32, (2, 374), generator=torch.Generator().manual_seed(1))
+    classes, generator = torch.tensor([3, len(animals.LABELS)]), torch.Generator().manual_seed(1)
+    codes = torch.randint(32, (2, scale_codes.SCALES.total), generator=generator)
     with torch.no_grad():
         read = scale_draw.inputs(codec.quantize, codes)
         logits = taught.logits(classes, read, maps)
