@@ -2,7 +2,6 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -320,7 +319,8 @@ def test_a_step_reads_codes_in_the_order_of_their_row(monkeypatch):
     stage.telling, stage.step, stage.rank, stage.notes = animals.Telling(net.config.hidden_size), 0, 0, {}
     codes = torch.arange(2 * SIDE * SIDE).view(2, -1) * 7 % CODES
     stage.data = {"classes": torch.tensor([1, 0]), "codes": codes}
-    monkeypatch.setattr(stage, "batch_rows", lambda: (torch.tensor([1, 0]), torch.tensor([False, False])), raising=False)
+    rows = torch.tensor([1, 0]), torch.zeros(2, dtype=torch.bool)
+    monkeypatch.setattr(stage, "batch_rows", lambda: rows, raising=False)
     monkeypatch.setattr(stage, "fading", lambda *ends: 0.0, raising=False)
     monkeypatch.setattr(any_order_painter, "GRID", SIDE)
     monkeypatch.setattr(any_order_painter, "PROMPT", stage.ids.shape[1])

@@ -13,7 +13,7 @@ MODELS = {
     "painter-any-order": IncludedModel("draws an animal, codes in any order"),
     "painter-continuous": IncludedModel("draws shapes, vector by vector"),
     "painter-mar": IncludedModel("draws shapes, vectors in any order"),
-    "painter-var": IncludedModel("draws shapes, scale by scale"),
+    "painter-var": IncludedModel("draws an animal, scale by scale"),
 }
 DRAFTERS = {
     "vispec": IncludedModel("the embedded captioner's", "eagle", "captioner", "captioner-vispec"),
