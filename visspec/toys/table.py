@@ -11,7 +11,7 @@ MODELS = {
     "painter-upsampler": IncludedModel("enlarges the sibling's codes", "upsampler", "painter"),
     "painter-emoji": IncludedModel("draws an emoji, code by code"),
     "painter-any-order": IncludedModel("draws an animal, codes in any order"),
-    "painter-continuous": IncludedModel("draws shapes, vector by vector"),
+    "painter-continuous": IncludedModel("draws an animal, vector by vector"),
     "painter-mar": IncludedModel("draws shapes, vectors in any order"),
     "painter-var": IncludedModel("draws an animal, scale by scale"),
 }
