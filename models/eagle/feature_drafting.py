@@ -76,6 +76,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def refresh(self) -> None:
         """Draft with the network's weights of the next draft on; call it after they change. It frees those folded."""
+        self.head.eval()
         self._layer = None
 
     def _draft_layer(self) -> DraftLayer:
@@ -89,6 +90,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         self.head, self._turns, self.dtype = self.head.to(like.device), self._turns.to(like.device), like.dtype
         self._embed_again(target)
         self.refresh()
+        _ = self.layer  # now: a published network takes the dtype of the target with it
 
     def _like(self, target: TargetT) -> Tensor:
         """A tensor of the target's device and dtype."""

@@ -243,7 +243,7 @@ def test_other_sentences_are_refused(name, prompt):
 
 
 def test_an_unknown_world_is_refused():
-    with pytest.raises(ValueError, match=r"^world: got 'moon', expected one of \('shapes', 'emoji'\)"):
+    with pytest.raises(ValueError, match=r"^world: got 'moon', expected one of \('shapes', 'emoji', 'animals'\)"):
         world("moon")
 
 
