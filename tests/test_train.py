@@ -108,6 +108,15 @@ def trainer(folder, steps=12, **options):
     return drafter, made
 
 
+def test_training_holds_no_weights_folded_for_drafting(tmp_path):
+    drafter, run = trainer(tmp_path, validate_every=6)
+    borrowed, layers = [*drafter.embed.parameters()], [drafter.layer]
+    run.validate = lambda: layers.append(drafter.layer) or {}  # as a draft does
+    run.run(lambda record: layers.append(borrowed if borrowed[0].requires_grad else drafter._layer))
+    assert [layer is not None for layer in layers] == [True, *2 * ([False] * 5 + [True, False])]
+    assert all(p.requires_grad for p in borrowed) and not drafter.head.training
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, ahead):
     whole, run = trainer(tmp_path / "whole", ahead=ahead)
