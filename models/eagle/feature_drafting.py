@@ -53,7 +53,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             if not 1 <= value <= most:
                 raise ValueError(f"{name}: got {value}, expected a whole number from 1 to {most}")
         config = head.config
-        self.head, self.config = head.to(like.device), config
+        self.head, self.config = head.to(like.device).eval(), config
         self.embed, self.lm_head = cast(nn.Embedding, embed), cast(nn.Linear, lm_head)
         self.width, self.nodes, self.dtype = width, nodes, like.dtype
         self.traits = DrafterTraits(config.levels, config.feature_layers, trees=width > 1)
@@ -90,7 +90,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         self.head, self._turns, self.dtype = self.head.to(like.device), self._turns.to(like.device), like.dtype
         self._embed_again(target)
         self.refresh()
-        _ = self.layer  # now: a published network takes the dtype of the target with it
 
     def _like(self, target: TargetT) -> Tensor:
         """A tensor of the target's device and dtype."""

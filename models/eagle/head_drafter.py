@@ -125,7 +125,6 @@ class EagleDrafter(FeatureDrafter):
         self.refresh()
 
     def _draft_layer(self) -> PublishedLayer:
-        self.head.eval()
         same = self.trained.dtype == self.dtype
         head = self.head if same else copy.deepcopy(self.head).to(self.dtype)
         return PublishedLayer(head, self.embed, self.lm_head)

@@ -103,14 +103,16 @@ class LanternDrafter(ImageFeatureDrafter):
         return scores
 
     def _code_parts(self, head: Any) -> tuple[nn.Embedding, nn.Module]:
-        """The rows of its table that are ids of the loop; `_logits` asks the family for logits."""
-        table = head.to(self._like(self.family).device).embed_tokens
+        """The rows of its table that are ids of the loop; `_logits` asks the family for logits. The network takes the
+        target's dtype.
+        """
+        table = head.to(self._like(self.family)).embed_tokens
         if self.family.vocabulary is None:
             return table, nn.Identity()
         return nn.Embedding.from_pretrained(table.weight.detach()[self.family.vocabulary.ids]), nn.Identity()
 
     def _draft_layer(self) -> PublishedLayer:
-        layer = PublishedLayer(self.head.eval().to(self.dtype), self.embed, self.lm_head)
+        layer = PublishedLayer(self.head, self.embed, self.lm_head)
         layer.embed = self.embed
         return layer
 

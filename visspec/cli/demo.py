@@ -166,7 +166,8 @@ def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> t
             section.add(view, f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
             left, right = (shown.images[0].resize((SIDE, SIDE)) for shown in (wanted, made))
             drawn.append((prompt, beside(right, made, 0)))
-            pairs += (f"{painter}, plain", left), (f"{PRESETS[draws]}: {made.stats[0].tau:.1f} tokens a pass", right)
+            unit = "maps" if draws == "maps" else "tokens"
+            pairs += (f"{painter}, plain", left), (f"{PRESETS[draws]}: {made.stats[0].tau:.1f} {unit} a pass", right)
     console.print(view)
     texts, pictures = zip(*drawn)
     page = grid(pictures, texts, columns=2)
