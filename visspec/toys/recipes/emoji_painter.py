@@ -1,4 +1,5 @@
-"""`painter-emoji` from zero: a small Janus that draws an animal of the emoji world on a ground of its prompt.
+"""`painter-emoji` and `painter-emoji-lowres` from zero: a small Janus that draws an animal of the emoji world on a
+ground of its prompt, and its sibling of a quarter of the codes, on the VQ model of the included one.
 
 The stages and networks are those of the shapes' painter (`visspec.toys.recipes.painter`), with what is of shapes alone
 left out: whole pictures are coded by the stock encoder, and of the throw-away heads there is one, which tells the
@@ -11,6 +12,7 @@ Data: prompts of `visspec.toys.world.emoji.suite` of one animal, half of them wi
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,20 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import JanusForConditionalGeneration, JanusProcessor, JanusVQVAE
 
+from visspec.api import zoo
+from visspec.api.loading import load_image_model
+from visspec.io.checkpoint import read_json
+from visspec.io.options import option
 from visspec.toys.recipes import cards, painter_data
 from visspec.toys.recipes.painter import sheet
 from visspec.toys.recipes.painter_build import (
+    PATCH,
     TEXT,
     build_model,
     build_processor,
     build_tokenizer,
     generation_config,
+    grid,
     prompt_ids,
 )
 from visspec.toys.recipes.painter_data import held_out
@@ -52,6 +60,8 @@ from visspec.toys.world.suite import Metadata
 from visspec.toys.world.worlds import world
 
 NAME, OF, SIDE = "painter-emoji", "emoji", 96
+SIBLING = "painter-emoji-lowres"
+DRAWN = {False: "draw.pt", True: "draw-lowres.pt"}
 PROMPT = 16  # ids of the longest prompt
 SHARD = 2000
 FIRST_SEED = {"vq": 0, "tokens": 1 << 28}  # both below HELD_OUT_SEED
@@ -59,6 +69,18 @@ SIDES, OFFSET, MOST_TURN = (0.64, 0.68), 0.02, 2.0  # of the animals: what is dr
 WINDOW = 48  # pixels a side of the cut-outs that the VQ model starts with
 TOLD, TOLD_UNTIL = 0.3, 0.6  # weight of telling the animal at the first step; share of the steps when it is 0
 SEED = 0  # of the measured pictures
+ROLES = {
+    False: "It is the image target whose laws are flat, as those of large painters are.",
+    True: "It is the low-resolution sibling of `painter-emoji`: the same words and the same VQ weights, a smaller text "
+    "model,\nfor drafting at low resolution.",
+}
+
+
+@dataclass
+class EmojiOptions(CodedOptions):
+    """Options of the recipe."""
+
+    lowres: bool = option("the 48-pixel sibling, on the VQ model in --out or that of the included painter", False)
 
 
 def paint_scene(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
@@ -80,15 +102,32 @@ def pair(seed: int) -> tuple[Metadata, EmojiScene]:
     return metadata, paint_scene(metadata, rng)
 
 
-def pixels(scenes: list[EmojiScene]) -> torch.Tensor:
-    """Rendered pictures in -1..1, float32 (B, 3, SIDE, SIDE)."""
-    return painter_data.pixels(scenes, SIDE, world(OF).draw)
+def pixels(scenes: list[EmojiScene], side: int = SIDE) -> torch.Tensor:
+    """Rendered pictures in -1..1, float32 (B, 3, side, side)."""
+    return painter_data.pixels(scenes, side, world(OF).draw)
+
+
+def side_of(vq: JanusVQVAE) -> int:
+    """Pixels along a side of a VQ model's pictures."""
+    return PATCH * vq.config.num_patches
+
+
+def take_vq(options: argparse.Namespace) -> None:
+    """The VQ model of the included painter, where the folder has none."""
+    if (options.out / "vq.pt").exists():
+        return
+    weights = load_image_model(NAME)[0].model.vqmodel.state_dict()
+    stage = read_json(zoo.included_folder(NAME), cards.PROVENANCE)["vq"]
+    torch.save(
+        {"vq": weights, "step": stage["steps"], "seconds": stage["seconds"], "loss": stage.get("loss")},
+        options.out / "vq.pt",
+    )
 
 
 @torch.no_grad()
 def codes_of(vq: JanusVQVAE, scenes: list[EmojiScene], batch: int = 16) -> torch.Tensor:
     """Codes int64 (B, rows, columns) of rendered scenes."""
-    parts = [pixels(scenes[i : i + batch]) for i in range(0, len(scenes), batch)]
+    parts = [pixels(scenes[i : i + batch], side_of(vq)) for i in range(0, len(scenes), batch)]
     return torch.cat([nearest(vq, latents(vq, part)) for part in parts])
 
 
@@ -96,7 +135,7 @@ def reconstruction(vq: JanusVQVAE, rows: list[Metadata]) -> dict:
     """Pixel error and codes in use on held-out scenes, and the detector's verdict on the decoded pictures."""
     scenes = held_out(rows, paint_scene)
     with evaluating(vq):
-        made, figures = redrawn(vq, codes_of(vq, scenes), pixels(scenes), 16)
+        made, figures = redrawn(vq, codes_of(vq, scenes), pixels(scenes, side_of(vq)), 16)
     right = verdicts(made, rows, world(OF).detector())
     return {"right": sum(right) / len(right), "prompts": len(rows)} | figures
 
@@ -119,14 +158,14 @@ class EmojiVQStage(PainterVQStage):
         return reconstruction(self.vq, world(OF).prompts()[:: 8 * self.options.every_prompt])
 
 
-def files(options: argparse.Namespace) -> dict[Path, range]:
-    """Files of the coded pairs, and the pairs in each."""
-    return shards(options.out, "tokens", range(options.pairs), SHARD)
+def files(folder: Path, low: bool, count: int) -> dict[Path, range]:
+    """Files of so many coded pairs, and the pairs in each."""
+    return shards(folder, "tokens-lowres" if low else "tokens", range(count), SHARD)
 
 
 def coders(options: argparse.Namespace) -> dict[Path, Coder]:
-    """What makes the files: `ids` (N, PROMPT), `codes` (N, 144) and `animal` (N), int16."""
-    vq, tokenizer = load_vq(options.out, False), build_tokenizer(OF)
+    """What makes the files: `ids` (N, PROMPT), `codes` (N, positions) and `animal` (N), int16."""
+    vq, tokenizer = load_vq(options.out, options.lowres), build_tokenizer(OF)
 
     def coded(numbers: range) -> dict[str, torch.Tensor]:
         rows, scenes = zip(*(pair(FIRST_SEED["tokens"] + i) for i in numbers))
@@ -134,7 +173,10 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
         animal = torch.tensor([subjects().index(row["include"][0]["class"]) for row in rows])
         return {"ids": ids.short(), "codes": codes_of(vq, list(scenes)).flatten(1).short(), "animal": animal.short()}
 
-    return {file: partial(in_batches, coded, numbers, 16) for file, numbers in files(options).items()}
+    return {
+        file: partial(in_batches, coded, numbers, 16)
+        for file, numbers in files(options.out, options.lowres, options.pairs).items()
+    }
 
 
 @torch.no_grad()
@@ -170,9 +212,10 @@ class EmojiDrawStage(DrawStage):
     """That of emoji, with one throw-away head."""
 
     def build(self, options: argparse.Namespace) -> dict:
-        self.begin(options, of=OF)
+        self.name = DRAWN[options.lowres]
+        self.begin(options, options.lowres, OF)
         self.telling = nn.Linear(self.model.config.text_config.hidden_size, len(subjects()))
-        self.data = read_coded(files(options))
+        self.data = read_coded(files(options.out, options.lowres, options.pairs))
         return {"model": self.model, "telling": self.telling}
 
     def loss(self) -> torch.Tensor:
@@ -196,17 +239,19 @@ class EmojiDrawStage(DrawStage):
 
 
 def finish(options: argparse.Namespace) -> None:
-    """Write `out`/painter-emoji from the last checkpoints, read it back, measure it and describe it."""
-    folder, rows = options.out / NAME, world(OF).prompts()[:: options.every_prompt]
-    saved, stages = cards.read_stages(options.out, {"draw": "draw.pt", "vq": "vq.pt"})
-    model = build_model(load_vq(options.out, False).state_dict(), of=OF)
+    """Write the painter's folder from the last checkpoints, read it back, measure it and describe it."""
+    low = options.lowres
+    name, rows = SIBLING if low else NAME, world(OF).prompts()[:: options.every_prompt]
+    folder = options.out / name
+    saved, stages = cards.read_stages(options.out, {"draw": DRAWN[low], "vq": "vq.pt"})
+    model = build_model(load_vq(options.out, low).state_dict(), low, of=OF)
     model.load_state_dict(saved["draw"]["model"])
-    model = cards.half_precision_copy(model, build_processor(of=OF), folder, attention="eager")
+    model = cards.half_precision_copy(model, build_processor(low, OF), folder, attention="eager")
     processor = JanusProcessor.from_pretrained(folder)
     half = drawing(model, processor, SEED + 1)
     sweep = [half(rows[::2], guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
-    generation_config(False, guidance, of=OF).save_pretrained(folder)
+    generation_config(low, guidance, of=OF).save_pretrained(folder)
     measured = {
         "sweep": sweep,
         "law": law(model, rows),
@@ -214,37 +259,43 @@ def finish(options: argparse.Namespace) -> None:
         "decoded": reconstruction(model.model.vqmodel, rows),
     }
     prompts = [row["prompt"] for row in rows[:: max(1, len(rows) // 16)]][:16]
-    sheet(draw(model, processor, prompts, guidance, SEED + 2), prompts, options.out / f"{NAME}.png")
+    sheet(draw(model, processor, prompts, guidance, SEED + 2), prompts, options.out / f"{name}.png")
     about = stages | {"seeds": {"vq": 0, "draw": 1, "measured": SEED}, "pairs": options.pairs, "cores": options.workers}
-    record = cards.origin(model, f"visspec.toys {NAME}", folder, measured, **about)
-    cards.publish(folder, card(model, record))
+    record = cards.origin(model, f"visspec.toys {name}", folder, measured, **about)
+    cards.publish(folder, card(model, record, low))
     cards.say(folder, **measured)
 
 
-def card(model: JanusForConditionalGeneration, record: dict) -> str:
+def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) -> str:
     """The model card's text, from the provenance of the weights."""
+    codes = grid(low) ** 2
     return cards.fill(
         NAME,
         record,
         model,
-        globals() | {"text": TEXT[False]},
+        globals(),
+        name=SIBLING if low else NAME,
+        role=ROLES[low],
+        side=PATCH * grid(low),
+        codes=codes,
+        text=TEXT[low],
         animals=len(world(OF).suite.alone()),
-        prompts=record["measured"]["law"]["codes"] // 144,
+        prompts=record["measured"]["law"]["codes"] // codes,
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
+        shared=", the same weights as `painter-emoji`'s" if low else "",
         cores=cards.cores(record["cores"]),
         vocabulary=model.config.get_text_config().vocab_size,
     )
 
 
+STAGES = {"tokens": coding_stage(coders), "draw": training_stage(EmojiDrawStage), "finish": finish}
 PAINTER = Recipe(
-    NAME,
-    "Train the painter of emoji.",
-    CodedOptions,
-    {
-        "vq": training_stage(EmojiVQStage),
-        "tokens": coding_stage(coders),
-        "draw": training_stage(EmojiDrawStage),
-        "finish": finish,
-    },
-    {"every": 250},
+    NAME, "Train the painter of emoji.", EmojiOptions, {"vq": training_stage(EmojiVQStage), **STAGES}, {"every": 250}
+)
+LOWRES = Recipe(
+    SIBLING,
+    "Train its low-resolution sibling.",
+    EmojiOptions,
+    {"vq": take_vq, **STAGES},
+    {"every": 250, "lowres": True, "rows": 16},
 )

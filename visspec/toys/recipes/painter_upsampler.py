@@ -1,6 +1,7 @@
-"""`painter-upsampler`, which enlarges low-resolution drafts, on the codes both painters of shapes were trained on.
+"""`painter-upsampler` and `painter-emoji-upsampler`, which enlarge low-resolution drafts, on the codes that a painter
+and its sibling were trained on.
 
-Every pair of shards of the painters' `tokens` stages (--tokens) holds the same scenes at 48 and at 96 pixels a side.
+Every pair of shards of their `tokens` stages (--tokens) holds the same scenes at 48 and at 96 pixels a side.
 The last eighth is kept out of training and measured. One CPU core, a few minutes.
 """
 
@@ -15,13 +16,14 @@ from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import write
 from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
-from visspec.toys.recipes import cards
+from visspec.toys.recipes import cards, emoji_painter
 from visspec.toys.recipes.painter_build import CODES, grid
 from visspec.toys.recipes.painter_vq import read_tokens
-from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, training_stage
+from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, read_coded, training_stage
+from visspec.toys.world.worlds import WORLDS
 from visspec.train.stages import OneCycleStage
 
-NAME = "painter-upsampler"
+PAINTERS = {"shapes": "painter", "emoji": "painter-emoji"}
 
 
 @dataclass
@@ -29,24 +31,33 @@ class UpsamplerOptions(PairOptions):
     """Options of the recipe."""
 
     tokens: Path = option("folder of the painters' recipes, both tokens stages", Path("runs/painter"))
+    world: str = option("what the pictures show", "shapes", choices=WORLDS)
 
 
-def pairs(folder: Path, count: int) -> dict[str, torch.Tensor]:
-    """`small` (N, 6, 6), `large` (N, 12, 12) codes of the same scenes, int64, and `ink` (N, 12, 12), bool."""
-    small, large = (read_tokens(folder, "tokens", low, 0, count) for low in (True, False))
+def coded(world: str, folder: Path, low: bool, count: int) -> dict[str, torch.Tensor]:
+    """So many pairs of a painter's `tokens` stage."""
+    if world == "emoji":
+        return read_coded(emoji_painter.files(folder, low, count))
+    return read_tokens(folder, "tokens", low, 0, count)
+
+
+def pairs(world: str, folder: Path, count: int) -> dict[str, torch.Tensor]:
+    """`small` (N, 6, 6), `large` (N, 12, 12) codes of the same scenes, int64, and of shapes `ink` (N, 12, 12), bool."""
+    small, large = (coded(world, folder, low, count) for low in (True, False))
     if not torch.equal(small["ids"], large["ids"]):
         raise ValueError(f"tokens: {folder} has other scenes at 48 than at 96 pixels, expected the same pairs")
     shapes = {"small": (small["codes"], grid(True)), "large": (large["codes"], grid(False))}
     out = {name: codes.long().unflatten(1, (side, side)) for name, (codes, side) in shapes.items()}
-    return out | {"ink": large["ink"].unflatten(1, (grid(False), grid(False)))}
+    return out | {"ink": large["ink"].unflatten(1, shapes["large"][1:] * 2)} if "ink" in large else out
 
 
 @torch.no_grad()
 def score(model: Upsampler, data: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Shares of codes named rightly, of all and of those that show shapes, and the most frequent code's share."""
+    """Shares of codes named rightly, the most frequent code's share, and that of the codes that show shapes."""
     made = torch.cat([model(part).argmax(-1) for part in data["small"].split(256)])
     right, common = made == data["large"], data["large"].flatten().mode().values
-    figures = {"right": right, "shapes": right[data["ink"]], "common": data["large"] == common}
+    figures = {"right": right, "common": data["large"] == common}
+    figures |= {"shapes": right[data["ink"]]} if "ink" in data else {}
     return {name: float(hits.float().mean()) for name, hits in figures.items()}
 
 
@@ -57,7 +68,7 @@ class UpsamplerStage(TrainingStage, OneCycleStage):
     rises, betas = 0.05, (0.9, 0.999)
 
     def build(self, options: argparse.Namespace) -> dict:
-        data = pairs(options.tokens, options.pairs)
+        data = pairs(options.world, options.tokens, options.pairs)
         kept = len(data["small"]) // 8
         self.data, self.held = ({k: part[at] for k, part in data.items()} for at in (slice(-kept), slice(-kept, None)))
         self.model = Upsampler(UpsamplerConfig(CODES))
@@ -80,18 +91,26 @@ def finish(options: argparse.Namespace) -> None:
     stage.restore()
     measured, seconds = score(stage.model, stage.held), stage.seconds
     about = {"seed": 0, "steps": stage.step, "rows": options.rows, "seconds": round(seconds), "measured": measured}
-    record = provenance(recipe=f"visspec.toys {NAME}", **about)
+    painter = PAINTERS[options.world]
+    record = provenance(recipe=f"visspec.toys {painter}-upsampler", **about)
     write(options.out, stage.model, record, torch.float16)
     pictures = len(stage.held["small"])
-    card = cards.fill(NAME, record, stage.model, {}, minutes=round(seconds / 60, 1), pictures=pictures)
+    shapes = f", {measured['shapes']:.1%} of those that show shapes" if "shapes" in measured else ""
+    figures = {"painter": painter, "shapes": shapes, "minutes": round(seconds / 60, 1), "pictures": pictures}
+    card = cards.fill("painter-upsampler", record, stage.model, {}, **figures)
     cards.publish(options.out, card)
     cards.say(options.out, **measured)
 
 
-UPSAMPLER = Recipe(
-    NAME,
-    "Train the up-sampler of low-resolution drafts.",
-    UpsamplerOptions,
-    {"train": training_stage(UpsamplerStage), "finish": finish},
-    {"pairs": 64_000, "steps": 900, "rows": 64, "rate": 2e-3, "every": 100},
+STAGES = {"train": training_stage(UpsamplerStage), "finish": finish}
+DEFAULTS = {"pairs": 64_000, "steps": 900, "rows": 64, "rate": 2e-3, "every": 100}
+OF_SHAPES, OF_EMOJI = (
+    Recipe(
+        f"{painter}-upsampler",
+        f"Train the up-sampler of drafts at low resolution for {painter}.",
+        UpsamplerOptions,
+        STAGES,
+        DEFAULTS | {"world": world},
+    )
+    for world, painter in PAINTERS.items()
 )
