@@ -11,7 +11,11 @@ from tests import children
 from tests.tiny_images import NARROW
 from visspec.api import zoo
 from visspec.api.images import ImagePipeline
-from visspec.toys.recipes import emoji_painter, painter_build, painter_draw, painter_score
+from visspec.api.loading import load_image_model
+from visspec.models.image_codes.families import family_of
+from visspec.models.lowres.drafter import check_siblings, load_upsampler
+from visspec.toys.recipes import emoji_painter, painter_build, painter_draw, painter_score, painter_upsampler
+from visspec.toys.recipes.emoji_painter import side_of
 from visspec.toys.world.emoji.suite import ALONE, subjects
 from visspec.toys.world.worlds import world
 
@@ -39,7 +43,7 @@ def test_the_stages_learn_resume_and_know_animals(tmp_path, monkeypatch):
     data = torch.load(tmp_path / "tokens-0-4.pt", weights_only=True)
     rows = [emoji_painter.pair(emoji_painter.FIRST_SEED["tokens"] + i)[0] for i in range(4)]
     assert [subjects()[i] for i in data["animal"].tolist()] == [row["include"][0]["class"] for row in rows]
-    options = SimpleNamespace(out=tmp_path, pairs=4, steps=50, rate=1e-3, rows=4, workers=1)
+    options = SimpleNamespace(out=tmp_path, pairs=4, steps=50, rate=1e-3, rows=4, workers=1, lowres=False)
     stage = emoji_painter.EmojiDrawStage(options, 0)
     stage.update()
     first = dict(stage.notes)
@@ -51,6 +55,29 @@ def test_the_stages_learn_resume_and_know_animals(tmp_path, monkeypatch):
     stage.notes = {}
     stage.update()
     assert not stage.notes
+
+
+@shipped
+@pytest.mark.slow
+def test_the_sibling_and_the_upsampler_learn_from_the_same_pictures(tmp_path, monkeypatch):
+    monkeypatch.setitem(painter_build.TEXT, True, NARROW)
+    common = ["--out", str(tmp_path), "--every-prompt", "160", "--pairs", "8"]
+    emoji_painter.LOWRES.run([*common, "--stage", "vq", "tokens"])
+    stage = emoji_painter.EmojiDrawStage(emoji_painter.LOWRES.parse([*common, "--rows", "2"]), 0)
+    stage.update()
+    painter = family_of(*load_image_model(str(FOLDER)))
+    check_siblings(family_of(stage.model, stage.processor), painter)
+    assert side_of(stage.model.model.vqmodel) == 48 and stage.file.name == "draw-lowres.pt"
+    emoji_painter.PAINTER.run([*common, "--stage", "tokens"])
+    made = ["--out", str(tmp_path / "upsampler"), "--tokens", str(tmp_path), "--pairs", "8", "--rows", "2"]
+    painter_upsampler.OF_EMOJI.run([*made, "--steps", "1", "--every", "1"])
+    card = (tmp_path / "upsampler" / "README.md").read_text()
+    assert "painter-emoji-lowres" in card and "shapes" not in card
+    enlarged = load_upsampler(tmp_path / "upsampler", painter)(torch.zeros(1, 6, 6, dtype=torch.long))
+    assert enlarged.shape[1:3] == (12, 12)
+    torch.save(torch.load(tmp_path / "tokens-0-8.pt") | {"ids": torch.zeros(8, 16)}, tmp_path / "tokens-0-8.pt")
+    with pytest.raises(ValueError, match="has other scenes at 48 than at 96 pixels, expected the same pairs"):
+        painter_upsampler.pairs("emoji", tmp_path, 8)
 
 
 @shipped
