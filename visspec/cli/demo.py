@@ -23,10 +23,11 @@ PAINTERS = {  # and what they draw
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
 ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
-GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-continuous", "painter-var"), ANIMALS)
+FAMILIES = ("painter-any-order", "painter-continuous", "painter-mar", "painter-var")
+GALLERY = PAINTERS | dict.fromkeys(FAMILIES, ANIMALS)
 # The fastest preset, by what a painter draws, that draws the pictures of plain decoding (docs/presets.md); of vectors,
 # pictures of its distribution.
-PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "coupled", "maps": "scales"}
+PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}
 SIDE = 192  # pixels of a picture of the gallery
 FIRST = 500  # of the held-out scenes
 
@@ -166,8 +167,7 @@ def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> t
             section.add(view, f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
             left, right = (shown.images[0].resize((SIDE, SIDE)) for shown in (wanted, made))
             drawn.append((prompt, beside(right, made, 0)))
-            unit = "maps" if draws == "maps" else "tokens"
-            pairs += (f"{painter}, plain", left), (f"{PRESETS[draws]}: {made.stats[0].tau:.1f} {unit} a pass", right)
+            pairs += (f"{painter}, plain", left), (f"{PRESETS[draws]}, {slow / quick:.1f} times as fast", right)
     console.print(view)
     texts, pictures = zip(*drawn)
     page = grid(pictures, texts, columns=2)

@@ -12,7 +12,7 @@ MODELS = {
     "painter-emoji": IncludedModel("draws an emoji, code by code"),
     "painter-any-order": IncludedModel("draws an animal, codes in any order"),
     "painter-continuous": IncludedModel("draws an animal, vector by vector"),
-    "painter-mar": IncludedModel("draws shapes, vectors in any order"),
+    "painter-mar": IncludedModel("draws an animal, vectors in any order"),
     "painter-var": IncludedModel("draws an animal, scale by scale"),
 }
 DRAFTERS = {
