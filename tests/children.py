@@ -27,6 +27,15 @@ def forked(code: str, said: Path, **environment: str) -> BaseProcess:
     return process
 
 
+def of_tests(module: str, call: str) -> str:
+    """Code that makes a call of a module of the tests, which are no package: another of that name may be installed."""
+    return (
+        "import sys, types\nfrom pathlib import Path\n"
+        f"tests = sys.modules['tests'] = types.ModuleType('tests')\ntests.__path__ = [{str(Path(__file__).parent)!r}]\n"
+        f"import tests.{module}\ntests.{module}.{call}\n"
+    )
+
+
 def server() -> multiprocessing.context.ForkServerContext:
     """What makes the processes; it starts with the first of them."""
     context = multiprocessing.get_context("forkserver")

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from tests.children import forked
+from tests.children import forked, of_tests
 from tests.parallel_target import captions
 from tests.test_cli import refused
 from tests.tiny import model_of
@@ -22,17 +22,10 @@ from visspec.eval.report.training import write_page
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.loop import SingleProcess
 
-ROOT = Path(__file__).parent.parent
-
 
 def launch(home: Path, module: str, *argv: str, torchrun: bool = False) -> None:
     """`main` of a module of the tests with two processes of one thread."""
-    values = "".join(f"{value!r}, " for value in argv)  # tests are no package; another of that name may be installed
-    code = (
-        "import sys, types\nfrom pathlib import Path\n"
-        f"tests = sys.modules['tests'] = types.ModuleType('tests')\ntests.__path__ = [{str(ROOT / 'tests')!r}]\n"
-        f"from tests.{module} import main\nmain({values}Path({str(home)!r}))\n"
-    )
+    code = of_tests(module, f"main({''.join(f'{value!r}, ' for value in argv)}Path({str(home)!r}))")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,5 +1,6 @@
 """What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off, resumed."""
 
+import resource
 from pathlib import Path
 
 import torch
@@ -30,16 +31,27 @@ class ByHand(SingleProcess):
         return module, optimiser
 
 
-def main(parallel: str, home: Path) -> None:
+def run_of(home: Path, name: str, **options) -> list[dict]:
+    """A short run of eight steps on pictures in `data`, without a processor."""
     model = model_of("llava")
     train_drafter.targets.load = lambda *a, **k: (model, None)
     train_drafter.prepare = lambda p, images, texts, m: prompt("llava", ["4 i 5"] * len(images))
+    sizes = {"steps": 8, "rows": 2, "max_new_tokens": 8, "group": 1, "reuse": 2, "unroll": 2, "image_latents": 0}
+    saving = {"save_every": 4, "validate_every": 4, "warm_up": 0.125}
+    return train_drafter.run("x", home / "data", home / name, **sizes | saving | options)
 
+
+def stored(home: Path, limit: int | None) -> None:
+    """A run with a store, resumed where it was; no file can grow beyond so many bytes."""
+    if limit is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    run_of(home, "out", save_every=1, store=home / "store", resume=True)
+    (home / "done").touch()
+
+
+def main(parallel: str, home: Path) -> None:
     def run(name: str, **options) -> list[dict]:
-        return train_drafter.run(
-            "x", home / "data", home / name, steps=8, rows=2, max_new_tokens=8, group=1, reuse=2, unroll=2,
-            save_every=4, warm_up=0.125, validate_every=4, parallel=parallel, image_latents=0, **options,
-        )  # fmt: skip
+        return run_of(home, name, parallel=parallel, **options)
 
     found = run("whole")
     update = Trainer.update

@@ -35,6 +35,26 @@ fast = visspec.accelerate(model, {spec!r})
 """
 
 
+def finish(
+    folder: Path,
+    model: Any,
+    record: dict[str, Any],
+    figures: dict[str, Any],
+    draft: dict[str, Any],
+    held: int,
+    form: str | None,
+) -> str:
+    """What follows training: the card of a drafter (see `write_card`), and its export into `folder/form`. Returns what
+    `accelerate` takes for it, with its preset's trees, `draft`.
+    """
+    options = ",".join(f"{name}={value}" for name, value in draft.items())
+    spec = f"{folder}:{options}" if options else str(folder)
+    write_card(folder, record, figures, spec, held)
+    if form is not None:
+        zoo.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
+    return spec
+
+
 def write_card(folder: Path, record: dict[str, Any], figures: dict[str, Any], spec: str, held: int) -> None:
     """Write README.md beside a drafter's weights. record: its provenance; figures: of its validation; spec: what
     `accelerate` takes; held: items of that validation.
@@ -48,12 +68,6 @@ def write_card(folder: Path, record: dict[str, Any], figures: dict[str, Any], sp
     known = {"target": record["target"], "spec": spec, "whose": whose, "preset": preset, "rows": rows, "held": held}
     known |= {"visspec": record["visspec"], "git": record["git"] or "unknown", "date": record["date"]}
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
-
-
-def spec_of(folder: Path, draft: dict[str, Any]) -> str:
-    """What `accelerate` takes for a drafter in a folder, with its preset's trees."""
-    options = ",".join(f"{name}={value}" for name, value in draft.items())
-    return f"{folder}:{options}" if options else str(folder)
 
 
 def export(folder: str | Path, form: str, out: str | Path, target: str | None = None, **hardware: Any) -> str:

@@ -42,7 +42,7 @@ def shallow(spec: str, layers: int, *, device: str, dtype: str | torch.dtype) ->
         dtype = torch.float32 if device == "cpu" else config.dtype or torch.bfloat16
     precision = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     with torch.device(device):
-        model = type(whole)._from_config(config, dtype=precision).eval()
+        model = type(whole)._from_config(config, dtype=precision).eval().requires_grad_(False)
     model.generation_config = whole.generation_config
     processor = transformers.AutoProcessor.from_pretrained(where, local_files_only=local)
     size = sum(p.numel() for p in whole.parameters()) * precision.itemsize

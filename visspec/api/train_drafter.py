@@ -33,8 +33,9 @@ from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.capture import AnsweredRequest
-from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
+from visspec.train.loop import DRAFTER, PROGRESS, RUN, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
+from visspec.train.store import Store
 from visspec.train.validation import measure
 from visspec.types import Request
 
@@ -197,6 +198,7 @@ def run(
     bf16: bool = False,
     eval_every: int | None = None,
     export: str | None = None,
+    store: str | Path | None = None,
     dry_run: bool = False,
     **plan: Any,
 ) -> list[dict]:
@@ -212,6 +214,8 @@ def run(
     bf16: matrix products of the drafter in bfloat16. eval_every: steps between validations, a fifth without it.
     export: a form for other engines, written into a folder of its name in `out`, refused before training if it has no
     place for the drafter.
+    store: a folder that keeps the target's answers, and the states that a drafter reads of them, for later runs with
+    the same settings, data and layers; its size is printed before training, and refused if the disk has less room.
     dry_run: nothing is loaded, trained or written: prints what the run will take, and returns it.
     overwrite: a drafter that is in `out` already. Raises ValueError for a folder `out` of anything else, for one of a
     drafter that is neither resumed nor overwritten, and for a run to resume with other data or settings.
@@ -272,31 +276,45 @@ def run(
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
-    record["settings"] = {
+    shared = {
         "target": Path(target).name,
         "data": items.digest,
         "answers": answers,
         "dtype": str(model.dtype),
-        "preset": preset,
         "max_new_tokens": max_new_tokens,
         "max_pixels": max_pixels,
         "eval_rows": eval_rows,
-        **given,
     }
+    record["settings"] = {**shared, "preset": preset, **given}
     validate = TextValidation(model, drafter, lambda temperature: [check(0, temperature) for check in checks])
-    history = train(validate.target, drafter, prompts, options, out, record, validate, resume, several=several)
+    trainer = Trainer(validate.target, drafter, Exact(), prompts, options, out, record, validate, several)
+    if store is not None:
+        read = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
+        keep_answers(trainer, store, {**shared, **read, "seed": seed}, requests_of(options, lessons))
+    history = train(trainer, resume)
     if reader.bad:
         last = [*reader.bad.values()][-1]
         say(f"{len(reader.bad)} items could not be read and others took their place, the last of them: {last}")
     if several.rank == 0:
-        spec = drafter_export.spec_of(Path(out), {} if found is None else found.draft)
         best = read_json(Path(out) / RUN, PROGRESS)["best"].get("step")
         figures = {"steps": options.steps, **next((found for found in history if found["step"] == best), {})}
-        drafter_export.write_card(Path(out), record, figures, spec, len(validating))
-        if export is not None:
-            zoo.drafter(str(out), model)[0].export(Path(out) / export, export, str(target))
+        draft = {} if found is None else found.draft
+        spec = drafter_export.finish(Path(out), model, record, figures, draft, len(validating), export)
         say(f"{out} holds the drafter and its README.md: visspec.accelerate(model, {spec!r}), or --drafter {spec}")
     return history
+
+
+def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any], requests: int) -> None:
+    """Give a run a store of so many requests, and say its size. Raises ValueError if the disk has less room, and for a
+    folder that can't be it.
+    """
+    if Path(folder).resolve() == trainer.folder.resolve():
+        raise ValueError(f"store: got {folder}, the folder of the drafter, expected one of its own")
+    target, prompts, device = trainer.target, trainer.prompts, next(trainer.head.parameters()).device
+    trainer.store = Store(folder, settings, lambda: target.law(prompts(0)), device)
+    if trainer.workers.rank == 0:
+        rows = len(trainer.answers(0).lengths)
+        say(trainer.store.check_space(requests, rows))
 
 
 def drafter_of(
@@ -399,29 +417,16 @@ class TextValidation:
         return found
 
 
-def train(
-    target,
-    drafter,
-    prompts,
-    plan: TrainingOptions,
-    out,
-    record: dict,
-    validate,
-    resume: bool,
-    rule=None,
-    several: SingleProcess | None = None,
-) -> list[dict]:
-    """Run a trainer under a progress bar, a JSON line a hundred steps; the drafter is saved to `out`, its curves in
-    `out/run/curves.html`. several: the processes of the run.
+def train(trainer: Trainer, resume: bool) -> list[dict]:
+    """Run a trainer under a progress bar, a JSON line a hundred steps; the drafter is saved to its folder, its curves
+    in `run/curves.html` there.
     """
-    several = several or SingleProcess()
-    trainer = Trainer(target, drafter, rule or Exact(), prompts, plan, out, record, validate, several)
-    first = several.rank == 0
+    first, run = trainer.workers.rank == 0, trainer.folder / RUN
     if resume:
         trainer.resume()
     elif first:
-        (Path(out) / RUN / PROGRESS).unlink(missing_ok=True)  # of the run that this one takes the place of
-    with tqdm(total=plan.steps, initial=trainer.step, unit="step", mininterval=2.0, disable=not first) as bar:
+        (run / PROGRESS).unlink(missing_ok=True)  # of the run that this one takes the place of
+    with tqdm(total=trainer.plan.steps, initial=trainer.step, unit="step", mininterval=2.0, disable=not first) as bar:
 
         def report(entry: dict) -> None:
             bar.update(entry["step"] - bar.n)
@@ -431,5 +436,5 @@ def train(
 
         found = trainer.run(report)
     if first and trainer.curve:
-        training.write_page(Path(out) / "run" / "curves.html", trainer.progress(), record)
+        training.write_page(run / "curves.html", trainer.progress(), trainer.provenance)
     return found

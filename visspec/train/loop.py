@@ -1,4 +1,4 @@
-"""Online distillation of a drafter on batches recorded from the target; recorded states are not written to disk.
+"""Online distillation of a drafter on batches recorded from the target, which a `Store` keeps on disk if asked to.
 
 Training proceeds in groups: the target generates answers to `group` batches of prompts, the drafter is trained on them
 `reuse` times in random order, `rows` answers a lesson, and the group is discarded. The trainer is independent of model
@@ -36,6 +36,7 @@ from visspec.io.files import replacing, write_json
 from visspec.train.capture import capture, split, to
 from visspec.train.options import TrainingOptions
 from visspec.train.step import Step
+from visspec.train.store import Store
 from visspec.types import Acceptance, Request, Target, TrainedDrafter, TrainingBatch
 
 RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
@@ -73,7 +74,7 @@ class Trainer:
 
     provenance: of the drafter; its `settings` are what a run that is resumed has to share, beside the plan.
     workers: the processes of the run (default `SingleProcess`); prompts are numbered over all of them, only the first
-    writes.
+    writes. store: of the target's answers (default: none).
     """
 
     def __init__(
@@ -87,9 +88,10 @@ class Trainer:
         provenance: dict[str, Any],
         validate: Callable[[], dict[str, float]] | None = None,
         workers: SingleProcess | None = None,
+        store: Store | None = None,
     ):
         self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
-        self.folder, self.provenance, self.validate = Path(folder), provenance, validate
+        self.folder, self.provenance, self.validate, self.store = Path(folder), provenance, validate, store
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
         student = drafter
@@ -190,17 +192,23 @@ class Trainer:
 
     def _answer(self, index: int) -> list[list[TrainingBatch]]:
         plan, found = self.plan, []
-        batches = plan.batches(self.accumulate)
+        count = plan.batches(self.accumulate)
         for stream in self.streams:
-            numbers = range(index * batches, (index + 1) * batches)
-            requests = (self.prompts(number * self.accumulate + stream) for number in numbers)
-            parts = [
-                part for request in requests for part in split(capture(self.target, self.rule, request), plan.rows)
-            ]
+            numbers = range(index * count, (index + 1) * count)
+            batches = (self.answers(number * self.accumulate + stream) for number in numbers)
+            parts = [part for batch in batches for part in split(batch, plan.rows)]
             if len(parts) != self.parts:
                 raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
             found.append(parts)
         return found
+
+    def answers(self, number: int) -> TrainingBatch:
+        """The target's answers to a request, or the data's own; those of the store, if it has them."""
+
+        def record() -> TrainingBatch:
+            return capture(self.target, self.rule, self.prompts(number))
+
+        return record() if self.store is None else self.store.answers(number, record)
 
     def update(self, lessons: Sequence[TrainingBatch]) -> Tensor:
         """One optimiser step. Returns (K + 2,), on the device: the loss, the share of agreement by step of the rollout,

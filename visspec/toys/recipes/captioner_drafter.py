@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from visspec.accept.exact import Exact
 from visspec.api import loading as targets
 from visspec.api import zoo
 from visspec.api.captions import prepare
@@ -26,6 +27,7 @@ from visspec.toys.recipes.captioner import NAMES
 from visspec.toys.recipes.recipe import DrafterOptions, Recipe
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import WORLDS, World, world
+from visspec.train.loop import Trainer
 from visspec.types import Request
 
 FIRST_SEED = 3 << 28  # scenes of neither stage of the captioner's own training, still below the held-out ones
@@ -96,7 +98,8 @@ def run(options: argparse.Namespace) -> None:
     rng = np.random.default_rng
     validate = TextValidation(model, drafter, lambda temperature: [held_out.request(0, temperature, rng(0))])
     scenes = SceneBatches(model, processor, seen, options.batch, greedy=options.greedy)
-    train(validate.target, drafter, scenes, plan_of(options), options.out, record, validate, options.resume)
+    plan = plan_of(options)
+    train(Trainer(validate.target, drafter, Exact(), scenes, plan, options.out, record, validate), options.resume)
     if options.export:
         export(options.out, options.export, model, options.levels)
 

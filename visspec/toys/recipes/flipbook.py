@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
+from visspec.accept.exact import Exact
 from visspec.api import loading as targets
 from visspec.api import zoo
 from visspec.api.captions import prepare
@@ -34,6 +35,7 @@ from visspec.toys.world.emoji.captions import EmojiCaptions
 from visspec.toys.world.emoji.scene import EmojiScene, sample_scene
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
+from visspec.train.loop import Trainer
 from visspec.train.options import TrainingOptions
 from visspec.types import Request
 
@@ -139,7 +141,8 @@ def drafters(options: argparse.Namespace) -> None:
         plan = TrainingOptions(**{**sizes, "validate_every": options.drafter_steps, **preset.plan})
         held = TextValidation(model, drafter, lambda t: [held_out.request(0, t, np.random.default_rng(0))])
         record = provenance(model, seed=0, recipe="flipbook", preset=name)
-        figures = train(held.target, drafter, prompts, plan, options.out / name, record, held, options.resume)
+        trainer = Trainer(held.target, drafter, Exact(), prompts, plan, options.out / name, record, held)
+        figures = train(trainer, options.resume)
         print(json.dumps({"preset": name, **figures[-1]}), flush=True)
 
 

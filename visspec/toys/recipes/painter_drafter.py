@@ -37,6 +37,7 @@ from visspec.toys.recipes import cards
 from visspec.toys.recipes.recipe import DrafterOptions, Recipe
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import WORLDS, World, world
+from visspec.train.loop import Trainer
 from visspec.train.validation import measure
 from visspec.types import Request, Sampling
 
@@ -219,9 +220,8 @@ def run(options: argparse.Namespace) -> None:
     record |= {"note": options.note} if options.note else {}
     validate = ImageValidation(family, seen, drafter, guidance)
     pictures = Pictures(family, seen, options.batch, guidance, FIRST_SEED + (options.seed << 20))
-    train(
-        validate.target, drafter, pictures, plan_of(options), options.out, record, validate, options.resume, Rejection()
-    )
+    plan, rule = plan_of(options), Rejection()
+    train(Trainer(validate.target, drafter, rule, pictures, plan, options.out, record, validate), options.resume)
     if options.export:
         print(json.dumps(export(options.out, options.export, family, seen, options.prompts)))
 

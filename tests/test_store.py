@@ -1,0 +1,125 @@
+"""Answers of the target that are kept on disk, for later trainings."""
+
+import random
+import shutil
+from dataclasses import fields
+
+import pytest
+import torch
+from PIL import Image
+
+import visspec
+from tests.children import forked, of_tests
+from tests.test_train import prompts
+from tests.tiny import model_of
+from tests.training_processes import run_of
+from visspec.models.decoder.target import HFDecoder
+from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.train.capture import AnsweredRequest, capture, identity
+from visspec.train.store import Store
+
+CPU = torch.device("cpu")
+
+
+def own(name):
+    """A request whose answers are the data's."""
+    request = prompts(name)(1)
+    known = {f.name: getattr(request, f.name) for f in fields(request)}
+    return AnsweredRequest(**known, answers=[[5, 6, 7], [8, 2], [9]][: len(request.prompt)])
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+@pytest.mark.parametrize("states", [True, False])  # what the head reads, or the distributions
+@pytest.mark.parametrize("asked", [lambda name: prompts(name)(1), own])
+def test_what_is_read_is_what_was_recorded(tmp_path, name, states, asked):
+    drafter = FeatureDrafter.for_model(model_of(name))
+    target = HFDecoder(drafter.model, drafter.traits.feature_layers, embeddings=True, states=states)
+    recorded = capture(target, visspec.Exact(), asked(name))
+    asked_for = []
+
+    def law():
+        asked_for.append(1)
+        return target.law(asked(name))
+
+    store = Store(tmp_path / "store", {"seed": 0}, law, CPU)
+    assert store.answers(7, lambda: recorded) is recorded
+    for _ in range(2):
+        found = store.answers(7, None)  # nothing is recorded again
+        for f in fields(found):
+            a, b = getattr(found, f.name), getattr(recorded, f.name)
+            if isinstance(b, torch.Tensor):
+                assert a.dtype == b.dtype and torch.equal(a, b), f.name
+            else:
+                assert f.name == "law" or a == b, f.name
+        assert (found.law is identity) == (not states) and torch.equal(found.logits, recorded.logits)
+    assert len(asked_for) == states
+    assert [path.name for path in store.folder.iterdir() if path.name != "store.json"] == [
+        "answers-00000007.safetensors"
+    ]
+
+
+@pytest.fixture
+def home(tmp_path):
+    (tmp_path / "data").mkdir()
+    for i in range(3):
+        Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(tmp_path / "data" / f"{i}.png")
+    return tmp_path
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_a_store_serves_later_runs_and_changes_no_weight(home, monkeypatch, capsys):
+    run_of(home, "plain")
+    run_of(home, "first", store=home / "store")
+    said = capsys.readouterr().err
+    files = sorted((home / "store").glob("answers-*"))
+    size = files[0].stat().st_size
+    assert len(files) == 4 and f"keeps {size / 2e6:.2f} MB an answer, {size * 4 / 1e9:.2f} GB of 8 answers" in said
+    monkeypatch.setattr("visspec.train.loop.capture", None)  # the target is not asked again
+    run_of(home, "second", store=home / "store")
+    run_of(home, "other", store=home / "store", rate=2e-3)
+    assert weights(home / "plain") == weights(home / "first") == weights(home / "second") != weights(home / "other")
+
+
+def test_bad_input_is_a_sentence(home, monkeypatch):
+    refused = lambda said: pytest.raises(ValueError, match="^store: " + said)  # noqa: E731
+    with refused("got .*/out, the folder of the drafter, expected one of its own"):
+        run_of(home, "out", store=home / "out")
+    with refused("got .*/data, which holds something else, expected a folder of its own"):
+        run_of(home, "out", store=home / "data")
+    run_of(home, "out", store=home / "store")
+    for name, value in {"seed": 1, "max_new_tokens": 9, "rows": 1}.items():
+        with refused(f"got {name} {value}, expected .* as in .*/store"):
+            run_of(home, "out", store=home / "store", overwrite=True, **{name: value})
+    (home / "store" / "store.json").unlink()
+    with refused("got .*/store, which holds something else"):
+        run_of(home, "out", store=home / "store", overwrite=True)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with refused(r"got 0\.0 GB to write, expected at most the 0\.0 GB free in .*/full"):
+        run_of(home, "out", store=home / "full", overwrite=True)
+
+
+@pytest.mark.nightly
+def test_thirty_runs_that_are_killed_or_meet_a_full_disk_end_as_one_that_is_not(home):
+    run_of(home, "whole", save_every=1)
+    chance, ends, rounds = random.Random(0), {"killed": 0, "full": 0}, 0
+    largest = max(path.stat().st_size for path in home.rglob("*.safetensors"))
+    while sum(ends.values()) < 30:
+        full = chance.random() < 0.3
+        limit = chance.randrange(100, largest) if full else None
+        process = forked(of_tests("training_processes", f"stored(Path({str(home)!r}), {limit})"), home / "said")
+        process.join(None if full else chance.uniform(0.1, 4))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        if not (home / "done").exists():
+            ends["full" if full else "killed"] += 1
+            continue
+        rounds += 1
+        assert weights(home / "out") == weights(home / "whole")
+        for name in ("out", "store", "done"):
+            path = home / name
+            path.unlink() if name == "done" else shutil.rmtree(path)
+    assert ends["killed"] > 10 and ends["full"] > 3 and rounds

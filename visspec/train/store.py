@@ -1,0 +1,99 @@
+"""Recorded answers on disk: a target answers once, for many trainings.
+
+A file of safetensors holds the answers to one request and is written in one move: a run that was cut off goes on with
+those that are whole. What is read is bit for bit what was recorded.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from visspec.io.checkpoint import read_json
+from visspec.io.files import replacing, write_json
+from visspec.train.capture import identity
+from visspec.types import TrainingBatch
+
+SETTINGS = "store.json"
+NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch that are no tensors
+
+
+class Store:
+    """Answers in a folder, by the number of their request.
+
+    settings: what the answers depend on. Raises ValueError for a folder of other answers, or of something else.
+    law: the target's law of states (`TrainingBatch.law`) in these requests, asked for once.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: dict[str, Any],
+        law: Callable[[], Callable[[Tensor], Tensor] | None],
+        device: torch.device,
+    ):
+        self.folder, self.device, self._law = Path(folder), device, functools.cache(law)
+        there = {path.name for path in self.folder.glob("[!.]*")}  # hidden ones are of another process, half written
+        if (self.folder / SETTINGS).is_file():
+            found = read_json(self.folder, SETTINGS)
+            for name, value in json.loads(json.dumps(settings)).items():
+                if found.get(name) != value:
+                    raise ValueError(f"store: got {name} {value!r}, expected {found.get(name)!r} as in {folder}")
+        elif there:
+            raise ValueError(f"store: got {folder}, which holds something else, expected a folder of its own")
+        else:
+            write_json(self.folder / SETTINGS, settings)
+
+    def path(self, number: int) -> Path:
+        return self.folder / f"answers-{number:08d}.safetensors"
+
+    def answers(self, number: int, record: Callable[[], TrainingBatch]) -> TrainingBatch:
+        """The answers to a request: those that are there, else those that `record` returns, which are kept."""
+        path = self.path(number)
+        if not path.is_file():
+            batch = record()
+            _write(path, batch)
+            return batch
+        with safe_open(path, framework="pt", device=str(self.device)) as file:
+            known = json.loads(file.metadata()["batch"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        law = identity if known.pop("distributions") else self._law()
+        assert law is not None  # it was there when the states were recorded
+        hosts = {f"host_{name}": tensors[name].cpu() if name in tensors else None for name in ("ids", "attention")}
+        absent = dict.fromkeys(("attention", "embeddings"))
+        return TrainingBatch(**{**absent, **tensors, **hosts, **known, "law": law})
+
+    def check_space(self, requests: int, rows: int) -> str:
+        """A sentence on the size of the answers to requests of so many rows, of which the first is there. Raises
+        ValueError if the disk has less room.
+        """
+        size = self.path(0).stat().st_size
+        there = sum(1 for _ in self.folder.glob("answers-*.safetensors"))
+        free = shutil.disk_usage(self.folder).free
+        if (wanted := size * max(requests - there, 0)) > free:
+            raise ValueError(
+                f"store: got {wanted / 1e9:,.1f} GB to write, expected at most the {free / 1e9:,.1f} GB free in"
+                f" {self.folder}"
+            )
+        return (
+            f"{self.folder} keeps {size / rows / 1e6:,.2f} MB an answer, {size * requests / 1e9:,.2f} GB of"
+            f" {requests * rows:,} answers in all"
+        )
+
+
+def _write(path: Path, batch: TrainingBatch) -> None:
+    values = {f.name: getattr(batch, f.name) for f in fields(batch) if not f.name.startswith("host_")}
+    tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
+    known = {name: values[name] for name in NUMBERS} | {"distributions": batch.law is identity}
+    with replacing(path) as draft:
+        save_file(tensors, draft, metadata={"batch": json.dumps(known)})
