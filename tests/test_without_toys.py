@@ -2,7 +2,6 @@
 its tests, and says in a sentence what is missing.
 """
 
-import ast
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import NEED_TOYS
-from tests.test_layers import ROOT, imports, sources
+from tests.test_layers import ROOT, imports_of, sources
 
 HERE = Path(__file__).resolve().parent
 PRELUDE = (  # as in a folder of its own: an editable install would find what was deleted
@@ -94,15 +93,10 @@ def run(site, program, *arguments):
     )  # fmt: skip
 
 
-def test_the_rest_imports_and_generates(site):
-    done = run(site, EVERYTHING + GENERATION)
+def test_the_rest_imports_and_generates_and_its_commands_say_what_is_missing(site):
+    done = run(site, EVERYTHING + GENERATION + COMMANDS, json.dumps([*RUN, *REFUSED]))
     assert done.returncode == 0, done.stderr
-
-
-def test_commands_run_and_what_is_missing_is_said_in_a_sentence(site):
-    done = run(site, COMMANDS, json.dumps([*RUN, *REFUSED]))
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout.splitlines()[-1])
     assert all(code == 0 and len(out) > 200 for code, out, _ in found[: len(RUN)]), found[: len(RUN)]
     for (command, message), (code, _, said) in zip(REFUSED.items(), found[len(RUN) :], strict=True):
         *_, line = said.splitlines()  # behind what other packages may warn of
@@ -122,7 +116,7 @@ def test_the_files_that_need_the_toys_are_listed():
     """Those left out where the toys are deleted; a listed one that needs none of them would be left out for nothing."""
     found = set()
     for file in sorted(HERE.rglob("test_*.py")):
-        modules = {".".join(path[:2]) for path in imports(ast.parse(file.read_text()))}
+        modules = {".".join(path[:2]) for path in imports_of(file)}
         if "visspec.toys" in modules:
             found.add(str(file.relative_to(HERE)))
     assert found <= set(NEED_TOYS)

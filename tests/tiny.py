@@ -207,8 +207,8 @@ def qwen2_vl() -> nn.Module:
     return built(tf.Qwen2VLForConditionalGeneration, config)
 
 
-def qwen2_5_vl() -> nn.Module:
-    text = {k: v for k, v in TEXT.items() if k != "head_dim"}
+def qwen2_5_vl(**changes) -> nn.Module:
+    text = {k: v for k, v in TEXT.items() if k != "head_dim"} | changes
     tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2}
     config = tf.Qwen2_5_VLConfig(
         text_config={**text, "rope_parameters": MROPE},
@@ -252,10 +252,10 @@ def idefics3() -> nn.Module:
     return built(tf.Idefics3ForConditionalGeneration, config)
 
 
-def gemma3() -> nn.Module:
-    """Three layers, two sliding over 8 tokens (all prompts are longer). Pictures see themselves both ways."""
-    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    text = {**TEXT, "num_hidden_layers": 3, "sliding_window": 8, "layer_types": kinds, "query_pre_attn_scalar": 8}
+def gemma3(layers: int = 3) -> nn.Module:
+    """Every other layer slides over 8 tokens (all prompts are longer). Pictures see themselves both ways."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"][:layers]
+    text = {**TEXT, "num_hidden_layers": layers, "sliding_window": 8, "layer_types": kinds, "query_pre_attn_scalar": 8}
     config = tf.Gemma3Config(
         text_config=text,
         vision_config={**TOWER, "vision_use_head": False},
