@@ -70,7 +70,9 @@ def test_the_sibling_and_the_upsampler_learn_from_the_same_pictures(tmp_path, mo
     assert side_of(stage.model.model.vqmodel) == 48 and stage.file.name == "draw-lowres.pt"
     emoji_painter.PAINTER.run([*common, "--stage", "tokens"])
     made = ["--out", str(tmp_path / "upsampler"), "--tokens", str(tmp_path), "--pairs", "8", "--rows", "2"]
-    painter_upsampler.OF_EMOJI.run([*made, "--steps", "1", "--every", "1"])
+    options = painter_upsampler.OF_EMOJI.parse([*made, "--steps", "1", "--every", "1"])
+    painter_upsampler.UpsamplerStage(options, 0).run()
+    painter_upsampler.finish(options)
     card = (tmp_path / "upsampler" / "README.md").read_text()
     assert "painter-emoji-lowres" in card and "shapes" not in card
     enlarged = load_upsampler(tmp_path / "upsampler", painter)(torch.zeros(1, 6, 6, dtype=torch.long))
@@ -82,11 +84,12 @@ def test_the_sibling_and_the_upsampler_learn_from_the_same_pictures(tmp_path, mo
 
 @shipped
 def test_the_card_is_what_the_recipe_writes_of_its_provenance():
-    record = json.loads((FOLDER / "provenance.json").read_text())
-    with torch.device("meta"):
-        model = JanusForConditionalGeneration(JanusConfig.from_pretrained(FOLDER))
-    assert emoji_painter.card(model, record) == (FOLDER / "README.md").read_text()
-    assert record["weights"]["bytes"] == (FOLDER / "model.safetensors").stat().st_size < 25e6
+    for low, folder in ((True, FOLDER.with_name(emoji_painter.SIBLING)), (False, FOLDER)):
+        record = json.loads((folder / "provenance.json").read_text())
+        with torch.device("meta"):
+            model = JanusForConditionalGeneration(JanusConfig.from_pretrained(folder))
+        assert emoji_painter.card(model, record, low) == (folder / "README.md").read_text()
+        assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size < 25e6
     law = record["measured"]["law"]
     assert law["top_1"] <= 0.5 and record["measured"]["pictures"]["images"] >= 0.5
 

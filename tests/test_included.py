@@ -31,7 +31,7 @@ def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
     ("painter", {"drafter": "painter-eagle:levels=8", "naive": "painter-eagle:tree=dynamic", "cool": "painter-eagle",
                  "distilled": "painter-distilled", "mulo": "lowres:upsample=painter-upsampler", "gumbel": "jacobi"}),
     ("painter-emoji", {"drafter": "painter-emoji-eagle:levels=8", "distilled": "distilled",
-                       "mulo": "lowres:upsample=upsampler", "plain": "none"}),
+                       "mulo": "lowres:upsample=painter-emoji-upsampler", "plain": "none"}),
     ("captioner", {"naive": "image-eagle:tree=dynamic"}),
 ])  # fmt: skip
 def test_presets_get_the_included_drafter_of_the_model_at_hand(name, expected):

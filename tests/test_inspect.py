@@ -131,7 +131,7 @@ def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, monkeypa
 @pytest.mark.parametrize(("drafter", "target", "form", "refused"), [
     ("painter-mar-drafter", "painter-mar", "mar", None), ("painter-var-small", "painter-var", "var", None),
     ("painter-continuous-drafter", "painter-continuous", "continuous", None),
-    ("painter-lowres", "painter", "lowres", None),
+    ("painter-lowres", "painter", "lowres", None), ("painter-emoji-lowres", "painter-emoji", "lowres", None),
     ("painter", "painter-lowres", "lowres", "got a sibling with a grid of (12, 12)"),
     ("painter-lowres", "painter-emoji", "lowres", "got a sibling with another tokenizer"),
     ("painter-mar-drafter", "painter-var", "mar", "drafts for models of 'mar_image' alone, got one of 'var_image'"),

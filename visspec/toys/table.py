@@ -10,6 +10,8 @@ MODELS = {
     "painter-lowres": IncludedModel("its sibling of a quarter of the codes", "lowres", "painter"),
     "painter-upsampler": IncludedModel("enlarges the sibling's codes", "upsampler", "painter"),
     "painter-emoji": IncludedModel("draws an emoji, code by code"),
+    "painter-emoji-lowres": IncludedModel("its sibling of a quarter of the codes", "lowres", "painter-emoji"),
+    "painter-emoji-upsampler": IncludedModel("enlarges the sibling's codes", "upsampler", "painter-emoji"),
     "painter-any-order": IncludedModel("draws an animal, codes in any order"),
     "painter-continuous": IncludedModel("draws an animal, vector by vector"),
     "painter-mar": IncludedModel("draws an animal, vectors in any order"),

@@ -273,5 +273,5 @@ PAINTER = Recipe(
         "draft": training_stage(MARDraftStage),
         "finish": finish,
     },
-    DEFAULTS | {"drafter_steps": 1000, "steps": 3000, "rate": 1e-3},
+    DEFAULTS | {"drafter_steps": 3000, "steps": 3000, "rate": 1e-3},
 )
