@@ -155,3 +155,13 @@ def test_a_fold_follows_the_weights():
     with torch.no_grad():
         next(drafter.assistant.parameters()).mul_(1.5)
     assert drafter._fused_pass() is None
+
+
+def test_a_fold_follows_an_optimiser_that_leaves_the_versions_of_weights():
+    drafter = BlockDrafter.for_model(model_of("llava"), layers=1, block=4)
+    weight = drafter.head.model.encoder.fc.weight
+    first = drafter._fused_pass().read
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], lr=0.1, fused=True).step()
+    drafter.refresh()
+    assert torch.equal(drafter._fused_pass().read, weight.T) and not torch.equal(first, weight.T)
