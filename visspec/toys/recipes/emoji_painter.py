@@ -297,5 +297,5 @@ LOWRES = Recipe(
     "Train its low-resolution sibling.",
     EmojiOptions,
     {"vq": take_vq, **STAGES},
-    {"every": 250, "lowres": True, "rows": 16},
+    {"every": 1000, "every_prompt": 4, "lowres": True, "rows": 16},
 )

@@ -20,10 +20,10 @@ from visspec.toys.recipes import cards, emoji_painter
 from visspec.toys.recipes.painter_build import CODES, grid
 from visspec.toys.recipes.painter_vq import read_tokens
 from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, read_coded, training_stage
-from visspec.toys.world.worlds import WORLDS
 from visspec.train.stages import OneCycleStage
 
 PAINTERS = {"shapes": "painter", "emoji": "painter-emoji"}
+PAIRS = {"shapes": 64_000, "emoji": 16_000}
 
 
 @dataclass
@@ -31,7 +31,7 @@ class UpsamplerOptions(PairOptions):
     """Options of the recipe."""
 
     tokens: Path = option("folder of the painters' recipes, both tokens stages", Path("runs/painter"))
-    world: str = option("what the pictures show", "shapes", choices=WORLDS)
+    world: str = option("what the pictures show", "shapes", choices=tuple(PAINTERS))
 
 
 def coded(world: str, folder: Path, low: bool, count: int) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def pairs(world: str, folder: Path, count: int) -> dict[str, torch.Tensor]:
         raise ValueError(f"tokens: {folder} has other scenes at 48 than at 96 pixels, expected the same pairs")
     shapes = {"small": (small["codes"], grid(True)), "large": (large["codes"], grid(False))}
     out = {name: codes.long().unflatten(1, (side, side)) for name, (codes, side) in shapes.items()}
-    return out | {"ink": large["ink"].unflatten(1, shapes["large"][1:] * 2)} if "ink" in large else out
+    return out | {"ink": large["ink"].unflatten(1, (grid(False), grid(False)))} if "ink" in large else out
 
 
 @torch.no_grad()
@@ -103,14 +103,14 @@ def finish(options: argparse.Namespace) -> None:
 
 
 STAGES = {"train": training_stage(UpsamplerStage), "finish": finish}
-DEFAULTS = {"pairs": 64_000, "steps": 900, "rows": 64, "rate": 2e-3, "every": 100}
+DEFAULTS = {"steps": 900, "rows": 64, "rate": 2e-3, "every": 100}
 OF_SHAPES, OF_EMOJI = (
     Recipe(
         f"{painter}-upsampler",
         f"Train the up-sampler of drafts at low resolution for {painter}.",
         UpsamplerOptions,
         STAGES,
-        DEFAULTS | {"world": world},
+        DEFAULTS | {"world": world, "pairs": PAIRS[world]},
     )
     for world, painter in PAINTERS.items()
 )
