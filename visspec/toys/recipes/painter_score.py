@@ -49,7 +49,7 @@ def geneval(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector |
 
 
 def score(
-    draw: Callable[..., np.ndarray], rows: Sequence[Metadata], detector: Detector | None = None, **settings: Any
+    draw: Callable[..., np.ndarray], rows: Sequence[Metadata], detector: Detector | None = None, **settings: float
 ) -> dict[str, Any]:
     """The settings, GenEval of one picture a prompt, and the seconds it took; draw(prompts, **settings)."""
     begun = time.time()
