@@ -34,10 +34,14 @@ def copied(source: Path, *without: str) -> Path:
 
 
 def packaged() -> set[str]:
-    """The included models that a wheel holds: those of the demo, their drafters, and what else presets need of them."""
+    """The included models that a wheel holds: those of the demo, their drafters, and what presets need of the first
+    painter.
+    """
     shown = {captioner for captioner, _ in demo.WORLDS.values()} | set(demo.PAINTERS)
-    of_shown = {name: row.kind for name, row in included.table().models.items() if row.target in shown}
-    return shown | {name for name, kind in of_shown.items() if kind not in ("assistant", "distilled")}
+    of_shown = {name: row for name, row in included.table().models.items() if row.target in shown}
+    large = {"assistant", "distilled"}
+    left_out = {name: large | {"lowres", "upsampler"} for name in shown} | {included.image_model(): large}
+    return shown | {name for name, row in of_shown.items() if row.kind not in left_out[row.target]}
 
 
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
