@@ -106,7 +106,7 @@ def test_thirty_runs_that_are_killed_or_meet_a_full_disk_end_as_one_that_is_not(
     run_of(home, "whole", save_every=1)
     chance, ends, rounds = random.Random(0), {"killed": 0, "full": 0}, 0
     largest = max(path.stat().st_size for path in home.rglob("*.safetensors"))
-    while sum(ends.values()) < 30:
+    while ends["killed"] < 20 or ends["full"] < 10:
         full = chance.random() < 0.3
         limit = chance.randrange(100, largest) if full else None
         process = forked(of_tests("training_processes", f"stored(Path({str(home)!r}), {limit})"), home / "said")
@@ -122,4 +122,4 @@ def test_thirty_runs_that_are_killed_or_meet_a_full_disk_end_as_one_that_is_not(
         for name in ("out", "store", "done"):
             path = home / name
             path.unlink() if name == "done" else shutil.rmtree(path)
-    assert ends["killed"] > 10 and ends["full"] > 3 and rounds
+    assert rounds
