@@ -38,10 +38,10 @@ def packaged() -> set[str]:
     painter.
     """
     shown = {captioner for captioner, _ in demo.WORLDS.values()} | set(demo.PAINTERS)
-    of_shown = {name: row for name, row in included.table().models.items() if row.target in shown}
-    large = {"assistant", "distilled"}
-    left_out = {name: large | {"lowres", "upsampler"} for name in shown} | {included.image_model(): large}
-    return shown | {name for name, row in of_shown.items() if row.kind not in left_out[row.target]}
+    kinds = dict.fromkeys(shown, ("assistant", "distilled", "lowres", "upsampler"))  # left out, by target
+    kinds[included.image_model()] = ("assistant", "distilled")
+    models = included.table().models.items()
+    return shown | {name for name, row in models if row.target in shown and row.kind not in kinds[row.target]}
 
 
 @pytest.mark.parametrize("kind", ["editable", "wheel"])

@@ -93,7 +93,7 @@ class BlockModel(StructuredDrafter):
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
         self.model, self.form = model, form or DFlashVariant()
         self.cache_name = cache_argument(assistant.forward) or CACHE
-        self._let_go()
+        self._fold: tuple[tuple, BlockPass | None] = ((), None)
         self._check_width()
         self.block, self.mask = config.block_size, config.mask_token_id
         self.kinds, self.window = frozenset(config.layer_types), int(config.sliding_window or 0)
@@ -222,10 +222,6 @@ class BlockModel(StructuredDrafter):
             hidden_BKd = self.assistant(**given, **{self.cache_name: memory.cache}).last_hidden_state
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
         return hidden_BKd
-
-    def _let_go(self) -> None:
-        """Drop the folded weights: a fused optimiser writes to weights and leaves their versions as they are."""
-        self._fold: tuple[tuple, BlockPass | None] = ((), None)
 
     def _fused_pass(self) -> BlockPass | None:
         """The network with the weights that it has now, if it is one to be folded."""

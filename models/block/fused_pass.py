@@ -54,8 +54,8 @@ def _parts(network: Any) -> list[nn.Module]:
 
 
 def stamp(network: nn.Module) -> tuple:
-    """What changes when a network's weights are others, were written to or moved. One of them tells it for all, since
-    asking all takes as long as some of the products.
+    """What changes when a network's weights are others, were written to or moved; fused optimisers leave no trace.
+    One of them tells it for all, since asking all takes as long as some of the products.
     """
     first = next(network.parameters())
     return id(network), first.data_ptr(), 0 if first.is_inference() else first._version

@@ -77,7 +77,7 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         """Take over the network's current weights for drafting; call it after they change."""
         self.assistant = self._running(self.head, self.embed.weight.dtype)
         self.form = replace(self.form, sequential=self.run.sequential)
-        self._let_go()
+        self._fold = (), None  # `stamp` does not see what a fused optimiser wrote
 
     @property
     def ids(self) -> None:

@@ -276,7 +276,7 @@ def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) 
         globals(),
         name=SIBLING if low else NAME,
         role=ROLES[low],
-        side=PATCH * grid(low),
+        side=painter_data.SIDE[low],
         codes=codes,
         text=TEXT[low],
         animals=len(world(OF).suite.alone()),

@@ -95,7 +95,7 @@ def finish(options: argparse.Namespace) -> None:
     record = provenance(recipe=f"visspec.toys {painter}-upsampler", **about)
     write(options.out, stage.model, record, torch.float16)
     pictures = len(stage.held["small"])
-    shapes = f", {measured['shapes']:.1%} of those that show shapes" if "shapes" in measured else ""
+    shapes = f",\n{measured['shapes']:.1%} of those that show shapes" if "shapes" in measured else ""
     figures = {"painter": painter, "shapes": shapes, "minutes": round(seconds / 60, 1), "pictures": pictures}
     card = cards.fill("painter-upsampler", record, stage.model, {}, **figures)
     cards.publish(options.out, card)
