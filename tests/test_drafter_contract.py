@@ -102,6 +102,7 @@ def test_a_drafter_leaves_the_text_as_it_is(name):
 
 IMAGE_FORMS = [*sorted(set(zoo.DRAFTERS) - TEXT_ALONE - ELSEWHERE), "distilled:refine=1"]
 IMAGE_FORMS += ["image-eagle:tree=dynamic,width=3,nodes=9", "image-eagle:tree=static,shape=3-4-2"]
+IMAGE_FORMS += ["image-eagle:window=6", "image-eagle:window=5,levels=1"]
 
 
 @pytest.mark.filterwarnings("ignore:guidance")
@@ -116,7 +117,10 @@ def test_a_drafter_leaves_the_image_as_it_is(name, temperature, guidance):
     assert drawn(setup, [1], 0, temperature, guidance)[0] == expected[1:2]
 
 
-@pytest.mark.parametrize("name", ["distilled", "image-eagle", "image-eagle:tree=static,shape=3-4-2"])
+DRAWING = ["distilled", "image-eagle", "image-eagle:tree=static,shape=3-4-2", "image-eagle:window=6"]
+
+
+@pytest.mark.parametrize("name", DRAWING)
 def test_a_drawn_draft_of_a_row_does_not_depend_on_its_batch(name):
     setup = janus_pair(sharp(tiny_drafter(name)), zoo.acceptance("rejection"))
     together, _ = drawn(setup, ROWS, seed=4)

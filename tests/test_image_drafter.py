@@ -247,6 +247,8 @@ def test_more_siblings_than_codes_are_absent():
 
 BAD = {
     "tree": ({"tree": "bush"}, "tree: got 'bush', expected one of chain"),
+    "window": ({"tree": "static", "window": 4}, "window: got 4 for the tree 'static', expected a chain"),
+    "places": ({"window": 1}, "levels: got 2, expected at most the window, 1"),
     "levels": ({"levels": 0}, "levels: got 0"),
     "width": ({"tree": "dynamic", "width": 0}, "width: got 0"),
     "nodes": ({"tree": "dynamic", "nodes": 0}, "nodes: got 0"),

@@ -7,6 +7,7 @@ what the drafter's numbers can do; `Jacobi.propose` and `Jacobi.observe` are the
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from tests.distributions import context_law, odds, plain_law, split, total_varia
 from visspec.distributions import Categorical, residual
 from visspec.models.jacobi import drafter as jacobi
 from visspec.models.jacobi.drafter import Jacobi, Window, proactive
+from visspec.models.jacobi.front import Front
 from visspec.types import Outcome, Request, Scores, Verdict
 
 VOCAB, LENGTH, WIDTH = 2, 5, 2  # long enough to judge what was drawn behind a whole window
@@ -272,10 +274,11 @@ class Positional:
             self.numbers = self.numbers[:, counts[0] :]
 
 
-def positional_law(drafter, p, size, late=False):
+def positional_law(drafter, p, size, late=False, head=None):
     """As `process_law`, for numbers that a position keeps over all rounds: a branch also holds where each u may lie.
 
-    late: new drafts read the numbers of the positions that were committed in this round.
+    late: new drafts read the numbers of the positions that were committed in this round. head: of drafts whose first
+    places are mixed with its law, as many as it has `levels`.
     """
     distribution, branches = torch.zeros((2,) * size, dtype=torch.float64), {}
     halves = {i: [0.5] for i in range(WIDTH)} if drafter.begin == "random" else {}
@@ -287,40 +290,67 @@ def positional_law(drafter, p, size, late=False):
     while branches:
         new = {}
         for weight, committed, window, spans in branches.values():
-            for share, after, *rest in positional_rounds(drafter, p, size, committed, window, spans, late):
+            for share, after, *rest in positional_rounds(drafter, p, size, committed, window, spans, late, head):
                 if len(after) == size:
                     distribution[after] += weight * share
                     continue
-                key = (after, *(tuple(x.flatten().tolist()) for x in (rest[0].tokens, rest[0].q)), tuple(rest[1]))
+                known = rest[0].tokens, rest[0].q, rest[0].logp, rest[0].judged
+                key = (after, *(tuple(x.flatten().tolist()) for x in known), tuple(rest[1]))
                 new[key] = (new.get(key, (0.0,))[0] + weight * share, after, *rest)
         branches = new
     return distribution
 
 
-def positional_rounds(drafter, p, size, committed, window, spans, late):
+def positional_rounds(drafter, p, size, committed, window, spans, late, head):
     """The branches after one round: probability, tokens, window, spans."""
-    state, depth = state_of(committed), min(WIDTH, size - len(committed) - 1)
-    distributions = [p((*committed, *window.tokens[0, :n].tolist())) for n in range(depth + 1)]
-    state.memory = window
-    draft = drafter.propose(state, depth)
-    for gained, share in verdicts(p, committed, draft):
-        length, after = len(gained), (*committed, *gained)
-        if len(after) == size:
-            yield share, after
-            continue
-        cuts = {}
-        for j in range(WIDTH):
-            if length + j <= depth:
-                cuts[j if late else length + j] = [float(distributions[length + j][1])]
-            elif length + j >= WIDTH and drafter.begin == "random":
-                cuts[length + j] = [0.5]
-        for parts, likely in split([*spans, *[(0.0, 1.0)] * length], cuts):
-            state = state_of(after)
-            state.memory = Window(window.tokens, window.q, Positional(parts, late))
+    depth = min(WIDTH, size - len(committed) - 1)
+    for draft, drawn, shown in positional_drafts(drafter, committed, window, spans, depth, late, head):
+        distributions = [p((*committed, *draft.value[0, 1 : n + 1].tolist())) for n in range(depth + 1)]
+        for gained, share in verdicts(p, committed, draft):
+            length, after = len(gained), (*committed, *gained)
+            if len(after) == size:
+                yield share * shown, after
+                continue
+            cuts = {}
+            for j in range(WIDTH):
+                if length + j <= depth:
+                    cuts[j if late else length + j] = [float(distributions[length + j][1])]
+                elif length + j >= WIDTH and drafter.begin == "random":
+                    cuts[length + j] = [0.5]
+            scores = Scores(Categorical(torch.stack(distributions).log()[None]))
             verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
             outcome = Outcome([list(range(length))], [list(gained)])
-            drafter.observe(state, draft, Scores(Categorical(torch.stack(distributions).log()[None])), verdict, outcome)
-            yield share * likely, after, state.memory, parts[length:]
+            for parts, likely in split([*drawn, *[(0.0, 1.0)] * length], cuts):
+                state = state_of(after)
+                state.memory = replace(window, noise=Positional(parts, late))
+                drafter.observe(state, draft, scores, verdict, outcome)
+                yield share * shown * likely, after, state.memory, parts[length:]
+
+
+def positional_drafts(drafter, committed, window, spans, depth, late, head):
+    """(draft, spans, probability): one, or those of a `Front`, by what its laws make of the numbers."""
+    state = state_of(committed)
+    state.memory = window
+    if head is None or not depth:
+        yield drafter.propose(state, depth), spans, 1.0
+        return
+
+    def built(parts, levels):
+        front = Front(state, replace(window, noise=Positional(parts, late)), depth, 0.4)
+        for _ in range(levels):
+            front.add(head.law((*committed, *(int(token) for token in front.tokens[: front.level]))).log()[None])
+        return front
+
+    found = [(spans, 1.0)]
+    levels = min(depth, head.levels)
+    for level in range(levels):  # a place's law does not depend on its own number
+        found = [
+            (more, share * likely)
+            for parts, share in found
+            for more, likely in split(parts, {level: [float(built(parts, level + 1).q[level][0, 1])]})
+        ]
+    for parts, share in found:
+        yield built(parts, levels).finish(), parts, share
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -335,6 +365,35 @@ def test_numbers_that_move_to_another_position_are_seen():
     p = context_law(VOCAB, 0)
     distribution = positional_law(Jacobi(WIDTH, "gumbel"), p, 6, late=True)
     assert abs(float(distribution.sum()) - 1) < 1e-12
+    assert total_variation(distribution, plain_law(p, VOCAB, 6)) > 1e-3
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    monkeypatch.setattr("visspec.models.jacobi.front.warp", lambda logits, sampling: logits)
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("start", ["left", "random"])
+def test_a_front_keeps_the_law(start, levels, in_float64):
+    p, head = context_law(VOCAB, 0), SimpleNamespace(levels=levels, law=context_law(VOCAB, 3))
+    distribution = positional_law(Jacobi(WIDTH, "gumbel", start), p, 6, head=head)
+    assert total_variation(distribution, plain_law(p, VOCAB, 6)) < 1e-12
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_front_that_reports_the_law_of_the_window_is_seen(late, in_float64, monkeypatch):
+    """As one whose numbers move to another position is."""
+    p, head = context_law(VOCAB, 0), SimpleNamespace(levels=1, law=context_law(VOCAB, 3))
+    finish = Front.finish
+
+    def reports(front):
+        front.q = list(front.window.q.unbind(1))[: len(front.q)]
+        return finish(front)
+
+    if not late:
+        monkeypatch.setattr(Front, "finish", reports)
+    distribution = positional_law(Jacobi(WIDTH, "gumbel"), p, 6, late=late, head=head)
     assert total_variation(distribution, plain_law(p, VOCAB, 6)) > 1e-3
 
 

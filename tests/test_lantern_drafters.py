@@ -232,6 +232,7 @@ def test_reported_distributions_are_the_described_ones(name, shape, tmp_path):
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 SHAPES = {"chain": "", "dynamic": ":tree=dynamic,width=3,nodes=9", "static": ":tree=static,shape=3-4-2"}
+SHAPES["window"] = ":window=6"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -40,7 +40,7 @@ MODEL_LEVELS = (  # the same within `models/`: what kinds share, then the famili
     {"runner"},
     {"drafting"},
     {"decoder"},
-    {"image_codes", "codecs"},
+    {"image_codes", "codecs", "jacobi"},
     {"vectors", "scales"},
 )
 DERIVED = {"randar": "llamagen"}  # a family that is another one with something more

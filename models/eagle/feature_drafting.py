@@ -177,11 +177,11 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def propose(self, state: State, depth: int) -> Draft:
         """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its distribution."""
         memory: FeatureMemory = state.memory
-        depth, guidance = self.levels(state, depth), state.request.sampling.guidance
+        whole, depth, guidance = depth, self.levels(state, depth), state.request.sampling.guidance
         feature_Bd = self._catch_up(memory, depth)
         if self.structure(state).width > 1:
             return self._tree(state, memory, feature_Bd, depth)
-        chain = Chain(state, self.stop)
+        chain = self.chain(state, whole)
         rope_BTC, bias_BTd = memory.rope(memory.table, max(depth - 1, 1)), memory.context_bias(max(depth - 1, 1))
         for level in range(depth):
             token_B = chain.add(self._logits(memory.mixed(feature_Bd, guidance)))
@@ -191,6 +191,10 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
                 turn_B1C = rope_BTC[:, level : level + 1]
                 feature_Bd = self.layer.step(memory, entered_B, feature_Bd, bias_B1d, turn_B1C, level)
         return chain.finish()
+
+    def chain(self, state: State, depth: int) -> Any:
+        """A builder of chains: `Chain`, or one with its methods."""
+        return Chain(state, self.stop)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Store the target's features of the accepted nodes for the next proposal."""

@@ -1,8 +1,8 @@
 """The feature drafter of image tokens (EAGLE-type, as in LANTERN): one stream under guidance, a separate code head.
 
-It drafts chains, dynamic trees (LANTERN) or static trees sampled without replacement (LANTERN++). For rules with their
-own random numbers, chains and static trees report the distribution of every node, and dynamic trees are point masses.
-For the rule `exact` all drafts are coupled to the target's noise.
+It drafts chains, dynamic trees (LANTERN), static trees sampled without replacement (LANTERN++), or the first places of
+a Jacobi window. For rules with their own random numbers, chains, windows and static trees report the distribution of
+every node, and dynamic trees are point masses. For the rule `exact` all drafts are coupled to the target's noise.
 
 Shapes: B rows, L prompt, T positions of the image, d hidden size, F features, V ids.
 """
@@ -21,6 +21,7 @@ from visspec import tree as trees
 from visspec.grammar import fixed_ids
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.drafting.structure import Chain
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
@@ -33,6 +34,8 @@ from visspec.models.image_codes.drafting import (
     warn_of_guidance,
 )
 from visspec.models.image_codes.target import Family, ImageAR
+from visspec.models.jacobi.drafter import Jacobi, Window
+from visspec.models.jacobi.front import Front
 from visspec.sampling import Gumbel, child_generator, warp
 from visspec.types import (
     FREE,
@@ -49,6 +52,8 @@ from visspec.types import (
 )
 
 TREES = ("chain", "dynamic", "static")
+AHEAD = 2  # places of a window that the network drafts
+WEIGHT = 0.6  # of the network's distribution there, beside the window's
 
 
 class ImageMemory(FeatureMemory):
@@ -58,6 +63,7 @@ class ImageMemory(FeatureMemory):
 
     places: Tensor | None = None
     noise: Gumbel | None = None
+    window: Window | None = None  # behind the chain
     parts = 1
 
     def context_bias(self, width: int) -> Tensor | None:
@@ -84,18 +90,23 @@ class ImageMemory(FeatureMemory):
         super().select([part * rows + row for part in range(self.parts) for row in keep])
         if self.noise is not None:
             self.noise.select(keep)
+        if self.window is not None:
+            self.window = self.window.select(keep)
 
 
 class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     """A drafter around an `ImageHead`, for one image model (or its `Family`).
 
     tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
-    nodes per depth. Raises ValueError for other options, or when the network was made for another target.
+    nodes per depth. window: places of a Jacobi window, the first `levels` of which (default 2) are drafted with the
+    network (`jacobi.front`); 0 is none. Raises ValueError for other options, or when the network was made for another
+    target.
     """
 
     head_class = ImageHead
     head: ImageHead
     config: ImageHeadConfig
+    window: Jacobi | None = None
 
     def __init__(
         self,
@@ -107,9 +118,12 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         width: int = 4,
         nodes: int = 24,
         shape: str | int = "8-5-4-4-3",
+        window: int = 0,
     ):
         if tree not in TREES:
             raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}")
+        if window and tree != "chain":
+            raise ValueError(f"window: got {window} for the tree {tree!r}, expected a chain")
         if levels is not None and levels < 1:
             raise ValueError(f"levels: got {levels}, expected at least 1")
         family = self.subject(target)
@@ -119,11 +133,16 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
             width = max(self.counts or [1])
         self.family = family
         super().__init__(head, *self._code_parts(head), self._like(family), width, nodes)
-        levels = len(self.counts) if self.counts else levels or self.traits.levels
+        levels = len(self.counts) if self.counts else levels or (AHEAD if window else self.traits.levels)
         self.traits = dataclasses.replace(
             self.traits, levels=levels, trees=tree != "chain", own_noise=self.counts is not None
         )
-        self.warned = False
+        self.ahead, self.warned = levels, False
+        if window:
+            self.window = Jacobi(window, redraw="gumbel", deep=1)
+            if levels > window:
+                raise ValueError(f"levels: got {levels}, expected at most the window, {window}")
+            self.traits = dataclasses.replace(self.window.traits, feature_layers=self.traits.feature_layers)
 
     def attach(self, target: Family) -> None:
         """As the base class. Raises ValueError for a target that is no image family."""
@@ -160,14 +179,15 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         memory = ImageMemory(self.config.heads, [p - 1 for p in state.position.tolist()])
         before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
         memory.places = torch.cat([before, places[1:], behind]).to(self.dtype)
-        memory.noise = self._sibling_noise(state)
+        self._begin(state, scores, memory)
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])
 
-    def _sibling_noise(self, state: State) -> Gumbel | None:
-        """The random numbers of a static tree, if the rule judges draws."""
-        if self.counts is None or state.noise is None or not state.noise.samples:
-            return None
-        return Gumbel([child_generator(g) for g in state.noise.generators], self.vocab)
+    def _begin(self, state: State, scores: Scores, memory: ImageMemory) -> None:
+        """Set what a structure needs: a window, or a static tree's random numbers, if the rule judges draws."""
+        if self.window is not None:
+            memory.window = self.window.first_window(state, scores)
+        elif self.counts is not None and state.noise is not None and state.noise.samples:
+            memory.noise = Gumbel([child_generator(g) for g in state.noise.generators], self.vocab)
 
     def _like(self, target: Family) -> Tensor:
         return next(target.decoder.parameters())
@@ -194,9 +214,17 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         super().observe(state, draft, self._whole(scores), verdict, outcome)
         if state.memory.noise is not None:
             state.memory.noise.advance([len(tokens) for tokens in outcome.tokens])
+        if self.window is not None:
+            given = state, draft, scores, verdict, outcome
+            state.memory.window = self.window.next_window(state.memory.window, *given)
 
-    def propose(self, state: State, depth: int) -> Draft:
-        return super().propose(state, min(depth, self.traits.levels) if self.counts else depth)
+    def levels(self, state: State, depth: int) -> int:
+        if self.counts:
+            return min(depth, self.traits.levels)
+        return depth if self.window is None else min(depth, self.ahead, state.memory.window.tokens.shape[1])
+
+    def chain(self, state: State, depth: int) -> Chain | Front:
+        return super().chain(state, depth) if self.window is None else Front(state, state.memory.window, depth, WEIGHT)
 
     def tree_builder(self, state: State, depth: int) -> trees.TreeBuilder | feature_tree.StaticTreeBuilder:
         if self.counts is None:

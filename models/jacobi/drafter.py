@@ -18,7 +18,7 @@ if distributions depend little on the rejected code; it needs branch + branch^2 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -45,6 +45,15 @@ class Window:
     tokens: Tensor  # (B, W)
     q: Tensor | None  # (B, W, V); None where drafts are point masses or coupled to the target's own noise
     noise: BufferedNoise | None  # the drafter's random numbers, independent of the rule's; None without q
+    logp: Tensor | None = None  # (B, W, V) of the last pass
+    judged: Tensor | None = None  # (B, W) bool: whether the last pass was over the place before
+
+    def select(self, keep: list[int]) -> Window:
+        """The window of some of the rows."""
+        if self.noise is not None:
+            self.noise.select(keep)
+        q, logp, judged = (None if of is None else of[keep] for of in (self.q, self.logp, self.judged))
+        return Window(self.tokens[keep], q, self.noise, logp, judged)
 
 
 class Jacobi(Drafter):
@@ -90,6 +99,10 @@ class Jacobi(Drafter):
         )
 
     def start(self, state: State, scores: Scores) -> None:
+        state.memory = self.first_window(state, scores)
+
+    def first_window(self, state: State, scores: Scores) -> Window:
+        """The window before the first draft."""
         rows, vocab = len(state.rows), scores.distribution.width
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         width = min(self.window, max(NARROWEST, self.nodes // max(rows, 1)))
@@ -99,7 +112,7 @@ class Jacobi(Drafter):
             noise = Gumbel(generators, vocab) if coupled else Uniform(generators, 1 + self.branch)
             empty_BWV = torch.zeros(rows, 0, vocab, device=state.pending.device)
             window, width = Window(window.tokens, empty_BWV, noise), self.window
-        state.memory = self._extend_window(state, window, torch.zeros_like(state.pending), vocab, width)
+        return self._extend_window(state, window, torch.zeros_like(state.pending), vocab, width)
 
     def propose(self, state: State, depth: int) -> Draft:
         window: Window = state.memory
@@ -117,12 +130,16 @@ class Jacobi(Drafter):
         return Draft(nodes, tree, Categorical(p=torch.cat([q, laws_BMV[:, pick]], dim=1)), real)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        state.memory = self.next_window(state.memory, state, draft, scores, verdict, outcome)
+
+    def next_window(
+        self, old: Window, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome
+    ) -> Window:
         """Shift every row by its new tokens, sample again from the new distributions, initialise the positions after.
 
         With l = verdict.length the old node l + j is at position j + 1 of the new window (j from 0),
         and the distribution of that position is the one after old node l + j.
         """
-        old: Window = state.memory
         width = old.tokens.shape[1]
         at_BW = verdict.length[:, None] + torch.arange(width, device=verdict.length.device)
         judged_BW, stands_BW = at_BW <= draft.levels, at_BW < width
@@ -141,13 +158,11 @@ class Jacobi(Drafter):
             q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
             window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.noise)
         known_B = (judged_BW | stands_BW).sum(dim=1)
-        state.memory = self._extend_window(state, window, known_B, scores.distribution.width, width)
+        window = self._extend_window(state, window, known_B, scores.distribution.width, width)
+        return replace(window, logp=logp_BWV, judged=judged_BW)
 
     def select(self, state: State, keep: list[int]) -> None:
-        old: Window = state.memory
-        if old.noise is not None:
-            old.noise.select(keep)
-        state.memory = Window(old.tokens[keep], None if old.q is None else old.q[keep], old.noise)
+        state.memory = state.memory.select(keep)
 
     def _candidates(self, window: Window, deep: int) -> tuple[Tensor, Tensor, Tensor]:
         """`branch` candidates of each of the first positions, rank by rank: (B, deep * branch); the distribution of

@@ -32,6 +32,9 @@ CODES = {  # docs/presets.md compares them
     "sjd-sv": Preset("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
     "drafter": Preset("image-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"),
     "block": Preset("image-eagle:levels=8", "block", "block verification (ICLR 2025) of the trained drafter's chains"),
+    "front": Preset(
+        "image-eagle:window=24", "rejection", "Jacobi windows, their first places drafted with the trained drafter"
+    ),
     "distilled": Preset("distilled", "exact", "Distilled Decoding (arXiv 2412.17153) as a drafter; token-identical"),
     "naive": Preset("image-eagle:tree=dynamic", "rejection", "EAGLE-2 trees, exact rejection"),
     "lantern": Preset("image-eagle:tree=dynamic", "lantern:k=100,delta=0.1", "LANTERN (ICLR 2025)"),

@@ -33,8 +33,9 @@ class BenchOptions(JsonOption):
             torch.set_num_threads(self.threads)
 
     def end(self, record: dict[str, Any], *views: Table) -> None:
-        """Print the tables of a record, and write it."""
-        Console().print(*views)
+        """Print the tables of a record, wider than the terminal rather than with figures cut short, and write it."""
+        width = Console().width
+        Console(width=max(width, *(Console(width=10 * width).measure(view).maximum for view in views))).print(*views)
         write_json(self.json, record)
 
 

@@ -27,10 +27,11 @@ PLAIN = "none/exact"
 EXACT = [f"jacobi:window={n}/exact" for n in (4, 8, 12, 16, 24)]
 EXACT += [f"jacobi:redraw=maximal,window={n}{tree}/rejection" for n in (8, 16, 24) for tree in ("", ",branch=3")]
 EXACT += [f"image-eagle:levels={n}/{rule}" for n in (2, 4, 8) for rule in ("exact", "block")]
+EXACT += [f"image-eagle:window={n}/{rule}" for n in (16, 24) for rule in ("exact", "rejection")]
 EXACT += [f"image-eagle:tree={tree}/rejection" for tree in ("dynamic", "static")] + ["distilled/exact"]
 JUDGED = [f"jacobi:redraw=maximal,window={n}{tree}" for n in (4, 8, 16, 24) for tree in ("", ",branch=3")]
 JUDGED += ["image-eagle:levels=2", "image-eagle:levels=4", "image-eagle:levels=8"]
-JUDGED += ["image-eagle:tree=dynamic", "image-eagle:tree=static"]
+JUDGED += ["image-eagle:tree=dynamic", "image-eagle:tree=static", "image-eagle:window=24"]
 VIEW: dict[str, Cell] = {
     "way": "{name}",
     "passes over plain": "{nfe_reduction:.2f}",
