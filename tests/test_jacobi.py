@@ -397,6 +397,16 @@ def test_a_front_that_reports_the_law_of_the_window_is_seen(late, in_float64, mo
     assert total_variation(distribution, plain_law(p, VOCAB, 6)) > 1e-3
 
 
+def test_a_front_mixes_laws_without_a_token_in_common():
+    logp = torch.tensor([[[0.0, float("-inf")]]])
+    window = Window(
+        torch.zeros(1, 1, dtype=torch.long), logp.exp(), Positional([(0.0, 1.0)], False), logp, logp[..., 0] == 0
+    )
+    front = Front(state_of((0,)), window, 1, 0.6)
+    front.add(logp[:, 0].flip(-1))
+    assert front.q[0].isfinite().all() and abs(float(front.q[0].sum()) - 1) < 1e-6 and front.q[0][0, 1] > 0.5
+
+
 @pytest.mark.parametrize("options", [
     {"window": 0}, {"redraw": "other"}, {"start": "below"}, {"branch": 0}, {"branch": 2, "redraw": "gumbel"},
     {"nodes": 0}, {"deep": 0}, {"deep": 17}, {"branch": 9, "deep": 3},

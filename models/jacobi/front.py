@@ -19,6 +19,8 @@ from visspec.models.jacobi.drafter import Window
 from visspec.sampling import warp
 from visspec.types import Draft, State
 
+LEAST = -100.0  # of a logarithm that is multiplied: top-k and top-p of the two may have no token in common
+
 
 class Front:
     """Builds the draft of a window level by level, as `drafting.structure.Chain` builds a chain. weight: of the logits
@@ -40,7 +42,9 @@ class Front:
         self.level += 1
         law_BV = warp(logits_BV, self.sampling).log_softmax(dim=-1)
         if window.logp is not None and window.judged is not None:
-            mixed_BV = self.weight * law_BV + (1 - self.weight) * window.logp[:, level]
+            mixed_BV = self.weight * law_BV.clamp(min=LEAST) + (1 - self.weight) * window.logp[:, level].clamp(
+                min=LEAST
+            )
             law_BV = torch.where(window.judged[:, level, None], mixed_BV, law_BV)
         scores_BV = law_BV if self.numbers is None else law_BV + self.numbers[:, level, : law_BV.shape[-1]]
         old_B = self.tokens[level]
