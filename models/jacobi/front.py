@@ -40,18 +40,18 @@ class Front:
         """Mix the next place with these logits of the drafter. Returns its tokens (B,)."""
         level, window = self.level, self.window
         self.level += 1
-        law_BV = warp(logits_BV, self.sampling).log_softmax(dim=-1)
+        logp_BV = warp(logits_BV, self.sampling).log_softmax(dim=-1)
         if window.logp is not None and window.judged is not None:
-            mixed_BV = self.weight * law_BV.clamp(min=LEAST) + (1 - self.weight) * window.logp[:, level].clamp(
+            mixed_BV = self.weight * logp_BV.clamp(min=LEAST) + (1 - self.weight) * window.logp[:, level].clamp(
                 min=LEAST
             )
-            law_BV = torch.where(window.judged[:, level, None], mixed_BV, law_BV)
-        scores_BV = law_BV if self.numbers is None else law_BV + self.numbers[:, level, : law_BV.shape[-1]]
+            logp_BV = torch.where(window.judged[:, level, None], mixed_BV, logp_BV)
+        scores_BV = logp_BV if self.numbers is None else logp_BV + self.numbers[:, level, : logp_BV.shape[-1]]
         old_B = self.tokens[level]
         token_B = torch.where(self.open_B, scores_BV.argmax(dim=-1), old_B)
         self.tokens[level] = token_B
         if self.q is not None:
-            self.q[level] = torch.where(self.open_B[:, None], law_BV.softmax(dim=-1), self.q[level])
+            self.q[level] = torch.where(self.open_B[:, None], logp_BV.softmax(dim=-1), self.q[level])
         self.open_B = self.open_B & (token_B != old_B)
         return token_B
 
