@@ -42,9 +42,8 @@ class Front:
         self.level += 1
         logp_BV = warp(logits_BV, self.sampling).log_softmax(dim=-1)
         if window.logp is not None and window.judged is not None:
-            mixed_BV = self.weight * logp_BV.clamp(min=LEAST) + (1 - self.weight) * window.logp[:, level].clamp(
-                min=LEAST
-            )
+            known_BV = window.logp[:, level].clamp(min=LEAST)
+            mixed_BV = self.weight * logp_BV.clamp(min=LEAST) + (1 - self.weight) * known_BV
             logp_BV = torch.where(window.judged[:, level, None], mixed_BV, logp_BV)
         scores_BV = logp_BV if self.numbers is None else logp_BV + self.numbers[:, level, : logp_BV.shape[-1]]
         old_B = self.tokens[level]
