@@ -279,5 +279,5 @@ def test_the_law_of_texts(rule):
     drawn = cut(quick.generate(**inputs, **options, seed=1)[:, start:].tolist())
     seen = [drawn.count(text) for text in TEXTS]
     assert sum(seen) == count and quick.last_stats.tau > 1.5
-    assert chisquare(seen, [count * p for p in law]).pvalue > 1e-3
+    assert chisquare(seen, [count * p for p in law], sum_check=False).pvalue > 1e-3
     assert chisquare(seen, [count / len(law)] * len(law)).pvalue < 1e-6, "another law is detected"
