@@ -397,6 +397,21 @@ def test_a_front_that_reports_the_law_of_the_window_is_seen(late, in_float64, mo
     assert total_variation(distribution, plain_law(p, VOCAB, 6)) > 1e-3
 
 
+def test_a_place_that_keeps_its_token_ends_a_front():
+    """Rows: kept at once; changed, mixed and kept; changed where the window has no distribution. 0.6 for the head."""
+    window_BWV = torch.tensor([0.9, 0.1]).repeat(3, 3, 1).log()
+    window_BWV[1, 0] = window_BWV[1, 0].flip(0)
+    judged = torch.tensor([[True], [True], [False]]).expand(3, 3)
+    state = state_of((0,), 3)
+    state.noise = None
+    front = Front(state, Window(torch.zeros(3, 3, dtype=torch.long), None, None, window_BWV, judged), 3, 0.6)
+    strong, weak = torch.tensor([0.01, 0.99]).log(), torch.tensor([0.2, 0.8]).log()  # 0.2^0.6 0.9^0.4 > 0.8^0.6 0.1^0.4
+    assert front.add(torch.stack([weak, strong, weak])).tolist() == [0, 1, 1]
+    assert front.add(torch.stack([strong, weak, weak])).tolist() == [0, 0, 1]
+    assert front.add(torch.stack([strong, strong, weak])).tolist() == [0, 0, 1]
+    assert front.finish().value.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]] and front.finish().q is None
+
+
 def test_a_front_mixes_laws_without_a_token_in_common():
     logp = torch.tensor([[[0.0, float("-inf")]]])
     window = Window(
