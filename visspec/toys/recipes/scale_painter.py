@@ -172,7 +172,7 @@ def finish(options: argparse.Namespace) -> None:
     guidance = cards.best_guidance(sweep)
     judge = PainterScores(animals.rows(options.every_prompt))
     measured = figures(models["painter"], models["small"], guidance, judge)
-    measured |= {"sweep": sweep, "decoded": scale_codes.measure(codec)}
+    measured |= {"sweep": sweep, "decoded": scale_codes.measure(codec, options.every_prompt)}
     own = {"painter": painter_figures(measured), "small": {}}
     seconds = {name: stage["seconds"] for name, stage in stages.items()}
     seeds = {"vq": 7, "draw": 8, "small": 9, "refine": 10, "measured": SEED}
