@@ -150,8 +150,9 @@ class StructuredDrafter(Drafter):
         if tree != "":
             self._grow(str(tree))
         if entropy or confidence:
-            if self.traits.trees:
-                raise ValueError(f"entropy, confidence: got {entropy}, {confidence} for trees, expected chains")
+            if self.traits.trees or not self.traits.adaptive_depth:
+                kind = "trees" if self.traits.trees else "windows"
+                raise ValueError(f"entropy, confidence: got {entropy}, {confidence} for {kind}, expected chains")
             self.stop = StopCriteria(entropy, confidence)
         return self
 

@@ -219,9 +219,9 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
             state.memory.window = self.window.next_window(state.memory.window, *given)
 
     def levels(self, state: State, depth: int) -> int:
-        if self.counts:
-            return min(depth, self.traits.levels)
-        return depth if self.window is None else min(depth, self.ahead, state.memory.window.tokens.shape[1])
+        if self.window is not None:
+            return min(depth, self.ahead, state.memory.window.tokens.shape[1])
+        return super().levels(state, min(depth, self.traits.levels) if self.counts else depth)
 
     def chain(self, state: State, depth: int) -> Chain | Front:
         return super().chain(state, depth) if self.window is None else Front(state, state.memory.window, depth, WEIGHT)
