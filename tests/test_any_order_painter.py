@@ -358,7 +358,7 @@ def test_recipe_writes_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(any_order_painter, "DRAFTERS", ("none", "ahead:levels=8"))
     options = any_order_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "6", "--rows", "2", "--steps", "2", "--workers", "1", "--every", "9",
-         "--every-prompt", "24"]
+         "--every-prompt", "48"]
     )  # fmt: skip
     write_coded(any_order_painter.coders, options)
     data = torch.load(tmp_path / "tokens.pt", weights_only=True)

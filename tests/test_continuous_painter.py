@@ -144,7 +144,7 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(continuous_painter, "GUIDANCES", (1.0, 2.0))
     options: argparse.Namespace = continuous_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "8", "--rows", "4", "--steps", "3", "--drafter-steps", "2", "--every", "9",
-         "--autoencoder-steps", "2", "--every-prompt", "24"]
+         "--autoencoder-steps", "2", "--every-prompt", "48"]
     )  # fmt: skip
     continuous_autoencoder.AutoencoderStage(options, 0).run()
     write_coded(continuous_autoencoder.coders, options)

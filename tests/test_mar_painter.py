@@ -179,7 +179,7 @@ def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     monkeypatch.setattr(mar_painter, "GUIDANCES", (1.0, 2.0))
     options = mar_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "24", "--rows", "4", "--steps", "3", "--drafter-steps", "2",
-         "--every", "9", "--every-prompt", "24"]
+         "--every", "9", "--every-prompt", "48"]
     )  # fmt: skip
     write_coded(mar_painter.coders, options)
     stage = mar_painter.MARStage(options, 0)

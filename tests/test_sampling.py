@@ -2,16 +2,20 @@
 
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from tests.doubles import NEW, Hostile, Oracle, TreeOracle, fast, new_tokens
+from tests.doubles import NEW, Hostile, Oracle, TreeOracle, drafted, fast, new_tokens
 from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
+from visspec import tree as trees
+from visspec.api.processors import at_any_prefix
 from visspec.distributions import draw, residual
-from visspec.sampling import warp
-from visspec.types import Sampling
+from visspec.sampling import process, warp
+from visspec.types import NodeProcessor, Request, Sampling
 
 
 class NoRepeat(LogitsProcessor):
@@ -159,6 +163,51 @@ def test_processors_are_not_asked_about_ids_that_they_ban(do_sample):
     for drafter in (TreeOracle(expected, wrong=0.3), TreeOracle(expected, wrong=0.3, per_row=True), Hostile()):
         tokens, _, tau = ran(drafter)
         assert tokens == expected and (tau > 1.3 or isinstance(drafter, Hostile))
+
+
+def test_common_processors_are_called_once_a_round(monkeypatch):
+    """Those of transformers that read nothing but the ids of a prefix as a set: for all nodes of a row, in one call."""
+    kind, calls = transformers.RepetitionPenaltyLogitsProcessor, []
+    call = kind.__call__
+
+    def counted(self, input_ids, scores):
+        calls.append(len(scores))
+        return call(self, input_ids, scores)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    inputs = prompt("llava", shapes("llava")["one"])
+    options = {"do_sample": False, "max_new_tokens": NEW, "repetition_penalty": 1.7, "min_new_tokens": 2}
+    expected = new_tokens(model_of("llava").generate(**inputs, **options), inputs)
+    assert calls == [1] * NEW
+    calls.clear()
+    model = fast("llava", TreeOracle(expected, wrong=0.3))
+    assert new_tokens(model.generate(**inputs, **options), inputs) == expected
+    assert len(calls) == 1 + model.last_stats.rounds < NEW and max(calls) > 1
+
+
+NODES = {  # of a prefix of 9 ids and drafts of 3 levels: lengths 9 to 12
+    "repetition": lambda n: transformers.RepetitionPenaltyLogitsProcessor(5.0),
+    "suppressed": lambda n: transformers.SuppressTokensLogitsProcessor([7]),
+    "length": lambda n: transformers.MinLengthLogitsProcessor(n, EOS),
+    "new tokens": lambda n: transformers.MinNewTokensLengthLogitsProcessor(8, n - 8, EOS),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+@pytest.mark.parametrize("least", range(9, 15))
+def test_nodes_are_scored_together_as_one_by_one(name, least):
+    processor = NODES[name](least)
+    node_processor = at_any_prefix(processor, torch.zeros(1, 8))
+    assert isinstance(node_processor, NodeProcessor)
+    parent, ids = (-1, 0, 0, 1, 1, 2, 3), torch.tensor([[3, 4, 5, 4, 3, 5, 6, 8, 9]])
+    draft = drafted(torch.tensor([[9, 10, 11, 12, 7, 10, 13]]), trees.static(parent))
+    request = Request(None, ids, 20, sampling=Sampling(temperature=0.0, processors=(node_processor,)))
+    state = SimpleNamespace(request=request, rows=[0], ids=lambda b: ids)
+    logits = torch.randn(1, 7, VOCAB)
+    found = process(logits, draft, state)
+    for node, path in enumerate(([], [1], [2], [1, 3], [1, 4], [2, 5], [1, 3, 6])):
+        below = torch.cat([ids[0], draft.value[0, path]])
+        assert torch.equal(found[0, node], processor(below[None], logits[:, node])[0]), node
 
 
 def test_seeds():

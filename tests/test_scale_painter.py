@@ -375,7 +375,7 @@ def features(tmp_path_factory):
     folder = tmp_path_factory.mktemp("features")
     options = scale_painter.PAINTER.parse([
         "--out", str(folder), "--pairs", "12", "--vq-steps", "4", "--vq-rows", "4", "--rows", "4",
-        "--every-prompt", "12", "--resume",
+        "--every-prompt", "48", "--resume",
     ])  # fmt: skip
     write_coded(scale_codes.feature_coders, options)
     return options

@@ -12,7 +12,7 @@ least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, "Coupling without communicatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from visspec import kernels
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical, Denoising, Maps, Trajectory, draw
-from visspec.types import Draft, Request, RowProcessor, Sampling, State, Tree
+from visspec.types import Draft, NodeProcessor, Request, RowProcessor, Sampling, State, Tree
 
 CHUNK = 16  # positions drawn at a time: a constant, so that a row's stream does not depend on how it is consumed
 SIBLINGS = 32  # uniform numbers of a position; a node has at most this many children
@@ -49,16 +49,23 @@ class BufferedNoise:
     def _chunk(self, generator: torch.Generator) -> Tensor:
         return torch.rand(CHUNK, self.width, generator=generator, device=generator.device)
 
-    def window(self, positions: int) -> Tensor:
-        """(B, positions, width): the numbers of each row's next positions. Reading them does not consume them."""
+    def window(self, positions: int, first: int = 0) -> Tensor:
+        """(B, positions - first, width): the numbers of each row's next positions, from `first` on. Reading them does
+        not consume them.
+        """
+        self._reach(positions)
+        return torch.stack([a[first:positions] for a in self.ahead])
+
+    def _reach(self, positions: int) -> None:
+        """Draw what is missing of each row's next positions."""
         for b, generator in enumerate(self.generators):
-            while self.ahead[b].shape[0] < positions:
-                self.ahead[b] = torch.cat([self.ahead[b], self._chunk(generator)])
-        return torch.stack([a[:positions] for a in self.ahead])
+            lacking = positions - len(self.ahead[b])
+            if lacking > 0:
+                self.ahead[b] = torch.cat([self.ahead[b], *(self._chunk(generator) for _ in range(0, lacking, CHUNK))])
 
     def advance(self, counts: Sequence[int]) -> None:
         """Consume positions: counts[b] nodes of row b are now final."""
-        self.window(max(counts))
+        self._reach(max(counts))
         self.ahead = [a[n:] for a, n in zip(self.ahead, counts)]
 
     def select(self, keep: Sequence[int]) -> None:
@@ -90,11 +97,11 @@ class Gumbel(BufferedNoise):
         return -torch.log((-torch.log(u.clamp_(min=tiny))).clamp_(min=tiny))
 
     def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, None]:
-        numbers_BV = self.window(level + 1)[:, level, : distribution.width]
+        numbers_BV = self.window(level + 1, level)[:, 0, : distribution.width]
         return (distribution.logits + numbers_BV).argmax(dim=-1), None
 
     def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
-        return logits_BWV + self.window(level + 1)[:, level, None, : logits_BWV.shape[-1]]
+        return logits_BWV + self.window(level + 1, level)[..., : logits_BWV.shape[-1]]
 
 
 class Uniform(BufferedNoise):
@@ -105,7 +112,7 @@ class Uniform(BufferedNoise):
     samples = True
 
     def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, Categorical]:
-        return draw(distribution.p, self.window(level + 1)[:, level, -1]), distribution
+        return draw(distribution.p, self.window(level + 1, level)[:, 0, -1]), distribution
 
     def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
         return logits_BWV
@@ -146,7 +153,7 @@ class Normals(BufferedNoise):
 
     def numbers(self, positions: int, first: int = 0) -> TrajectoryNumbers:
         """The numbers of each row's next positions from `first` on, for M = B (positions - first) chains."""
-        numbers_MU = self.window(positions)[:, first:].flatten(0, 1)
+        numbers_MU = self.window(positions, first).flatten(0, 1)
         steps, candidates, uniforms, chances = numbers_MU.split(self.parts, dim=1)
         steps = steps.unflatten(1, (self.steps + 1, self.size))
         return TrajectoryNumbers(
@@ -170,18 +177,10 @@ class ScaleNoise(BufferedNoise):
         self.sizes, self.next = list(sizes), [0] * len(generators)  # the next scale of each row
         super().__init__(generators, width)
 
-    def window(self, positions: int) -> Tensor:
-        """As the base class says, in codes; all that is missing is copied once."""
-        for b, generator in enumerate(self.generators):
-            lacking = positions - len(self.ahead[b])
-            if lacking > 0:
-                self.ahead[b] = torch.cat([self.ahead[b], *(self._chunk(generator) for _ in range(0, lacking, CHUNK))])
-        return torch.stack([a[:positions] for a in self.ahead])
-
     def codes(self, nodes: int, first: int = 0) -> Tensor:
         """(B, nodes, S, width): numbers of each row's next scales from `first` on, padded by zeros to the largest."""
         spans = [[self._span(b, first + n) for n in range(nodes)] for b in range(len(self.generators))]
-        self.window(max(end for row in spans for _, end in row))
+        self._reach(max(end for row in spans for _, end in row))
         most = max(end - begin for row in spans for begin, end in row)
         return torch.stack(
             [
@@ -286,16 +285,23 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
     Processors may depend on the history, which differs between the nodes of a draft, so they are called for each node
     separately, level by level. They are not called for nodes that can't be accepted: those that are not real or have a
     token of probability 0 on their path. Distributions of such nodes are warped without them. This is slow and needs a
-    synchronisation more for each level.
+    synchronisation more for each level. Where a `NodeProcessor` may be, it is called once for all nodes of a row.
     """
     sampling, rows = state.request.sampling, len(state.rows)
     if not any(own.sampling.processors for own in state.request.each or (state.request,)):
         return warp(logits_BNV, sampling, uncond_BNV)
     logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
-    paths = trees.paths(draft.tree).expand(rows, -1, -1).tolist()
-    paths = [[[i for i in path if i >= 0] for path in row] for row in paths]
+    path_BND = trees.paths(draft.tree).expand(rows, -1, -1)
     prefix = [state.ids(b)[0] for b in range(rows)]  # ends with the pending token; empty below an embedded prompt
     owners = [state.request.of(row) for row in state.rows]
+    if all(_together(own.sampling.processors, len(ids), draft.tree) for (own, _), ids in zip(owners, prefix)):
+        drafted_BND = draft.value.gather(1, path_BND.clamp(min=0).flatten(1)).view_as(path_BND)  # or the pending token
+        for logits_NV, drafted_ND, ids, (own, _) in zip(logits_BNV, drafted_BND, prefix, owners):
+            ids_NL = torch.cat([ids.expand(len(drafted_ND), -1), drafted_ND[:, 1:]], dim=1)
+            for processor in own.sampling.processors:
+                logits_NV.copy_(processor(ids_NL, logits_NV))
+        return warp(logits_BNV, sampling)
+    paths = [[[i for i in path if i >= 0] for path in row] for row in path_BND.tolist()]
     level = [(b, 0) for b, (own, _) in enumerate(owners) if own.sampling.processors]
     while level:
         for b, n in level:
@@ -303,6 +309,13 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
             logits_BNV[b, n] = _process_logits(logits_BNV[b, n], ids, *owners[b])
         level = _reachable_nodes(logits_BNV, draft, sampling, level, paths)
     return warp(logits_BNV, sampling)
+
+
+def _together(processors: Sequence[Callable], length: int, tree: Tree) -> bool:
+    """Whether processors may be called once for all nodes below a prefix of this length."""
+    return length > 0 and all(
+        isinstance(p, NodeProcessor) and p.alike(length, length + tree.levels) for p in processors
+    )
 
 
 def _process_logits(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> Tensor:

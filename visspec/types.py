@@ -235,6 +235,23 @@ class RowProcessor:
         return None
 
 
+@dataclass(frozen=True)
+class NodeProcessor:
+    """A logits processor that reads a prefix's ids as a set, and of its length only whether it is below `least`: all
+    nodes of a draft are scored in one call, shorter prefixes with an id repeated.
+    """
+
+    processor: Callable[[Tensor, Tensor], Tensor]
+    least: int = 0
+
+    def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
+        return self.processor(ids_BL, scores_BV)
+
+    def alike(self, shortest: int, longest: int) -> bool:
+        """Whether prefixes of these lengths are on one side of `least`."""
+        return longest < self.least or shortest >= self.least
+
+
 class Noise(Protocol):
     """Random numbers of a request, with one generator a row (`sampling.BufferedNoise`)."""
 

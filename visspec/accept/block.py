@@ -34,9 +34,9 @@ class RoundNoise(AcceptanceNoise):
 
     read = 0  # positions read in this round
 
-    def window(self, positions: int) -> Tensor:
+    def window(self, positions: int, first: int = 0) -> Tensor:
         self.read = max(self.read, positions)
-        return super().window(positions)
+        return super().window(positions, first)
 
     def advance(self, counts: Sequence[int]) -> None:
         chunks = -(-max(self.read, *counts) // CHUNK)

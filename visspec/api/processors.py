@@ -2,6 +2,7 @@
 
 A grammar of xgrammar, llguidance or outlines is asked through a matcher of ours for every row, which goes from prefix
 to prefix by rollback. Other processors that keep state are called on copies of themselves, one behind each token.
+The commonest of transformers are called once for all nodes of a draft (`types.NodeProcessor`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import PrefixConstrainedLogitsProcessor, PreTrainedTokenizerBase
+from transformers.generation import logits_process as theirs
 
-from visspec.types import RowProcessor
+from visspec.types import NodeProcessor, RowProcessor
 
 Scorer = Callable[[Tensor, Tensor], Tensor]  # of ids (B, L) and scores (B, V)
 STATEFUL = {  # processors whose scores depend on earlier calls, by their names or, with "*", by their modules
@@ -32,6 +34,26 @@ COPIES: dict[str, Callable[[Any], Any]] = {  # of the grammar packages' objects,
     **dict.fromkeys(("CompiledGrammar", "LLTokenizer", "Index"), lambda constant: constant),
     "GrammarMatcher": lambda matcher: matcher.fork(),
     "LLMatcher": lambda matcher: matcher.deep_copy(),
+}
+LEAST: dict[type, Callable[[Any], int]] = {  # of `types.NodeProcessor`: the length from which nothing changes
+    theirs.MinLengthLogitsProcessor: lambda own: own.min_length,
+    theirs.MinNewTokensLengthLogitsProcessor: lambda own: own.prompt_length_to_skip + own.min_new_tokens,
+    **dict.fromkeys(
+        (
+            theirs.RepetitionPenaltyLogitsProcessor,
+            theirs.SuppressTokensLogitsProcessor,
+            theirs.InfNanRemoveLogitsProcessor,
+            theirs.LogitNormalization,
+            theirs.TemperatureLogitsWarper,
+            theirs.TopKLogitsWarper,
+            theirs.TopPLogitsWarper,
+            theirs.MinPLogitsWarper,
+            theirs.TypicalLogitsWarper,
+            theirs.EpsilonLogitsWarper,
+            theirs.EtaLogitsWarper,
+        ),
+        lambda own: 0,
+    ),
 }
 BITS = 32  # of a word of the packages' masks
 SPELLINGS = 32  # tokens, at most, that are beginnings of one text
@@ -299,6 +321,9 @@ def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
     start = prompt.shape[1]
     if type(processor) is PrefixConstrainedLogitsProcessor:
         return PrefixFunction(processor._prefix_allowed_tokens_fn, prompt.device)
+    if (least := LEAST.get(type(processor))) is not None:
+        by_row = isinstance(getattr(processor, "prompt_ignore_length", None), Tensor)
+        return processor if by_row else NodeProcessor(processor, least(processor))
     if not keeps_state(processor):
         return processor
     if (make := GRAMMARS.get(name(type(processor)))) is not None:

@@ -22,7 +22,7 @@ from visspec.cache import to_device
 from visspec.loop.decode import advance, select, start
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import finish_reason
-from visspec.types import Drafter, Request, Round, RowProcessor, Sampling, State, Target
+from visspec.types import Drafter, NodeProcessor, Request, Round, RowProcessor, Sampling, State, Target
 
 Together = Callable[[Sequence[Request]], Request]  # puts requests of one row into one batch
 
@@ -57,7 +57,10 @@ class Row:
         self.error: Exception | None = None
         self.rounds: list[Round] = []
         self.reused = 0
-        processors = tuple(CaughtProcessor(self, each) for each in request.sampling.processors)
+        processors = tuple(
+            each if isinstance(each, NodeProcessor) else CaughtProcessor(self, each)
+            for each in request.sampling.processors
+        )
         called = processors or request.stop is not None
         self.request = replace(
             request,
