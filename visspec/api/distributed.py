@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -158,15 +159,14 @@ class RayWorker:
     """An actor of Ray Data: rows of records in, what was written of each out. `make` loads what makes records."""
 
     def __init__(self, make: Callable[[], Making], shards: Shards, claims: ActorHandle, pool: WorkerPool, home: str):
-        import torch
-
         os.chdir(home)
-        torch.set_num_threads(pool.threads)
         self.shards, self.claims = shards, claims
         died = self._ask("loading", 1) - pool.workers
         if died > DEATHS:
             raise ValueError(f"--ray: {died} workers died while they loaded the model, expected memory for it")
         self.making = make()
+        if "torch" in sys.modules:  # importing it takes seconds of a worker that makes its records without
+            sys.modules["torch"].set_num_threads(pool.threads)
         self._ask("loading", -1)
 
     def __call__(self, batch: Table) -> Table:
