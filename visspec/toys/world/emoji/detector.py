@@ -219,30 +219,35 @@ class _PoseFit:
         product = spans @ flat.mT
         return flat.square().sum((1, 2)) - (product * torch.linalg.solve(gram, product)).sum((1, 2))
 
-    def left(self, picture: torch.Tensor, pose: torch.Tensor) -> torch.Tensor:
-        """Energy (K) that pictures (K) in their poses (K, 4) leave, over a ground with a slope."""
-        tiles = fine_tiles(self.soft)
+    def left(self, tiles: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
+        """Energy (K, n) that tiles (K, 4, side, side) leave in each of their poses (K, n, 4), over a ground with a
+        slope.
+        """
+        count, each = poses.shape[:2]
+        pose = poses.flatten(0, 1)
         scale = torch.exp(-pose[:, 2])[:, None, None] * 2 * (1 - 2 * EDGE / tiles.shape[-1])
         c, s = (f(pose[:, 3])[:, None, None] for f in (torch.cos, torch.sin))
         du, dv = self.u - pose[:, 0, None, None], self.v - pose[:, 1, None, None]
-        grid = torch.stack([(c * du + s * dv) * scale, (c * dv - s * du) * scale], -1)
-        drawn = F.grid_sample(tiles[picture], grid, align_corners=False) * self.inside
-        return self._left(self.window - drawn[:, :3], self.slope * (1 - drawn[:, 3:]))
+        grid = torch.stack([(c * du + s * dv) * scale, (c * dv - s * du) * scale], -1)  # (K n, R, R, 2)
+        drawn = F.grid_sample(tiles, grid.view(count, each * FINE, FINE, 2), align_corners=False)
+        drawn = drawn.unflatten(2, (each, FINE)).transpose(1, 2).flatten(0, 1) * self.inside
+        return self._left(self.window - drawn[:, :3], self.slope * (1 - drawn[:, 3:])).view(count, each)
 
     def best(self, picture: torch.Tensor, pose: torch.Tensor) -> tuple[int, torch.Tensor, float]:
         """(picture, pose, energy left) of the best of K rivals, each fitted by steps that are halved if none helps."""
-        moves = torch.cat([torch.zeros(1, 4), torch.eye(4), -torch.eye(4)])
+        moves = torch.cat([torch.eye(4), -torch.eye(4)])
         width = torch.tensor([0.06, 0.06, 0.1, 0.13]).expand(len(picture), 4)
-        left = self.left(picture, pose)
+        tiles = fine_tiles(self.soft)[picture]
+        left = self.left(tiles, pose[:, None])[:, 0]
         for step in range(STEPS):
             tried = pose[:, None] + moves * width[:, None]
-            each = self.left(picture.repeat_interleave(len(moves)), tried.flatten(0, 1)).view(len(picture), -1)
-            left, choice = each.min(1)
-            pose = tried[torch.arange(len(picture)), choice]
-            width = torch.where(choice[:, None] == 0, width / 2, width)
+            least, choice = self.left(tiles, tried).min(1)
+            better = (least < left)[:, None]
+            pose = torch.where(better, tried[torch.arange(len(picture)), choice], pose)
+            left, width = torch.minimum(least, left), torch.where(better, width, width / 2)
             if step in (2, 4):
                 kept = left.topk(min(len(left), 10 if step == 2 else 4), largest=False).indices
-                picture, pose, width, left = picture[kept], pose[kept], width[kept], left[kept]
+                picture, tiles, pose, width, left = (part[kept] for part in (picture, tiles, pose, width, left))
         first = int(left.argmin())
         return int(picture[first]), pose[first], float(left[first])
 
