@@ -220,6 +220,17 @@ def latest_read(tree):
     ]
 
 
+def test_no_two_classes_share_a_name():
+    """Commands and recipes aside, each of which has its own `Options`."""
+    places = {}
+    for file, parts in sources():
+        if parts[:1] not in (["cli"], ["toys"]):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(".".join(parts))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_results_travel_as_values():
     found = []
     for file, _ in sources():

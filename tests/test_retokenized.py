@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, trainers
 import visspec
 from tests.doubles import one_sentence
 from tests.tiny import llama
-from visspec.models.decoder.retokenized import RetokenizedModel, _Row
+from visspec.models.decoder.retokenized import RetokenizedModel, _CachedRow
 
 LETTERS = "abcd "
 GREEDY = {"max_new_tokens": 24, "do_sample": False}
@@ -82,16 +82,16 @@ def test_drafts_are_the_small_models_text_in_the_targets_ids(name, monkeypatch):
     tokenizer, theirs, (before, text) = pieces(), characters(), FOLLOWS[name]
     said = tokenizer(before, add_special_tokens=False)["input_ids"]
     follow = theirs(text, add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr(_Row, "follow", lambda self, small, read, count: follow)
+    monkeypatch.setattr(_CachedRow, "follow", lambda self, small, read, count: follow)
     drafter = RetokenizedModel(model_of(60), theirs, tokenizer)
-    state = SimpleNamespace(rows=[0], memory={0: _Row()}, ids=lambda b: torch.tensor([said]))
+    state = SimpleNamespace(rows=[0], memory={0: _CachedRow()}, ids=lambda b: torch.tensor([said]))
     found = drafter._ahead(state, 0, 5)
     assert tokenizer.decode(found) == ("" if name == "inside of an id" else text)
     assert bool(found) == (name == "at the end of an id")
 
 
 def test_keys_and_values_of_what_is_left_of_the_text():
-    small, row = model_of(60), _Row()
+    small, row = model_of(60), _CachedRow()
     for read in ([5, 6, 7], [5, 6, 7, 9], [5, 6, 8], [5], [5, 6, 7, 9, 4, 4, 9]):
         ids = torch.tensor([read])
         expected = small.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)[0, len(read) :].tolist()

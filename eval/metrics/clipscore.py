@@ -17,7 +17,7 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.features import pixels, weights_hash
-from visspec.eval.metrics.results import Rows, with_progress
+from visspec.eval.metrics.results import ResultFile, with_progress
 from visspec.io.images import image_files, open_image
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class ScoredPair(NamedTuple):
 
 
 def resumed_cosines(
-    pairs: Sequence[ScoredPair], score: Scorer, done: Rows, batch_size: int
+    pairs: Sequence[ScoredPair], score: Scorer, done: ResultFile, batch_size: int
 ) -> tuple[dict[int, float], dict[int, Exception]]:
     """Cosines by the place of their pair, and why the others have none: files that can't be read.
 
@@ -129,7 +129,7 @@ def from_folder(
         text = dialect.prefix + caption
         row = {"id": digest(path.name, text, file_digest(path)), "image": path.name, "text": text}
         pairs.append(ScoredPair(path, text, row))
-    done = Rows(results, digest(scorer.fingerprint, dialect.prefix))
+    done = ResultFile(results, digest(scorer.fingerprint, dialect.prefix))
     cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size)
     problems += map(str, broken.values())
     if not cosines:

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Rows, with_progress
+from visspec.eval.metrics.results import ResultFile, with_progress
 from visspec.io.images import open_image
 
 Answer = Callable[[Image.Image, str], str]
@@ -31,7 +31,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Item:
+class DPGPrompt:
     """One prompt with its questions."""
 
     id: str
@@ -39,7 +39,7 @@ class Item:
     questions: tuple[Question, ...] = field(default_factory=tuple)
 
 
-def read_items(path: str | Path, compat: bool = False) -> list[Item]:
+def read_items(path: str | Path, compat: bool = False) -> list[DPGPrompt]:
     """Items of `dpg_bench.csv`; `compat=True` skips the first row, as the published script does."""
     path = Path(path)
     if not path.is_file():
@@ -61,10 +61,10 @@ def read_items(path: str | Path, compat: bool = False) -> list[Item]:
             questions.setdefault(key, []).append(question)
     if not prompts:
         raise ValueError(f"{path} holds no question")
-    return [Item(key, prompt, tuple(questions[key])) for key, prompt in prompts.items()]
+    return [DPGPrompt(key, prompt, tuple(questions[key])) for key, prompt in prompts.items()]
 
 
-def apply_dependencies(item: Item, answers: dict[int, bool]) -> dict[int, bool]:
+def apply_dependencies(item: DPGPrompt, answers: dict[int, bool]) -> dict[int, bool]:
     """Answers after dependencies: a question with a failed parent fails, in the order of the questions.
 
     Parents that are not asked are ignored.
@@ -85,7 +85,7 @@ def crops(image: Image.Image, resolution: int | None) -> list[Image.Image]:
     return [image.crop((x, y, x + resolution, y + resolution)) for x, y in corners]
 
 
-def _require_parents(item: Item) -> None:
+def _require_parents(item: DPGPrompt) -> None:
     asked = {q.number for q in item.questions}
     lost = sorted({p for q in item.questions for p in q.parents} - asked)
     if lost:
@@ -93,7 +93,7 @@ def _require_parents(item: Item) -> None:
 
 
 def evaluate(
-    items: list[Item],
+    items: list[DPGPrompt],
     folder: str | Path,
     answer: Answer,
     model: str,
@@ -110,7 +110,7 @@ def evaluate(
     scores: list[float] = []
     categories: dict[str, list[float]] = {}
     problems: list[str] = []
-    done = Rows(results, digest("dpg", model, resolution))
+    done = ResultFile(results, digest("dpg", model, resolution))
     for item in with_progress(items, "prompt"):
         try:
             if compat:

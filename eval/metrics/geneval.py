@@ -26,7 +26,7 @@ from visspec.eval.metrics.detection import (
     Detector,
     digest,
 )
-from visspec.eval.metrics.results import Rows, with_progress
+from visspec.eval.metrics.results import ResultFile, with_progress
 from visspec.io import included
 from visspec.io.images import inside, open_image
 
@@ -292,7 +292,7 @@ def evaluate(
     detector, colours = detector or included.detector(), colours or DetectedColours()
     prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
     evaluator = digest(detector.name, detector.fingerprint, colours.name, colours.fingerprint)
-    done = Rows(results, evaluator, "filename")
+    done = ResultFile(results, evaluator, "filename")
     jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
     rows = []
     for prompt, path in with_progress(jobs):

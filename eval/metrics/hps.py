@@ -12,7 +12,7 @@ import numpy as np
 
 from visspec.eval.metrics.clipscore import ScoredPair, Scorer, resumed_cosines
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Rows
+from visspec.eval.metrics.results import ResultFile
 from visspec.io.images import SUFFIXES
 
 GROUP = 80  # prompts; the published standard deviation is over groups
@@ -39,7 +39,7 @@ def evaluate(
         raise ValueError("prompts must name at least one style")
     styles: dict[str, dict[str, float]] = {}
     problems: list[str] = []
-    done = Rows(results, digest("hps", version, model))
+    done = ResultFile(results, digest("hps", version, model))
     for style, texts in prompts.items():
         pairs = []
         for i, text in enumerate(texts):

@@ -20,7 +20,7 @@ def with_progress(items: Iterable[Item], unit: str = "img") -> Iterable[Item]:
     return tqdm(items, unit=unit, leave=False, disable=not sys.stderr.isatty())
 
 
-class Rows:
+class ResultFile:
     """Rows by key, read from and appended to `path`; only in memory if it is None.
 
     Every row has a field `evaluator`, a digest of model and settings; rows of another evaluator raise ValueError. An

@@ -14,7 +14,7 @@ from PIL import Image
 
 from visspec.eval.metrics import text_scores
 from visspec.eval.metrics.detection import digest
-from visspec.eval.metrics.results import Rows, with_progress
+from visspec.eval.metrics.results import ResultFile, with_progress
 from visspec.io.images import open_image
 
 Score = Callable[["Sample", str], float | None]
@@ -93,7 +93,7 @@ def run(
     """
     if not task.samples:
         raise ValueError(f"the task {task.name} has no sample")
-    done = Rows(results, digest(task.name, model, task.suffix, task.max_new_tokens))
+    done = ResultFile(results, digest(task.name, model, task.suffix, task.max_new_tokens))
     for sample in with_progress(task.samples, "question"):
         if sample.id not in done.rows:
             done.add(_answer(task, sample, generate))

@@ -34,7 +34,7 @@ class RetokenizedModel(Drafter):
         self.small, self.theirs, self.tokenizer = small, theirs, tokenizer
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = {row: _Row() for row in state.rows}
+        state.memory = {row: _CachedRow() for row in state.rows}
 
     def propose(self, state: State, depth: int) -> Draft:
         return trees.ragged_draft(state.pending, [self._ahead(state, b, depth) for b in range(len(state.rows))])
@@ -61,7 +61,7 @@ class RetokenizedModel(Drafter):
 
 
 @dataclass
-class _Row:
+class _CachedRow:
     """Ids whose keys and values the small model has."""
 
     ids: list[int] = field(default_factory=list)

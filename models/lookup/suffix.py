@@ -34,13 +34,13 @@ class SuffixDrafter(Drafter):
         self._answers = SharedSuffixes()
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = [_Row(prompt) for prompt in state.request.prompt.tolist()]
+        state.memory = [_IndexedRow(prompt) for prompt in state.request.prompt.tolist()]
 
     def propose(self, state: State, depth: int) -> Draft:
         self._extend(state)
         return trees.ragged_draft(state.pending, [self._ahead(state.memory[row], depth) for row in state.rows])
 
-    def _ahead(self, row: _Row, depth: int) -> list[int]:
+    def _ahead(self, row: _IndexedRow, depth: int) -> list[int]:
         own = row.text
         best, length, at = own, own.length[own.link[own.last]], own.link[own.last]
         if self.shared:
@@ -58,7 +58,7 @@ class SuffixDrafter(Drafter):
         self._extend(state)
         for row in state.rows:
             if row in state.finished:
-                kept: _Row = state.memory[row]
+                kept: _IndexedRow = state.memory[row]
                 self._answers.add(kept.ids[max(kept.prompt - BEFORE, 0) :])
 
     def join(self, state: State, other: State, take: list[int]) -> None:
@@ -67,7 +67,7 @@ class SuffixDrafter(Drafter):
 
     def _extend(self, state: State) -> None:
         for row in state.rows:
-            kept: _Row = state.memory[row]
+            kept: _IndexedRow = state.memory[row]
             new = state.tokens[row][len(kept.ids) - kept.prompt :]
             if not self.shared:
                 kept.append(new)
@@ -98,7 +98,7 @@ class SharedSuffixes:
                 self.text.append(token)
 
 
-class _Row:
+class _IndexedRow:
     """Prompt and output of a row, and where it stands among the shared answers."""
 
     def __init__(self, prompt: list[int]):

@@ -32,7 +32,7 @@ SOURCES = {  # where parts of a turn have what they are of
 Message = dict[str, Any]  # role, and content: a list of parts, as chat templates take them
 
 
-class Member(NamedTuple):
+class ArchiveMember(NamedTuple):
     """A file inside another one, which is read when it is needed."""
 
     path: Path
@@ -46,7 +46,7 @@ class Member(NamedTuple):
             return file.read(self.size)
 
 
-Media = Path | bytes | Member
+Media = Path | bytes | ArchiveMember
 
 
 class Conversation(NamedTuple):
@@ -186,7 +186,7 @@ def _media(value: object, folder: Path, kind: str) -> Media:
     """A picture or video: a path, the bytes of a file, or where these are."""
     if isinstance(value, Mapping):  # as data sets keep images: the bytes, or else a path
         value = value.get("bytes") or value.get("path")
-    if isinstance(value, Member) or (isinstance(value, bytes) and value and kind == "image"):
+    if isinstance(value, ArchiveMember) or (isinstance(value, bytes) and value and kind == "image"):
         return value
     if not isinstance(value, str) or not value:
         raise ValueError(f"{kind}: got {type(value).__name__}, expected a path or the bytes of a file")

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from visspec.api import sources
-from visspec.api.conversations import Conversation, Media, Member, conversation_of
+from visspec.api.conversations import ArchiveMember, Conversation, Media, conversation_of
 from visspec.io import images
 from visspec.io.files import loads
 from visspec.io.images import MAX_PIXELS, read_image
@@ -172,10 +172,10 @@ class Shard(Records):
     def __len__(self) -> int:
         return len(self.places) // self.WIDTH
 
-    def _members(self, number: int) -> dict[str, Member]:
+    def _members(self, number: int) -> dict[str, ArchiveMember]:
         numbers = self.places[self.WIDTH * number : self.WIDTH * (number + 1)].tolist()
         places = zip(self.KINDS, numbers[::2], numbers[1::2])
-        return {kind: Member(self.path, offset, size) for kind, offset, size in places if offset >= 0}
+        return {kind: ArchiveMember(self.path, offset, size) for kind, offset, size in places if offset >= 0}
 
     def __getitem__(self, number: int) -> Entry:
         found = self._members(number)
@@ -190,7 +190,7 @@ class Shard(Records):
     def name(self, number: int) -> str:
         """The one in the header of its first file, of 100 bytes at most."""
         first = next(iter(self._members(number).values()))
-        header = Member(self.path, first.offset - tarfile.BLOCKSIZE, 100).read()
+        header = ArchiveMember(self.path, first.offset - tarfile.BLOCKSIZE, 100).read()
         return f"{header.partition(bytes(1))[0].decode(errors='replace')} of {self.path}"
 
 
@@ -339,7 +339,7 @@ class TrainingData:
 
 def name_of(media: Media) -> str | int:
     """What tells a picture or video apart, wherever it lies: a name, or the number of bytes."""
-    return media.name if isinstance(media, Path) else media.size if isinstance(media, Member) else len(media)
+    return media.name if isinstance(media, Path) else media.size if isinstance(media, ArchiveMember) else len(media)
 
 
 def read_media(media: Media, max_pixels: int | None = None) -> Image.Image | Clip:
@@ -347,7 +347,7 @@ def read_media(media: Media, max_pixels: int | None = None) -> Image.Image | Cli
     if isinstance(media, Path):
         found = open_media(media)
     else:
-        found = read_image(media.read() if isinstance(media, Member) else media, "data", MAX_PIXELS)
+        found = read_image(media.read() if isinstance(media, ArchiveMember) else media, "data", MAX_PIXELS)
     if max_pixels is None:
         return found
     if isinstance(found, Clip):
