@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.test_cli import refused
 from visspec.api import distributed, sources
@@ -167,6 +168,11 @@ def test_workers_that_die_while_they_load_are_a_sentence(shards):
             Alone(make, shards, claims, WorkerPool(2), os.getcwd())
     with pytest.raises(ValueError, match="workers died while they loaded the model"):
         Alone(make, shards, claims, WorkerPool(2), os.getcwd())
+
+
+def test_a_worker_has_the_threads_of_its_pool(shards):
+    Alone(loud, shards, Claims(set()), WorkerPool(threads=3), os.getcwd())
+    assert torch.get_num_threads() == 3
 
 
 def test_the_seed_of_a_record_follows_from_its_id():

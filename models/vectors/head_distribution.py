@@ -115,7 +115,7 @@ class _Chains:
         return (self.of_point[at] * x_Ud + self.of_output[at] * mixed).view_as(x_MWd), share
 
     def walk(self, x_Md: Tensor, normal_MSd: Tensor, steps: DenoisingSteps) -> list[tuple[Tensor, Tensor, None]]:
-        """`Denoising._step_by_step` with fixed deviations in fewer operations: they are many, and small."""
+        """`Denoising._step_by_step` with fixed deviations, in fewer operations: steps are many and small."""
         assert self.ahead_GMSV is not None
         scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
         noise_MSd, out = normal_MSd * steps.low.exp()[:, None], []

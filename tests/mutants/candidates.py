@@ -54,7 +54,7 @@ NAMED = [  # name, file, what it replaces, by what
     ("noise that never advances", "models/jacobi/drafter.py",
      "old.noise.advance([width] * len(outcome.tokens))", "pass"),
     ("draws with the acceptance coin", "visspec/sampling.py",
-     "self.window(level + 1)[:, level, -1]", "self.window(level + 1)[:, level, 0]"),
+     "self.window(level + 1, level)[:, 0, -1]", "self.window(level + 1, level)[:, 0, 0]"),
     ("a node too deep", "visspec/loop/safe_drafter.py",
      "state.room(row) - 1 for row", "state.room(row) for row"),
     ("the last slot is lost", "visspec/cache.py",
