@@ -73,7 +73,7 @@ NAMED = [  # name, file, what it replaces, by what
      "self.accepted[d] + accepted / rows", "self.accepted[d] + (accepted + sum(at_end)) / rows"),
     ("drafting is free", "visspec/loop/draft_length.py", 'latest["draft"] + latest["observe"]', "0.0"),
     ("a tree by the noise of another position", "visspec/sampling.py",
-     "[:, level, None,", "[:, 0, None,"),
+     "logits_BWV + self.window(level + 1, level)", "logits_BWV + self.window(1)"),
     ("a token too many is kept", "models/decoder/small_model.py",
      "self.drafted) for path", "self.drafted + 1) for path"),
     ("positions one early", "models/decoder/small_model.py", "self.own.position + 1", "self.own.position"),
