@@ -13,8 +13,8 @@ from tests.doubles import NEW, Hostile, Oracle, TreeOracle, drafted, fast, new_t
 from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api.processors import at_any_prefix
-from visspec.distributions import draw, residual
-from visspec.sampling import process, warp
+from visspec.distributions import Categorical, draw, residual
+from visspec.sampling import Gumbel, process, warp
 from visspec.types import NodeProcessor, Request, Sampling
 
 
@@ -270,6 +270,17 @@ def test_warp_equals_transformers(monkeypatch):
         expected = TopPLogitsWarper(p)(None, expected) if p < 1 else expected
         assert torch.equal(warp(logits, Sampling(temperature, k, p)), expected)
     assert torch.equal(warp(logits, Sampling()), logits)
+
+
+def test_noise_of_a_level_is_that_of_its_position():
+    noise = Gumbel([torch.Generator().manual_seed(seed) for seed in (1, 2)], 5)
+    ahead, logits = noise.window(20), torch.randn(2, 3, 4)
+    for level in (0, 3, 17):
+        assert torch.equal(noise.perturb(logits, level), logits + ahead[:, level, None, :4])
+        drawn, _ = noise.draft(Categorical(logits[:, 0]), level)
+        assert torch.equal(drawn, (logits[:, 0] + ahead[:, level, :4]).argmax(dim=-1))
+    noise.advance([2, 19])
+    assert torch.equal(noise.window(1)[:, 0], torch.stack([ahead[0, 2], ahead[1, 19]]))
 
 
 def test_draw_and_residual():
