@@ -54,8 +54,9 @@ class HeadDistributions:
         """
         chains = _Chains(self, condition, shape[0] * shape[1], guidance, skip)
         steps = self._steps(temperature, condition.device)
-        walk = chains.walk if chains.ahead_GMSV is not None and steps.fixed and steps.noisy else None
-        return Denoising(chains, steps, shape, self.head.size, calls, name, skip, walk)
+        whole = chains.ahead_GMSV is not None and not skip
+        ends = chains.ends if whole and steps.fixed and steps.noisy else None
+        return Denoising(chains, steps, shape, self.head.size, calls, name, skip, ends)
 
     def schedule_tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Embedded times (S, width), and coefficients (S, 1) of a point and of the head's output in its estimate."""
@@ -114,24 +115,18 @@ class _Chains:
         at = step if isinstance(step, int) else step.flatten()
         return (self.of_point[at] * x_Ud + self.of_output[at] * mixed).view_as(x_MWd), share
 
-    def walk(self, x_Md: Tensor, normal_MSd: Tensor, steps: DenoisingSteps) -> list[tuple[Tensor, Tensor, None]]:
-        """`Denoising._step_by_step` with fixed deviations, in fewer operations: steps are many and small."""
+    def ends(self, x_Md: Tensor, normal_MSd: Tensor, steps: DenoisingSteps) -> Tensor:
+        """Where chains with fixed deviations end: `Denoising.value` in fewer operations, for these are on small tensors
+        and many.
+        """
         assert self.ahead_GMSV is not None
         scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
-        noise_MSd, out = normal_MSd * steps.low.exp()[:, None], []
-        each = zip(noise_MSd.unbind(1), steps.each, self.distributions.moves)
-        for i, (noise_Md, (keep, move, _), (of_point, of_output)) in enumerate(each):
-            if i in self.place:
-                said, *other = self._predict(x_Md, modulations[self.place[i]])
-                mixed = torch.lerp(other[0], said, scale) if other else said
-                mean_Md = torch.mul(x_Md, of_point).add_(mixed, alpha=of_output)
-                if i + 1 not in self.place:
-                    value_Md = self.of_point[i] * x_Md + self.of_output[i] * mixed
-            else:
-                mean_Md = torch.add(value_Md * move, x_Md, alpha=keep)
-            x_Md = mean_Md + noise_Md
-            out.append((x_Md, mean_Md, None))
-        return out
+        noise_MSd = normal_MSd * steps.low.exp()[:, None]
+        for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), modulations, self.distributions.moves):
+            said, *other = self._predict(x_Md, own)
+            mixed = torch.lerp(other[0], said, scale) if other else said
+            x_Md = torch.add(noise_Md, x_Md, alpha=of_point).add_(mixed, alpha=of_output)
+        return x_Md
 
     def _predict(self, x_Ud: Tensor, modulations: Tensor) -> Sequence[Tensor]:
         """What the head says at points, and under guidance without their prompts: (U, d or 2 d) each."""

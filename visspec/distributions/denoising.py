@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -24,7 +24,7 @@ from torch import Tensor
 from visspec.distributions.base import Distribution, check_tensor
 
 Predict = Callable[[Tensor, Tensor | int, Tensor | None], tuple[Tensor, Tensor | None]]
-Walk = Iterable[tuple[Tensor, Tensor, Tensor | None]]
+Ends = Callable[[Tensor, Tensor, "DenoisingSteps"], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +90,8 @@ class Denoising(Distribution):
     chains among the B N, row by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log
     sigma between its bounds, or None if deviations are fixed). calls: counts calls of `predict` under `name`. skip: see
     `evaluated_steps`; the estimate is kept in between, which makes another, cheaper distribution of sampled chains.
-    walk: (start (M, d), normal numbers (M, S, d), steps) -> (next point (M, d), its mean, None) of every step, where
-    one function with fixed deviations finds them in fewer operations.
+    ends: (start (M, d), normal numbers (M, S, d), steps) -> values (M, d), where one function knows them faster than
+    step by step.
     """
 
     def __init__(
@@ -103,11 +103,11 @@ class Denoising(Distribution):
         calls: Counter[str] | None = None,
         name: str = "head",
         skip: float = 0.0,
-        walk: Callable[[Tensor, Tensor, DenoisingSteps], Walk] | None = None,
+        ends: Ends | None = None,
     ):
         self.predict, self.steps, self.shape, self.size = predict, steps, shape, size
         self.calls, self.name, self.skip = Counter() if calls is None else calls, name, skip
-        self.walk = walk
+        self.ends = ends
 
     @property
     def width(self) -> int:
@@ -146,18 +146,15 @@ class Denoising(Distribution):
 
     def value(self, start_Md: Tensor, normal_MSd: Tensor) -> Tensor:
         """The values of `sample`, (M, d)."""
+        if self.ends is not None:
+            self.calls[self.name] += len(self.steps)
+            return self.ends(start_Md, normal_MSd, self.steps)
         for point, *_ in self._walk(start_Md, normal_MSd):
             end = point
         return end
 
-    def _walk(self, start_Md: Tensor, normal_MSd: Tensor) -> Walk:
+    def _walk(self, x_Md: Tensor, normal_MSd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Next point, its mean and log sigma (None: fixed), step by step."""
-        if self.walk is None:
-            return self._step_by_step(start_Md, normal_MSd)
-        self.calls[self.name] += len(evaluated_steps(len(self.steps), self.skip))
-        return self.walk(start_Md, normal_MSd, self.steps)
-
-    def _step_by_step(self, x_Md: Tensor, normal_MSd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         steps = self.steps
         last, here = len(steps) - 1, set(evaluated_steps(len(steps), self.skip))
         for i, (normal_Md, (keep, move, sigma)) in enumerate(zip(normal_MSd.unbind(1), steps.each)):
