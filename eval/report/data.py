@@ -1,7 +1,7 @@
 """Reads and checks result files of the benches for the report. Errors name file and field."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -167,6 +167,16 @@ def rows_of(record: Mapping[str, Any], where: str, what: str) -> list[Any]:
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"report: {where}: rows: got {type(rows).__name__}, expected a list of {what}")
     return rows
+
+
+class Section:
+    """A bench without methods on the page: its rows, checked by `row_of`, and its provenance. Raises ValueError for
+    rows of another kind.
+    """
+
+    def __init__(self, record: Mapping[str, Any], source: str, what: str, row_of: Callable[[object, str], dict]):
+        self.source, self.provenance = source, pairs_of(record)
+        self.rows = [row_of(row, f"{source}: rows[{i}]") for i, row in enumerate(rows_of(record, source, what))]
 
 
 def pictures_of(row: dict[str, Any], where: str) -> list[RecordImage]:

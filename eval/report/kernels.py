@@ -6,7 +6,7 @@ from typing import Any
 from markupsafe import Markup
 
 from visspec.eval.report import figures
-from visspec.eval.report.data import interval, number, pairs_of, positive, rows_of
+from visspec.eval.report.data import Section, interval, number, positive
 
 FIELDS = (  # field of a record -> label
     ("copy_bandwidth_gb_s", "copy bandwidth, GB/s"),
@@ -25,14 +25,12 @@ NUMBERS = {  # name on the page -> field of a row
 MOST = 60  # maximum number of fields shown for an unknown bench
 
 
-class Table:
-    """The rows of a kernel bench, checked, and the bars of their ratios. Raises ValueError for rows of another kind."""
+class Table(Section):
+    """The rows of a kernel bench, and the bars of their ratios."""
 
     def __init__(self, record: Mapping[str, Any], source: str):
-        self.source = source
-        self.rows = [row_of(row, f"{source}: rows[{i}]") for i, row in enumerate(rows_of(record, source, "kernels"))]
+        super().__init__(record, source, "kernels", row_of)
         self.facts = [(words, value) for key, words in FIELDS if (value := number(record.get(key))) is not None]
-        self.provenance = pairs_of(record)
         self.on_cpu = any(row["device"] == "cpu" and row["time"] is not None for row in self.rows)
         measured = [row for row in self.rows if row["ratio"]]
         self.bars = bars(measured) if measured else None
@@ -79,8 +77,8 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> Markup:
 def scalar_fields(record: Mapping[str, Any], source: str) -> dict[str, Any]:
     """A bench without figures: its scalar fields, and the sizes of the others."""
     rows = [(str(key), plain(value)) for key, value in record.items() if key not in ("bench", "provenance")]
-    provenance = record.get("provenance")
-    rows += [(str(k), plain(v)) for k, v in provenance.items()] if isinstance(provenance, dict) else []
+    where = record.get("provenance")
+    rows += [(str(key), plain(value)) for key, value in where.items()] if isinstance(where, dict) else []
     return {"bench": record["bench"], "source": source, "rows": rows[:MOST], "left_out": max(len(rows) - MOST, 0)}
 
 

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from visspec.eval.bench.paired import in_words, suspicion
-from visspec.eval.report import figures, kernels, overview, prompts, rules
+from visspec.eval.report import curves, figures, kernels, overview
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, QUALITY, Method, interval, methods_of, number, pairs_of, positive, read
 from visspec.eval.report.records import RecordImage
@@ -25,6 +25,11 @@ from visspec.loop.stats import COLOURS
 MOST_PICTURES = 600  # images on the page; figures use all images
 MOST_TEXTS = 8  # coloured texts per method
 OPEN_CASES, OPEN_TEXTS = 2, 3  # prompts that are not folded, captions of a method that are not
+SECTIONS: dict[str, tuple[str, type]] = {
+    "kernels": ("Kernels", kernels.Table),
+    "prompts": ("Long prompts", curves.PromptCurves),
+    "rules": ("Rules", curves.RuleCurves),
+}
 TERMS = (
     ("tau", "tau, bonus included"),
     ("after_verify", "verification costs more than one token"),
@@ -46,15 +51,12 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         raise ValueError(f"report: --out: {out} is a folder, expected a file")
     together: dict[tuple[str, str], list[Method]] = {}
     methods: list[Method] = []
-    tables, curves, simulated, others = [], [], [], []  # of kernels; of long prompts; of rules; of other benches
+    sections: dict[str, list] = {bench: [] for bench in SECTIONS}
+    others: list[dict] = []
     for path in map(Path, paths):
         record = read(path)
-        if record["bench"] == "kernels":
-            tables.append(kernels.Table(record, path.name))
-        elif record["bench"] == "prompts":
-            curves.append(prompts.Curves(record, path.name))
-        elif record["bench"] == "rules":
-            simulated.append(rules.RuleCurves(record, path.name))
+        if record["bench"] in SECTIONS:
+            sections[record["bench"]].append(SECTIONS[record["bench"]][1](record, path.name))
         elif record["bench"] not in KINDS:
             others.append(kernels.scalar_fields(record, path.name))
         for method in methods_of(record, path) if record["bench"] in KINDS else []:
@@ -62,12 +64,10 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
             method.index = len(methods)
             together.setdefault((method.kind, str(method.record.get("target") or "")), []).append(method)
     groups = [MethodGroup(kind, target, found) for (kind, target), found in together.items()]
-    shown = {"groups": groups, "methods": [summary(m) for m in methods], "tables": tables, "curves": curves}
-    shown |= {"others": others, "failures": [failure for group in groups for failure in group.failures]}
-    shown["simulated"] = simulated
-    where = [(f"Kernels of {table.source}", table.provenance) for table in tables if table.provenance]
-    where += [(f"Long prompts of {curve.source}", curve.provenance) for curve in curves if curve.provenance]
-    where += [(f"Rules of {found.source}", found.provenance) for found in simulated if found.provenance]
+    shown = {"groups": groups, "methods": [summary(m) for m in methods], "sections": sections, "others": others}
+    shown["failures"] = [failure for group in groups for failure in group.failures]
+    named = [(SECTIONS[bench][0], section) for bench, found in sections.items() for section in found]
+    where = [(f"{title} of {section.source}", section.provenance) for title, section in named if section.provenance]
     relative = overview.distance_of(methods) == "fd_ratio"
     shown |= {"provenance": where + provenance(methods), "relative": relative, "few": figures.FEW}
     shown |= {"guarantees": overview.GUARANTEES, "equal": overview.EQUAL_FD}
