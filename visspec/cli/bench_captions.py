@@ -9,9 +9,8 @@ prompts; passes alternate in order, and ratios are medians over passes.
 import os
 import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -20,8 +19,7 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import CaptioningOptions, Positive, load
 from visspec.cli.bench import BenchOptions, groups_of, measured_on, trim_rows
-from visspec.eval.bench.clock import peak_mb
-from visspec.eval.bench.paired import turns
+from visspec.eval.bench.paired import ratio, time_arms
 from visspec.eval.bench.table import Cell, table
 from visspec.io import included
 from visspec.io.options import option
@@ -83,9 +81,9 @@ def bench_captions(arguments: Options) -> dict[str, Any]:
             found.update(zip(group, trim_rows(out, model.generation_config)))
         return found
 
-    arms = {"stream": streamed, "fixed_batches": fixed, "transformers_sorted": stock}
     for _, inputs in in_order[:1] + by_length[:1]:
         fast.run(**inputs, **base), model.generate(**inputs, **base)
+    arms = {"stream": streamed, "fixed_batches": fixed, "transformers_sorted": stock}
     measured = time_arms(arms, arguments.passes)
     expected = [fast.run(**one, **base).state.tokens[0] for one in single if not arguments.skip_alone]
     rows = []
@@ -102,36 +100,6 @@ def bench_captions(arguments: Options) -> dict[str, Any]:
     record |= {"tokens": sum(lengths), "lengths": [min(lengths), statistics.median(lengths), max(lengths)]}
     same = sum(measured["stream"].tokens[i] == tokens for i, tokens in enumerate(expected))
     return record | {"identical": same, "compared": len(expected)}
-
-
-@dataclass
-class ArmPasses:
-    """Seconds of every pass of an arm, by the clock and of the processor (which others on the machine hardly change),
-    its tokens, and the process's peak memory (MB) after its first pass.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    peak: float = 0.0
-
-
-def time_arms(arms: dict[str, Callable[[], dict[int, list[int]]]], passes: int) -> dict[str, ArmPasses]:
-    """Every arm over all prompts, so many times, in turns."""
-    found = {name: ArmPasses() for name in arms}
-    for _, order in turns(list(arms), passes):
-        for name in order:
-            start, worked, own = time.perf_counter(), time.process_time(), found[name]
-            own.tokens = arms[name]()
-            own.seconds.append(time.perf_counter() - start)
-            own.cpu.append(time.process_time() - worked)
-            own.peak = own.peak or peak_mb()
-    return found
-
-
-def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Median over passes of how much longer the one took than the other."""
-    return statistics.median(s / f for s, f in zip(slow, fast))
 
 
 COLUMNS: dict[str, Cell] = {

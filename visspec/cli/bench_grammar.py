@@ -22,22 +22,21 @@ from visspec.api.schemas import EXTRA, JsonGrammars
 from visspec.api.sources import need
 from visspec.cli.arguments import Positive
 from visspec.cli.bench import BenchOptions, measured_on
-from visspec.cli.bench_captions import ratio, time_arms
+from visspec.eval.bench.paired import ratio, time_arms
 from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option
 from visspec.types import RowProcessor, Tokenizer
 
 SIZES, COLOURS = ("small", "medium", "large"), ("red", "green", "blue", "yellow", "purple", "orange")
 THING = {"size": {"enum": [*SIZES]}, "colour": {"enum": [*COLOURS]}, "shape": {"enum": ["circle", "square", "star"]}}
-PARTS: dict[str, Any] = {
-    "count": {"enum": [1, 2, 3, 4]},
-    "ground": {"enum": ["black", "white", "grey"]},
-    **{
-        name: {"type": "object", "properties": THING, "required": [*THING], "additionalProperties": False}
-        for name in ("first", "last")
-    },
-}
-SCHEMA: dict[str, Any] = {"type": "object", "properties": PARTS, "required": [*PARTS], "additionalProperties": False}
+
+
+def object_of(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+PARTS = {"count": {"enum": [1, 2, 3, 4]}, "ground": {"enum": ["black", "white", "grey"]}}
+SCHEMA = object_of(PARTS | {name: object_of(THING) for name in ("first", "last")})
 WORDS = 400  # of the tokenizer
 PROMPT = 8  # tokens
 VIEW: dict[str, Cell] = {
@@ -97,26 +96,22 @@ def measure(
 ) -> dict[str, Any]:
     """One row: transformers, ours, and ours without forced text, in turns. fresh: makes a processor for a call."""
     fast = accelerate(model, None if drafter == "none" else drafter)
-    unforced = lambda: Unforced(at_any_prefix(fresh(), prompts[0]))  # noqa: E731
 
     def answers(generate: Callable[..., Any], processor: Callable[[], Any]) -> dict[int, list[int]]:
-        options = {"max_new_tokens": 200, "do_sample": False}
-        return {
-            n: generate(input_ids=ids, attention_mask=torch.ones_like(ids), logits_processor=[processor()], **options)[
-                0, PROMPT:
-            ].tolist()
-            for n, ids in enumerate(prompts)
-        }
+        found = {}
+        for n, ids in enumerate(prompts):
+            options = {"logits_processor": [processor()], "max_new_tokens": 200, "do_sample": False}
+            found[n] = generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, PROMPT:].tolist()
+        return found
 
-    arms: dict[str, Callable[[], dict[int, list[int]]]] = {
+    arms = {
         "transformers": partial(answers, model.generate, fresh),
         "forced": partial(answers, fast.generate, fresh),
-        "unforced": partial(answers, fast.generate, unforced),
+        "unforced": partial(answers, fast.generate, lambda: Unforced(at_any_prefix(fresh(), prompts[0]))),
     }
-    for arm in arms.values():
-        arm()
-    plain, forced, other = time_arms(arms, passes).values()
+    plain, forced, other = time_arms(arms, passes, warmup=1).values()
     ratios = [slow / quick for slow, quick in zip(plain.seconds, forced.seconds)]
+    texts = [str(tokenizer.decode(tokens, skip_special_tokens=True)) for tokens in forced.tokens.values()]
     return {
         "drafter": drafter,
         "over_plain_constrained": ratio(plain.seconds, forced.seconds),
@@ -125,9 +120,7 @@ def measure(
         "over_unforced": ratio(other.seconds, forced.seconds),
         "identical": sum(forced.tokens[n] == other.tokens[n] == tokens for n, tokens in plain.tokens.items()),
         "compared": len(prompts),
-        "valid": sum(
-            is_valid(str(tokenizer.decode(tokens, skip_special_tokens=True))) for tokens in forced.tokens.values()
-        ),
+        "valid": sum(map(is_valid, texts)),
     }
 
 
@@ -159,13 +152,10 @@ def json_tokenizer(
 
 def random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-    }
-    config = LlamaConfig(vocab_size=WORDS, eos_token_id=tokenizer.eos_token_id, pad_token_id=0, **sizes)
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
+    )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
 
@@ -198,10 +188,4 @@ def outlines(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Cal
     return fresh
 
 
-PROCESSORS: dict[
-    str, Callable[[LlamaForCausalLM, PreTrainedTokenizerFast], Callable[[], Any]]
-] = {  # what makes a fresh one
-    "xgrammar": xgrammar,
-    "llguidance": llguidance,
-    "outlines": outlines,
-}
+PROCESSORS = {"xgrammar": xgrammar, "llguidance": llguidance, "outlines": outlines}  # what makes a fresh one

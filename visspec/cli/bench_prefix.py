@@ -4,7 +4,7 @@ Both arms are the same stream of requests, with and without kept prompts (`prefi
 few slots an image; a small model with random weights stands for those of real models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -17,7 +17,7 @@ from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import prepare
 from visspec.cli.arguments import CaptioningOptions, Positive, load
 from visspec.cli.bench import BenchOptions, measured_on
-from visspec.cli.bench_captions import ratio, time_arms
+from visspec.eval.bench.paired import ratio, time_arms
 from visspec.eval.bench.table import Cell, table
 from visspec.io import included
 from visspec.io.options import option
@@ -68,39 +68,34 @@ def measure(fast: Accelerated, requests: Sequence[dict[str, Any]], arguments: Op
     def answers(room: int) -> dict[int, list[int]]:
         return {answer.id: answer.tokens for answer in fast.stream(requests, prefix_cache=room, **options)}
 
-    arms: dict[str, Callable[[], dict[int, list[int]]]] = {"fresh": partial(answers, 0), "kept": partial(answers, ROOM)}
-    for arm in arms.values():
-        arm()
-    fresh, kept = time_arms(arms, arguments.passes).values()
+    arms = {"fresh": partial(answers, 0), "kept": partial(answers, ROOM)}
+    fresh, kept = time_arms(arms, arguments.passes, warmup=1).values()
     ratios = [slow / quick for slow, quick in zip(fresh.seconds, kept.seconds)]
-    ids, image = requests[0]["input_ids"], fast.model.config.image_token_index
-    row: dict[str, Any] = {"slots": int((ids == image).sum()), "questions": arguments.questions}
-    row |= {
+    return {
+        "slots": int((requests[0]["input_ids"] == fast.model.config.image_token_index).sum()),
+        "questions": arguments.questions,
         "n_prompts": len(requests),
         "over_fresh": ratio(fresh.seconds, kept.seconds),
         "cpu_over_fresh": ratio(fresh.cpu, kept.cpu),
+        "over_fresh_low": min(ratios),
+        "over_fresh_high": max(ratios),
+        "drafter": fast.name,
+        "identical": sum(kept.tokens[key] == tokens for key, tokens in fresh.tokens.items()),
+        "compared": len(fresh.tokens),
+        "peak_mb": kept.peak,
     }
-    row |= {"over_fresh_low": min(ratios), "over_fresh_high": max(ratios), "drafter": fast.name}
-    same = sum(kept.tokens[key] == tokens for key, tokens in fresh.tokens.items())
-    return row | {"identical": same, "compared": len(fresh.tokens), "peak_mb": kept.peak}
 
 
 def random_model() -> LlavaForConditionalGeneration:
     """1,024 slots an image; a decoder of 7 million parameters and a tower of one, embeddings aside."""
-    tower: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-    }
-    decoder: dict[str, Any] = {
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-    }
-    vision = CLIPVisionConfig(image_size=SIDE, patch_size=PATCH, **tower)
-    text = LlamaConfig(vocab_size=IMAGE + 1, num_key_value_heads=4, eos_token_id=None, **decoder)
+    vision = CLIPVisionConfig(
+        image_size=SIDE, patch_size=PATCH, hidden_size=128, intermediate_size=512, num_hidden_layers=5,
+        num_attention_heads=4,
+    )  # fmt: skip
+    text = LlamaConfig(
+        vocab_size=IMAGE + 1, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8,
+        num_key_value_heads=4, eos_token_id=None,
+    )  # fmt: skip
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE)
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(config).eval()
