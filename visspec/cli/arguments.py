@@ -48,6 +48,11 @@ def read_options(found: argparse.Namespace, record: type) -> Any:
     return options
 
 
+@dataclass
+class NoOptions:
+    """Of a command that takes none."""
+
+
 @dataclass(kw_only=True)
 class JsonOption:
     json: Path | None = option("write the results to this file", None, writes="file")

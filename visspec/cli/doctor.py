@@ -4,9 +4,10 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from dataclasses import dataclass
 from datetime import date
 from types import ModuleType
+
+from visspec.cli.arguments import NoOptions
 
 NEEDED = "torch transformers diffusers timm torchvision pillow safetensors tqdm rich jinja2".split()
 SHARED = {  # bytes of shared memory of a program, the most of any form, as compiled for Hopper (tests/kernels)
@@ -19,12 +20,7 @@ OPTIONAL = {
 }
 
 
-@dataclass
-class Options:
-    """It takes none."""
-
-
-def run(arguments: Options) -> None:
+def run(arguments: NoOptions) -> None:
     print(report())
 
 

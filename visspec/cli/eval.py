@@ -173,9 +173,6 @@ def run(arguments: MetricOptions) -> int:
     return 1 if row.get("problems") else 0
 
 
-# --- folders --------------------------------------------------------------------------------------------------------
-
-
 def two_folders(arguments: FoldersOptions) -> Row:
     """fid, kid, cmmd, precision-recall."""
     from visspec.eval.metrics import cmmd, features, fid, kid, named, precision_recall, references
@@ -198,9 +195,6 @@ def inception_score(arguments: InceptionScoreOptions) -> Row:
 
     model = named.classifier(arguments.model, arguments.device)
     return score.from_folder(arguments.generated, model, arguments.splits)
-
-
-# --- images and prompts ---------------------------------------------------------------------------------------------
 
 
 def clip_score(arguments: ClipScoreOptions) -> Row:
@@ -258,9 +252,6 @@ def dense_prompts(arguments: DpgOptions) -> Row:
     return dpg.evaluate(items, arguments.generated, answer, name, arguments.resolution, results=arguments.rows)
 
 
-# --- texts ----------------------------------------------------------------------------------------------------------
-
-
 def caption_scores(arguments: CaptionScoresOptions) -> Row:
     from visspec.eval.metrics import tasks
 
@@ -316,9 +307,6 @@ def answerer(arguments: DpgOptions | VqaOptions, max_new_tokens: int) -> tuple["
         return processor.tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
 
     return answer, arguments.model or included.text_model()
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
 
 
 def check_images(argument: str, folder: Path, least: int) -> None:

@@ -1,14 +1,9 @@
 """`visspec list`: names of drafters, rules, presets and checkpoints."""
 
-from dataclasses import dataclass
+from visspec.cli.arguments import NoOptions
 
 
-@dataclass
-class Options:
-    """It takes none."""
-
-
-def run(arguments: Options) -> None:
+def run(arguments: NoOptions) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 

@@ -10,10 +10,10 @@ import os
 import sys
 
 from visspec import __version__
-from visspec.cli.arguments import read_options
+from visspec.cli.arguments import NoOptions, read_options
 from visspec.io.options import add_options
 
-COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options` and `run`, which takes one
+COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options`, if it has any, and `run`, which takes one
     "demo": "caption rendered scenes with and without acceleration, side by side",
     "caption": "caption image files, folders, tables and shards",
     "generate": "draw images from a prompt",
@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         if self.command:
             module = importlib.import_module(f"visspec.cli.{module_of(self.command)}")
-            options = getattr(module, "OPTIONS", {}).get(self.command) or module.Options
+            options = getattr(module, "OPTIONS", {}).get(self.command) or getattr(module, "Options", NoOptions)
             add_options(self, options)
             self.set_defaults(run=module.run, options=options)
         return super().parse_known_args(args, namespace)
