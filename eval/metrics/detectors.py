@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn.functional import normalize
+from torchvision.ops import clip_boxes_to_image
 
 from visspec.eval.metrics.clipscore import ClipScorer
 from visspec.eval.metrics.detection import Detection, DetectionResult, digest, file_digest
@@ -44,7 +45,7 @@ def box_of(mask: np.ndarray) -> tuple[float, float, float, float]:
 
 
 class _ModelDetector:
-    """Base class of the transformers detectors: device, name, fingerprint, GenEval's thresholds."""
+    """Device, name, fingerprint, and GenEval's thresholds, which are calibrated to its own detector."""
 
     original = False
     closed_set = False
@@ -111,8 +112,7 @@ class OwlV2(_ModelDetector):
         side = max(image.size)
         options = {"threshold": min(self.scores), "target_sizes": [(side, side)]}
         (result,) = self.processor.post_process_grounded_object_detection(self.model(**inputs), **options)
-        found = zip([classes[int(label)] for label in result["labels"]], result["scores"], result["boxes"])
-        return DetectionResult(tuple(Detection(n, float(score), clip_box(box, image.size)) for n, score, box in found))
+        return boxes_found([classes[int(label)] for label in result["labels"]], result, image)
 
 
 class GroundingDino(_ModelDetector):
@@ -132,8 +132,7 @@ class GroundingDino(_ModelDetector):
             self.model(**inputs), inputs["input_ids"], target_sizes=[image.size[::-1]], **options
         )
         labels = [phrase_to_class(phrase, classes) for phrase in result.get("text_labels", None) or result["labels"]]
-        found = zip(labels, result["scores"], result["boxes"])
-        return DetectionResult(tuple(Detection(n, float(s), clip_box(box, image.size)) for n, s, box in found if n))
+        return boxes_found(labels, result, image)
 
 
 def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
@@ -144,14 +143,14 @@ def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
     return name if share > 0 else None
 
 
-def clip_box(box: Sequence[float], size: tuple[int, int]) -> tuple[float, float, float, float]:
-    """A box cut to the image of (width, height)."""
-    x0, y0, x1, y1 = (float(v) for v in box)
-    width, height = size
-    return min(max(x0, 0), width), min(max(y0, 0), height), min(max(x1, 0), width), min(max(y1, 0), height)
+def boxes_found(labels: Sequence[str | None], result: dict[str, torch.Tensor], image: Image.Image) -> DetectionResult:
+    """Scores and boxes of a processor's result, cut to the image, with these labels; those without one are left out."""
+    boxes = clip_boxes_to_image(result["boxes"], image.size[::-1]).tolist()
+    found = zip(labels, result["scores"].tolist(), boxes)
+    return DetectionResult(tuple(Detection(label, score, tuple(box)) for label, score, box in found if label))
 
 
-class MMDetMask2Former:
+class MMDetMask2Former(_ModelDetector):
     """The original's detector: an mmdet model and the file its weights came from, whose hash is checked.
 
     `infer(array BGR uint8)` returns per class an array (n, 5) of boxes with scores and a list of masks, as mmdet 2's
@@ -160,7 +159,6 @@ class MMDetMask2Former:
 
     name = "mask2former-swin-s-mmdet"
     closed_set = True
-    max_overlap = 1.0
 
     def __init__(self, config: str | Path, checkpoint: str | Path, device: str = "cuda", infer: Callable | None = None):
         found = file_digest(checkpoint)
@@ -172,10 +170,6 @@ class MMDetMask2Former:
             model = init_detector(str(config), str(checkpoint), device=device)
             infer = lambda array: inference_detector(model, array)  # noqa: E731
         self.infer = infer
-
-    def threshold(self, tag: str) -> float:
-        """0.3, and 0.9 for counting: calibrated to this model."""
-        return COUNTING_THRESHOLD if tag == "counting" else THRESHOLD
 
     def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
         """Every instance of the 80 classes."""

@@ -43,9 +43,6 @@ ORIGINAL_SAMPLES = 4
 FIELDS = ("tag", "include", "exclude", "prompt")
 
 
-# --- the rules -------------------------------------------------------------------------------------------------------
-
-
 def overlap(a: Sequence[float], b: Sequence[float]) -> float:
     """Intersection over union of two boxes (x0, y0, x1, y1) whose corners are inclusive pixels."""
 
@@ -134,9 +131,6 @@ def strictly(objects: dict[str, list[Detection]], metadata: dict) -> bool:
     for item in metadata.get("include", []):
         want[item["class"]] = want.get(item["class"], 0) + item["count"]
     return want == {label: len(found) for label, found in objects.items()}
-
-
-# --- folders ---------------------------------------------------------------------------------------------------------
 
 
 def check_metadata(metadata: object) -> dict:
@@ -235,9 +229,6 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON ({error.msg}, line {error.lineno})"
     return "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
-
-
-# --- evaluation ------------------------------------------------------------------------------------------------------
 
 
 @dataclass

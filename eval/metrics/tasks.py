@@ -5,7 +5,8 @@ images it gets a list).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,15 +78,10 @@ def subset(task: Task, count: int, seed: int = 0) -> Task:
     if not 0 < count <= len(task.samples):
         raise ValueError(f"count must lie in 1..{len(task.samples)}, not {count}")
     chosen = np.sort(np.random.RandomState(seed).permutation(len(task.samples))[:count])
-    return Task(**{**vars(task), "samples": tuple(task.samples[i] for i in chosen)})
+    return replace(task, samples=tuple(task.samples[i] for i in chosen))
 
 
-def run(
-    task: Task,
-    generate: Callable[[Any, str], str],
-    results: str | Path | None,
-    model: str,
-) -> dict:
+def run(task: Task, generate: Callable[[Any, str], str], results: str | Path | None, model: str) -> dict:
     """Answer every sample, appending a row to the JSONL file `results` as each is finished; returns the summary.
 
     Rows of an earlier run of the same task and `model` are kept, one per id, so the files of several processes can be
@@ -94,10 +90,9 @@ def run(
     if not task.samples:
         raise ValueError(f"the task {task.name} has no sample")
     done = ResultFile(results, digest(task.name, model, task.suffix, task.max_new_tokens))
-    for sample in with_progress(task.samples, "question"):
-        if sample.id not in done.rows:
-            done.add(_answer(task, sample, generate))
-    return _summary(task, model, [done.rows[sample.id] for sample in task.samples])
+    asked = with_progress(task.samples, "question")
+    rows = [done.get(sample.id, partial(_answer, task, sample, generate)) for sample in asked]
+    return _summary(task, model, rows)
 
 
 def _answer(task: Task, sample: Sample, generate: Callable) -> dict:
@@ -118,9 +113,6 @@ def _summary(task: Task, model: str, rows: list[dict]) -> dict:
         out |= task.aggregate(task.samples, [row["text"] for row in rows])
     out["problems"] = [*task.problems, *(row["problem"] for row in rows if "problem" in row)]
     return out
-
-
-# --- scorers of one sample ---
 
 
 def exact(sample: Sample, text: str) -> float:
