@@ -7,35 +7,27 @@ R rows, B batch rows, N draft nodes, V vocabulary, K neighbours, F features.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 
 from visspec import kernels
-from visspec.eval.bench.kernels_loops import LEVELS, loop_over_children, loop_over_paths, verification_case
-from visspec.eval.bench.kernels_rules import rule_jobs
+from visspec.accept.lantern import Lantern, LanternPlus
+from visspec.eval.bench import kernels_loops as loops
+from visspec.eval.bench.kernels_loops import LEVELS, loop_over_children, verification_case
 
+LEVELS_26 = (4, 8, 8, 3, 2)  # nodes per depth of LANTERN's published tree of 26 nodes, root aside
 LEVELS_64 = (10, 16, 14, 12, 11)  # nodes per depth of a 64-node tree, root aside
 NODES = sum(LEVELS) + 1
 VOCABULARY, NEIGHBOURS, DELTA = 16384, 1000, 0.1
 GUIDANCE, TEMPERATURE, TOP_K = 7.5, 0.9, 1000
 DRAWS = 8  # sets of uniforms of a captured verification
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """The sizes that depend on the machine."""
-
-    rounds: tuple  # (nodes per depth, V) of a verification round and of the warp in it
-    codebooks: tuple  # (V, F, k)
-    grouped: int  # rows
-    layers: int  # number of layers in a commit
-    prefix: int  # of the tree attention
-    losses: tuple[int, ...]  # rows
-
-
-CODEBOOKS = ((16384, 8, 1000), (8192, 256, 1000))  # LlamaGen's and Janus's; Chameleon's
-FULL = Shapes(((LEVELS, VOCABULARY), (LEVELS_64, 32768)), CODEBOOKS, 16, 32, 4096, (256,))
-SMALL = Shapes(((LEVELS, VOCABULARY),), ((1024, 8, 100),), 4, 4, 512, (8, 64))  # full sizes take seconds on a CPU
+RULES = (  # name, rule, whether drafts are sampled with a distribution
+    ("rule lantern", partial(Lantern, k=1000, delta=0.1), False),
+    ("rule lantern_plus", partial(LanternPlus, k=1000, lam=2.0), True),
+    ("rule lantern published", partial(Lantern, k=1000, delta=0.1, compat="repository"), False),
+    ("rule lantern_plus published", partial(LanternPlus, k=1000, lam=2.0, compat="repository"), True),
+)
 
 
 @dataclass
@@ -77,7 +69,7 @@ def _verification_jobs(device):
         if name == "children":
             loop, shape, table = loop_over_children, case["parent"][0], case["neighbours"].long()
         else:
-            loop, shape, table = loop_over_paths, case["paths"], case["neighbours"].long().cpu().numpy()
+            loop, shape, table = loops.loop_over_paths, case["paths"], case["neighbours"].long().cpu().numpy()
         eager = partial(_verify_in_loop, loop, case, shape, case["p"][0], table, **options)
         return partial(_verify, case, case["p"]), eager
 
@@ -115,6 +107,15 @@ def _round_job(device, levels, V):
     moved, against = _warp_bytes(N, V) + _tried_bytes(V), "torch steps, loop over reached children"
     shape, name = f"{N}x{V} k={NEIGHBOURS}", "verification round"
     return KernelJob(name, shape, "bfloat16", build, moved, against, draws=DRAWS, whole_round=True)
+
+
+def _rule_jobs(device, V=16384):
+    rows, against = [], "the published loop, from warped logits on"
+    for (name, make, samples), levels in product(RULES, (LEVELS_26, LEVELS)):
+        moved = 4 * V * (8 if samples else 4)  # about two distributions read and written, a sample; also of the drafts
+        build, shape = partial(loops.rule_and_loop, make(), levels, samples, device), f"{sum(levels) + 1}x{V} k=1000"
+        rows.append(KernelJob(name, shape, "float32", build, moved, against, draws=loops.ROUNDS))
+    return rows
 
 
 def _exact_job(device, B=8):
@@ -309,18 +310,20 @@ def _losses_job(device, R, V):
 
 def jobs(device, quick):
     """The rows of the table; `quick`, or a CPU, reduces the sizes that take seconds on a CPU."""
-    shapes = SMALL if quick or device.type == "cpu" else FULL
+    small = quick or device.type == "cpu"
+    rounds = [(LEVELS, VOCABULARY)] + ([] if small else [(LEVELS_64, 32768)])
+    codebooks = [(1024, 8, 100)] if small else [(16384, 8, 1000), (8192, 256, 1000)]  # LlamaGen's; Chameleon's
     return [
         *_verification_jobs(device),
-        *rule_jobs(device, KernelJob),
+        *_rule_jobs(device),
         _exact_job(device),
-        *(_round_job(device, levels, V) for levels, V in shapes.rounds),
-        *(_warp_job(device, sum(levels) + 1, V) for levels, V in shapes.rounds),
+        *(_round_job(device, levels, V) for levels, V in rounds),
+        *(_warp_job(device, sum(levels) + 1, V) for levels, V in rounds),
         _neighbour_job(device),
-        _group_job(device, shapes.grouped),
-        *(_codebook_job(device, *sizes) for sizes in shapes.codebooks),
-        _commit_job(device, shapes.layers),
+        _group_job(device, 4 if small else 16),
+        *(_codebook_job(device, *sizes) for sizes in codebooks),
+        _commit_job(device, layers=4 if small else 32),
         _growth_job(device),
-        *_attention_jobs(device, shapes.prefix),
-        *(_losses_job(device, rows, 32768) for rows in shapes.losses),
+        *_attention_jobs(device, prefix=512 if small else 4096),
+        *(_losses_job(device, rows, 32768) for rows in ((8, 64) if small else (256,))),
     ]

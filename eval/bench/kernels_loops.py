@@ -1,16 +1,22 @@
 """Eager implementations of a relaxed tree verification for `bench kernels`, and the tree for timing them.
 
 The first two give the decisions of `accept_tree` for the same uniforms (tested), so the same rule is timed. The last
-one is the rule of LANTERN's published code, with the decisions of `compat="repository"` (tested).
-P paths, D levels, N draft nodes, V vocabulary, K neighbours.
+one is the rule of LANTERN's published code, with the decisions of `compat="repository"` (tested); `rule_and_loop` has
+it beside the rule as called by the engine.
+P paths, D levels, N draft nodes, V vocabulary, K neighbours, E features of a code.
 """
 
 import torch
 
 from visspec import kernels
 from visspec import tree as trees
+from visspec.accept import codebook
+from visspec.accept.lantern import Lantern
+from visspec.distributions import Categorical
+from visspec.types import Capabilities, Draft, Scores
 
 LEVELS = (10, 16, 14, 10, 8)  # nodes per depth of a 59-node tree, root aside
+ROUNDS = 40  # with different uniforms, of a rule
 
 
 def loop_over_children(tokens, parent, p, neighbours, delta, uniforms, draw):
@@ -174,3 +180,54 @@ def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, d
     case = {"tokens": tokens, "parent": torch.tensor([parent]), "neighbours": neighbours.int()}
     case |= {"paths": paths_of(parent), "logits": logits, "p": p, "uniforms": uniforms, "draw": draw}
     return {k: v.to(device) for k, v in case.items()}
+
+
+def sample_siblings(tokens_BN, parent, p_NV, seed=1):
+    """Siblings sampled without replacement from distributions near p: (tokens (1, N), q (1, N, V))."""
+    g, distributions, tokens_BN = torch.Generator().manual_seed(seed), {}, tokens_BN.clone()
+    q_BNV = torch.zeros(1, *p_NV.shape)
+    for n in range(1, len(parent)):
+        above = parent[n]
+        if above not in distributions:
+            distributions[above] = (p_NV[above].log() + 0.7 * torch.randn(p_NV.shape[1], generator=g)).softmax(-1)
+        law_V = distributions[above].clone()
+        law_V[[int(tokens_BN[0, m]) for m in range(1, n) if parent[m] == above]] = 0.0
+        q_BNV[0, n] = law_V / law_V.sum()
+        tokens_BN[0, n] = torch.multinomial(q_BNV[0, n], 1, generator=g)
+    return tokens_BN, q_BNV
+
+
+def rule_and_loop(rule: Lantern, levels, samples, device="cpu", V=16384, features=8, draws=ROUNDS):
+    """(a call of the rule, a call of the published loop), both with the index of the uniforms; one row.
+
+    The rule: softmax of the distributions, neighbours, verdict, next token, drift and displacement; the loop without
+    the last two. Codes have 8 features, as in LlamaGen and Janus.
+    """
+    case = verification_case("cpu", levels, V, K=1, draws=1)
+    parent, p_NV, tokens_BN, q_BNV = case["parent"][0].tolist(), case["p"][0], case["tokens"], None
+    if samples:
+        tokens_BN, q_BNV = sample_siblings(tokens_BN, parent, p_NV)
+    drawn_KE = torch.randn(V, features, generator=torch.Generator().manual_seed(2))
+    codes_KE = torch.nn.functional.normalize(drawn_KE, dim=1)
+    rule.bind(Capabilities(vocab=V, codebook=codes_KE.to(device)))
+    tree = trees.static(tuple(parent), str(device))
+    distribution = Categorical(p_NV.log()[None].to(device))
+    scores = Scores(distribution)
+    q = None if q_BNV is None else Categorical(p=q_BNV.to(device))
+    draft = Draft(tokens_BN.to(device), tree, q)
+    noise = [rule.make_noise([torch.Generator(device).manual_seed(i)], V) for i in range(draws)]
+    tossed = [n.accept_uniforms(tree) for n in noise]
+    table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy().astype("uint16")  # as published
+    q_NV, paths = None if q is None else q.p[0], case["paths"].to(device)
+    laws_PDV = distribution.logits[0][paths]  # copied beforehand, as published
+    limit = {rule.bound: rule.value}
+
+    def ours(i):
+        return rule(draft, scores, noise[i % draws])
+
+    def theirs(i):
+        coins_BN, draw_B = tossed[i % draws]
+        uniforms, draw = coins_BN[0].tolist(), draw_B[0]
+        return published_loop(draft.value[0], paths, laws_PDV, q_NV, table, rule.k, uniforms, draw, **limit)
+
+    return ours, theirs

@@ -8,7 +8,7 @@ import torch
 
 from visspec.api import zoo
 from visspec.eval.bench import kernels as bench
-from visspec.eval.bench import kernels_clock, kernels_jobs, kernels_rules
+from visspec.eval.bench import kernels_clock, kernels_jobs
 from visspec.eval.bench import kernels_loops as loops
 from visspec.eval.report import kernels as report_kernels
 from visspec.kernels import accept_tree
@@ -38,8 +38,8 @@ def test_the_published_loop_decides_as_the_compatible_rule(rule, drawn):
     apart, lengths = 0, set()
     for own in (False, True):
         text = rule if own else rule + ",compat=repository"
-        ours, theirs = kernels_rules.rule_and_loop(zoo.acceptance(text), (4, 6, 5), drawn, V=400, features=3)
-        for i in range(kernels_rules.DRAWS):
+        ours, theirs = loops.rule_and_loop(zoo.acceptance(text), (4, 6, 5), drawn, V=400, features=3)
+        for i in range(loops.ROUNDS):
             verdict, (path, following) = ours(i), theirs(i)
             same = (verdict.path[0, : len(path) + 1].tolist(), verdict.next.item()) == ([*path, -1][:4], following)
             assert same or own
@@ -131,7 +131,7 @@ def test_a_gpu_is_asked_for_before_work_starts(monkeypatch):
 def test_run_writes_a_complete_table(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels_clock, "BEST_OF", 1)
     monkeypatch.setattr(kernels_clock.ProcessorClock, "fewest", 2)
-    monkeypatch.setattr(kernels_rules, "rule_and_loop", partial(kernels_rules.rule_and_loop, V=2048))
+    monkeypatch.setattr(loops, "rule_and_loop", partial(loops.rule_and_loop, V=2048))
     monkeypatch.setattr(kernels_jobs, "VOCABULARY", 2048)
     result = bench.run("cpu", tmp_path / "kernels.json", quick=True)
     assert json.loads((tmp_path / "kernels.json").read_text()) == result
