@@ -1,10 +1,9 @@
 """`bench kernels`: time, bytes moved, share of the copy bandwidth and ratio to eager torch, per kernel.
 
 Ours and eager run in one process, alternating, on the same inputs; a ratio is the geometric mean of the paired ratios
-(eager time / our time) with a bootstrap interval. How a call is timed is in `kernels_clock`: CPU rows are in processor
-time, for the ratios only; GPU rows are device time, with host time in addition. GPU rows that were not measured or
-failed are marked. The calls are in `kernels_jobs`, the eager loops of a tree verification in
-`kernels_loops`.
+(eager time / our time) with a bootstrap interval. How a call is timed is in `clock`: CPU rows are in processor time,
+for the ratios only; GPU rows are device time, with host time in addition. GPU rows that were not measured or failed are
+marked. The calls are in `kernels_jobs`, the eager loops of a tree verification in `kernels_loops`.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ from statistics import median
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from visspec.eval.bench.kernels_clock import clock_of
+from visspec.eval.bench.clock import clock_of
 from visspec.eval.bench.kernels_jobs import jobs
 from visspec.eval.bench.kernels_loops import LEVELS, verification_case
 from visspec.eval.bench.paired import bootstrap, geometric_mean

@@ -175,7 +175,7 @@ def test_every_field_that_the_report_reads_has_a_writer(monkeypatch, tmp_path, c
 def test_fields_of_the_kernel_bench_have_a_writer():
     """By the source: what only a GPU measures can't be written here."""
     folder = bench_kernels.__file__.rpartition("/")[0]
-    writers = "".join(open(f"{folder}/{name}.py").read() for name in ("kernels", "kernels_clock", "kernels_jobs"))
+    writers = "".join(open(f"{folder}/{name}.py").read() for name in ("kernels", "clock", "kernels_jobs"))
     seen = set()
     row = watched({"kernel": "x"}, "row", seen)
     report_kernels.row_of(row, "")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from visspec.api import zoo
+from visspec.eval.bench import clock, kernels_jobs
 from visspec.eval.bench import kernels as bench
-from visspec.eval.bench import kernels_clock, kernels_jobs
 from visspec.eval.bench import kernels_loops as loops
 from visspec.eval.report import kernels as report_kernels
 from visspec.kernels import accept_tree
@@ -129,8 +129,8 @@ def test_a_gpu_is_asked_for_before_work_starts(monkeypatch):
 
 @pytest.mark.slow
 def test_run_writes_a_complete_table(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels_clock, "BEST_OF", 1)
-    monkeypatch.setattr(kernels_clock.ProcessorClock, "fewest", 2)
+    monkeypatch.setattr(clock, "BEST_OF", 1)
+    monkeypatch.setattr(clock.ProcessorClock, "fewest", 2)
     monkeypatch.setattr(loops, "rule_and_loop", partial(loops.rule_and_loop, V=2048))
     monkeypatch.setattr(kernels_jobs, "VOCABULARY", 2048)
     result = bench.run("cpu", tmp_path / "kernels.json", quick=True)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from visspec.eval.bench import clock as clocks
 from visspec.eval.bench import kernels as bench
-from visspec.eval.bench import kernels_clock as clocks
 from visspec.eval.bench.kernels_jobs import KernelJob
 from visspec.replay import check_waits
 
