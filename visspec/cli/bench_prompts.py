@@ -212,12 +212,10 @@ class PromptRun:
         found = []
         for n in nodes:
             ratio, same = self.loop(n, tau, max(3, repeats // 3)) if n in LOOPED else (None, None)
-            row: dict[str, Any] = {
-                "over_stock_pass": passes[n] / passes[0],
-                "attention_over_stock_query": attention[n] / attention[0],
-            }
+            row: dict[str, Any] = {"nodes": n, **about, "over_stock_pass": passes[n] / passes[0]}
+            row["attention_over_stock_query"] = attention[n] / attention[0]
             row |= {"loop_over_transformers": ratio, "speedup": ratio, "identical": same}
-            found.append({"nodes": n} | about | row | {"compared": int(same is not None)})
+            found.append(row | {"compared": int(same is not None)})
         return found
 
     def stock_pass(self) -> Callable[[], Any]:

@@ -25,9 +25,8 @@ from visspec.cli.arguments import Positive, Probability
 from visspec.cli.bench import BenchOptions
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.clock import issue_times, median_seconds, seconds_of, waiter
+from visspec.eval.bench.clock import clock_of, issue_times, median_seconds, seconds_of, waiter
 from visspec.eval.bench.kernels import copy_bandwidth
-from visspec.eval.bench.kernels_clock import clock_of
 from visspec.eval.bench.oracle import Oracle, erring
 from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option

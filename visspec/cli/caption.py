@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, exit_code, load, sampling
+from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, exit_code, load, number, sampling
 from visspec.io import included
 from visspec.io.files import Results
 from visspec.io.options import option
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from visspec.api.captions import Caption
     from visspec.types import ConfiguredModel, Processor
 
+TopK = Annotated[int, number(int, lambda value: value >= 0, "0 (off) or more")]
+TopP = Annotated[float, number(float, lambda value: 0 < value <= 1, "a number in (0, 1]")]
 LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
 
 
@@ -42,8 +44,8 @@ class Options(RayOptions, CaptioningOptions):
     schema: Path | None = option(
         "a JSON schema: each caption is an object of it (pip install 'visspec[grammar]')", None
     )
-    top_k: int | None = option(default=None)
-    top_p: float | None = option(default=None)
+    top_k: TopK | None = option(default=None)
+    top_p: TopP | None = option(default=None)
     stats: bool = option("print rounds, tau and times of the last batch", False)
 
 
@@ -137,10 +139,6 @@ def decode_options(arguments: Options) -> dict[str, Any]:
     for name, value in {"top-k": arguments.top_k, "top-p": arguments.top_p}.items():
         if value is not None and not sampled:
             raise ValueError(f"--{name}: got {value} at temperature 0, expected a temperature above 0")
-    if arguments.top_p is not None and not 0 < arguments.top_p <= 1:
-        raise ValueError(f"--top-p: got {arguments.top_p}, expected a number in (0, 1]")
-    if arguments.top_k is not None and arguments.top_k < 0:
-        raise ValueError(f"--top-k: got {arguments.top_k}, expected 0 (off) or more")
     cuts = arguments.top_k or 0, arguments.top_p or 1.0
     found = sampling(arguments.max_new_tokens, arguments.temperature, *cuts)
     return found | ({"seed": arguments.seed} if sampled else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,10 @@ from visspec.io.options import option
 if TYPE_CHECKING:
     from PIL import Image
 
+    from visspec.api.best_of import Score
     from visspec.api.images import ImageOutput, ImagePipeline
 
+SELECTED = "selection (not lossless)"
 CHOSEN = ("drafter", "acceptance", "order")
 MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
 
@@ -61,7 +64,6 @@ def run(arguments: Options) -> int | None:
     if arguments.retry_failed:
         raise ValueError("--retry-failed: got it without --ray, expected both")
     from visspec.api.grid import grid
-    from visspec.cli.generate_best import pick_best, scorer
     from visspec.io.provenance import provenance
 
     texts, given = read_prompts(arguments), read_inpainting(arguments)
@@ -100,6 +102,44 @@ def run(arguments: Options) -> int | None:
                 save(grid(shown, captions), arguments.grid)
                 print(f"{arguments.grid}: all {len(shown)}")
     return None
+
+
+def scorer(arguments: Options, prompts: Sequence[str]) -> Score | None:
+    """The score of --best-of for these prompts. Raises ValueError where one of the two options is missing."""
+    from visspec.api import best_of
+
+    if arguments.best_of == 1 and arguments.scorer is None:
+        return None
+    if arguments.best_of == 1 or arguments.scorer is None:
+        found = f"{arguments.best_of} and --scorer {arguments.scorer}"
+        raise ValueError(f"--best-of: got {found}, expected 2 or more and {best_of.NAMES}")
+    return best_of.scorer(arguments.scorer, prompts, arguments.device)
+
+
+def pick_best(
+    stream: Iterable[ImageOutput], count: int, score: Score | None
+) -> Iterator[tuple[ImageOutput, list[tuple[ImageOutput, int, dict[str, Any]]]]]:
+    """Each batch, and the images to keep since the last one: all, or the best of every `count` in turn, which are of
+    one prompt, with their scores.
+    """
+    from visspec.api import best_of
+
+    waiting: list[tuple[ImageOutput, int]] = []
+    for part in stream:
+        picks: list[tuple[ImageOutput, int, dict[str, Any]]] = []
+        for i in range(len(part.images)):
+            waiting.append((part, i))
+            if len(waiting) < count:
+                continue
+            about: dict[str, Any] = {}
+            at = 0
+            if score is not None:
+                scores = score([p.images[j] for p, j in waiting], part.prompts[i])
+                at = best_of.best(scores)
+                about = {"score": scores[at], "best_of": count, "selected_from": scores, "guarantee": SELECTED}
+            picks.append((*waiting[at], about))
+            waiting = []
+        yield part, picks
 
 
 def read_prompts(arguments: Options) -> list[str]:

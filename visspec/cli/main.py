@@ -87,7 +87,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         if self.command:
             module = importlib.import_module(f"visspec.cli.{module_of(self.command)}")
-            options = getattr(module, "OPTIONS", {}).get(self.command) or getattr(module, "Options", NoOptions)
+            several = getattr(module, "OPTIONS", {})
+            options = several[self.command] if several else getattr(module, "Options", NoOptions)
             add_options(self, options)
             self.set_defaults(run=module.run, options=options)
         return super().parse_known_args(args, namespace)

@@ -7,19 +7,20 @@ import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from visspec.cli.arguments import ModelOptions, Positive, load
+from visspec.cli.arguments import ModelOptions, Positive, load, number
 from visspec.io.options import option
 
 KEY = "VISSPEC_API_KEY"
+Port = Annotated[int, number(int, lambda value: 0 <= value < 1 << 16, "a number from 0 to 65535")]
 MMAP_THRESHOLD = -3  # glibc's name for it in mallopt
 
 
 @dataclass(kw_only=True)
 class Options(ModelOptions):
     host: str = option("default: this machine only", "127.0.0.1")
-    port: int = option(default=8000)
+    port: Port = option(default=8000)
     image_model: str | None = option("also serve images/generations: included name, folder or hub id", None)
     slots: Positive = option("answers written at once", 8)
     places: Positive = option("requests taken at once, those that wait included", 64)
@@ -38,8 +39,6 @@ class Options(ModelOptions):
 
 def run(arguments: Options) -> int:
     """Serve until SIGTERM or Ctrl-C; what runs is finished then."""
-    if not 0 <= arguments.port < 1 << 16:
-        raise ValueError(f"--port: got {arguments.port}, expected a number from 0 to 65535")
     for package in ("fastapi", "uvicorn"):
         try:
             importlib.import_module(package)
