@@ -105,7 +105,6 @@ def resumed_cosines(
 
 
 def scores(cosines: np.ndarray, dialect: Dialect) -> np.ndarray:
-    """Scores of single pairs."""
     return dialect.scale * (np.maximum(cosines, 0) if dialect.clip_at_zero else cosines)
 
 

@@ -81,5 +81,4 @@ class DetectedColours:
     original = False
 
     def classify(self, image: Image.Image, detections: Sequence[Detection], label: str) -> list[str]:
-        """The detections' own colours."""
         return [d.colour or UNKNOWN for d in detections]

@@ -105,7 +105,6 @@ class OwlV2(_ModelDetector):
 
     @torch.inference_mode()
     def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
-        """Instances of the given classes."""
         texts = [[f"a photo of a {name}" for name in classes]]
         inputs = self.processor(text=texts, images=image, return_tensors="pt").to(self.device)
         # The processor pads images to a square, so boxes refer to its longer side.

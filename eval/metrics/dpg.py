@@ -32,8 +32,6 @@ class Question:
 
 @dataclass(frozen=True)
 class DPGPrompt:
-    """One prompt with its questions."""
-
     id: str
     prompt: str
     questions: tuple[Question, ...] = field(default_factory=tuple)

@@ -112,7 +112,6 @@ class TransformersFeatures:
         self.fingerprint = digest(name, *self.kind, weights_hash(model), self.preprocessing)
 
     def width(self, model: PreTrainedModel) -> int:
-        """The number of features."""
         config = model.config
         projected = hasattr(model, "get_image_features")
         return config.projection_dim if projected else getattr(config, "vision_config", config).hidden_size

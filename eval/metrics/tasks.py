@@ -121,7 +121,6 @@ def exact(sample: Sample, text: str) -> float:
 
 
 def vqa(sample: Sample, text: str) -> float:
-    """VQA accuracy."""
     return text_scores.vqa_accuracy(text, sample.answers)
 
 

@@ -76,7 +76,6 @@ class RuleCurves(Section):
 
 
 def rule_row(row: object, where: str) -> dict[str, Any]:
-    """A row for the page."""
     row = row if isinstance(row, dict) else {}
     found = {name: number(row.get(name)) for name in ("entropy", "distance", "tau", "bound", "drift")}
     if not found["entropy"] or found["entropy"] < 0 or found["tau"] is None:

@@ -83,7 +83,6 @@ def scalar_fields(record: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def plain(value: object) -> str:
-    """A value as short text."""
     if isinstance(value, (list, dict)):
         return f"{len(value)} entries"
     return f"{value:.6g}" if isinstance(value, float) else figures.short(str(value), 200)

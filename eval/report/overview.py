@@ -43,7 +43,6 @@ class Point:
 
 
 def kind_of(record: Mapping[str, Any]) -> str:
-    """The kind of a record's guarantee."""
     guarantee = str(record.get("guarantee") or "")
     if guarantee.startswith("exact"):
         return "law" if record.get("promises_tokens") is False else "tokens"
@@ -142,7 +141,6 @@ def bars(entries: Sequence[tuple[int, str, str, float, Interval, int]]) -> Marku
 
 
 def whisker(x1: float, y1: float, x2: float, y2: float, colour: str = INK) -> list[Markup]:
-    """A whisker with caps."""
     across = y1 == y2
     dx, dy = (0, 3) if across else (3, 0)
     ends = [figures.line(x - dx, y - dy, x + dx, y + dy, colour) for x, y in ((x1, y1), (x2, y2))]

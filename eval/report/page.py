@@ -152,7 +152,6 @@ def equality(record: Mapping[str, Any]) -> str:
 
 
 def baselines(method: Method) -> list[dict[str, Any]]:
-    """The baselines, one row each."""
     found = []
     for name, row in (method.record.get("baselines") or {}).items():
         seconds, faster = number(row.get("seconds_per_prompt")), number(row.get("ours_is_faster_by"))

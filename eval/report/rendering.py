@@ -30,7 +30,6 @@ def number_text(value: object, digits: int = 2) -> str:
 
 
 def write_page(path: str | Path, template: str, values: dict[str, Any]) -> None:
-    """Write the page of a template."""
     page = environment().get_template(f"{template}.html.j2").render(values)
     with replacing(path) as draft:
         draft.write_text(page, encoding="utf-8", errors="backslashreplace")

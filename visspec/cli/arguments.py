@@ -75,8 +75,6 @@ class HardwareOptions:
 
 @dataclass(kw_only=True)
 class TargetOptions(HardwareOptions):
-    """The model that captions."""
-
     model: str | None = option("folder or hub id of a vision-language model (default: an included one)", None)
 
 
@@ -112,8 +110,6 @@ class CaptioningOptions(JsonOption, SamplingOptions, ModelOptions):
 
 @dataclass(kw_only=True)
 class DrawingOptions(JsonOption, HardwareOptions):
-    """How images are drawn."""
-
     guidance_scale: float | None = option("default: the model's own", None)
     temperature: Temperature | None = option("0 is greedy; default: the model's own", None)
     seed: int = option(default=0)

@@ -23,12 +23,9 @@ from visspec.loop.setup import DecodingSetup
 
 @dataclass(kw_only=True)
 class BenchOptions(JsonOption):
-    """What every bench takes."""
-
     threads: Positive | None = option("torch threads", None)
 
     def begin(self) -> None:
-        """Set the threads."""
         if self.threads:
             torch.set_num_threads(self.threads)
 

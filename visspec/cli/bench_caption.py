@@ -205,7 +205,6 @@ CATEGORY_COLUMNS: dict[str, Cell] = {
 
 
 def category_view(record: dict[str, Any]) -> Table:
-    """The table of a record's categories."""
     left = f"; {n} later turns are not asked" if (n := record["turns_left_out"]) else ""
     rows = [{"name": name, **row} for name, row in record["categories"].items()]
     return table(f"{record['n_prompts']} prompts by category{left}", rows, CATEGORY_COLUMNS)
@@ -221,7 +220,6 @@ COLUMNS: dict[str, Cell] = {
 
 
 def view(record: dict[str, Any]) -> Table:
-    """The table of a record."""
     by_law = record["guarantee"] != "approximate" and not record["promises_tokens"]
     return table(
         f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}",

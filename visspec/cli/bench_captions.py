@@ -109,7 +109,6 @@ COLUMNS: dict[str, Cell] = {
 
 
 def view(record: dict[str, Any]) -> Table:
-    """The table of a record."""
     low, middle, high = record["lengths"]
     title = f"{record['n_prompts']} captions of {low} to {high} tokens (median {middle:g})"
     caption = f"{record['batch_size']} slots; identical to alone: {record['identical']}/{record['compared']};"

@@ -77,7 +77,6 @@ class Options(DrawingOptions, ScenesOptions):
 
 
 def run(arguments: Options) -> None:
-    """Print and write the record, one row a method."""
     arguments.begin()
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware, compile=arguments.compile)
     pipe.set_progress_bar_config(disable=True)
@@ -227,7 +226,6 @@ def bench(
 
 
 def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[str, Any]:
-    """One method's line of the table."""
     found, plain, outputs = runs[name], runs["plain"], arm.outputs[-len(runs[name]) :]
     stats, traces = arm.outputs[-1].stats[0], [trace for out in outputs for trace in out.traces]
     each, before = ([len(run.rounds) + 1 for run in some] for some in (found, plain))  # passes

@@ -65,7 +65,6 @@ class HeadLayout(NamedTuple):
         return LlamaConfig(num_hidden_layers=self.layers, **options)
 
     def model(self, device: str) -> LlamaForCausalLM:
-        """A random decoder."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = LlamaForCausalLM._from_config(self.config(), attn_implementation="sdpa").eval()

@@ -240,7 +240,6 @@ class SizeCase:
         return [self.row(name, runs, passes) | {"failures": failures} for name in runs]
 
     def row(self, name: str, runs: dict[str, list[speed.ArmRun]], passes: dict[str, Any]) -> dict[str, Any]:
-        """A row of the record: one arm."""
         found, against = runs[name], speed.compare(runs[STOCK], runs[name])
         acceptance = acceptance_of(name) if name in self.fast else None
         reach = speed.tau(found)["tau"] if acceptance is not None else None

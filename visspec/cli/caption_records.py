@@ -94,7 +94,6 @@ def output_path(arguments: caption.Options) -> Path:
 
 
 def row_of(made: Caption) -> dict[str, Any]:
-    """A caption's record."""
     record = made.record
     assert record is not None
     told = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
@@ -136,7 +135,6 @@ class CaptionRun:
         return self.committed / max(self.rounds, 1)
 
     def add(self, made: Caption) -> None:
-        """Keep a caption's record."""
         self.count += 1
         self.rounds, self.committed = self.rounds + made.rounds, self.committed + max(made.tokens - 1, 0)
         self.journal.add(row_of(made))

@@ -41,8 +41,6 @@ TASKS = {  # reader of `eval.metrics.readers`: the flags it takes, in order
 
 @dataclass(kw_only=True)
 class MetricOptions(JsonOption):
-    """What all metrics take."""
-
     what: str = option(command=True)
     device: str = option(default="cpu")
     json: Path | None = option("write the result to this file", None, writes="file")
@@ -50,8 +48,6 @@ class MetricOptions(JsonOption):
 
 @dataclass(kw_only=True)
 class FolderOptions(MetricOptions):
-    """One folder."""
-
     generated: Path = option(FOLDER, positional=True)
 
 

@@ -176,7 +176,6 @@ def read_inpainting(arguments: Options) -> dict[str, Any]:
 
 
 def pipeline(arguments: Options) -> ImagePipeline:
-    """The model that draws."""
     from visspec.api import zoo
     from visspec.api.images import ImagePipeline
 

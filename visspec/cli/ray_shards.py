@@ -46,7 +46,6 @@ class Totals:
         self.processes: set[int] = set()
 
     def add(self, told: Mapping[str, Any]) -> None:
-        """Add what is told of a shard."""
         self.count, self.failed = self.count + told["records"], self.failed + len(told["errors"])
         self.tokens, self.rounds = self.tokens + told["tokens"], self.rounds + told["rounds"]
         self.began, self.ended = min(self.began, told["began"]), max(self.ended, told["ended"])

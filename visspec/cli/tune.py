@@ -252,7 +252,6 @@ COLUMNS = {
 
 
 def view(record: dict[str, Any]) -> Table:
-    """The table of a record."""
     title = f"{record['n_prompts']} images measured, {record['n_checked']} checked; load {record['load']:.1f}"
     for size, count in record["left_over"].items():
         title += f"; batches of {size} leave out {count}"
