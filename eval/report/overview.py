@@ -51,12 +51,8 @@ def kind_of(record: Mapping[str, Any]) -> str:
 
 def headline(methods: Sequence[Method]) -> list[tuple[str, Method]]:
     """The fastest method of each kind of guarantee: (kind, it)."""
-    found = []
-    for kind in GUARANTEES:
-        fast = [m for m in methods if kind_of(m.record) == kind and m.speed]
-        if fast:
-            found.append((kind, max(fast, key=lambda m: m.speed or 0.0)))
-    return found
+    timed = {kind: [m for m in methods if kind_of(m.record) == kind and m.speed] for kind in GUARANTEES}
+    return [(kind, max(found, key=lambda m: m.speed or 0.0)) for kind, found in timed.items() if found]
 
 
 def methods(found: Sequence[Method]) -> Markup | None:

@@ -1,6 +1,6 @@
-"""What the benches share: their options, the scenes that they measure on, the arms that caption, and their end."""
+"""What the benches share: their options, the scenes that they measure on, the arms that caption, and their tables."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,8 @@ from visspec.io.files import write_json
 from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
+
+Cell = str | Callable[[Mapping[str, Any]], str]  # of a column: a format of a row's fields, "{tau:.2f}", or a function
 
 
 @dataclass(kw_only=True)
@@ -105,3 +107,34 @@ def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
 def groups_of(items: Sequence[Any], size: int) -> list[Any]:
     """The items in groups of so many, the last one with what is left."""
     return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def cell(form: Cell, row: Mapping[str, Any]) -> str:
+    """A cell of a row; empty where a field of the format is absent or None."""
+    if callable(form):
+        return form(row)
+    try:
+        return form.format(**row)
+    except (KeyError, TypeError):
+        return ""
+
+
+def table(
+    title: str,
+    rows: Iterable[Mapping[str, Any]],
+    columns: Mapping[str, Cell],
+    caption: str | None = None,
+    left: Iterable[str] = (),
+    whole: Iterable[str] | None = None,
+) -> Table:
+    """A rich table for the terminal. The first column and those of `left` are aligned to the left; those of `whole`,
+    by default the same, are not wrapped.
+    """
+    view = Table(title=title, caption=caption)
+    left = {next(iter(columns)), *left}
+    whole = left if whole is None else set(whole)
+    for head in columns:
+        view.add_column(head, justify="left" if head in left else "right", no_wrap=head in whole)
+    for row in rows:
+        view.add_row(*(cell(form, row) for form in columns.values()))
+    return view

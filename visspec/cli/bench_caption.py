@@ -17,13 +17,12 @@ from visspec import tree as trees
 from visspec.api import loading, requests
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.cli import bench_data
+from visspec.cli import bench, bench_data
 from visspec.cli.arguments import CaptioningOptions, Positive, load
-from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, compilations, groups_of, measured_on
+from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, measured_on, table
 from visspec.cli.bench_data import Prompt
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.table import Cell, table
 from visspec.eval.report.images import small_png
 from visspec.io import included
 from visspec.io.images import open_image
@@ -106,7 +105,7 @@ def bench_caption(
     record = summarise(runs, failures, arms, arguments.temperature)
     if arguments.compile:
         record["speedup_over_compiled"] = record["baselines"]["transformers_compiled"]["ours_is_faster_by"]
-        record |= compilations(ours.setup)
+        record |= bench.compilations(ours.setup)
     record["equality"] = equality_tiers(ours, prompts, runs, base, model.dtype)
     record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
     settings = {name: getattr(arguments, name) for name in SETTINGS}

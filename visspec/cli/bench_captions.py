@@ -18,9 +18,8 @@ from rich.table import Table
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import CaptioningOptions, Part, Positive, load
-from visspec.cli.bench import BenchOptions, groups_of, measured_on, trim_rows
+from visspec.cli.bench import BenchOptions, Cell, groups_of, measured_on, table, trim_rows
 from visspec.eval.bench.paired import ratio, time_arms
-from visspec.eval.bench.table import Cell, table
 from visspec.io import included
 from visspec.io.options import option
 

@@ -14,9 +14,8 @@ from visspec.api import loading, presets, zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import Positive, TargetOptions
-from visspec.cli.bench import CaptionArm, ScenesOptions, StockCaptionArm, measured_on
+from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, cell, measured_on, table
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.table import Cell, cell, table
 from visspec.io.checkpoint import read_shapes
 from visspec.io.options import option
 

@@ -21,9 +21,8 @@ from visspec.api.processors import Scorer, at_any_prefix
 from visspec.api.schemas import EXTRA, JsonGrammars
 from visspec.api.sources import need
 from visspec.cli.arguments import Positive
-from visspec.cli.bench import BenchOptions, measured_on
+from visspec.cli.bench import BenchOptions, Cell, measured_on, table
 from visspec.eval.bench.paired import ratio, time_arms
-from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option
 from visspec.types import RowProcessor, Tokenizer
 

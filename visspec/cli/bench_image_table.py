@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from visspec.eval.bench import table as harness
-from visspec.eval.bench.table import Cell, cell
+from visspec.cli import bench as harness
+from visspec.cli.bench import Cell, cell
 from visspec.loop.stats import drift_text
 
 CELLS: dict[str, Cell] = {

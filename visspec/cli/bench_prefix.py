@@ -16,9 +16,8 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import prepare
 from visspec.cli.arguments import CaptioningOptions, Positive, load
-from visspec.cli.bench import BenchOptions, measured_on
+from visspec.cli.bench import BenchOptions, Cell, measured_on, table
 from visspec.eval.bench.paired import ratio, time_arms
-from visspec.eval.bench.table import Cell, table
 from visspec.io import included
 from visspec.io.options import option
 from visspec.models.decoder.prefix import ROOM

@@ -22,10 +22,9 @@ from transformers import AttentionInterface, DynamicCache, LlamaConfig, LlamaFor
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.cli.arguments import Positive
-from visspec.cli.bench import BenchOptions
+from visspec.cli.bench import BenchOptions, Cell, table
 from visspec.eval.bench.clock import median_seconds, seconds_of, waiter
 from visspec.eval.bench.oracle import Oracle, erring_every
-from visspec.eval.bench.table import Cell, table
 from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode, start

@@ -14,8 +14,7 @@ from tqdm import tqdm
 from visspec.api import zoo
 from visspec.api.simulation import SimulatedDrafter, SimulatedTarget, Simulation
 from visspec.cli.arguments import Positive
-from visspec.cli.bench import BenchOptions
-from visspec.eval.bench.table import Cell, table
+from visspec.cli.bench import BenchOptions, Cell, table
 from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.draft_length import FixedLength

@@ -21,10 +21,9 @@ from visspec.api.accelerate import Accelerated, accelerate, default_drafter, eac
 from visspec.api.captions import PROMPT, move_inputs, process_batch
 from visspec.cli import tune_image
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
-from visspec.cli.bench import BenchOptions, CaptionArm
+from visspec.cli.bench import BenchOptions, CaptionArm, table
 from visspec.cli.tune_image import FINALISTS, PAYS
 from visspec.eval.bench import paired
-from visspec.eval.bench.table import table
 from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.options import option
 from visspec.io.provenance import provenance

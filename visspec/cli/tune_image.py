@@ -13,9 +13,9 @@ from rich.table import Table
 from visspec.api import sources, tuned_preset, zoo
 from visspec.api.images import ImagePipeline
 from visspec.api.presets import IMAGES
+from visspec.cli.bench import Cell, table
 from visspec.cli.bench_image import bench, fitting, spread
 from visspec.eval.bench.paired import in_words
-from visspec.eval.bench.table import Cell, table
 from visspec.io import included
 
 if TYPE_CHECKING:
