@@ -43,7 +43,8 @@ def evaluate(
     for style, texts in prompts.items():
         pairs = []
         for i, text in enumerate(texts):
-            path = _file(Path(root) / style, i)
+            names = [Path(root) / style / f"{i:05d}{suffix}" for suffix in (".jpg", *SUFFIXES)]
+            path = next(filter(Path.is_file, names), names[0])
             key = digest(style, i, text, path.read_bytes() if path.is_file() else b"")
             pairs.append(ScoredPair(path, text, {"id": key, "style": style, "index": i}))
         values, broken = resumed_cosines(pairs, scorer, done, batch_size)
@@ -58,8 +59,3 @@ def evaluate(
     value, n = float(np.mean([style["value"] for style in styles.values()])), sum(s["n"] for s in styles.values())
     found = {"name": f"HPS {version}", "version": version, "value": value, "n": n}
     return found | {"styles": styles, "problems": problems}
-
-
-def _file(folder: Path, index: int) -> Path:
-    names = [folder / f"{index:05d}{suffix}" for suffix in (".jpg", *SUFFIXES)]
-    return next((path for path in names if path.is_file()), names[0])

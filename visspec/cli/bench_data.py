@@ -54,9 +54,7 @@ def read(file: Path, most: int) -> list[Prompt]:
     with naming(file):
         lines = file.read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(lines, start=1):
-        if len(found) == most:
-            break
-        if text.strip():
+        if text.strip() and len(found) < most:
             try:
                 prompt = parse(loads(text))
                 paths = [str(file.parent / name) for name in prompt.images]

@@ -29,8 +29,8 @@ from visspec.cli.bench_others import compiled_family, compiled_record, other_tar
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
-from visspec.eval.metrics import fid, geneval, intervals, paired_kid, references
-from visspec.eval.metrics.features import RandomConv, gather
+from visspec.eval.metrics import features, fid, geneval, intervals, paired_kid, references
+from visspec.eval.metrics.features import RandomConv
 from visspec.eval.metrics.statistics import GaussianStats
 from visspec.eval.report.images import small_png
 from visspec.eval.report.records import RecordImage
@@ -296,10 +296,8 @@ def judge(
             drawn = draw(source, methods.get(line["name"], plain_setup(pipe)), prompts, options, seed, root)
             reference = reference or render_references(extractor, open_image(drawn[0][0]).width, scenes, tasks)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
-            features: list[Tensor] = []
-            problems = gather(root, extractor, features.append).problems
-            found = torch.cat(features)
-            distance = fid.compare(GaussianStats(extractor.dim).update(found), reference, extractor, problems)
+            found, read = features.table(root, extractor)
+            distance = fid.compare(GaussianStats(extractor.dim).update(found), reference, extractor, read.problems)
             line |= scores(report.summary) | {"right": report.summary["correct_images"], "quality_n": len(prompts)}
             line |= {"fd": distance.value, "fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
             line["fd_ratio"] = distance.value / record["rows"][0]["fd"]  # the first is plain decoding

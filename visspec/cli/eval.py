@@ -153,9 +153,8 @@ def run(arguments: MetricOptions) -> int:
         if hasattr(arguments, name):
             check_images(name, getattr(arguments, name), least)
     found = METRICS[arguments.what][1](arguments)
-    first = {"metric": found["name"], "value": found.get("value"), "n": found.get("n")}
-    first |= {"n_reference": found["n_reference"]} if "n_reference" in found else {}
-    row = first | {k: v for k, v in found.items() if k not in (*first, "name")}
+    row = {"metric": found.pop("name"), "value": found.pop("value"), "n": found.pop("n")}
+    row |= {"n_reference": found.pop("n_reference")} | found if "n_reference" in found else found
     view = Table("", "", show_header=False)
     for name, value in row.items():
         if name not in ("problems", "extractor", "fingerprint"):

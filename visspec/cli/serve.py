@@ -1,7 +1,6 @@
 """`visspec serve`: a model behind OpenAI's HTTP interface, on this machine unless told otherwise."""
 
 import ctypes
-import importlib
 import os
 import signal
 import sys
@@ -39,11 +38,10 @@ class Options(ModelOptions):
 
 def run(arguments: Options) -> int:
     """Serve until SIGTERM or Ctrl-C; what runs is finished then."""
+    from visspec.api.sources import need
+
     for package in ("fastapi", "uvicorn"):
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            raise ValueError(f"serve: {package} is not installed, expected it (pip install 'visspec[serve]')") from None
+        need(package, "serve", "serve")
     from visspec.api.server import LOCAL, Server
 
     with suppress(OSError, AttributeError):  # else each thread keeps the memory of the pictures that it decoded
