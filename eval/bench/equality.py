@@ -173,11 +173,8 @@ class Tiers:
         measured = {"prompts": self.forced, "positions": gap.positions, "nodes_per_pass": sorted(self.nodes)}
         measured |= {"max": gap.largest, "mean": gap.total / max(gap.count, 1), "margin_shift": gap.shift}
         measured |= {"in_eps": steps, "suspect": suspect, "argmax_differs": len(gap.flips), "flips": gap.flips}
-        record: dict[str, Any] = {
-            "tier": "teacher-forced" if self.low else "token-exact",
-            "against": "plain",
-            "enumerated_law": LAW,
-        }
+        tier = "teacher-forced" if self.low else "token-exact"
+        record: dict[str, Any] = {"tier": tier, "against": "plain", "enumerated_law": LAW}
         record |= {"dtype": str(self.dtype).removeprefix("torch."), "first_divergences": self.divergences}
         record |= {"identical": self.identical, "compared": self.compared, "gap": measured if self.forced else None}
         return record | {"benign": benign if self.greedy or differ == 0 else None}

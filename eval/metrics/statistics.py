@@ -83,9 +83,8 @@ class GaussianStats:
         n, d = int(state["n"]), len(mean)
         fits = mean.ndim == 1 and scatter.shape == (d, d) and (rows is None or rows.shape == (n, d))
         if not fits or {mean.dtype, scatter.dtype} != {torch.float64}:
-            raise ValueError(
-                f"statistics have shapes {tuple(mean.shape)}, {tuple(scatter.shape)} or a dtype not float64"
-            )
+            shapes = f"{tuple(mean.shape)}, {tuple(scatter.shape)}"
+            raise ValueError(f"statistics have shapes {shapes} or a dtype not float64")
         out = cls(d)
         out.n, out.mean, out.scatter, out.rows = n, mean.clone(), scatter.clone(), rows
         return out

@@ -8,9 +8,9 @@ versions are Java programs, and nltk's METEOR downloads WordNet. To compute them
 file with the authors' evaluation.
 """
 
-import itertools
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 
 _NUMBERS = "none zero one two three four five six seven eight nine ten".split()
 _DIGITS = {"none": "0"} | {word: str(i) for i, word in enumerate(_NUMBERS[1:])}
@@ -55,9 +55,8 @@ def letter(text: str, choices: Sequence[str]) -> str | None:
         if found and not (i == 0 and re.match(r"A\s+[a-z]", text.strip())):
             return found[1]
     said = f" {normalise_answer(text)} "
-    named = [
-        c for c, choice in zip(letters, choices) if normalise_answer(choice) and f" {normalise_answer(choice)} " in said
-    ]
+    short = zip(letters, map(normalise_answer, choices))
+    named = [c for c, choice in short if choice and f" {choice} " in said]
     return named[0] if len(named) == 1 else None
 
 
@@ -71,9 +70,7 @@ def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]], order:
     _same_length(predictions, references)
     import sacrebleu
 
-    columns = list(
-        itertools.zip_longest(*(map(_tokenise, group) for group in references))
-    )  # None where a text has fewer
+    columns = list(zip_longest(*(map(_tokenise, group) for group in references)))  # None where a text has fewer
     scorer = sacrebleu.BLEU(smooth_method="none", tokenize="none", max_ngram_order=order, force=True)
     return scorer.corpus_score([_tokenise(text) for text in predictions], columns).score / 100
 

@@ -45,9 +45,8 @@ def lines(name: str, found: dict[str, Any], target: str | None) -> list[str]:
     if vocabulary:
         said.append(f"vocabulary: {vocabulary} ids, {f'{few} of them drafted' if few else 'by the head of the target'}")
     tensors = found["tensors"]
-    said.append(
-        f"tensors: {tensors['count']}" if tensors else "tensors: no weights there, judged by the configuration alone"
-    )
+    count = tensors["count"] if tensors else "no weights there, judged by the configuration alone"
+    said.append(f"tensors: {count}")
     for key in ("missing", "unexpected"):
         if tensors and tensors[key]:
             said.append(f"  {key}: {', '.join(tensors[key])}")

@@ -97,9 +97,8 @@ def candidates(drafters: Sequence[str], model: PreTrainedModel, trees: Path | No
     for spec in drafters:
         found.append(spec)
         if grows(spec, model):
-            found += [f"{spec}{',' if ':' in spec else ':'}width={width}" for width in WIDTHS]
-            if trees is not None:
-                found.append(f"{spec}{',' if ':' in spec else ':'}tree={trees}")
+            shapes = [f"width={width}" for width in WIDTHS] + ([] if trees is None else [f"tree={trees}"])
+            found += [f"{spec}{',' if ':' in spec else ':'}{shape}" for shape in shapes]
     return found
 
 
@@ -158,10 +157,8 @@ def tune(
     paying += [row for row in asked if row["levels"] == 0]
     choice = max(paying, key=lambda row: row["measured_images_per_second"])
     drafting = [row["predicted_speedup"] for row in rows if row["levels"]]
-    record: dict[str, Any] = {
-        "bench": "tune",
-        "choice": {name: choice[name] for name in (*tuned_preset.KEPT, "batch_size")},
-    }
+    kept = {name: choice[name] for name in (*tuned_preset.KEPT, "batch_size")}
+    record: dict[str, Any] = {"bench": "tune", "choice": kept}
     record |= {"pays": choice["levels"] > 0, "best_predicted": max(drafting, default=1.0)}
     record["guarantee"] = rules[choice["drafter"]].traits.guarantee
     record |= {f"{how}_{what}": choice[f"{how}_{what}"] for how, what in product(HOW, ("speedup", "ci95"))}
