@@ -43,9 +43,9 @@ def ratio_of(mine, theirs):
     return geometric_mean(ratios), list(bootstrap(ratios))
 
 
-def _median_time(call, clock, repeats=9):
+def _median_time(call, clock):
     armed, _ = clock.arm(call)
-    return median(clock.seconds([clock.start(armed, index) for index in range(repeats)]))
+    return median(clock.seconds([clock.start(armed, index) for index in range(9)]))
 
 
 def copy_bandwidth(device, clock):
@@ -81,13 +81,13 @@ class _Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_dispatches(case, delta=0.1):
+def count_dispatches(case):
     """(ATen calls, host synchronisations) of one relaxed verification on the CPU path, counted inside the operator.
 
     It uses numpy views there, which are not counted; on a GPU the operator is one launch.
     """
     tensors = (case["tokens"], case["parent"], case["p"], None, case["uniforms"][0], case["draw"][0], None)
-    rule = (case["neighbours"].cpu(), delta, None, len(LEVELS), max(LEVELS))
+    rule = (case["neighbours"].cpu(), 0.1, None, len(LEVELS), max(LEVELS))
     arguments = [*(None if t is None else t.cpu() for t in tensors), *rule]
     accept.accept_tree_host(*arguments)
     with _Count() as count:

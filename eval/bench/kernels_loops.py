@@ -158,12 +158,12 @@ def paths_of(parent):
     return torch.tensor(sorted(chain for n, chain in enumerate(chains) if n not in parent))
 
 
-def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, draws=64):
+def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, draws=64):
     """A 59-node tree of likely tokens under flat distributions (top-1 about 7 %, top-1000 kept), and `draws` uniforms.
 
     `logits` (N, V) give the distributions p (1, N, V). The table of neighbours is int32, as in the rules.
     """
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     parent, last = [-1], [0]
     for count in nodes_per_level:
         first = len(parent)
@@ -182,9 +182,9 @@ def verification_case(device, nodes_per_level=LEVELS, V=16384, K=1000, seed=0, d
     return {k: v.to(device) for k, v in case.items()}
 
 
-def sample_siblings(tokens_BN, parent, p_NV, seed=1):
+def sample_siblings(tokens_BN, parent, p_NV):
     """Siblings sampled without replacement from distributions near p: (tokens (1, N), q (1, N, V))."""
-    g, distributions, tokens_BN = torch.Generator().manual_seed(seed), {}, tokens_BN.clone()
+    g, distributions, tokens_BN = torch.Generator().manual_seed(1), {}, tokens_BN.clone()
     q_BNV = torch.zeros(1, *p_NV.shape)
     for n in range(1, len(parent)):
         above = parent[n]
@@ -197,7 +197,7 @@ def sample_siblings(tokens_BN, parent, p_NV, seed=1):
     return tokens_BN, q_BNV
 
 
-def rule_and_loop(rule: Lantern, levels, samples, device="cpu", V=16384, features=8, draws=ROUNDS):
+def rule_and_loop(rule: Lantern, levels, samples, device="cpu", V=16384, features=8):
     """(a call of the rule, a call of the published loop), both with the index of the uniforms; one row.
 
     The rule: softmax of the distributions, neighbours, verdict, next token, drift and displacement; the loop without
@@ -215,7 +215,7 @@ def rule_and_loop(rule: Lantern, levels, samples, device="cpu", V=16384, feature
     scores = Scores(distribution)
     q = None if q_BNV is None else Categorical(p=q_BNV.to(device))
     draft = Draft(tokens_BN.to(device), tree, q)
-    noise = [rule.make_noise([torch.Generator(device).manual_seed(i)], V) for i in range(draws)]
+    noise = [rule.make_noise([torch.Generator(device).manual_seed(i)], V) for i in range(ROUNDS)]
     tossed = [n.accept_uniforms(tree) for n in noise]
     table = codebook.neighbours(codes_KE.to(device), rule.k + 1, V).cpu().numpy().astype("uint16")  # as published
     q_NV, paths = None if q is None else q.p[0], case["paths"].to(device)
@@ -223,10 +223,10 @@ def rule_and_loop(rule: Lantern, levels, samples, device="cpu", V=16384, feature
     limit = {rule.bound: rule.value}
 
     def ours(i):
-        return rule(draft, scores, noise[i % draws])
+        return rule(draft, scores, noise[i % ROUNDS])
 
     def theirs(i):
-        coins_BN, draw_B = tossed[i % draws]
+        coins_BN, draw_B = tossed[i % ROUNDS]
         uniforms, draw = coins_BN[0].tolist(), draw_B[0]
         return published_loop(draft.value[0], paths, laws_PDV, q_NV, table, rule.k, uniforms, draw, **limit)
 

@@ -149,17 +149,16 @@ def _settings(processor: object) -> str:
 class TimmFeatures:
     """Pooled features of a timm model such as `vit_large_patch14_dinov2.lvd142m`, resized and normalised for it."""
 
-    def __init__(self, model: torch.nn.Module, name: str | None = None):
+    def __init__(self, model: torch.nn.Module, name: str):
         from timm.data import resolve_model_data_config
 
-        self.model = model.eval()
+        self.model, self.name = model.eval(), name
         self.config = resolve_model_data_config(model)
         # A model created with another img_size still has the pretrained size in its configuration.
         fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if fixed:
             self.config["input_size"] = (3, *fixed)
         self.dim: int = model.num_features  # type: ignore[assignment]  # timm sets it on every model
-        self.name = name or getattr(model, "default_cfg", {}).get("architecture", type(model).__name__)
         keys = ("input_size", "interpolation", "mean", "std")
         described = ", ".join(f"{key}={self.config[key]}" for key in keys)
         self.preprocessing = f"torch interpolate with antialias to input_size, centre crop none; {described}"

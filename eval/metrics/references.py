@@ -43,11 +43,11 @@ class Reference:
             )
 
 
-def from_features(features: torch.Tensor, extractor: FeatureExtractor, content: str = "") -> Reference:
+def from_features(features: torch.Tensor, extractor: FeatureExtractor) -> Reference:
     """A reference from a feature table (n, d), n at least 4."""
     halves = _Halves(extractor)
     halves.add(features)
-    return halves.reference(content, ())
+    return halves.reference("", ())
 
 
 class _Halves:

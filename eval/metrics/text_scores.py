@@ -65,13 +65,13 @@ def yes_no(text: str) -> str | None:
     return next((w for w in words(text) if w in ("yes", "no")), None)
 
 
-def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]], order: int = 4) -> float:
+def bleu(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     """Corpus BLEU (Papineni et al. 2002), 0..1, closest reference length, no smoothing."""
     _same_length(predictions, references)
     import sacrebleu
 
     columns = list(zip_longest(*(map(_tokenise, group) for group in references)))  # None where a text has fewer
-    scorer = sacrebleu.BLEU(smooth_method="none", tokenize="none", max_ngram_order=order, force=True)
+    scorer = sacrebleu.BLEU(smooth_method="none", tokenize="none", max_ngram_order=4, force=True)
     return scorer.corpus_score([_tokenise(text) for text in predictions], columns).score / 100
 
 
@@ -84,7 +84,7 @@ def rouge_l(prediction: str, references: Sequence[str]) -> float:
     return float(Rouge().calc_score([text], truths)) if text and truths else 0.0
 
 
-def cider_d(predictions: Sequence[str], references: Sequence[Sequence[str]], sigma: float = 6.0) -> list[float]:
+def cider_d(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[float]:
     """CIDEr-D of every prediction (Vedantam et al. 2015): clipped TF-IDF cosine over 1- to 4-grams, times 10.
 
     Document frequencies are computed from these references, so the score of a caption depends on the whole set.
@@ -96,7 +96,7 @@ def cider_d(predictions: Sequence[str], references: Sequence[Sequence[str]], sig
     if not any(text for group in truths.values() for text in group):
         return [0.0] * len(truths)
     given = {i: [_tokenise(text)] for i, text in enumerate(predictions)}
-    return Cider(sigma=sigma).compute_score(truths, given)[1].tolist()
+    return Cider().compute_score(truths, given)[1].tolist()
 
 
 def _tokenise(text: str) -> str:

@@ -53,22 +53,22 @@ def data_uri(image: Image.Image, lossless: bool = False) -> str:
     return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-def thumbnail(image: Image.Image, side: int = SIDE) -> str:
+def thumbnail(image: Image.Image) -> str:
     small = image.copy()
-    small.thumbnail((side, side), Image.Resampling.LANCZOS)
+    small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     return data_uri(small)
 
 
-def small_png(image: Image.Image, side: int = SMALL) -> str:
+def small_png(image: Image.Image) -> str:
     """A thumbnail for a result file: a PNG in base64."""
     small = image.convert("RGB")
-    small.thumbnail((side, side), Image.Resampling.LANCZOS)
+    small.thumbnail((SMALL, SMALL), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
     small.save(buffer, "PNG", optimize=True)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
-def difference(image: Image.Image, baseline: Image.Image, side: int = SIDE) -> tuple[str, float] | None:
+def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] | None:
     """(map as a data URI, share of pixels that differ); None if the sizes differ.
 
     The map is the largest channel difference, black where equal; any difference is at least dark grey.
@@ -77,7 +77,7 @@ def difference(image: Image.Image, baseline: Image.Image, side: int = SIDE) -> t
         return None
     apart = np.abs(np.asarray(image, np.int16) - np.asarray(baseline, np.int16)).max(axis=-1)
     lifted = np.where(apart > 0, 40 + apart * (215 / 255), 0).astype(np.uint8)
-    largest = blocks(lifted, side).max(axis=(1, 3))  # a mean would hide a single pixel
+    largest = blocks(lifted, SIDE).max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
 
 

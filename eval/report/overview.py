@@ -136,11 +136,11 @@ def bars(entries: Sequence[tuple[int, str, str, float, Interval, int]]) -> Marku
     return figures.svg(bottom + 30, parts, "Speed-up by method")
 
 
-def whisker(x1: float, y1: float, x2: float, y2: float, colour: str = INK) -> list[Markup]:
+def whisker(x1: float, y1: float, x2: float, y2: float) -> list[Markup]:
     across = y1 == y2
     dx, dy = (0, 3) if across else (3, 0)
-    ends = [figures.line(x - dx, y - dy, x + dx, y + dy, colour) for x, y in ((x1, y1), (x2, y2))]
-    return [figures.line(x1, y1, x2, y2, colour, 1.2), *ends]
+    ends = [figures.line(x - dx, y - dy, x + dx, y + dy, INK) for x, y in ((x1, y1), (x2, y2))]
+    return [figures.line(x1, y1, x2, y2, INK, 1.2), *ends]
 
 
 def frontier(
