@@ -17,7 +17,7 @@ from rich.table import Table
 
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.cli.arguments import CaptioningOptions, Part, Positive, load
+from visspec.cli.arguments import CaptioningOptions, Fraction, Positive, load
 from visspec.cli.bench import BenchOptions, Cell, groups_of, measured_on, table, trim_rows
 from visspec.eval.bench.paired import ratio, time_arms
 from visspec.io import included
@@ -30,7 +30,7 @@ SHARE = 0.25  # of prompts that ask for a description; the others ask for a word
 class Options(BenchOptions, CaptioningOptions):
     images: Positive = option("how many held-out scenes", 512)
     slots: Positive = option("of the stream, and rows of fixed batches", 8)
-    share: Part = option("of prompts that ask for a description, 0 to 1", SHARE)
+    share: Fraction = option("of prompts that ask for a description, 0 to 1", SHARE)
     passes: Positive = option("over all prompts, of every arm", 3)
     skip_alone: bool = option("do not compare rows with what they are alone", False)
 
