@@ -6,7 +6,7 @@ Nothing is downloaded. Files must have the published format. A sample with a mis
 
 import ast
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -40,7 +40,11 @@ def read_json(path: str | Path) -> Any:
 
 
 def reader(
-    name: str, max_new_tokens: int, score: tasks.Score, **more: Any
+    name: str,
+    max_new_tokens: int,
+    score: tasks.Score,
+    suffix: str = "",
+    aggregate: Callable[[Sequence[Sample], Sequence[str]], dict[str, float]] | None = None,
 ) -> Callable[[Callable[Paths, Iterable[Sample]]], Callable[Paths, Task]]:
     """Makes a function that yields samples one that returns their task; the first of its arguments is the file that is
     named in errors. Raises ValueError for a missing field; samples without an image file are left out.
@@ -60,7 +64,7 @@ def reader(
             if not there:
                 first = f"; the first problem: {problems[0]}" if found else ""
                 raise ValueError(f"{paths[0]} has no sample whose image exists{first}")
-            return Task(name, there, max_new_tokens, score, problems=problems, **more)
+            return Task(name, there, max_new_tokens, score, aggregate, suffix, problems)
 
         return read
 
