@@ -23,7 +23,7 @@ from visspec.kernels.common import (
     jit,
     launchable,
     next_power_of_2,
-    on_device,
+    operator,
     require,
     tl,
     triton,
@@ -56,7 +56,15 @@ def reference(
     return out.to(q.dtype)
 
 
-def tree_attention_torch(q, k, v, length, ancestors, start, scaling):
+def tree_attention_torch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    length: torch.Tensor,
+    ancestors: torch.Tensor,
+    start: torch.Tensor | None,
+    scaling: float | None,
+) -> torch.Tensor:
     """The CPU path: the heads of a group are rows of one matrix, so torch's attention reads each key head once."""
     B, H, N, F = q.shape
     G, S = k.shape[1:3]
@@ -198,25 +206,12 @@ def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=Non
     return out.to(q.dtype)
 
 
-@torch.library.custom_op("visspec::tree_attention", mutates_args=())
-def _tree_attention_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    length: torch.Tensor,
-    ancestors: torch.Tensor,
-    start: torch.Tensor | None,
-    scaling: float | None,
-) -> torch.Tensor:
-    return tree_attention_torch(q, k, v, length, ancestors, start, scaling)
-
-
-_tree_attention_op.register_kernel("cuda")(on_device(tree_attention_triton))
-
-
-@_tree_attention_op.register_fake
-def _tree_attention_fake(q, k, v, length, ancestors, start, scaling):
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+_tree_attention_op = operator(
+    "tree_attention",
+    tree_attention_torch,
+    tree_attention_triton,
+    lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format),
+)
 
 
 def tree_attention(

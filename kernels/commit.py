@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, on_device, require, tl
+from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, operator, require, tl
 
 
 def reference(
@@ -26,7 +26,7 @@ def reference(
     return out
 
 
-def commit_kv_torch(kv, length, path, count):
+def commit_kv_torch(kv: Sequence[torch.Tensor], length: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
     """The CPU path: gather the accepted slots, then write them; columns past the count repeat column 0."""
     B, D = path.shape
     first = length.clamp_max(kv[0].shape[2] - 1).unsqueeze(1)
@@ -87,17 +87,7 @@ def commit_kv_triton(kv, length, path, count):
     )  # fmt: skip
 
 
-@torch.library.custom_op("visspec::commit_kv", mutates_args=("kv",))
-def _commit_kv_op(kv: Sequence[torch.Tensor], length: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
-    commit_kv_torch(kv, length, path, count)
-
-
-_commit_kv_op.register_kernel("cuda")(on_device(commit_kv_triton))
-
-
-@_commit_kv_op.register_fake
-def _commit_kv_fake(kv, length, path, count):
-    return None
+_commit_kv_op = operator("commit_kv", commit_kv_torch, commit_kv_triton, lambda *_: None, mutates=("kv",))
 
 
 def _layout(t: torch.Tensor) -> tuple:

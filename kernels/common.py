@@ -58,6 +58,16 @@ def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     return guarded
 
 
+def operator(
+    name: str, on_host: Callable, on_cuda: Callable, fake: Callable, mutates: tuple[str, ...] = ()
+) -> torch.library.CustomOpDef:
+    """The operator visspec::`name`, with the schema that the annotations of `on_host` give."""
+    op = torch.library.custom_op(f"visspec::{name}", on_host, mutates_args=mutates)
+    op.register_kernel("cuda", on_device(on_cuda))
+    op.register_fake(fake)
+    return op
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 

@@ -24,7 +24,7 @@ from visspec.kernels.common import (
     jit,
     launchable,
     next_power_of_2,
-    on_device,
+    operator,
     require,
     sortable,
     tl,
@@ -65,7 +65,16 @@ def _reach(max_distance):
     return as_float32(max_distance**2)
 
 
-def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_distance):
+def grouped_mass_torch(
+    p: torch.Tensor,
+    q: torch.Tensor | None,
+    token: torch.Tensor,
+    clusters: torch.Tensor | None,
+    group: int,
+    max_gap: float | None,
+    embedding: torch.Tensor | None,
+    max_distance: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The CPU path; returns (p_mass, q_mass), each (R,) fp32."""
     check_ids("token", token, p.shape[1])
     if clusters is not None:
@@ -193,26 +202,12 @@ def grouped_mass_triton(p, q, token, clusters, group, max_gap, embedding, max_di
     return masses[0], torch.ones_like(masses[1]) if q is None else masses[1]
 
 
-@torch.library.custom_op("visspec::grouped_mass", mutates_args=())
-def _grouped_mass_op(
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    token: torch.Tensor,
-    clusters: torch.Tensor | None,
-    group: int,
-    max_gap: float | None,
-    embedding: torch.Tensor | None,
-    max_distance: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_distance)
-
-
-_grouped_mass_op.register_kernel("cuda")(on_device(grouped_mass_triton))
-
-
-@_grouped_mass_op.register_fake
-def _grouped_mass_fake(p, q, token, clusters, group, max_gap, embedding, max_distance):
-    return tuple(p.new_empty(token.shape[0], dtype=torch.float32) for _ in range(2))
+_grouped_mass_op = operator(
+    "grouped_mass",
+    grouped_mass_torch,
+    grouped_mass_triton,
+    lambda p, q, token, *_: tuple(p.new_empty(token.shape[0], dtype=torch.float32) for _ in range(2)),
+)
 
 
 def grouped_mass(

@@ -18,7 +18,7 @@ from visspec.kernels.common import (
     jit,
     launchable,
     next_power_of_2,
-    on_device,
+    operator,
     require,
     tl,
 )
@@ -39,7 +39,9 @@ def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torc
     return tuple(map(torch.tensor, (tokens, totals, best)))
 
 
-def draft_topk_host(score, logp, width):
+def draft_topk_host(
+    score: torch.Tensor, logp: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The CPU path: select the few candidates of each row that can be among its best, then sort them."""
     (B, W, V), keep = logp.shape, min(width, logp.shape[2])
     total = (logp.float() + score.float().unsqueeze(2)).contiguous().view(B * W, V).numpy()
@@ -131,22 +133,14 @@ def draft_topk_triton(score, logp, width):
     return token, total, best
 
 
-@torch.library.custom_op("visspec::draft_topk", mutates_args=())
-def _draft_topk_op(
-    score: torch.Tensor, logp: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return draft_topk_host(score, logp, width)
-
-
-_draft_topk_op.register_kernel("cuda")(on_device(draft_topk_triton))
-
-
-@_draft_topk_op.register_fake
 def _draft_topk_fake(score, logp, width):
     B, W, V = logp.shape
     children = W * min(width, V)
     ids = score.new_empty((B, children), dtype=torch.int64)
     return ids, torch.empty_like(ids, dtype=torch.float32), ids.new_empty((B, min(width, children)))
+
+
+_draft_topk_op = operator("draft_topk", draft_topk_host, draft_topk_triton, _draft_topk_fake)
 
 
 def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -164,7 +158,7 @@ def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[tor
     return _draft_topk_op(score, logp, int(width))
 
 
-def ancestors_host(parent, levels):
+def ancestors_host(parent: torch.Tensor, levels: int) -> torch.Tensor:
     """The CPU path: all nodes move up one level at a time; the extra column, cut off, is above the roots."""
     B, N = parent.shape
     above, mask = np.full((B, N + 1), -1), np.zeros((B, N, N + 1), dtype=bool)
@@ -203,17 +197,12 @@ def ancestors_triton(parent, levels):
     return mask
 
 
-@torch.library.custom_op("visspec::ancestors", mutates_args=())
-def _ancestors_op(parent: torch.Tensor, levels: int) -> torch.Tensor:
-    return ancestors_host(parent, levels)
-
-
-_ancestors_op.register_kernel("cuda")(on_device(ancestors_triton))
-
-
-@_ancestors_op.register_fake
-def _ancestors_fake(parent, levels):
-    return parent.new_empty((*parent.shape, parent.shape[1]), dtype=torch.bool)
+_ancestors_op = operator(
+    "ancestors",
+    ancestors_host,
+    ancestors_triton,
+    lambda parent, levels: parent.new_empty((*parent.shape, parent.shape[1]), dtype=torch.bool),
+)
 
 
 def ancestors(parent: torch.Tensor, levels: int | None = None) -> torch.Tensor:

@@ -24,8 +24,8 @@ from visspec.kernels.common import (
     jit,
     launchable,
     next_power_of_2,
-    on_device,
     ones,
+    operator,
     require,
     tl,
 )
@@ -67,7 +67,14 @@ def reference_prefix(law: list[float], near: list[int], bound: float) -> tuple[f
     return mass, len(near)
 
 
-def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
+def neighbour_mass_torch(
+    p: torch.Tensor,
+    token: torch.Tensor,
+    neighbours: torch.Tensor,
+    delta: float | None,
+    lam: float | None,
+    row: torch.Tensor | None,
+) -> torch.Tensor:
     """The CPU path: gather every neighbour, running sum, largest prefix within the bound."""
     R, V = token.shape[0], p.shape[1]
     check_ids("token", token, V)
@@ -173,24 +180,12 @@ def neighbour_mass_triton(p, token, neighbours, delta, lam, row):
     return out
 
 
-@torch.library.custom_op("visspec::neighbour_mass", mutates_args=())
-def _neighbour_mass_op(
-    p: torch.Tensor,
-    token: torch.Tensor,
-    neighbours: torch.Tensor,
-    delta: float | None,
-    lam: float | None,
-    row: torch.Tensor | None,
-) -> torch.Tensor:
-    return neighbour_mass_torch(p, token, neighbours, delta, lam, row)
-
-
-_neighbour_mass_op.register_kernel("cuda")(on_device(neighbour_mass_triton))
-
-
-@_neighbour_mass_op.register_fake
-def _neighbour_mass_fake(p, token, neighbours, delta, lam, row):
-    return p.new_empty(token.shape[0], dtype=torch.float32)
+_neighbour_mass_op = operator(
+    "neighbour_mass",
+    neighbour_mass_torch,
+    neighbour_mass_triton,
+    lambda p, token, *_: p.new_empty(token.shape[0], dtype=torch.float32),
+)
 
 
 def neighbour_mass(

@@ -24,7 +24,7 @@ from visspec.kernels.common import (
     jit,
     launchable,
     next_power_of_2,
-    on_device,
+    operator,
     require,
     tl,
 )
@@ -70,7 +70,15 @@ def _mix(c, u, guidance):
     return mixed.nan_to_num_(float("-inf"), float("inf"), float("-inf"))
 
 
-def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, scores):
+def guided_warp_torch(
+    logits: torch.Tensor,
+    uncond: torch.Tensor | None,
+    guidance: float,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    scores: bool,
+) -> torch.Tensor:
     """The CPU path: the same steps for all rows at once."""
     z = logits.contiguous().float()
     if uncond is not None:
@@ -263,25 +271,12 @@ def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scor
     return out
 
 
-@torch.library.custom_op("visspec::guided_warp", mutates_args=())
-def _guided_warp_op(
-    logits: torch.Tensor,
-    uncond: torch.Tensor | None,
-    guidance: float,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    scores: bool,
-) -> torch.Tensor:
-    return guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, scores)
-
-
-_guided_warp_op.register_kernel("cuda")(on_device(guided_warp_triton))
-
-
-@_guided_warp_op.register_fake
-def _guided_warp_fake(logits, uncond, guidance, temperature, top_k, top_p, scores):
-    return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
+_guided_warp_op = operator(
+    "guided_warp",
+    guided_warp_torch,
+    guided_warp_triton,
+    lambda logits, *_: torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format),
+)
 
 
 def guided_warp(
