@@ -44,6 +44,7 @@ class ContinuousImages(CausalVectorFamily, ChatPromptFamily):
         self.decoder, self.size = model.decoder, model.config.token
         plan = schedule(model.config.denoising_steps if denoising_steps is None else denoising_steps)
         self.chains = HeadDistributions(model.head, replace(plan, predicts="velocity"))
+        self.steps = self.chains.steps.to(model.device)
         if model.config.autoencoder is None:
             self.no_pixels = "the model has no autoencoder"
 

@@ -87,6 +87,7 @@ class MARImages(VectorFamily):
         self.model = self.decoder = model
         self.processor, self.autoencoder, self.scale, self.together = processor, autoencoder, scale, together
         self.chains = HeadDistributions(model.head, plan or schedule(STEPS, learned=model.head.learned))
+        self.steps = self.chains.steps
         self.default_guidance = GUIDANCE.get(model.config.width, 1.0)
         self.side = math.isqrt(model.config.tokens)
         if self.side**2 != model.config.tokens:
@@ -102,13 +103,10 @@ class MARImages(VectorFamily):
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
-        side = self.side * self.factor
-        if (height or side, width or side) != (side, side):
-            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, those of the positions")
-        return ImageLayout.plain(self.side, self.side)
+        return ImageLayout.only(self.side, self.side * self.factor, height, width, "those of the positions")
 
     def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> Any:
-        classes = class_numbers(texts, self.model.config.classes, "prompt")
+        classes = class_numbers(texts, self.model.config.classes, "prompt", self.labels)
         return ClassPrompt(classes.to(self.model.device))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visspec.models.image_codes.target import EncodedPrompt, ImageLayout
+from visspec.models.image_codes.target import EncodedPrompt, ImageLayout, grid_of
 from visspec.models.nextstep.flow import flow_schedule
 from visspec.models.nextstep.network import NextStep
 from visspec.models.vectors.diffusion_head import Schedule
@@ -37,7 +37,7 @@ class NextStepImages(CausalVectorFamily):
     ):
         self.model, self.decoder, self.processor, self.autoencoder = model, model.model, processor, autoencoder
         self.chains = HeadDistributions(model.head, plan or flow_schedule(STEPS))
-        self.size, self.patch = model.config.size, model.config.patch
+        self.steps, self.size, self.patch = self.chains.steps, model.config.size, model.config.patch
         self.factor = 8 * self.patch
         if autoencoder is None:
             self.no_pixels = "no autoencoder was given (visspec.models.nextstep.layout.load_nextstep_vae)"
@@ -48,10 +48,7 @@ class NextStepImages(CausalVectorFamily):
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
-        height, width = height or SIDE, width or SIDE
-        if height < 1 or width < 1 or height % self.factor or width % self.factor:
-            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {self.factor}")
-        return ImageLayout.plain(height // self.factor, width // self.factor)
+        return ImageLayout.plain(*grid_of(height or SIDE, width or SIDE, self.factor))
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None

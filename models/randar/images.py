@@ -24,8 +24,7 @@ class PromptedRandARImages(RandARImages):
     ):
         super().__init__(model.net, processor, JanusCodec(model.vqmodel))
         self.image_model = model
-        found = getattr(settings or model.generation_config, "guidance_scale", None)
-        self.default_guidance = 1.0 if found is None else float(found)
+        self.default_guidance = model.guidance(settings)
 
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
         batch = self.require_processor()(text=texts, generation_mode="image", padding=True, return_tensors="pt")

@@ -28,12 +28,9 @@ class VectorFamily(Family):
     draws = "vectors"
     default_drafter, default_rule = "none", "coupled"
     chains: HeadDistributions
+    steps: DenoisingSteps
     autoencoder: Any = None  # an `AutoencoderKL`
     patch = 1
-
-    @property
-    def steps(self) -> DenoisingSteps:
-        return self.chains.steps
 
     def check_sampling(self, sampling: Sampling) -> None:
         for name, value, usual in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
