@@ -15,11 +15,8 @@ from torch.nn import functional as F
 
 from visspec.cache import to_device
 from visspec.models.scales.blocks import GivenT, NextScale
-from visspec.models.scales.bsq import BitQuantizer
 from visspec.models.scales.cache import ScaleCache
-from visspec.models.scales.multiscale import Quantizer
-
-ScaleQuantizer = Quantizer | BitQuantizer
+from visspec.models.scales.multiscale import ScaleQuantizer
 
 
 class DistanceGroup(NamedTuple):
