@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_fields
-from visspec.models.layers import rotate
-from visspec.models.scales.blocks import EPSILON, VARMLP, Attend, ModulatedNorm, NextScale, VARAttention, norm
+from visspec.models.layers import GeluMLP, rotate
+from visspec.models.scales.blocks import EPSILON, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
 
 BASE = 10000.0  # of rotations
@@ -184,7 +184,7 @@ class InfinityBlock(nn.Module):
         self.sa = VARAttention(width, config.heads)
         self.ca = InfinityCrossAttention(width, config.heads)
         self.ca_norm = nn.LayerNorm(width, eps=EPSILON)
-        self.ffn = VARMLP(width, config.hidden or 4 * width)
+        self.ffn = GeluMLP(width, config.hidden or 4 * width, width, approximate="tanh")
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / math.sqrt(width))
 
     def forward(self, x_RQC: Tensor, shared: Tensor, given: TextConditions, attend) -> Tensor:

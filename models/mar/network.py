@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_fields
+from visspec.models.layers import GeluMLP
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead, begin_linear
 
 UNCONDITIONAL = -1  # class number of rows without a class
@@ -59,16 +60,6 @@ class MARAttention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 
 
-class MARMLP(nn.Module):
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
 class MARBlock(nn.Module):
     """A block of a vision transformer. mask: (B, 1, 1, S) bool, false at padding, or None."""
 
@@ -77,7 +68,7 @@ class MARBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=EPSILON)
         self.attn = MARAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=EPSILON)
-        self.mlp = MARMLP(width, hidden)
+        self.mlp = GeluMLP(width, hidden, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.attn(self.norm1(x), mask)

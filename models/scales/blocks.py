@@ -39,16 +39,6 @@ class VARAttention(nn.Module):
         return self.proj(attend(q, F.normalize(k, dim=-1), v).transpose(1, 2).flatten(2))
 
 
-class VARMLP(nn.Module):
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 class ModulatedNorm(nn.Module):
     """The modulated norm before the head."""
 
