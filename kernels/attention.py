@@ -15,6 +15,7 @@ fold heads under `sdpa` (`models/attention/folding.py`), with such a mask. It ha
 """
 
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -32,14 +33,14 @@ from visspec.kernels.growth import ancestors as relation
 
 
 def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    length: torch.Tensor,
-    ancestors: torch.Tensor,
-    start: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Tensor,
+    ancestors: Tensor,
+    start: Tensor | None = None,
     scaling: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition, one row, head and node at a time, in fp32 (fp64 for fp64 inputs)."""
     B, H, N, F = q.shape
     kind = torch.promote_types(q.dtype, torch.float32)
@@ -57,14 +58,8 @@ def reference(
 
 
 def tree_attention_torch(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    length: torch.Tensor,
-    ancestors: torch.Tensor,
-    start: torch.Tensor | None,
-    scaling: float | None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, length: Tensor, ancestors: Tensor, start: Tensor | None, scaling: float | None
+) -> Tensor:
     """The CPU path: the heads of a group are rows of one matrix, so torch's attention reads each key head once."""
     B, H, N, F = q.shape
     G, S = k.shape[1:3]
@@ -215,15 +210,15 @@ _tree_attention_op = operator(
 
 
 def tree_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    length: torch.Tensor,
-    parent: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Tensor,
+    parent: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    start: Tensor | None = None,
     scaling: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of the tree's nodes: (B, H, N, F) in q's dtype.
 
     q (B, H, N, F); k and v (B, G, S, F), G dividing H, with the tree in slots length .. length + N; length (B,) int;

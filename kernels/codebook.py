@@ -9,11 +9,12 @@ features, k neighbours; arithmetic in fp32.
 """
 
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, operator, require, tl
 
 
-def reference(codebook: torch.Tensor, k: int, normalise: bool = False) -> torch.Tensor:
+def reference(codebook: Tensor, k: int, normalise: bool = False) -> Tensor:
     """The definition, in fp64 from differences: (V, k) int64."""
     e = codebook.double()
     if normalise:
@@ -28,7 +29,7 @@ def _unit(codebook, normalise):
     return torch.nn.functional.normalize(e, dim=1) if normalise else e
 
 
-def codebook_neighbours_torch(codebook: torch.Tensor, k: int, normalise: bool, chunk: int) -> torch.Tensor:
+def codebook_neighbours_torch(codebook: Tensor, k: int, normalise: bool, chunk: int) -> Tensor:
     """The CPU path: one matrix product and one selection per chunk of rows."""
     e = _unit(codebook, normalise)
     V = e.shape[0]
@@ -97,7 +98,7 @@ _codebook_neighbours_op = operator(
 )
 
 
-def codebook_neighbours(codebook: torch.Tensor, k: int, normalise: bool = False, chunk: int = 256) -> torch.Tensor:
+def codebook_neighbours(codebook: Tensor, k: int, normalise: bool = False, chunk: int = 256) -> Tensor:
     """(V, k) int64: the k nearest codes of each code, itself excluded, nearest first, equal distances by index.
 
     codebook (V, F) float; 1 <= k < V; chunk rows at a time (8 chunk V bytes of keys). Raises ValueError or TypeError.

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -36,7 +37,7 @@ def jit(fn: Callable) -> Any:
     return fn if triton is None else triton.jit(fn)
 
 
-def launchable(tensor: torch.Tensor) -> None:
+def launchable(tensor: Tensor) -> None:
     """Raises RuntimeError if a Triton kernel cannot run."""
     if triton is None:
         raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
@@ -51,8 +52,8 @@ def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     """
 
     @functools.wraps(launch)
-    def guarded(first: torch.Tensor | Sequence[torch.Tensor], *rest: object) -> Result:
-        with torch.cuda.device_of(first if isinstance(first, torch.Tensor) else first[0]):
+    def guarded(first: Tensor | Sequence[Tensor], *rest: object) -> Result:
+        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
             return launch(first, *rest)
 
     return guarded
@@ -77,7 +78,7 @@ def as_float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def host(tensor: torch.Tensor) -> np.ndarray:
+def host(tensor: Tensor) -> np.ndarray:
     """The tensor as a numpy array, without a copy on a CPU; bf16, which numpy lacks, as its 16 bits."""
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -111,7 +112,7 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Checks type, dtype, shape (None matches any size) and device of one argument."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: found {type(tensor).__name__}, expected a tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
@@ -129,7 +130,7 @@ def check_number(name: str, value: float, low: float = -math.inf, high: float = 
     require(fits, name, value, f"a finite number in [{low}, {high}]")
 
 
-def check_ids(name: str, ids: torch.Tensor, count: int) -> None:
+def check_ids(name: str, ids: Tensor, count: int) -> None:
     """Raises ValueError for ids outside [0, count) on a CPU, where no sync is needed; CUDA kernels mask them."""
     if ids.device.type == "cpu" and not in_range(stored := host(ids), count):
         require(False, name, f"ids from {int(stored.min())} to {int(stored.max())}", f"ids in [0, {count})")
@@ -144,7 +145,7 @@ def _differs(want: int | None, size: int) -> bool:
     return want is not None and want != size
 
 
-def check_laws(name: str, distribution: torch.Tensor, tolerance: float) -> None:
+def check_laws(name: str, distribution: Tensor, tolerance: float) -> None:
     """Debugging check (synchronises): rows are finite, non-negative and sum to one within `tolerance`."""
     total = distribution.double().sum(-1)
     worst = float((total - 1).abs().max()) if total.numel() else 0.0
@@ -158,7 +159,7 @@ def law_tolerance(dtype: torch.dtype) -> float:
     return 1e-4 if dtype in (torch.float32, torch.float64) else 5e-3
 
 
-def sortable(score: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def sortable(score: Tensor, index: Tensor) -> Tensor:
     """int64 keys that order fp32 scores, equal ones by smaller index first; `LOW - (key & LOW)` is the index again."""
     bits = (score + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()

@@ -12,6 +12,7 @@ mass = q(x) p(C)/q(C) - p(x) to `accept_tree`, which clamps it. R rows, V vocabu
 """
 
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -32,15 +33,15 @@ from visspec.kernels.common import (
 
 
 def reference(
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    token: torch.Tensor,
-    clusters: torch.Tensor | None = None,
+    p: Tensor,
+    q: Tensor | None,
+    token: Tensor,
+    clusters: Tensor | None = None,
     group: int = 0,
     max_gap: float | None = None,
-    embedding: torch.Tensor | None = None,
+    embedding: Tensor | None = None,
     max_distance: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition: (R, 2) fp64, the mass of the group under p and under q (1 for a point mass)."""
     masses = []
     for r, x in enumerate(token.tolist()):
@@ -66,15 +67,15 @@ def _reach(max_distance):
 
 
 def grouped_mass_torch(
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    token: torch.Tensor,
-    clusters: torch.Tensor | None,
+    p: Tensor,
+    q: Tensor | None,
+    token: Tensor,
+    clusters: Tensor | None,
     group: int,
     max_gap: float | None,
-    embedding: torch.Tensor | None,
+    embedding: Tensor | None,
     max_distance: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The CPU path; returns (p_mass, q_mass), each (R,) fp32."""
     check_ids("token", token, p.shape[1])
     if clusters is not None:
@@ -211,15 +212,15 @@ _grouped_mass_op = operator(
 
 
 def grouped_mass(
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    token: torch.Tensor,
-    clusters: torch.Tensor | None = None,
+    p: Tensor,
+    q: Tensor | None,
+    token: Tensor,
+    clusters: Tensor | None = None,
     group: int | None = None,
     max_gap: float | None = None,
-    embedding: torch.Tensor | None = None,
+    embedding: Tensor | None = None,
     max_distance: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Masses of the group of each token under p and q: two (R,) fp32 tensors.
 
     p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int. Static groups: clusters (V,) int of

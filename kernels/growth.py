@@ -8,6 +8,7 @@ frontier nodes, K children, V vocabulary, N draft nodes.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -27,7 +28,7 @@ GROUPS = 128  # minimum number of groups per row on a CPU
 MANY = 32  # candidates sorted at once, as a multiple of the number of children
 
 
-def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+def reference(score: Tensor, logp: Tensor, width: int) -> tuple[Tensor, ...]:
     """The definition: (tokens (B, W K), scores (B, W K), which of them are best (B, K))."""
     tokens, totals, best = [], [], []
     for before, distributions in zip(score.float(), logp.float()):
@@ -39,9 +40,7 @@ def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torc
     return tuple(map(torch.tensor, (tokens, totals, best)))
 
 
-def draft_topk_host(
-    score: torch.Tensor, logp: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draft_topk_host(score: Tensor, logp: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The CPU path: select the few candidates of each row that can be among its best, then sort them."""
     (B, W, V), keep = logp.shape, min(width, logp.shape[2])
     total = (logp.float() + score.float().unsqueeze(2)).contiguous().view(B * W, V).numpy()
@@ -143,7 +142,7 @@ def _draft_topk_fake(score, logp, width):
 _draft_topk_op = operator("draft_topk", draft_topk_host, draft_topk_triton, _draft_topk_fake)
 
 
-def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draft_topk(score: Tensor, logp: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The children that a frontier proposes: tokens (B, W K) int64 and scores (B, W K) fp32, grouped by
     node, best first, and best (B, width) int64: indices of the overall best, best first.
 
@@ -158,7 +157,7 @@ def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[tor
     return _draft_topk_op(score, logp, int(width))
 
 
-def ancestors_host(parent: torch.Tensor, levels: int) -> torch.Tensor:
+def ancestors_host(parent: Tensor, levels: int) -> Tensor:
     """The CPU path: all nodes move up one level at a time; the extra column, cut off, is above the roots."""
     B, N = parent.shape
     above, mask = np.full((B, N + 1), -1), np.zeros((B, N, N + 1), dtype=bool)
@@ -205,7 +204,7 @@ _ancestors_op = operator(
 )
 
 
-def ancestors(parent: torch.Tensor, levels: int | None = None) -> torch.Tensor:
+def ancestors(parent: Tensor, levels: int | None = None) -> Tensor:
     """(B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] is true if m is n or an
     ancestor of n.
 

@@ -15,13 +15,14 @@ from the logits in the same sweep that writes the gradient. The target gets no g
 """
 
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, operator, tl
 
 ELEMENTS = 1 << 18  # of a chunk of rows on the CPU
 
 
-def reference(draft: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reference(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The definition; differentiable by autograd."""
     log_q, log_p = draft.log_softmax(1), target.detach().log_softmax(1)
     q, p = log_q.exp(), log_p.exp()
@@ -38,9 +39,7 @@ def _chunks(draft, kind, count):
     return [(slice(i, i + rows), buffers[:, : R - i]) for i in range(0, R, rows)]
 
 
-def draft_losses_torch(
-    draft: torch.Tensor, target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def draft_losses_torch(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """tv, kl, soft_ce, log-sums of both, sum q s: six (R,) tensors."""
     kind = torch.promote_types(draft.dtype, torch.float32)
     out = draft.new_empty(6, draft.shape[0], dtype=kind)
@@ -63,15 +62,15 @@ def draft_losses_torch(
 
 
 def draft_losses_backward_torch(
-    draft: torch.Tensor,
-    target: torch.Tensor,
-    sum_d: torch.Tensor,
-    sum_t: torch.Tensor,
-    slope: torch.Tensor,
-    grad_tv: torch.Tensor,
-    grad_kl: torch.Tensor,
-    grad_ce: torch.Tensor,
-) -> torch.Tensor:
+    draft: Tensor,
+    target: Tensor,
+    sum_d: Tensor,
+    sum_t: Tensor,
+    slope: Tensor,
+    grad_tv: Tensor,
+    grad_kl: Tensor,
+    grad_ce: Tensor,
+) -> Tensor:
     grad = torch.empty_like(draft, memory_format=torch.contiguous_format)
     for rows, (q, p, turn) in _chunks(draft, sum_d.dtype, 3):
         torch.softmax(draft[rows].to(sum_d.dtype), 1, out=q), torch.softmax(target[rows].to(sum_d.dtype), 1, out=p)
@@ -195,9 +194,7 @@ def _backward(ctx, grad_tv, grad_kl, grad_ce, *unused):
 _draft_losses_op.register_autograd(_backward, setup_context=_save)
 
 
-def draft_losses(
-    draft_logits: torch.Tensor, target_logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draft_losses(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """tv, kl and soft_ce of each row, (R,) each, fp32 (fp64 for fp64 logits), differentiable in draft_logits.
 
     Both (R, V), same dtype and device. Raises ValueError or TypeError naming the argument.

@@ -11,6 +11,7 @@ distribution in which the mass of the neighbours is moved to x. R rows, V vocabu
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -35,13 +36,13 @@ FEW = 64  # neighbours read first if the bound is small
 
 
 def reference(
-    p: torch.Tensor,
-    token: torch.Tensor,
-    neighbours: torch.Tensor,
+    p: Tensor,
+    token: Tensor,
+    neighbours: Tensor,
     delta: float | None = None,
     lam: float | None = None,
-    row: torch.Tensor | None = None,
-) -> torch.Tensor:
+    row: Tensor | None = None,
+) -> Tensor:
     """The definition: (R,) fp64."""
     masses = []
     for r, x in enumerate(token.tolist()):
@@ -68,13 +69,8 @@ def reference_prefix(law: list[float], near: list[int], bound: float) -> tuple[f
 
 
 def neighbour_mass_torch(
-    p: torch.Tensor,
-    token: torch.Tensor,
-    neighbours: torch.Tensor,
-    delta: float | None,
-    lam: float | None,
-    row: torch.Tensor | None,
-) -> torch.Tensor:
+    p: Tensor, token: Tensor, neighbours: Tensor, delta: float | None, lam: float | None, row: Tensor | None
+) -> Tensor:
     """The CPU path: gather every neighbour, running sum, largest prefix within the bound."""
     R, V = token.shape[0], p.shape[1]
     check_ids("token", token, V)
@@ -125,7 +121,7 @@ def _weights(law: np.ndarray, near: np.ndarray) -> np.ndarray:
     return np.where(inside, law[np.where(inside, near, 0)], 0.0)
 
 
-def table_on_host(neighbours: torch.Tensor) -> np.ndarray:
+def table_on_host(neighbours: Tensor) -> np.ndarray:
     """The table for `prefix_mass`. int32 is read as uint32, so that a negative id is huge and `take` raises."""
     stored = host(neighbours)
     return stored.view(np.uint32) if stored.dtype == np.int32 else stored
@@ -189,13 +185,13 @@ _neighbour_mass_op = operator(
 
 
 def neighbour_mass(
-    p: torch.Tensor,
-    token: torch.Tensor,
-    neighbours: torch.Tensor,
+    p: Tensor,
+    token: Tensor,
+    neighbours: Tensor,
     delta: float | None = None,
     lam: float | None = None,
-    row: torch.Tensor | None = None,
-) -> torch.Tensor:
+    row: Tensor | None = None,
+) -> Tensor:
     """Mass of the neighbours of each token under its distribution: (R,) fp32.
 
     p (R, V), or (any, V) with row (R,), the index of each token's distribution; token (R,) int; neighbours (V, K) int,

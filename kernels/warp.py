@@ -15,6 +15,7 @@ R rows, V vocabulary; arithmetic in fp32, running sums of fp32 probabilities in 
 """
 
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -34,14 +35,14 @@ BLOCK = 4096  # block size for longer rows
 
 
 def reference(
-    logits: torch.Tensor,
-    uncond: torch.Tensor | None = None,
+    logits: Tensor,
+    uncond: Tensor | None = None,
     guidance: float = 1.0,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     scores: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition, one row at a time."""
     rows = []
     for r, c in enumerate(logits.float()):
@@ -71,14 +72,8 @@ def _mix(c, u, guidance):
 
 
 def guided_warp_torch(
-    logits: torch.Tensor,
-    uncond: torch.Tensor | None,
-    guidance: float,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    scores: bool,
-) -> torch.Tensor:
+    logits: Tensor, uncond: Tensor | None, guidance: float, temperature: float, top_k: int, top_p: float, scores: bool
+) -> Tensor:
     """The CPU path: the same steps for all rows at once."""
     z = logits.contiguous().float()
     if uncond is not None:
@@ -280,14 +275,14 @@ _guided_warp_op = operator(
 
 
 def guided_warp(
-    logits: torch.Tensor,
-    uncond: torch.Tensor | None = None,
+    logits: Tensor,
+    uncond: Tensor | None = None,
     guidance: float = 1.0,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     scores: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """p (R, V) fp32 from logits (R, V) and, with guidance, the unconditional logits (R, V).
 
     scores: return log p up to a constant instead (at temperature 0 the mixed logits). top_k None or 0 and top_p None or

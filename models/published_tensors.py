@@ -101,11 +101,6 @@ def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") ->
     return named
 
 
-def unnamed(named: Named) -> dict[str, Tensor]:
-    """Tensors by their new names, without the published ones."""
-    return {name: tensor for name, (_, tensor) in named.items()}
-
-
 def place(module: nn.Module, named: Named, where: str | Path) -> None:
     """Copy renamed tensors into a module with exactly these tensors, cast to the module's dtype."""
     wanted = module.state_dict()

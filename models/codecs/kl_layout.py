@@ -14,8 +14,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from visspec.models.codecs.vq_layout import place_stock
-from visspec.models.published_tensors import GROUPS, count, multipliers, read_all_tensors, rename, require, unnamed
+from visspec.models.codecs.vq_layout import place_stock, unnamed
+from visspec.models.published_tensors import GROUPS, count, multipliers, read_all_tensors, rename, require
 
 NOT_WEIGHTS = r"loss\."  # the discriminator and perceptual loss of training
 

@@ -14,17 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.models.codecs.vqgan import ImageCodec, VQShape
-from visspec.models.published_tensors import (
-    Named,
-    Rules,
-    count,
-    multipliers,
-    place,
-    read_all_tensors,
-    rename,
-    require,
-    unnamed,
-)
+from visspec.models.published_tensors import Named, Rules, count, multipliers, place, read_all_tensors, rename, require
 
 NOT_WEIGHTS = r"loss\.|quantize\.codebook_used$"  # training losses, and a histogram of used codes
 CODEBOOK = "quantize.embedding.weight"
@@ -104,6 +94,11 @@ def _codec(
         with torch.no_grad():
             model.quantize.embedding.weight.copy_(F.normalize(codebook.float(), dim=-1))
     return ImageCodec(model)
+
+
+def unnamed(named: Named) -> dict[str, Tensor]:
+    """Tensors by their new names, without the published ones."""
+    return {name: tensor for name, (_, tensor) in named.items()}
 
 
 def place_stock(module: nn.Module, taming: Named, levels: int, where: str | Path) -> None:

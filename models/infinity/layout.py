@@ -14,18 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from visspec.models.codecs.vq_layout import place_stock
+from visspec.models.codecs.vq_layout import place_stock, unnamed
 from visspec.models.infinity.network import Infinity, InfinityConfig, schedule
-from visspec.models.published_tensors import (
-    Named,
-    count,
-    multipliers,
-    place,
-    read_all_tensors,
-    rename,
-    require,
-    unnamed,
-)
+from visspec.models.published_tensors import Named, count, multipliers, place, read_all_tensors, rename, require
 from visspec.models.scales.bsq import BSQVAE, BSQShape
 from visspec.models.scales.multiscale import ScaleSizes
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from visspec.io.checkpoint import check_folder, load_strictly, read_json, read_tensors
 from visspec.io.files import write_json
-from visspec.models.codecs.vq_layout import CODEBOOK, place_stock
-from visspec.models.published_tensors import count, multipliers, place, read_all_tensors, rename, require, unnamed
+from visspec.models.codecs.vq_layout import CODEBOOK, place_stock, unnamed
+from visspec.models.published_tensors import count, multipliers, place, read_all_tensors, rename, require
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import VAR, VARConfig
 
