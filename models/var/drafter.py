@@ -70,7 +70,7 @@ class SmallVAR(Drafter):
         depth = min(depth, state.budget - 1)
         if depth < 1:
             return trees.empty_draft(state.pending)
-        value, distributions = self._catch_up(state, memory)
+        node, distributions = self._catch_up(state, memory)
         images, size = len(state.rows), state.pending.shape[1]
         values: list[Tensor] = []
         given: list[Maps] = []
@@ -79,16 +79,13 @@ class SmallVAR(Drafter):
                 groups = memory.reading.read(values[-1][:, None])
                 memory.reading.keep([1] * images)
                 memory.marks.append(memory.reading.mark())
-                distributions = self._law(state, groups, 1)
+                node, distributions = [0] * images, self._law(state, groups, 1)
                 state.calls["draft"] += 1
-            distribution = (
-                Maps(*_latest(distributions, [0] * images)) if level else Maps(*_latest(distributions, value))
-            )
-            codes_BS = distribution.logits[:, 0].argmax(-1) if state.noise is None else None
-            q = None
-            if state.noise is not None:
+            distribution = _latest(distributions, node)
+            if state.noise is None:
+                codes_BS, q = distribution.logits[:, 0].argmax(-1), None
+            else:
                 codes_BS, q = state.noise.draft(distribution, level)
-            assert codes_BS is not None
             codes_BS = codes_BS.masked_fill(~distribution.real[:, 0, : codes_BS.shape[1]], 0)
             values.append(F.pad(codes_BS, (0, size - codes_BS.shape[1])))
             given += [] if q is None else [q]
@@ -139,8 +136,8 @@ class SmallVARState:
     marks: list[ReadingPosition] = field(default_factory=list)  # after each pass of the latest draft
 
 
-def _latest(distribution: Maps, node: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits (B, 1, S, V) and counts (B, 1) of one node of each image."""
+def _latest(distribution: Maps, node: list[int]) -> Maps:
+    """The distributions (B, 1) of one node of each image."""
     index = torch.arange(len(node), device=distribution.count.device)
     at = to_device(node, distribution.count.device)
-    return distribution.logits[index, at][:, None], distribution.count[index, at][:, None]
+    return Maps(distribution.logits[index, at][:, None], distribution.count[index, at][:, None])
