@@ -58,6 +58,18 @@ def over_vocabulary(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
     return logits.new_full((*logits.shape[:-1], vocab), float("-inf")).index_copy_(-1, ids, logits)
 
 
+class Network(nn.Module):
+    """Base class of networks whose parameters are on one device, of one dtype."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+
 class GeluMLP(nn.Module):
     """Two linear layers with a GELU between them, by timm's names."""
 

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from visspec.io.checkpoint import check_fields
 from visspec.models.attention.slot_layers import SlotLayers
-from visspec.models.layers import GeluMLP, rotate
+from visspec.models.layers import GeluMLP, Network, rotate
 
 SIZES = {  # name: (layers, heads, hidden size); the first five are class-conditional in the paper
     "B": (12, 12, 768),
@@ -213,7 +213,7 @@ class CaptionCondition(nn.Module):
         return self.uncond_embedding.to(features_BPF.dtype).expand_as(features_BPF)
 
 
-class LlamaGen(nn.Module):
+class LlamaGen(Network):
     """The transformer. Position ids count from the first prefix position: the code of index t has position P + t.
 
     The hidden state of the last prefix position, or of a code, predicts the next code.
@@ -229,14 +229,6 @@ class LlamaGen(nn.Module):
         self.norm = LlamaRMSNorm(config.hidden_size, config.norm_eps)
         self.output = nn.Linear(config.hidden_size, config.codes, bias=False)
         self._turns: Tensor | None = None  # not a buffer: a change of dtype must not round it
-
-    @property
-    def device(self) -> torch.device:
-        return self.output.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.output.weight.dtype
 
     @property
     def guided(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_fields
-from visspec.models.layers import GeluMLP
+from visspec.models.layers import GeluMLP, Network
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead, begin_linear
 
 UNCONDITIONAL = -1  # class number of rows without a class
@@ -75,7 +75,7 @@ class MARBlock(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class MAR(nn.Module):
+class MAR(Network):
     """Conditions of the diffusion head (`head`) for every token, given those that are known."""
 
     def __init__(self, config: MARConfig):
@@ -113,14 +113,6 @@ class MAR(nn.Module):
         for table in (*tables, self.diffusion_pos_embed_learned, self.class_emb.weight):
             nn.init.normal_(table, std=0.02)
         self.head.begin(published=True)
-
-    @property
-    def device(self) -> torch.device:
-        return self.mask_token.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.mask_token.dtype
 
     @property
     def head(self) -> DiffusionHead:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from visspec.models.layers import Network
+
 GivenT = TypeVar("GivenT", bound=Sized)  # of R rows: numbers of classes, or texts
 EPSILON = 1e-6  # of layer norms
 
@@ -55,7 +57,7 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPSILON)
 
 
-class NextScale(nn.Module, Generic[GivenT]):
+class NextScale(Network, Generic[GivenT]):
     """Base class of networks that predict all codes of a scale at once, given the scales before it and a condition.
 
     A subclass has these, and `forward(x, given, attend, places)`.
@@ -71,11 +73,3 @@ class NextScale(nn.Module, Generic[GivenT]):
     def given(self, condition: GivenT) -> Any:
         """What the blocks are given of a condition of R rows."""
         raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        return self.pos_start.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.pos_start.dtype

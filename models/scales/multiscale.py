@@ -229,6 +229,8 @@ class ScaleVAE(nn.Module):
 class MultiScaleVAE(ScaleVAE):
     """VAR's autoencoder, whose codes are those of a codebook."""
 
+    quantize: Quantizer
+
     def __init__(self, shape: MultiScaleShape):
         super().__init__(shape.size, tuple(shape.channels * m for m in shape.multipliers), shape.blocks, attention=True)
         self.shape, self.factor = shape, 2 ** (len(shape.multipliers) - 1)
