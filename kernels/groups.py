@@ -91,7 +91,8 @@ def grouped_mass_torch(
             member &= (far <= _reach(max_distance)) | (ids == token.unsqueeze(1))
         laws = (p.gather(1, ids), None if q is None else q.gather(1, ids))
     one = torch.ones(token.shape[0], device=p.device)
-    return tuple(one if law is None else (law.double() * member).sum(1).float() for law in laws)
+    in_p, in_q = (one if law is None else (law.double() * member).sum(1).float() for law in laws)
+    return in_p, in_q
 
 
 def _window(p, token, half):

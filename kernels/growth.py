@@ -46,7 +46,7 @@ def draft_topk_host(score: Tensor, logp: Tensor, width: int) -> tuple[Tensor, Te
     total = (logp.float() + score.float().unsqueeze(2)).contiguous().view(B * W, V).numpy()
     token, scores = (found.reshape(B, W * keep) for found in _likeliest(total, keep))
     best = (-scores).argsort(axis=1, kind="stable")[:, :width]
-    return tuple(map(torch.from_numpy, (token, scores, np.ascontiguousarray(best))))
+    return torch.from_numpy(token), torch.from_numpy(scores), torch.from_numpy(np.ascontiguousarray(best))
 
 
 def _likeliest(total, keep):

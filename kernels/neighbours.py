@@ -85,6 +85,7 @@ def neighbour_mass_torch(
     if delta is not None:
         kept = summed <= delta
     else:
+        assert lam is not None
         kept = summed <= torch.take(p, token.unsqueeze(1) + start).double() * (lam - 1.0)
     return summed.mul_(kept).amax(1).float()
 
