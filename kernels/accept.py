@@ -35,7 +35,6 @@ from visspec.kernels.common import (
     host,
     in_range,
     jit,
-    launchable,
     next_power_of_2,
     on_device,
     ones,
@@ -404,7 +403,6 @@ def _accept_tree_kernel(  # noqa: C901
 
 def accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch):
     """Launches one program per row. Returns also the gain of each node of the path, see `displacement`."""
-    launchable(p)
     B, N = tokens.shape
     V, D = p.shape[-1], min(depth + 1, N)
     tokens, parent, p, uniforms, draw = (t.contiguous() for t in (tokens, parent, p, uniforms, draw))

@@ -22,7 +22,6 @@ from visspec.kernels.common import (
     INTS,
     check_tensor,
     jit,
-    launchable,
     next_power_of_2,
     operator,
     require,
@@ -170,7 +169,6 @@ def tiles(dtype, block_f):
 
 def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=None):
     """Two launches: shares of the slots, then the merge. `splits` fills the device by default."""
-    launchable(q)
     B, H, N, F = q.shape
     G = k.shape[1]
     rows = H // G * N

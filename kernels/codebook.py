@@ -11,7 +11,7 @@ features, k neighbours; arithmetic in fp32.
 import torch
 from torch import Tensor
 
-from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, operator, require, tl
+from visspec.kernels.common import FLOATS, check_tensor, jit, next_power_of_2, operator, require, tl
 
 
 def reference(codebook: Tensor, k: int, normalise: bool = False) -> Tensor:
@@ -71,7 +71,6 @@ def _distance_key_kernel(
 
 def codebook_neighbours_triton(codebook, k, normalise, chunk):
     """Keys by one tiled launch per chunk, then torch's selection."""
-    launchable(codebook)
     e = _unit(codebook, normalise).contiguous()
     V, F = e.shape
     squared = e.square().sum(1)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, operator, require, tl
+from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, next_power_of_2, operator, require, tl
 
 
 def reference(kv: Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor) -> list[Tensor]:
@@ -74,7 +74,6 @@ def _addresses(pointers, device):
 
 def commit_kv_triton(kv, length, path, count):
     """One launch for all tensors of one shape: their addresses are passed in a table."""
-    launchable(kv[0])
     B, H, _, F = kv[0].shape
     D = path.shape[1]
     addresses = tuple(t.data_ptr() for t in kv)

@@ -37,23 +37,17 @@ def jit(fn: Callable) -> Any:
     return fn if triton is None else triton.jit(fn)
 
 
-def launchable(tensor: Tensor) -> None:
-    """Raises RuntimeError if a Triton kernel cannot run."""
-    if triton is None:
-        raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
-    if not tensor.is_cuda and not triton.knobs.runtime.interpret:
-        raise RuntimeError(f"device: {tensor.device} without TRITON_INTERPRET=1, expected cuda")
-
-
 def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     """`launch` with the device of its first argument, a tensor or a list of them, as the current one.
 
-    Triton launches on the current device, not on the device of the tensors.
+    Triton launches on the current device, not on the device of the tensors. Raises RuntimeError without Triton.
     """
 
     @functools.wraps(launch)
     def guarded(first: Tensor | Sequence[Tensor], *rest: object) -> Result:
         with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
+            if triton is None:
+                raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
             return launch(first, *rest)
 
     return guarded

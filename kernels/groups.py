@@ -23,7 +23,6 @@ from visspec.kernels.common import (
     check_number,
     check_tensor,
     jit,
-    launchable,
     next_power_of_2,
     operator,
     require,
@@ -185,7 +184,6 @@ def _window_kernel(
 
 
 def grouped_mass_triton(p, q, token, clusters, group, max_gap, embedding, max_distance):
-    launchable(p)
     R, V = p.shape
     p, token = p.contiguous(), token.contiguous()
     second = p if q is None else q.contiguous()

@@ -17,7 +17,6 @@ from visspec.kernels.common import (
     host,
     in_range,
     jit,
-    launchable,
     next_power_of_2,
     operator,
     require,
@@ -119,7 +118,6 @@ def _best_kernel(total, best, M, K, BLOCK_M: tl.constexpr):
 
 def draft_topk_triton(score, logp, width):
     """The scans of the distributions, then the selection among W K numbers."""
-    launchable(logp)
     B, W, V = logp.shape
     keep = min(width, V)
     score, logp = score.contiguous(), logp.contiguous()
@@ -188,7 +186,6 @@ def _ancestors_kernel(parent, mask, N, levels, BLOCK_N: tl.constexpr):
 
 
 def ancestors_triton(parent, levels):
-    launchable(parent)
     B, N = parent.shape
     mask = torch.empty(B, N, N, dtype=torch.bool, device=parent.device)
     block = next_power_of_2(N)

@@ -17,7 +17,7 @@ from the logits in the same sweep that writes the gradient. The target gets no g
 import torch
 from torch import Tensor
 
-from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, operator, tl
+from visspec.kernels.common import FLOATS, check_tensor, jit, next_power_of_2, operator, tl
 
 ELEMENTS = 1 << 18  # of a chunk of rows on the CPU
 
@@ -145,7 +145,6 @@ def _losses_backward_kernel(
 
 
 def draft_losses_triton(draft, target):
-    launchable(draft)
     R, V = draft.shape
     kind = torch.promote_types(draft.dtype, torch.float32)
     outs = tuple(torch.empty(R, dtype=kind, device=draft.device) for _ in range(6))
@@ -156,7 +155,6 @@ def draft_losses_triton(draft, target):
 
 
 def draft_losses_backward_triton(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce):
-    launchable(draft)
     R, V = draft.shape
     block = min(4096, next_power_of_2(V))
     grad = torch.empty(R, V, dtype=draft.dtype, device=draft.device)

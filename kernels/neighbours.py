@@ -23,7 +23,6 @@ from visspec.kernels.common import (
     host,
     in_range,
     jit,
-    launchable,
     next_power_of_2,
     ones,
     operator,
@@ -164,7 +163,6 @@ def _neighbour_mass_kernel(
 
 
 def neighbour_mass_triton(p, token, neighbours, delta, lam, row):
-    launchable(p)
     R, (V, K) = token.shape[0], neighbours.shape
     p, token, neighbours = p.contiguous(), token.contiguous(), neighbours.contiguous()
     out = torch.empty(R, dtype=torch.float32, device=p.device)

@@ -23,7 +23,6 @@ from visspec.kernels.common import (
     check_number,
     check_tensor,
     jit,
-    launchable,
     next_power_of_2,
     operator,
     require,
@@ -252,7 +251,6 @@ def _guided_warp_kernel(  # noqa: C901
 
 
 def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scores):
-    launchable(logits)
     R, V = logits.shape
     logits, uncond = logits.contiguous(), None if uncond is None else uncond.contiguous()
     out = torch.empty(R, V, dtype=torch.float32, device=logits.device)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -77,7 +78,7 @@ class MARImages(VectorFamily):
         self,
         model: MAR,
         processor: Callable[..., Any] | None = None,
-        autoencoder: Any = None,
+        autoencoder: AutoencoderKL | None = None,
         plan: Schedule | None = None,
         scale: str = "linear",
         together: bool = False,

@@ -67,7 +67,6 @@ class NextScale(Network, Generic[GivenT]):
     pos_start: nn.Parameter
     first: Callable[..., Tensor]  # (given)
     embed: Callable[..., Tensor]  # (x, begin)
-    places: Callable[..., Tensor]  # (begin, end)
     logits: Callable[..., Tensor]  # (hidden, given)
 
     def given(self, condition: GivenT) -> Any:

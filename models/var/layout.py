@@ -18,7 +18,7 @@ from torch import Tensor
 from visspec.io.checkpoint import check_folder, load_strictly, read_json, read_tensors
 from visspec.io.files import write_json
 from visspec.models.codecs.vq_layout import CODEBOOK, place_stock, unnamed
-from visspec.models.published_tensors import count, multipliers, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import count, multipliers, one_sentence, place, read_all_tensors, rename, require
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import VAR, VARConfig
 
@@ -102,11 +102,9 @@ def saved_shape(path: str | Path) -> MultiScaleShape | None:
     entries = read_json(root, CONFIG) if (root / CONFIG).is_file() else {}
     if entries.get("kind") != KIND:
         return None
-    shape = dict(entries.get("shape") or {})
-    try:
+    with one_sentence(path):
+        shape = dict(entries.get("shape") or {})
         return MultiScaleShape(**shape | {"multipliers": tuple(shape.get("multipliers", ()))})
-    except TypeError as error:
-        raise ValueError(f"checkpoint: {CONFIG} of {path} has a wrong entry ({error})") from None
 
 
 def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:

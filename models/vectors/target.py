@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
 from torch import Tensor
 
 from visspec.distributions import Denoising, DenoisingSteps
@@ -29,7 +29,7 @@ class VectorFamily(Family):
     default_drafter, default_rule = "none", "coupled"
     chains: HeadDistributions
     steps: DenoisingSteps
-    autoencoder: Any = None  # an `AutoencoderKL`
+    autoencoder: AutoencoderKL | None = None
     patch = 1
 
     def check_sampling(self, sampling: Sampling) -> None:
