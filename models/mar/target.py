@@ -63,7 +63,8 @@ class ClassPrompt:
 
 
 class MARImages(VectorFamily):
-    """Prompts are class numbers ("207"). Tokens are vectors; `MARTarget` draws them in an order of the row's own.
+    """Prompts are numbers of classes ("207") or their names. Tokens are vectors; `MARTarget` draws them in an order of
+    the row's own.
 
     plan: steps of chains; default, 100 of the published schedule, with noise in the last. scale: whether guidance grows
     from nearly 1 by the number of known tokens ("linear", as in the published commands) or not. together: nodes of a

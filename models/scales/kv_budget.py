@@ -217,18 +217,22 @@ class AttentionMeter(ScaleCache):
 
     def __init__(self, scales: ScaleSizes, layers: int, share: float):
         super().__init__(scales, layers)
-        self.share = share
+        self.share, self.scale = share, 0
         self.own, self.picked = torch.zeros(layers, len(scales)), torch.zeros(layers, len(scales))
+
+    def open(self, first: int, count: int) -> None:
+        super().open(first, count)
+        self.scale = first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = super().attend(layer, q, k, v)
         store, (begin, end) = self.stores[layer], self.span
         assert store is not None
-        weight, scale = attention(q, store[0][:, :, :end]), self.scales.levels[begin]
-        self.own[layer, scale] = weight[..., begin:].sum(dim=-1).mean()
+        weight = attention(q, store[0][:, :, :end])
+        self.own[layer, self.scale] = weight[..., begin:].sum(dim=-1).mean()
         if begin:
             top = weight[..., :begin].topk(math.ceil(self.share * begin), dim=-1).values
-            self.picked[layer, scale] = top.sum(dim=-1).mean()
+            self.picked[layer, self.scale] = top.sum(dim=-1).mean()
         return out
 
 

@@ -35,7 +35,7 @@ class VARImageConfig(PreTrainedConfig):
         self.autoencoder = asdict(MultiScaleShape(**small | (autoencoder or {})))
         if len(set(self.labels)) != len(self.labels):
             raise ValueError(f"labels: got {len(set(self.labels))} names of {len(self.labels)}, expected each once")
-        self.shape, self.sizes  # noqa: B018, refuses what is no autoencoder and no network
+        self.sizes  # noqa: B018, refuses what is no network
         super().__init__(**options)
 
     @property
