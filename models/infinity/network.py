@@ -103,11 +103,6 @@ class InfinityConfig:
             found = f"{len(self.scales)} beginning with {self.scales.sizes[0]} positions"
             raise ValueError(f"scales: got {found}, expected at most {self.levels}, beginning with one position")
 
-    @property
-    def each(self) -> int:
-        """Codes of a position: its bits."""
-        return self.code_size
-
 
 @dataclass(frozen=True, eq=False)
 class Texts:

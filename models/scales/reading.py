@@ -141,7 +141,7 @@ class ConditionState:
             assert value is not None
             scale = count + n
             if scale < len(self.scales):
-                codes = value[:, n, : self.scales.sizes[scale] * self.net.config.each]
+                codes = value[:, n, : self.scales.sizes[scale] * self.quantizer.each]
                 features = features + self.quantizer.part(scale, self.scales, codes)
             full[slice(None) if at is None else at] = features
             if scale + 1 < len(self.scales):

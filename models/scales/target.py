@@ -124,7 +124,7 @@ class ScaleImages(Family):
         self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = model.config.scales, model.config.codes
-        self.sizes = tuple(size * model.config.each for size in self.scales.sizes)  # codes of each map
+        self.sizes = tuple(size * codec.quantize.each for size in self.scales.sizes)  # codes of each map
         self.per_scale.check(len(self.scales))
         check_codec(model, codec)
         if (refiner is None) != (handover is None):

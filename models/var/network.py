@@ -30,7 +30,6 @@ class VARConfig:
     """Sizes. shared: one modulation for all blocks, as the models of 512 pixels have."""
 
     ALIKE: ClassVar = ("scales", "codes", "code_size", "classes")  # of models that draw the same maps of one class
-    each: ClassVar = 1  # codes of a position
 
     width: int
     depth: int
