@@ -170,6 +170,11 @@ class ScaleImages(Family):
         own = replace(own, guidance=self.guidance(sampling.guidance, scale))
         return warp(given.contiguous(), own, uncond.contiguous())
 
+    def distributions(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
+        """Of the scales after nodes (B, N), from what a model said of them."""
+        sampling = state.request.sampling
+        return Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: self.warp(sampling, x, k)))
+
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         return self.codec.decode(tokens, self.scales).float() / 2 + 0.5
 
@@ -287,10 +292,7 @@ class ScaleTarget(Target):
         memory["pass"] = max(memory.get("pass", 0), cache.peak)
 
     def _scores(self, state: State, groups: list[DistanceGroup], nodes: int) -> Scores:
-        sampling = state.request.sampling
-        return Scores(
-            Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: self.family.warp(sampling, x, k)))
-        )
+        return Scores(self.family.distributions(state, groups, nodes))
 
 
 def declared_distribution(family: ScaleImages) -> dict[str, Any]:

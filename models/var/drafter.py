@@ -18,7 +18,7 @@ from visspec.cache import to_device
 from visspec.distributions import Maps
 from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.scales.blocks import NextScale
-from visspec.models.scales.reading import ConditionState, DistanceGroup, ReadingPosition, stack_groups
+from visspec.models.scales.reading import ConditionState, ReadingPosition
 from visspec.models.scales.target import ScaleImages, check_alike
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -30,10 +30,10 @@ class SmallVAR(Drafter):
     """
 
     traits = DrafterTraits(levels=2, distribution=Maps)
+    family: ScaleImages  # the target's, once attached
 
     def __init__(self, small: NextScale):
         self.small = small
-        self.family: ScaleImages | None = None
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: VARImageModel | NextScale) -> SmallVAR:
@@ -56,7 +56,6 @@ class SmallVAR(Drafter):
         self.family = target
 
     def start(self, state: State, scores: Scores) -> None:
-        assert self.family is not None
         prompt, live = state.request.inputs, state.rows
         condition = prompt.rows(state.request.sampling.guidance != 1.0)
         reading = ConditionState(self.small, self.family.codec.quantize, condition, len(prompt))
@@ -79,7 +78,7 @@ class SmallVAR(Drafter):
                 groups = memory.reading.read(values[-1][:, None])
                 memory.reading.keep([1] * images)
                 memory.marks.append(memory.reading.mark())
-                node, distributions = [0] * images, self._law(state, groups, 1)
+                node, distributions = [0] * images, self.family.distributions(state, groups, 1)
                 state.calls["draft"] += 1
             distribution = _latest(distributions, node)
             if state.noise is None:
@@ -102,12 +101,7 @@ class SmallVAR(Drafter):
         memory.reading.keep(counts)
         memory.marks, memory.unread = [memory.reading.mark()], [[] for _ in unread]
         state.calls["draft"] += 1
-        return [count - 1 for count in counts], self._law(state, groups, most)
-
-    def _law(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
-        family, sampling = self.family, state.request.sampling
-        assert family is not None
-        return Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: family.warp(sampling, x, k)))
+        return [count - 1 for count in counts], self.family.distributions(state, groups, most)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep what was read of accepted scales; the others, and the next, are to be read."""
