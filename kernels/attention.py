@@ -15,15 +15,15 @@ fold heads under `sdpa` (`models/attention/folding.py`), with such a mask. It ha
 """
 
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
     INTS,
     check_tensor,
     jit,
-    launchable,
     next_power_of_2,
-    on_device,
+    operator,
     require,
     tl,
     triton,
@@ -32,14 +32,14 @@ from visspec.kernels.growth import ancestors as relation
 
 
 def reference(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    length: torch.Tensor,
-    ancestors: torch.Tensor,
-    start: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Tensor,
+    ancestors: Tensor,
+    start: Tensor | None = None,
     scaling: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition, one row, head and node at a time, in fp32 (fp64 for fp64 inputs)."""
     B, H, N, F = q.shape
     kind = torch.promote_types(q.dtype, torch.float32)
@@ -56,7 +56,9 @@ def reference(
     return out.to(q.dtype)
 
 
-def tree_attention_torch(q, k, v, length, ancestors, start, scaling):
+def tree_attention_torch(
+    q: Tensor, k: Tensor, v: Tensor, length: Tensor, ancestors: Tensor, start: Tensor | None, scaling: float | None
+) -> Tensor:
     """The CPU path: the heads of a group are rows of one matrix, so torch's attention reads each key head once."""
     B, H, N, F = q.shape
     G, S = k.shape[1:3]
@@ -167,7 +169,6 @@ def tiles(dtype, block_f):
 
 def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=None):
     """Two launches: shares of the slots, then the merge. `splits` fills the device by default."""
-    launchable(q)
     B, H, N, F = q.shape
     G = k.shape[1]
     rows = H // G * N
@@ -198,37 +199,24 @@ def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=Non
     return out.to(q.dtype)
 
 
-@torch.library.custom_op("visspec::tree_attention", mutates_args=())
-def _tree_attention_op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    length: torch.Tensor,
-    ancestors: torch.Tensor,
-    start: torch.Tensor | None,
-    scaling: float | None,
-) -> torch.Tensor:
-    return tree_attention_torch(q, k, v, length, ancestors, start, scaling)
-
-
-_tree_attention_op.register_kernel("cuda")(on_device(tree_attention_triton))
-
-
-@_tree_attention_op.register_fake
-def _tree_attention_fake(q, k, v, length, ancestors, start, scaling):
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
+_tree_attention_op = operator(
+    "tree_attention",
+    tree_attention_torch,
+    tree_attention_triton,
+    lambda q, *_: torch.empty_like(q, memory_format=torch.contiguous_format),
+)
 
 
 def tree_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    length: torch.Tensor,
-    parent: torch.Tensor | None = None,
-    ancestors: torch.Tensor | None = None,
-    start: torch.Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    length: Tensor,
+    parent: Tensor | None = None,
+    ancestors: Tensor | None = None,
+    start: Tensor | None = None,
     scaling: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention of the tree's nodes: (B, H, N, F) in q's dtype.
 
     q (B, H, N, F); k and v (B, G, S, F), G dividing H, with the tree in slots length .. length + N; length (B,) int;

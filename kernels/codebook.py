@@ -9,11 +9,12 @@ features, k neighbours; arithmetic in fp32.
 """
 
 import torch
+from torch import Tensor
 
-from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, on_device, require, tl
+from visspec.kernels.common import FLOATS, check_tensor, jit, next_power_of_2, operator, require, tl
 
 
-def reference(codebook: torch.Tensor, k: int, normalise: bool = False) -> torch.Tensor:
+def reference(codebook: Tensor, k: int, normalise: bool = False) -> Tensor:
     """The definition, in fp64 from differences: (V, k) int64."""
     e = codebook.double()
     if normalise:
@@ -28,7 +29,7 @@ def _unit(codebook, normalise):
     return torch.nn.functional.normalize(e, dim=1) if normalise else e
 
 
-def codebook_neighbours_torch(codebook, k, normalise, chunk):
+def codebook_neighbours_torch(codebook: Tensor, k: int, normalise: bool, chunk: int) -> Tensor:
     """The CPU path: one matrix product and one selection per chunk of rows."""
     e = _unit(codebook, normalise)
     V = e.shape[0]
@@ -70,7 +71,6 @@ def _distance_key_kernel(
 
 def codebook_neighbours_triton(codebook, k, normalise, chunk):
     """Keys by one tiled launch per chunk, then torch's selection."""
-    launchable(codebook)
     e = _unit(codebook, normalise).contiguous()
     V, F = e.shape
     squared = e.square().sum(1)
@@ -89,20 +89,15 @@ def codebook_neighbours_triton(codebook, k, normalise, chunk):
     return table
 
 
-@torch.library.custom_op("visspec::codebook_neighbours", mutates_args=())
-def _codebook_neighbours_op(codebook: torch.Tensor, k: int, normalise: bool, chunk: int) -> torch.Tensor:
-    return codebook_neighbours_torch(codebook, k, normalise, chunk)
+_codebook_neighbours_op = operator(
+    "codebook_neighbours",
+    codebook_neighbours_torch,
+    codebook_neighbours_triton,
+    lambda codebook, k, *_: codebook.new_empty((codebook.shape[0], k), dtype=torch.int64),
+)
 
 
-_codebook_neighbours_op.register_kernel("cuda")(on_device(codebook_neighbours_triton))
-
-
-@_codebook_neighbours_op.register_fake
-def _codebook_neighbours_fake(codebook, k, normalise, chunk):
-    return codebook.new_empty((codebook.shape[0], k), dtype=torch.int64)
-
-
-def codebook_neighbours(codebook: torch.Tensor, k: int, normalise: bool = False, chunk: int = 256) -> torch.Tensor:
+def codebook_neighbours(codebook: Tensor, k: int, normalise: bool = False, chunk: int = 256) -> Tensor:
     """(V, k) int64: the k nearest codes of each code, itself excluded, nearest first, equal distances by index.
 
     codebook (V, F) float; 1 <= k < V; chunk rows at a time (8 chunk V bytes of keys). Raises ValueError or TypeError.

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
-from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, launchable, next_power_of_2, on_device, require, tl
+from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, next_power_of_2, operator, require, tl
 
 
-def reference(
-    kv: Sequence[torch.Tensor], length: torch.Tensor, path: torch.Tensor, count: torch.Tensor
-) -> list[torch.Tensor]:
+def reference(kv: Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor) -> list[Tensor]:
     """The definition: new tensors, slot by slot."""
     out = [t.clone() for t in kv]
     for old, new in zip(kv, out):
@@ -26,7 +25,7 @@ def reference(
     return out
 
 
-def commit_kv_torch(kv, length, path, count):
+def commit_kv_torch(kv: Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor) -> None:
     """The CPU path: gather the accepted slots, then write them; columns past the count repeat column 0."""
     B, D = path.shape
     first = length.clamp_max(kv[0].shape[2] - 1).unsqueeze(1)
@@ -75,7 +74,6 @@ def _addresses(pointers, device):
 
 def commit_kv_triton(kv, length, path, count):
     """One launch for all tensors of one shape: their addresses are passed in a table."""
-    launchable(kv[0])
     B, H, _, F = kv[0].shape
     D = path.shape[1]
     addresses = tuple(t.data_ptr() for t in kv)
@@ -87,30 +85,14 @@ def commit_kv_triton(kv, length, path, count):
     )  # fmt: skip
 
 
-@torch.library.custom_op("visspec::commit_kv", mutates_args=("kv",))
-def _commit_kv_op(kv: Sequence[torch.Tensor], length: torch.Tensor, path: torch.Tensor, count: torch.Tensor) -> None:
-    commit_kv_torch(kv, length, path, count)
+_commit_kv_op = operator("commit_kv", commit_kv_torch, commit_kv_triton, lambda *_: None, mutates=("kv",))
 
 
-_commit_kv_op.register_kernel("cuda")(on_device(commit_kv_triton))
-
-
-@_commit_kv_op.register_fake
-def _commit_kv_fake(kv, length, path, count):
-    return None
-
-
-def _layout(t: torch.Tensor) -> tuple:
+def _layout(t: Tensor) -> tuple:
     return tuple(t.shape), t.stride(), t.dtype, t.device
 
 
-def commit_kv(
-    kv: torch.Tensor | Sequence[torch.Tensor],
-    length: torch.Tensor,
-    path: torch.Tensor,
-    count: torch.Tensor,
-    check: bool = False,
-) -> None:
+def commit_kv(kv: Tensor | Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor, check: bool = False) -> None:
     """Commits in place: kv is a tensor (B, H, S, F) or a list of them (keys and values of every layer).
 
     length (B,) int: slots in use before the draft; path (B, D) int as `accept_tree` returns it; count (B,) int: nodes
@@ -118,7 +100,7 @@ def commit_kv(
     stride is 1.
     Raises ValueError or TypeError naming the argument; with check=True also for slots outside the cache.
     """
-    kv = [kv] if isinstance(kv, torch.Tensor) else list(kv)
+    kv = [kv] if isinstance(kv, Tensor) else list(kv)
     require(len(kv) > 0, "kv", "no tensor", "at least one")
     check_tensor("kv", kv[0], (None, None, None, None), FLOATS)
     first = _layout(kv[0])

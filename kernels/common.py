@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 try:
     import triton
@@ -36,26 +37,30 @@ def jit(fn: Callable) -> Any:
     return fn if triton is None else triton.jit(fn)
 
 
-def launchable(tensor: torch.Tensor) -> None:
-    """Raises RuntimeError if a Triton kernel cannot run."""
-    if triton is None:
-        raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
-    if not tensor.is_cuda and not triton.knobs.runtime.interpret:
-        raise RuntimeError(f"device: {tensor.device} without TRITON_INTERPRET=1, expected cuda")
-
-
 def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     """`launch` with the device of its first argument, a tensor or a list of them, as the current one.
 
-    Triton launches on the current device, not on the device of the tensors.
+    Triton launches on the current device, not on the device of the tensors. Raises RuntimeError without Triton.
     """
 
     @functools.wraps(launch)
-    def guarded(first: torch.Tensor | Sequence[torch.Tensor], *rest: object) -> Result:
-        with torch.cuda.device_of(first if isinstance(first, torch.Tensor) else first[0]):
+    def guarded(first: Tensor | Sequence[Tensor], *rest: object) -> Result:
+        with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
+            if triton is None:
+                raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
             return launch(first, *rest)
 
     return guarded
+
+
+def operator(
+    name: str, on_host: Callable, on_cuda: Callable, fake: Callable, mutates: tuple[str, ...] = ()
+) -> torch.library.CustomOpDef:
+    """The operator visspec::`name`, with the schema that the annotations of `on_host` give."""
+    op = torch.library.custom_op(f"visspec::{name}", on_host, mutates_args=mutates)
+    op.register_kernel("cuda", on_device(on_cuda))
+    op.register_fake(fake)
+    return op
 
 
 def next_power_of_2(n: int) -> int:
@@ -67,7 +72,7 @@ def as_float32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
-def host(tensor: torch.Tensor) -> np.ndarray:
+def host(tensor: Tensor) -> np.ndarray:
     """The tensor as a numpy array, without a copy on a CPU; bf16, which numpy lacks, as its 16 bits."""
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -101,7 +106,7 @@ def check_tensor(
     device: torch.device | None = None,
 ) -> None:
     """Checks type, dtype, shape (None matches any size) and device of one argument."""
-    if not isinstance(tensor, torch.Tensor):
+    if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: found {type(tensor).__name__}, expected a tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
@@ -119,7 +124,7 @@ def check_number(name: str, value: float, low: float = -math.inf, high: float = 
     require(fits, name, value, f"a finite number in [{low}, {high}]")
 
 
-def check_ids(name: str, ids: torch.Tensor, count: int) -> None:
+def check_ids(name: str, ids: Tensor, count: int) -> None:
     """Raises ValueError for ids outside [0, count) on a CPU, where no sync is needed; CUDA kernels mask them."""
     if ids.device.type == "cpu" and not in_range(stored := host(ids), count):
         require(False, name, f"ids from {int(stored.min())} to {int(stored.max())}", f"ids in [0, {count})")
@@ -134,8 +139,11 @@ def _differs(want: int | None, size: int) -> bool:
     return want is not None and want != size
 
 
-def check_laws(name: str, distribution: torch.Tensor, tolerance: float) -> None:
-    """Debugging check (synchronises): rows are finite, non-negative and sum to one within `tolerance`."""
+def check_laws(name: str, distribution: Tensor) -> None:
+    """Debugging check (synchronises): rows are finite, non-negative and sum to one within half a percent for 16-bit
+    distributions (eight bits of mantissa), within 1e-4 otherwise.
+    """
+    tolerance = 1e-4 if distribution.dtype in (torch.float32, torch.float64) else 5e-3
     total = distribution.double().sum(-1)
     worst = float((total - 1).abs().max()) if total.numel() else 0.0
     finite = bool(torch.isfinite(distribution).all()) and bool((distribution >= 0).all())
@@ -143,12 +151,7 @@ def check_laws(name: str, distribution: torch.Tensor, tolerance: float) -> None:
     require(worst <= tolerance, name, f"a row that sums to one only within {worst:.3g}", f"within {tolerance:.3g}")
 
 
-def law_tolerance(dtype: torch.dtype) -> float:
-    """Half a percent for 16-bit distributions (eight bits of mantissa), 1e-4 otherwise."""
-    return 1e-4 if dtype in (torch.float32, torch.float64) else 5e-3
-
-
-def sortable(score: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def sortable(score: Tensor, index: Tensor) -> Tensor:
     """int64 keys that order fp32 scores, equal ones by smaller index first; `LOW - (key & LOW)` is the index again."""
     bits = (score + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()

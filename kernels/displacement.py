@@ -11,11 +11,12 @@ computed at once. B rows, N nodes, D path nodes, V vocabulary, K codes, E featur
 
 import numpy as np
 import torch
+from torch import Tensor
 
 NARROW = 32  # up to so many features, distances to all codes are cheaper than selecting codes
 
 
-def coordinates(codes: torch.Tensor) -> torch.Tensor:
+def coordinates(codes: Tensor) -> Tensor:
     """Codes (K, E) -> the table for distances (E + 2, K) float32: codes, squared norms and ones."""
     codes = codes.detach().float()
     table = torch.cat([codes.T, codes.square().sum(1)[None], codes.new_ones(1, len(codes))])
@@ -37,7 +38,7 @@ def mean_distance(x: int, rest: np.ndarray, table: np.ndarray) -> float:
     return float(weight @ far) / left
 
 
-def between(x: torch.Tensor, y: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+def between(x: Tensor, y: Tensor, codes: Tensor) -> Tensor:
     """Distances of codes x and y, ids of one shape, by their vectors (K, E); 0 if one of the ids is grammar."""
     last = len(codes) - 1
     far = (codes[x.clamp(0, last)] - codes[y.clamp(0, last)]).norm(dim=-1)
@@ -45,15 +46,8 @@ def between(x: torch.Tensor, y: torch.Tensor, codes: torch.Tensor) -> torch.Tens
 
 
 def batched_displacement(
-    tokens: torch.Tensor,
-    parent: torch.Tensor,
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    path: torch.Tensor,
-    gain: torch.Tensor,
-    table: torch.Tensor,
-    branch: int,
-) -> torch.Tensor:
+    tokens: Tensor, parent: Tensor, p: Tensor, q: Tensor | None, path: Tensor, gain: Tensor, table: Tensor, branch: int
+) -> Tensor:
     """The displacement on CUDA, (B,): all accepted nodes of all rows at once, without synchronisation.
 
     gain (B, D), of the nodes of path (B, D); branch: maximum number of children; the others as in `accept_tree`.

@@ -12,6 +12,7 @@ mass = q(x) p(C)/q(C) - p(x) to `accept_tree`, which clamps it. R rows, V vocabu
 """
 
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -22,9 +23,8 @@ from visspec.kernels.common import (
     check_number,
     check_tensor,
     jit,
-    launchable,
     next_power_of_2,
-    on_device,
+    operator,
     require,
     sortable,
     tl,
@@ -32,15 +32,15 @@ from visspec.kernels.common import (
 
 
 def reference(
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    token: torch.Tensor,
-    clusters: torch.Tensor | None = None,
+    p: Tensor,
+    q: Tensor | None,
+    token: Tensor,
+    clusters: Tensor | None = None,
     group: int = 0,
     max_gap: float | None = None,
-    embedding: torch.Tensor | None = None,
+    embedding: Tensor | None = None,
     max_distance: float | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition: (R, 2) fp64, the mass of the group under p and under q (1 for a point mass)."""
     masses = []
     for r, x in enumerate(token.tolist()):
@@ -65,7 +65,16 @@ def _reach(max_distance):
     return as_float32(max_distance**2)
 
 
-def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_distance):
+def grouped_mass_torch(
+    p: Tensor,
+    q: Tensor | None,
+    token: Tensor,
+    clusters: Tensor | None,
+    group: int,
+    max_gap: float | None,
+    embedding: Tensor | None,
+    max_distance: float | None,
+) -> tuple[Tensor, Tensor]:
     """The CPU path; returns (p_mass, q_mass), each (R,) fp32."""
     check_ids("token", token, p.shape[1])
     if clusters is not None:
@@ -81,7 +90,8 @@ def grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_dis
             member &= (far <= _reach(max_distance)) | (ids == token.unsqueeze(1))
         laws = (p.gather(1, ids), None if q is None else q.gather(1, ids))
     one = torch.ones(token.shape[0], device=p.device)
-    return tuple(one if law is None else (law.double() * member).sum(1).float() for law in laws)
+    in_p, in_q = (one if law is None else (law.double() * member).sum(1).float() for law in laws)
+    return in_p, in_q
 
 
 def _window(p, token, half):
@@ -174,7 +184,6 @@ def _window_kernel(
 
 
 def grouped_mass_triton(p, q, token, clusters, group, max_gap, embedding, max_distance):
-    launchable(p)
     R, V = p.shape
     p, token = p.contiguous(), token.contiguous()
     second = p if q is None else q.contiguous()
@@ -193,38 +202,24 @@ def grouped_mass_triton(p, q, token, clusters, group, max_gap, embedding, max_di
     return masses[0], torch.ones_like(masses[1]) if q is None else masses[1]
 
 
-@torch.library.custom_op("visspec::grouped_mass", mutates_args=())
-def _grouped_mass_op(
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    token: torch.Tensor,
-    clusters: torch.Tensor | None,
-    group: int,
-    max_gap: float | None,
-    embedding: torch.Tensor | None,
-    max_distance: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return grouped_mass_torch(p, q, token, clusters, group, max_gap, embedding, max_distance)
-
-
-_grouped_mass_op.register_kernel("cuda")(on_device(grouped_mass_triton))
-
-
-@_grouped_mass_op.register_fake
-def _grouped_mass_fake(p, q, token, clusters, group, max_gap, embedding, max_distance):
-    return tuple(p.new_empty(token.shape[0], dtype=torch.float32) for _ in range(2))
+_grouped_mass_op = operator(
+    "grouped_mass",
+    grouped_mass_torch,
+    grouped_mass_triton,
+    lambda p, q, token, *_: tuple(p.new_empty(token.shape[0], dtype=torch.float32) for _ in range(2)),
+)
 
 
 def grouped_mass(
-    p: torch.Tensor,
-    q: torch.Tensor | None,
-    token: torch.Tensor,
-    clusters: torch.Tensor | None = None,
+    p: Tensor,
+    q: Tensor | None,
+    token: Tensor,
+    clusters: Tensor | None = None,
     group: int | None = None,
     max_gap: float | None = None,
-    embedding: torch.Tensor | None = None,
+    embedding: Tensor | None = None,
     max_distance: float | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Masses of the group of each token under p and q: two (R,) fp32 tensors.
 
     p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int. Static groups: clusters (V,) int of

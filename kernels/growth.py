@@ -8,6 +8,7 @@ frontier nodes, K children, V vocabulary, N draft nodes.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -16,9 +17,8 @@ from visspec.kernels.common import (
     host,
     in_range,
     jit,
-    launchable,
     next_power_of_2,
-    on_device,
+    operator,
     require,
     tl,
 )
@@ -27,7 +27,7 @@ GROUPS = 128  # minimum number of groups per row on a CPU
 MANY = 32  # candidates sorted at once, as a multiple of the number of children
 
 
-def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+def reference(score: Tensor, logp: Tensor, width: int) -> tuple[Tensor, ...]:
     """The definition: (tokens (B, W K), scores (B, W K), which of them are best (B, K))."""
     tokens, totals, best = [], [], []
     for before, distributions in zip(score.float(), logp.float()):
@@ -39,13 +39,13 @@ def reference(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torc
     return tuple(map(torch.tensor, (tokens, totals, best)))
 
 
-def draft_topk_host(score, logp, width):
+def draft_topk_host(score: Tensor, logp: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The CPU path: select the few candidates of each row that can be among its best, then sort them."""
     (B, W, V), keep = logp.shape, min(width, logp.shape[2])
     total = (logp.float() + score.float().unsqueeze(2)).contiguous().view(B * W, V).numpy()
     token, scores = (found.reshape(B, W * keep) for found in _likeliest(total, keep))
     best = (-scores).argsort(axis=1, kind="stable")[:, :width]
-    return tuple(map(torch.from_numpy, (token, scores, np.ascontiguousarray(best))))
+    return torch.from_numpy(token), torch.from_numpy(scores), torch.from_numpy(np.ascontiguousarray(best))
 
 
 def _likeliest(total, keep):
@@ -118,7 +118,6 @@ def _best_kernel(total, best, M, K, BLOCK_M: tl.constexpr):
 
 def draft_topk_triton(score, logp, width):
     """The scans of the distributions, then the selection among W K numbers."""
-    launchable(logp)
     B, W, V = logp.shape
     keep = min(width, V)
     score, logp = score.contiguous(), logp.contiguous()
@@ -131,17 +130,6 @@ def draft_topk_triton(score, logp, width):
     return token, total, best
 
 
-@torch.library.custom_op("visspec::draft_topk", mutates_args=())
-def _draft_topk_op(
-    score: torch.Tensor, logp: torch.Tensor, width: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return draft_topk_host(score, logp, width)
-
-
-_draft_topk_op.register_kernel("cuda")(on_device(draft_topk_triton))
-
-
-@_draft_topk_op.register_fake
 def _draft_topk_fake(score, logp, width):
     B, W, V = logp.shape
     children = W * min(width, V)
@@ -149,7 +137,10 @@ def _draft_topk_fake(score, logp, width):
     return ids, torch.empty_like(ids, dtype=torch.float32), ids.new_empty((B, min(width, children)))
 
 
-def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+_draft_topk_op = operator("draft_topk", draft_topk_host, draft_topk_triton, _draft_topk_fake)
+
+
+def draft_topk(score: Tensor, logp: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The children that a frontier proposes: tokens (B, W K) int64 and scores (B, W K) fp32, grouped by
     node, best first, and best (B, width) int64: indices of the overall best, best first.
 
@@ -164,7 +155,7 @@ def draft_topk(score: torch.Tensor, logp: torch.Tensor, width: int) -> tuple[tor
     return _draft_topk_op(score, logp, int(width))
 
 
-def ancestors_host(parent, levels):
+def ancestors_host(parent: Tensor, levels: int) -> Tensor:
     """The CPU path: all nodes move up one level at a time; the extra column, cut off, is above the roots."""
     B, N = parent.shape
     above, mask = np.full((B, N + 1), -1), np.zeros((B, N, N + 1), dtype=bool)
@@ -195,7 +186,6 @@ def _ancestors_kernel(parent, mask, N, levels, BLOCK_N: tl.constexpr):
 
 
 def ancestors_triton(parent, levels):
-    launchable(parent)
     B, N = parent.shape
     mask = torch.empty(B, N, N, dtype=torch.bool, device=parent.device)
     block = next_power_of_2(N)
@@ -203,20 +193,15 @@ def ancestors_triton(parent, levels):
     return mask
 
 
-@torch.library.custom_op("visspec::ancestors", mutates_args=())
-def _ancestors_op(parent: torch.Tensor, levels: int) -> torch.Tensor:
-    return ancestors_host(parent, levels)
+_ancestors_op = operator(
+    "ancestors",
+    ancestors_host,
+    ancestors_triton,
+    lambda parent, levels: parent.new_empty((*parent.shape, parent.shape[1]), dtype=torch.bool),
+)
 
 
-_ancestors_op.register_kernel("cuda")(on_device(ancestors_triton))
-
-
-@_ancestors_op.register_fake
-def _ancestors_fake(parent, levels):
-    return parent.new_empty((*parent.shape, parent.shape[1]), dtype=torch.bool)
-
-
-def ancestors(parent: torch.Tensor, levels: int | None = None) -> torch.Tensor:
+def ancestors(parent: Tensor, levels: int | None = None) -> Tensor:
     """(B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] is true if m is n or an
     ancestor of n.
 

@@ -15,13 +15,14 @@ from the logits in the same sweep that writes the gradient. The target gets no g
 """
 
 import torch
+from torch import Tensor
 
-from visspec.kernels.common import FLOATS, check_tensor, jit, launchable, next_power_of_2, on_device, tl
+from visspec.kernels.common import FLOATS, check_tensor, jit, next_power_of_2, operator, tl
 
 ELEMENTS = 1 << 18  # of a chunk of rows on the CPU
 
 
-def reference(draft: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reference(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The definition; differentiable by autograd."""
     log_q, log_p = draft.log_softmax(1), target.detach().log_softmax(1)
     q, p = log_q.exp(), log_p.exp()
@@ -38,7 +39,7 @@ def _chunks(draft, kind, count):
     return [(slice(i, i + rows), buffers[:, : R - i]) for i in range(0, R, rows)]
 
 
-def draft_losses_torch(draft, target):
+def draft_losses_torch(draft: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """tv, kl, soft_ce, log-sums of both, sum q s: six (R,) tensors."""
     kind = torch.promote_types(draft.dtype, torch.float32)
     out = draft.new_empty(6, draft.shape[0], dtype=kind)
@@ -60,7 +61,16 @@ def draft_losses_torch(draft, target):
     return tuple(column.clone() for column in out)
 
 
-def draft_losses_backward_torch(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce):
+def draft_losses_backward_torch(
+    draft: Tensor,
+    target: Tensor,
+    sum_d: Tensor,
+    sum_t: Tensor,
+    slope: Tensor,
+    grad_tv: Tensor,
+    grad_kl: Tensor,
+    grad_ce: Tensor,
+) -> Tensor:
     grad = torch.empty_like(draft, memory_format=torch.contiguous_format)
     for rows, (q, p, turn) in _chunks(draft, sum_d.dtype, 3):
         torch.softmax(draft[rows].to(sum_d.dtype), 1, out=q), torch.softmax(target[rows].to(sum_d.dtype), 1, out=p)
@@ -135,7 +145,6 @@ def _losses_backward_kernel(
 
 
 def draft_losses_triton(draft, target):
-    launchable(draft)
     R, V = draft.shape
     kind = torch.promote_types(draft.dtype, torch.float32)
     outs = tuple(torch.empty(R, dtype=kind, device=draft.device) for _ in range(6))
@@ -146,7 +155,6 @@ def draft_losses_triton(draft, target):
 
 
 def draft_losses_backward_triton(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce):
-    launchable(draft)
     R, V = draft.shape
     block = min(4096, next_power_of_2(V))
     grad = torch.empty(R, V, dtype=draft.dtype, device=draft.device)
@@ -157,42 +165,18 @@ def draft_losses_backward_triton(draft, target, sum_d, sum_t, slope, grad_tv, gr
     return grad
 
 
-@torch.library.custom_op("visspec::draft_losses", mutates_args=())
-def _draft_losses_op(
-    draft: torch.Tensor, target: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    return draft_losses_torch(draft, target)
-
-
-_draft_losses_op.register_kernel("cuda")(on_device(draft_losses_triton))
-
-
-@_draft_losses_op.register_fake
 def _draft_losses_fake(draft, target):
     kind = torch.promote_types(draft.dtype, torch.float32)
     return tuple(draft.new_empty(draft.shape[0], dtype=kind) for _ in range(6))
 
 
-@torch.library.custom_op("visspec::draft_losses_backward", mutates_args=())
-def _draft_losses_backward_op(
-    draft: torch.Tensor,
-    target: torch.Tensor,
-    sum_d: torch.Tensor,
-    sum_t: torch.Tensor,
-    slope: torch.Tensor,
-    grad_tv: torch.Tensor,
-    grad_kl: torch.Tensor,
-    grad_ce: torch.Tensor,
-) -> torch.Tensor:
-    return draft_losses_backward_torch(draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce)
-
-
-_draft_losses_backward_op.register_kernel("cuda")(on_device(draft_losses_backward_triton))
-
-
-@_draft_losses_backward_op.register_fake
-def _draft_losses_backward_fake(draft, *rest):
-    return torch.empty_like(draft, memory_format=torch.contiguous_format)
+_draft_losses_op = operator("draft_losses", draft_losses_torch, draft_losses_triton, _draft_losses_fake)
+_draft_losses_backward_op = operator(
+    "draft_losses_backward",
+    draft_losses_backward_torch,
+    draft_losses_backward_triton,
+    lambda draft, *_: torch.empty_like(draft, memory_format=torch.contiguous_format),
+)
 
 
 def _save(ctx, inputs, output):
@@ -208,9 +192,7 @@ def _backward(ctx, grad_tv, grad_kl, grad_ce, *unused):
 _draft_losses_op.register_autograd(_backward, setup_context=_save)
 
 
-def draft_losses(
-    draft_logits: torch.Tensor, target_logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def draft_losses(draft_logits: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """tv, kl and soft_ce of each row, (R,) each, fp32 (fp64 for fp64 logits), differentiable in draft_logits.
 
     Both (R, V), same dtype and device. Raises ValueError or TypeError naming the argument.

@@ -11,6 +11,7 @@ distribution in which the mass of the neighbours is moved to x. R rows, V vocabu
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -22,10 +23,9 @@ from visspec.kernels.common import (
     host,
     in_range,
     jit,
-    launchable,
     next_power_of_2,
-    on_device,
     ones,
+    operator,
     require,
     tl,
 )
@@ -35,13 +35,13 @@ FEW = 64  # neighbours read first if the bound is small
 
 
 def reference(
-    p: torch.Tensor,
-    token: torch.Tensor,
-    neighbours: torch.Tensor,
+    p: Tensor,
+    token: Tensor,
+    neighbours: Tensor,
     delta: float | None = None,
     lam: float | None = None,
-    row: torch.Tensor | None = None,
-) -> torch.Tensor:
+    row: Tensor | None = None,
+) -> Tensor:
     """The definition: (R,) fp64."""
     masses = []
     for r, x in enumerate(token.tolist()):
@@ -67,7 +67,9 @@ def reference_prefix(law: list[float], near: list[int], bound: float) -> tuple[f
     return mass, len(near)
 
 
-def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
+def neighbour_mass_torch(
+    p: Tensor, token: Tensor, neighbours: Tensor, delta: float | None, lam: float | None, row: Tensor | None
+) -> Tensor:
     """The CPU path: gather every neighbour, running sum, largest prefix within the bound."""
     R, V = token.shape[0], p.shape[1]
     check_ids("token", token, V)
@@ -82,6 +84,7 @@ def neighbour_mass_torch(p, token, neighbours, delta, lam, row):
     if delta is not None:
         kept = summed <= delta
     else:
+        assert lam is not None
         kept = summed <= torch.take(p, token.unsqueeze(1) + start).double() * (lam - 1.0)
     return summed.mul_(kept).amax(1).float()
 
@@ -118,7 +121,7 @@ def _weights(law: np.ndarray, near: np.ndarray) -> np.ndarray:
     return np.where(inside, law[np.where(inside, near, 0)], 0.0)
 
 
-def table_on_host(neighbours: torch.Tensor) -> np.ndarray:
+def table_on_host(neighbours: Tensor) -> np.ndarray:
     """The table for `prefix_mass`. int32 is read as uint32, so that a negative id is huge and `take` raises."""
     stored = host(neighbours)
     return stored.view(np.uint32) if stored.dtype == np.int32 else stored
@@ -160,7 +163,6 @@ def _neighbour_mass_kernel(
 
 
 def neighbour_mass_triton(p, token, neighbours, delta, lam, row):
-    launchable(p)
     R, (V, K) = token.shape[0], neighbours.shape
     p, token, neighbours = p.contiguous(), token.contiguous(), neighbours.contiguous()
     out = torch.empty(R, dtype=torch.float32, device=p.device)
@@ -173,34 +175,22 @@ def neighbour_mass_triton(p, token, neighbours, delta, lam, row):
     return out
 
 
-@torch.library.custom_op("visspec::neighbour_mass", mutates_args=())
-def _neighbour_mass_op(
-    p: torch.Tensor,
-    token: torch.Tensor,
-    neighbours: torch.Tensor,
-    delta: float | None,
-    lam: float | None,
-    row: torch.Tensor | None,
-) -> torch.Tensor:
-    return neighbour_mass_torch(p, token, neighbours, delta, lam, row)
-
-
-_neighbour_mass_op.register_kernel("cuda")(on_device(neighbour_mass_triton))
-
-
-@_neighbour_mass_op.register_fake
-def _neighbour_mass_fake(p, token, neighbours, delta, lam, row):
-    return p.new_empty(token.shape[0], dtype=torch.float32)
+_neighbour_mass_op = operator(
+    "neighbour_mass",
+    neighbour_mass_torch,
+    neighbour_mass_triton,
+    lambda p, token, *_: p.new_empty(token.shape[0], dtype=torch.float32),
+)
 
 
 def neighbour_mass(
-    p: torch.Tensor,
-    token: torch.Tensor,
-    neighbours: torch.Tensor,
+    p: Tensor,
+    token: Tensor,
+    neighbours: Tensor,
     delta: float | None = None,
     lam: float | None = None,
-    row: torch.Tensor | None = None,
-) -> torch.Tensor:
+    row: Tensor | None = None,
+) -> Tensor:
     """Mass of the neighbours of each token under its distribution: (R,) fp32.
 
     p (R, V), or (any, V) with row (R,), the index of each token's distribution; token (R,) int; neighbours (V, K) int,

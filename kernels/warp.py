@@ -15,6 +15,7 @@ R rows, V vocabulary; arithmetic in fp32, running sums of fp32 probabilities in 
 """
 
 import torch
+from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
@@ -22,9 +23,8 @@ from visspec.kernels.common import (
     check_number,
     check_tensor,
     jit,
-    launchable,
     next_power_of_2,
-    on_device,
+    operator,
     require,
     tl,
 )
@@ -34,14 +34,14 @@ BLOCK = 4096  # block size for longer rows
 
 
 def reference(
-    logits: torch.Tensor,
-    uncond: torch.Tensor | None = None,
+    logits: Tensor,
+    uncond: Tensor | None = None,
     guidance: float = 1.0,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     scores: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """The definition, one row at a time."""
     rows = []
     for r, c in enumerate(logits.float()):
@@ -70,7 +70,9 @@ def _mix(c, u, guidance):
     return mixed.nan_to_num_(float("-inf"), float("inf"), float("-inf"))
 
 
-def guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, scores):
+def guided_warp_torch(
+    logits: Tensor, uncond: Tensor | None, guidance: float, temperature: float, top_k: int, top_p: float, scores: bool
+) -> Tensor:
     """The CPU path: the same steps for all rows at once."""
     z = logits.contiguous().float()
     if uncond is not None:
@@ -249,7 +251,6 @@ def _guided_warp_kernel(  # noqa: C901
 
 
 def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scores):
-    launchable(logits)
     R, V = logits.shape
     logits, uncond = logits.contiguous(), None if uncond is None else uncond.contiguous()
     out = torch.empty(R, V, dtype=torch.float32, device=logits.device)
@@ -263,36 +264,23 @@ def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scor
     return out
 
 
-@torch.library.custom_op("visspec::guided_warp", mutates_args=())
-def _guided_warp_op(
-    logits: torch.Tensor,
-    uncond: torch.Tensor | None,
-    guidance: float,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    scores: bool,
-) -> torch.Tensor:
-    return guided_warp_torch(logits, uncond, guidance, temperature, top_k, top_p, scores)
-
-
-_guided_warp_op.register_kernel("cuda")(on_device(guided_warp_triton))
-
-
-@_guided_warp_op.register_fake
-def _guided_warp_fake(logits, uncond, guidance, temperature, top_k, top_p, scores):
-    return torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format)
+_guided_warp_op = operator(
+    "guided_warp",
+    guided_warp_torch,
+    guided_warp_triton,
+    lambda logits, *_: torch.empty_like(logits, dtype=torch.float32, memory_format=torch.contiguous_format),
+)
 
 
 def guided_warp(
-    logits: torch.Tensor,
-    uncond: torch.Tensor | None = None,
+    logits: Tensor,
+    uncond: Tensor | None = None,
     guidance: float = 1.0,
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
     scores: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """p (R, V) fp32 from logits (R, V) and, with guidance, the unconditional logits (R, V).
 
     scores: return log p up to a constant instead (at temperature 0 the mixed logits). top_k None or 0 and top_p None or

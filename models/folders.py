@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -34,30 +34,33 @@ class OwnImageModel(PreTrainedModel):
         if self.generation_config is not None:
             self.generation_config.save_pretrained(save_directory)
 
+    def guidance(self, settings: GenerationConfig | None) -> float:
+        """The guidance scale of these settings, by default the folder's."""
+        found = getattr(settings or self.generation_config, "guidance_scale", None)
+        return 1.0 if found is None else float(found)
 
-def load_own(
-    kind: type[OwnImageModel], folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False
-) -> Any:
-    """The model of a folder, in eval mode; empty: on `meta`, of which headers alone are read. Raises ValueError in one
-    sentence for another folder, before any weight is read where the headers tell it.
-    """
-    where = check_folder(folder)
-    configuration = kind.config_class
-    assert configuration is not None
-    entries = read_json(where, "config.json")
-    if entries.get("model_type") != configuration.model_type:
-        raise ValueError(
-            f"model_type: got {entries.get('model_type')!r} in {where}, expected {configuration.model_type!r}"
-        )
-    try:
-        with torch.device("meta") if empty else nullcontext():
-            model: Any = kind(configuration.from_dict(entries))
-    except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"model: config.json of {where} describes no model ({first_line(error)})") from None
-    check_shapes(model, read_shapes(where), where)
-    if not empty:
-        load_strictly(model.to(dtype), read_tensors(where), where)
-    if (where / GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))
-    model.name_or_path = model.config._name_or_path = str(folder)
-    return model.eval()
+    @classmethod
+    def read(cls, folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> Self:
+        """The model of a folder, in eval mode; empty: on `meta`, of which headers alone are read. Raises ValueError in
+        one sentence for another folder, before any weight is read where the headers tell it.
+        """
+        where = check_folder(folder)
+        configuration = cls.config_class
+        assert configuration is not None
+        entries = read_json(where, "config.json")
+        if entries.get("model_type") != configuration.model_type:
+            raise ValueError(
+                f"model_type: got {entries.get('model_type')!r} in {where}, expected {configuration.model_type!r}"
+            )
+        try:
+            with torch.device("meta") if empty else nullcontext():
+                model: Any = cls(configuration.from_dict(entries))
+        except Exception as error:  # of whichever library checks the part that is wrong
+            raise ValueError(f"model: config.json of {where} describes no model ({first_line(error)})") from None
+        check_shapes(model, read_shapes(where), where)
+        if not empty:
+            load_strictly(model.to(dtype), read_tensors(where), where)
+        if (where / GENERATION_CONFIG_NAME).is_file():
+            model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))
+        model.name_or_path = model.config._name_or_path = str(folder)
+        return model.eval()

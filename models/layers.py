@@ -9,6 +9,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 TINY = 1e-6
@@ -55,6 +56,31 @@ def over_vocabulary(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
     if ids is None:
         return logits
     return logits.new_full((*logits.shape[:-1], vocab), float("-inf")).index_copy_(-1, ids, logits)
+
+
+class Network(nn.Module):
+    """Base class of networks whose parameters are on one device, of one dtype."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+
+class GeluMLP(nn.Module):
+    """Two linear layers with a GELU between them, by timm's names."""
+
+    def __init__(self, width: int, hidden: int, out: int, bias: bool = True, approximate: str = "none"):
+        super().__init__()
+        self.fc1 = nn.Linear(width, hidden, bias=bias)
+        self.fc2 = nn.Linear(hidden, out, bias=bias)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
 class FeatureRMSNorm(nn.Module):

@@ -21,7 +21,8 @@ from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.target import MARImages
 from visspec.models.nextstep import layout as layouts_nextstep
 from visspec.models.nextstep.flow import flow_schedule, flow_schedule_v11
-from visspec.models.nextstep.target import NextStepAR, NextStepImages
+from visspec.models.nextstep.target import NextStepImages
+from visspec.models.vectors.target import ContinuousAR
 from visspec.types import Draft, Request, Sampling
 
 STEPS = 6
@@ -70,7 +71,7 @@ def asked(images, texts, guidance, layout):
 def test_nextstep_draws_as_its_published_sampler(images, guidance):
     """Token after token, each by the authors' formulas, with the same normal numbers."""
     layout, texts = images.layout(4 * 2, 6 * 2), ["a cat", "tea"]
-    target = NextStepAR(images)
+    target = ContinuousAR(images)
     rule = ruled(target)
     state = decode(target, None, rule, asked(images, texts, guidance, layout), FixedLength(1))
     noise = rule.make_noise(generators(2), 0).numbers(layout.positions)
@@ -104,7 +105,7 @@ def test_nextstep_draws_as_its_published_sampler(images, guidance):
 
 @torch.no_grad()
 def test_nodes_of_nextstep_have_the_laws_of_their_paths(images):
-    layout, target = images.layout(8, 12), NextStepAR(images)
+    layout, target = images.layout(8, 12), ContinuousAR(images)
     draft = torch.randn(2, 4, 16)
     (one, _), (many, _) = (target.prefill(asked(images, ["a cat", "tea"], 2.0, layout)) for _ in range(2))
     for state in (one, many):

@@ -18,7 +18,7 @@ from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
 from visspec.models.mar.target import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed_counts, scales
 from visspec.models.vectors.diffusion_head import schedule
-from visspec.models.vectors.latents import unpatchify
+from visspec.models.vectors.target import unpatchify
 from visspec.types import Draft, Request, Sampling
 
 TOKENS, SIZE, STEPS = 9, 4, 8

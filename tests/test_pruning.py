@@ -75,7 +75,7 @@ def by_hand(family, given, maps_NS, counts):
         x, best = net.first(given), list(range(count))
         if k:
             before = quantizer.shrink(features, k - 1, scales)
-            codes = maps_NS[None, k - 1, : scales.sizes[k - 1] * net.config.each]
+            codes = maps_NS[None, k - 1, : scales.sizes[k - 1] * quantizer.each]
             features = features + quantizer.part(k - 1, scales, codes)
             now = quantizer.shrink(features, k, scales)
             x = net.embed(now, scales.begins[k])

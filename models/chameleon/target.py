@@ -143,19 +143,8 @@ class Chameleon(Family):
         embeds = self.model.get_input_embeddings()(both)
         return EncodedPrompt(both[: len(words)], embeds, seen, positions_from_mask(seen, layout.positions), both)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(self.vocabulary(tokens))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.vocabulary.logits(self.model.lm_head, hidden)
-
     def encode(self, pixels: Tensor) -> Tensor:
         vq = getattr(self.model.model, "vqmodel", None)
         if vq is None:
             return super().encode(pixels)
         return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
-
-    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
-        if self.codec is None:
-            return super().pixels(tokens, layout)
-        return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5

@@ -14,8 +14,8 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 
-from visspec.models.codecs.vq_layout import conv_to_linear, stock_rules
-from visspec.models.published_tensors import GROUPS, count, multipliers, place, read_all_tensors, rename, require
+from visspec.models.codecs.vq_layout import place_stock, unnamed
+from visspec.models.published_tensors import GROUPS, count, multipliers, read_all_tensors, rename, require
 
 NOT_WEIGHTS = r"loss\."  # the discriminator and perceptual loss of training
 
@@ -26,13 +26,13 @@ def load_kl(path: str | Path, scaling: float, shift: float = 0.0, dtype: torch.d
     scaling, shift: a generator's latents are (latents - shift) scaling; the file does not tell. dtype: default, that of
     the file. Raises ValueError in one sentence before any weight is placed.
     """
-    tensors = {n: t for n, (_, t) in rename(read_all_tensors(path), (), NOT_WEIGHTS).items()}
+    named = rename(read_all_tensors(path), (), NOT_WEIGHTS)
+    tensors = unnamed(named)
     config = config_of(tensors, path) | {"scaling_factor": scaling, "shift_factor": shift}
     model = AutoencoderKL(**config).eval()
     # diffusers' `to` warns about modules kept in float32 even if there are none
     nn.Module.to(model, dtype or require(tensors, "encoder.conv_in.weight", 4, path).dtype)
-    named = rename(tensors, stock_rules(len(config["block_out_channels"])))
-    place(model, {name: (origin, conv_to_linear(name, tensor)) for name, (origin, tensor) in named.items()}, path)
+    place_stock(model, named, len(config["block_out_channels"]), path)
     return model
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.models.codecs.vqgan import ImageCodec, VQShape
-from visspec.models.published_tensors import Rules, count, multipliers, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import Named, Rules, count, multipliers, place, read_all_tensors, rename, require
 
 NOT_WEIGHTS = r"loss\.|quantize\.codebook_used$"  # training losses, and a histogram of used codes
 CODEBOOK = "quantize.embedding.weight"
@@ -84,18 +84,29 @@ def _codec(
     tensors: dict[str, Tensor], rules: Rules, normalised: bool, dtype: torch.dtype | None, where: str | Path
 ) -> ImageCodec:
     taming = rename(tensors, rules, NOT_WEIGHTS)
-    shape = shape_of({name: tensor for name, (_, tensor) in taming.items()}, where)
+    shape = shape_of(unnamed(taming), where)
     model = shape.build()
     # diffusers' `to` warns about modules kept in float32 even if there are none
     nn.Module.to(model, dtype or taming[CODEBOOK][1].dtype)
-    published = {name: origin for name, (origin, _) in taming.items()}
-    named = rename({name: tensor for name, (_, tensor) in taming.items()}, stock_rules(len(shape.multipliers)))
-    place(model, {name: (published[old], conv_to_linear(name, tensor)) for name, (old, tensor) in named.items()}, where)
+    place_stock(model, taming, len(shape.multipliers), where)
     if normalised:
         codebook = taming[CODEBOOK][1]
         with torch.no_grad():
             model.quantize.embedding.weight.copy_(F.normalize(codebook.float(), dim=-1))
     return ImageCodec(model)
+
+
+def unnamed(named: Named) -> dict[str, Tensor]:
+    """Tensors by their new names, without the published ones."""
+    return {name: tensor for name, (_, tensor) in named.items()}
+
+
+def place_stock(module: nn.Module, taming: Named, levels: int, where: str | Path) -> None:
+    """Copy tensors with taming's names into a module with diffusers' encoder and decoder of so many levels."""
+    named = rename(unnamed(taming), stock_rules(levels))
+    place(
+        module, {name: (taming[old][0], conv_to_linear(name, tensor)) for name, (old, tensor) in named.items()}, where
+    )
 
 
 def conv_to_linear(name: str, tensor: Tensor) -> Tensor:

@@ -105,7 +105,9 @@ class ContinuousDrafter(Drafter):
             if level:
                 hidden = self._read(memory, values[-1][:, None], hidden if self.feature else None)
                 memory.advance([1] * len(state.rows))
-            distribution = self.family.distributions(hidden, own.request, state.calls, "draft_head", self.skip)
+            distribution = self.family.distributions(
+                hidden, None, own.request.sampling, state.calls, "draft_head", self.skip
+            )
             value, path = noise.draft(distribution, level)
             values.append(value)
             paths.append(path)

@@ -9,7 +9,6 @@ picture, N of them, S steps of the head, d size of a token, C hidden size.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedConfig
 
 from visspec.io.checkpoint import check_whole
 from visspec.models.attention.slot_layers import CACHE
-from visspec.models.folders import OwnImageModel, load_own
+from visspec.models.folders import OwnImageModel
 from visspec.models.vectors.diffusion_head import DiffusionHead, Schedule, schedule
 
 
@@ -143,9 +142,7 @@ class ContinuousImageModel(OwnImageModel):
         return (self.autoencoder.decode(latents / scale).sample / 2 + 0.5).clamp(0, 1)
 
 
-def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> ContinuousImageModel:
-    """The model of a folder; see `load_own`."""
-    return load_own(ContinuousImageModel, folder, dtype, empty)
+load = ContinuousImageModel.read
 
 
 def guide(output: Tensor, guidance: float) -> Tensor:

@@ -10,7 +10,6 @@ token, C hidden size.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -18,25 +17,19 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import GenerationConfig
 
-from visspec.distributions import Denoising
 from visspec.models.continuous.model import ContinuousImageModel, Sampler
 from visspec.models.image_codes.chat_prompt import ChatPromptFamily
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.vectors.diffusion_head import schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
-from visspec.models.vectors.target import ContinuousAR, check_vectors
-from visspec.types import Request, Sampling
+from visspec.models.vectors.target import CausalVectorFamily, ContinuousAR
+from visspec.types import Sampling
 
 
-class ContinuousImages(ChatPromptFamily):
+class ContinuousImages(CausalVectorFamily, ChatPromptFamily):
     """Prompts as Janus has them; tokens are vectors, in raster order. settings: a generation_config in place of the
     model's. denoising_steps: of a vector, in place of the model's; fewer make another distribution, faster.
     """
-
-    draws = "vectors"
-    default_drafter = "none"
-    default_rule = "coupled"
-    codes = 0
 
     def __init__(
         self,
@@ -58,18 +51,8 @@ class ContinuousImages(ChatPromptFamily):
     def embed_prompt(self, ids: Tensor) -> Tensor:
         return self.model.embed_prompt(ids)
 
-    def distributions(
-        self, hidden_RNC: Tensor, request: Request, calls: Counter[str], name: str = "head", skip: float = 0.0
-    ) -> Denoising:
-        """Laws after nodes with these hidden states, of the unconditional rows last under guidance."""
-        sampling = request.sampling
-        copies = 1 if sampling.guidance == 1.0 else 2
-        shape = hidden_RNC.shape[0] // copies, hidden_RNC.shape[1]
-        scale = None if copies == 1 else sampling.guidance
-        return self.chains(hidden_RNC.flatten(0, 1), shape, scale, sampling.temperature, calls, name, skip)
-
-    def check_sampling(self, sampling: Sampling) -> None:
-        check_vectors(sampling)
+    def inputs(self, values: Tensor, index: Tensor, features: Tensor | None = None) -> Tensor:
+        return self.model.embed(values.to(self.model.z_proj.weight.dtype), index, features)
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
         if options.get("cache_implementation", "dynamic") != "dynamic":

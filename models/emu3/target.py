@@ -19,6 +19,7 @@ from visspec.models.image_codes.target import (
     ImageLayout,
     Vocabulary,
     generate_codes,
+    grid_of,
     left_padded,
     positions_from_mask,
 )
@@ -57,10 +58,8 @@ class Emu3(Family):
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         height, width = height or self.side, width or self.side
-        if min(height, width) < self.factor or height % self.factor or width % self.factor:
-            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {self.factor}")
         row_end, *tail = range(self.codes, self.codes + self.grammar)
-        return ImageLayout.lines(height // self.factor, width // self.factor, row_end, tuple(tail))
+        return ImageLayout.lines(*grid_of(height, width, self.factor), row_end, tuple(tail))
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
@@ -112,12 +111,6 @@ class Emu3(Family):
         embeds = self.model.get_input_embeddings()(both)
         # `generate` counts the positions of both branches from their first word
         return EncodedPrompt(both[: len(ids)], embeds, seen, positions_from_mask(seen, layout.positions))
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(self.vocabulary(tokens))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.vocabulary.logits(self.model.lm_head, hidden)
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         decoded = self.model.model.vqmodel.decode(tokens.view(-1, *layout.grid)).float()

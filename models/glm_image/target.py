@@ -118,9 +118,3 @@ class GlmImage(Family):
             for b, (text, seed) in enumerate(zip(texts, seeds, strict=True))
         ]
         return torch.cat(images).float()
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(self.vocabulary(tokens))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        return self.vocabulary.logits(self.model.lm_head, hidden)

@@ -44,10 +44,7 @@ class ChatPromptFamily(Family):
             )
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
-        side = self.pixel_side
-        if (height or side, width or side) != (side, side):
-            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, as it was trained")
-        return ImageLayout.plain(self.side, self.side)
+        return ImageLayout.only(self.side, self.pixel_side, height, width, "as it was trained")
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None

@@ -19,7 +19,7 @@ FAMILIES = {
     "chameleon": "visspec.models.chameleon.target:Chameleon",
     "continuous_image": "visspec.models.continuous.target:ContinuousImages",
     "mar_image": "visspec.models.mar.images:LabelledMARImages",
-    "randar_image": "visspec.models.randar.images:PromptedRandARImages",
+    "randar_image": "visspec.models.randar.target:PromptedRandARImages",
     "var_image": "visspec.models.var.images:LabelledVARImages",
     # not of transformers: known by their classes
     "LlamaGen": "visspec.models.llamagen.target:LlamaGenImages",

@@ -93,6 +93,20 @@ class ImageLayout:
         row = [FREE] * columns + ([] if end is None else [end])
         return cls((rows, columns), torch.tensor(row * rows + list(tail)))
 
+    @classmethod
+    def only(cls, side: int, pixels: int, height: int | None, width: int | None, why: str) -> ImageLayout:
+        """A square of `side` codes along a side. Raises ValueError for another size than its `pixels`."""
+        if (height or pixels, width or pixels) != (pixels, pixels):
+            raise ValueError(f"height, width: got {height} x {width}, expected {pixels} x {pixels}, {why}")
+        return cls.plain(side, side)
+
+
+def grid_of(height: int, width: int, factor: int) -> tuple[int, int]:
+    """Rows and columns of codes of `factor` pixels. Raises ValueError for other sizes than multiples of it."""
+    if min(height, width) < factor or height % factor or width % factor:
+        raise ValueError(f"height, width: got {height} x {width}, expected multiples of {factor}")
+    return height // factor, width // factor
+
 
 @dataclass(frozen=True)
 class EncodedPrompt:
@@ -106,7 +120,7 @@ class EncodedPrompt:
 
 
 class Family:
-    """Base class of model families, with defaults for the common case.
+    """Base class of model families, with defaults for the common case: codes are ids of a text model (`vocabulary`).
 
     Ids of the loop are codes 0..codes-1, then grammar ids, which occur only at fixed positions of a layout.
     """
@@ -120,7 +134,9 @@ class Family:
     processor: Any = None  # texts -> ids; None if prompts are ids
     codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
+    model: Any
     vocabulary: Any = None  # `Vocabulary`, of codes that are ids of a text model
+    codec: Any = None  # a decoder of codes that is none of the model, as `codecs.vqgan.ImageCodec`
     draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
     parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
     labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
@@ -171,15 +187,17 @@ class Family:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(..., N) ids -> (..., N, d)."""
-        raise NotImplementedError
+        return self.model.get_input_embeddings()(self.vocabulary(tokens))
 
     def head(self, hidden: Tensor) -> Tensor:
         """(..., d) -> (..., codes) logits of the codes."""
-        raise NotImplementedError
+        return self.vocabulary.logits(self.model.lm_head, hidden)
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]. Raises ValueError where `no_pixels`."""
-        raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
+        if self.codec is None:
+            raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
+        return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5
 
     def render(self, tokens: Tensor, layout: ImageLayout, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
         """`pixels` of images that were drawn from these texts with these seeds, which some decoders read."""

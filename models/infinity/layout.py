@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from visspec.models.codecs.vq_layout import stock_rules
+from visspec.models.codecs.vq_layout import place_stock, unnamed
 from visspec.models.infinity.network import Infinity, InfinityConfig, schedule
 from visspec.models.published_tensors import Named, count, multipliers, place, read_all_tensors, rename, require
 from visspec.models.scales.bsq import BSQVAE, BSQShape
@@ -37,7 +37,7 @@ def load_infinity(path: str | Path, scales: ScaleSizes | None = None, dtype: tor
     a megapixel. dtype: default, that of the file. Raises ValueError in one sentence before any weight is placed.
     """
     named = _flat(read_all_tensors(path), path)
-    tensors = {name: tensor for name, (_, tensor) in named.items()}
+    tensors = unnamed(named)
     model = Infinity(config_of(tensors, scales or schedule(), path))
     model = model.to(dtype or tensors["word_embed.weight"].dtype).eval()
     place(model, named, path)
@@ -78,11 +78,10 @@ def load_infinity_vae(path: str | Path, patch: int = 1, dtype: torch.dtype | Non
     patch: 2 for the 8B model's (`d56_f8_14_patchify`), which weights do not tell. Raises ValueError in one sentence.
     """
     named = rename(read_all_tensors(path), UNWRAPPED, NOT_VAE_WEIGHTS)
-    tensors = {name: tensor for name, (_, tensor) in named.items()}
+    tensors = unnamed(named)
     shape = shape_of(tensors, patch, path)
     model = BSQVAE(shape).eval().to(dtype or tensors["decoder.conv_in.weight"].dtype)
-    stock = rename(tensors, stock_rules(len(shape.multipliers)))
-    place(model, {new: (named[old][0], tensor) for new, (old, tensor) in stock.items()}, path)
+    place_stock(model, named, len(shape.multipliers), path)
     return model
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_fields
-from visspec.models.layers import rotate
-from visspec.models.scales.blocks import EPSILON, VARMLP, Attend, ModulatedNorm, NextScale, VARAttention, norm
+from visspec.models.layers import GeluMLP, rotate
+from visspec.models.scales.blocks import EPSILON, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
 
 BASE = 10000.0  # of rotations
@@ -103,11 +103,6 @@ class InfinityConfig:
             found = f"{len(self.scales)} beginning with {self.scales.sizes[0]} positions"
             raise ValueError(f"scales: got {found}, expected at most {self.levels}, beginning with one position")
 
-    @property
-    def each(self) -> int:
-        """Codes of a position: its bits."""
-        return self.code_size
-
 
 @dataclass(frozen=True, eq=False)
 class Texts:
@@ -184,7 +179,7 @@ class InfinityBlock(nn.Module):
         self.sa = VARAttention(width, config.heads)
         self.ca = InfinityCrossAttention(width, config.heads)
         self.ca_norm = nn.LayerNorm(width, eps=EPSILON)
-        self.ffn = VARMLP(width, config.hidden or 4 * width)
+        self.ffn = GeluMLP(width, config.hidden or 4 * width, width, approximate="tanh")
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / math.sqrt(width))
 
     def forward(self, x_RQC: Tensor, shared: Tensor, given: TextConditions, attend) -> Tensor:

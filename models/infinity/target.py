@@ -10,7 +10,6 @@ Shapes: B images, R = B or 2 B rows, T text tokens, F features of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +22,7 @@ from visspec.models.image_codes.target import ImageLayout
 from visspec.models.infinity.network import Texts
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.bsq import BSQVAE
-from visspec.models.scales.kv_budget import CacheBudget
-from visspec.models.scales.pruning import TokenPruning
-from visspec.models.scales.target import ScaleImages, ScaleSettings
+from visspec.models.scales.target import ScaleImages
 
 GUIDANCE = 3.0  # of the published commands
 Features = tuple[Tensor, Tensor]  # (B, T, F), which are real (B, T) bool
@@ -114,22 +111,8 @@ class InfinityImages(ScaleImages):
     """
 
     name = "infinity"
-    default_guidance = GUIDANCE
+    default_guidance, default_ramp = GUIDANCE, "constant"
     autoencoder = BSQVAE, "Infinity's autoencoder (visspec.models.infinity.layout.load_infinity_vae)"
-
-    def __init__(
-        self,
-        model: NextScale,
-        processor: Callable[[list[str]], Features] | None = None,
-        codec: BSQVAE | None = None,
-        per_scale: ScaleSettings | None = None,
-        ramp: str = "constant",
-        refiner: NextScale | None = None,
-        handover: int | None = None,
-        budget: CacheBudget | None = None,
-        pruning: TokenPruning | float | Sequence[float] | None = None,
-    ):
-        super().__init__(model, processor, codec, per_scale, ramp, refiner, handover, budget, pruning)
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None

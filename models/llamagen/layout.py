@@ -13,7 +13,7 @@ from torch import Tensor
 from visspec.io.checkpoint import CONFIG, read_json, write_folder
 from visspec.models.llamagen.network import SIZES, LlamaGen, LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
-from visspec.models.published_tensors import count, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import count, one_sentence, place, read_all_tensors, rename, require
 
 KIND = "llamagen"
 IMAGENET = 1000  # classes of the published models
@@ -93,7 +93,5 @@ def _saved_config(path: Path) -> LlamaGenConfig | None:
     data = read_json(path, CONFIG)
     if data.pop("kind", None) != KIND:
         return None
-    try:
+    with one_sentence(path):
         return LlamaGenConfig(**data)
-    except TypeError as error:
-        raise ValueError(f"checkpoint: {CONFIG} of {path} has a wrong entry ({error})") from None

@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from visspec.io.checkpoint import check_fields
 from visspec.models.attention.slot_layers import SlotLayers
-from visspec.models.layers import rotate
+from visspec.models.layers import GeluMLP, Network, rotate
 
 SIZES = {  # name: (layers, heads, hidden size); the first five are class-conditional in the paper
     "B": (12, 12, 768),
@@ -128,18 +129,6 @@ def turns(
     return torch.cat([apply_rope.new_full((prefix, half), 0.0 if apart else 1.0), apply_rope])
 
 
-class LlamaGenRMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale, in float32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
-
-
 class LlamaGenAttention(nn.Module):
     def __init__(self, config: LlamaGenConfig, layer: int):
         super().__init__()
@@ -183,9 +172,9 @@ class FeedForward(nn.Module):
 class LlamaGenLayer(nn.Module):
     def __init__(self, config: LlamaGenConfig, layer: int):
         super().__init__()
-        self.attention_norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
+        self.attention_norm = LlamaRMSNorm(config.hidden_size, config.norm_eps)
         self.attention = LlamaGenAttention(config, layer)
-        self.ffn_norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn_norm = LlamaRMSNorm(config.hidden_size, config.norm_eps)
         self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: SlotLayers | None) -> Tensor:
@@ -207,22 +196,12 @@ class ClassCondition(nn.Module):
         return torch.full_like(classes_B, self.embedding_table.num_embeddings - 1)
 
 
-class CaptionMLP(nn.Module):
-    def __init__(self, config: LlamaGenConfig):
-        super().__init__()
-        self.fc1 = nn.Linear(config.caption_width, config.hidden_size, bias=False)
-        self.fc2 = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 class CaptionCondition(nn.Module):
     """Text features (B, P, F) -> (B, P, d). `uncond_embedding`: learned features for "no caption"."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
-        self.cap_proj = CaptionMLP(config)
+        self.cap_proj = GeluMLP(config.caption_width, config.hidden_size, config.hidden_size, False, "tanh")
         self.uncond_embedding = nn.Parameter(
             torch.randn(config.prefix, config.caption_width) * config.caption_width**-0.5
         )
@@ -234,7 +213,7 @@ class CaptionCondition(nn.Module):
         return self.uncond_embedding.to(features_BPF.dtype).expand_as(features_BPF)
 
 
-class LlamaGen(nn.Module):
+class LlamaGen(Network):
     """The transformer. Position ids count from the first prefix position: the code of index t has position P + t.
 
     The hidden state of the last prefix position, or of a code, predicts the next code.
@@ -247,17 +226,9 @@ class LlamaGen(nn.Module):
         self.cls_embedding = CaptionCondition(config) if caption else ClassCondition(config)
         self.tok_embeddings = nn.Embedding(config.codes, config.hidden_size)
         self.layers = nn.ModuleList(LlamaGenLayer(config, i) for i in range(config.layers))
-        self.norm = LlamaGenRMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.norm_eps)
         self.output = nn.Linear(config.hidden_size, config.codes, bias=False)
         self._turns: Tensor | None = None  # not a buffer: a change of dtype must not round it
-
-    @property
-    def device(self) -> torch.device:
-        return self.output.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.output.weight.dtype
 
     @property
     def guided(self) -> bool:

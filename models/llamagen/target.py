@@ -42,10 +42,8 @@ class LlamaGenImages(Family):
             self.no_pixels = "no codec was given (visspec.models.codecs.vq_layout.load_llamagen_vq)"
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
-        side = self.model.config.grid * self.factor
-        if (height or side, width or side) != (side, side):
-            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, the grid it was given")
-        return ImageLayout.plain(self.model.config.grid, self.model.config.grid)
+        grid = self.model.config.grid
+        return ImageLayout.only(grid, grid * self.factor, height, width, "the grid it was given")
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
@@ -99,8 +97,3 @@ class LlamaGenImages(Family):
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.head(hidden)
-
-    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
-        if self.codec is None:
-            return super().pixels(tokens, layout)
-        return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5

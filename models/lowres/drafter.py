@@ -13,7 +13,7 @@ takes the whole draft at once (`sketch`). B rows, T positions of the image with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,6 @@ from visspec.sampling import child_generator
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
 
 UPSAMPLERS = ("bicubic", "latent")
-
-
-@dataclass
-class LowResDraft:
-    """The draft of a request: (original rows, T) on the host."""
-
-    codes: list[list[int]]
 
 
 class LowRes(Drafter):
@@ -78,11 +71,11 @@ class LowRes(Drafter):
         rows: list[list[int]] = [[] for _ in state.tokens]
         for row, codes in zip(state.rows, drawn_BT.tolist()):
             rows[row] = codes
-        state.memory = LowResDraft(rows)
+        state.memory = rows  # drafted codes of all rows of the request, on the host
 
     def propose(self, state: State, depth: int) -> Draft:
-        drawn: LowResDraft = state.memory
-        ahead = [drawn.codes[row][len(state.tokens[row]) :][:depth] for row in state.rows]
+        drawn: list[list[int]] = state.memory
+        ahead = [drawn[row][len(state.tokens[row]) :][:depth] for row in state.rows]
         return trees.ragged_draft(state.pending, ahead)
 
     def sketch(self, state: State) -> Tensor:

@@ -41,7 +41,7 @@ class SmallMAR(Drafter):
             raise ValueError(
                 f"drafter: got {found}, expected the target's {theirs.tokens} of {theirs.size} and {theirs.classes}"
             )
-        steps, wanted = (len(family.distributions.steps) for family in (self.small.family, target))
+        steps, wanted = (len(family.steps) for family in (self.small.family, target))
         if steps != wanted:
             raise ValueError(f"drafter: got {steps} denoising steps, expected {wanted} as the target has")
 

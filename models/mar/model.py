@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from diffusers import AutoencoderKL
 from transformers import PreTrainedConfig
 
 from visspec.io.checkpoint import check_whole
-from visspec.models.folders import OwnImageModel, load_own
+from visspec.models.folders import OwnImageModel
 from visspec.models.mar.network import MAR, MARConfig
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 
@@ -66,6 +65,4 @@ class MARImageModel(OwnImageModel):
         return replace(plan, predicts=self.config.predicts)
 
 
-def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> MARImageModel:
-    """The model of a folder; see `load_own`."""
-    return load_own(MARImageModel, folder, dtype, empty)
+load = MARImageModel.read

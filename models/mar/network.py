@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_fields
+from visspec.models.layers import GeluMLP, Network
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead, begin_linear
 
 UNCONDITIONAL = -1  # class number of rows without a class
@@ -59,16 +60,6 @@ class MARAttention(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
 
 
-class MARMLP(nn.Module):
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
 class MARBlock(nn.Module):
     """A block of a vision transformer. mask: (B, 1, 1, S) bool, false at padding, or None."""
 
@@ -77,14 +68,14 @@ class MARBlock(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=EPSILON)
         self.attn = MARAttention(width, heads)
         self.norm2 = nn.LayerNorm(width, eps=EPSILON)
-        self.mlp = MARMLP(width, hidden)
+        self.mlp = GeluMLP(width, hidden, width)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         x = x + self.attn(self.norm1(x), mask)
         return x + self.mlp(self.norm2(x))
 
 
-class MAR(nn.Module):
+class MAR(Network):
     """Conditions of the diffusion head (`head`) for every token, given those that are known."""
 
     def __init__(self, config: MARConfig):
@@ -122,14 +113,6 @@ class MAR(nn.Module):
         for table in (*tables, self.diffusion_pos_embed_learned, self.class_emb.weight):
             nn.init.normal_(table, std=0.02)
         self.head.begin(published=True)
-
-    @property
-    def device(self) -> torch.device:
-        return self.mask_token.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.mask_token.dtype
 
     @property
     def head(self) -> DiffusionHead:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers import AutoencoderKL
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,12 +24,11 @@ from visspec.cache import to_device
 from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
 from visspec.models.image_codes.class_numbers import class_numbers
-from visspec.models.image_codes.target import Family, ImageLayout
+from visspec.models.image_codes.target import ImageLayout
 from visspec.models.mar.network import MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
-from visspec.models.vectors.latents import pixels, unpatchify
-from visspec.models.vectors.target import check_vectors
+from visspec.models.vectors.target import VectorFamily
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
 
@@ -62,8 +62,9 @@ class ClassPrompt:
         return ClassPrompt(self.classes, torch.stack([order.to(self.classes.device) for order in orders]))
 
 
-class MARImages(Family):
-    """Prompts are class numbers ("207"). Tokens are vectors; `MARTarget` draws them in an order of the row's own.
+class MARImages(VectorFamily):
+    """Prompts are numbers of classes ("207") or their names. Tokens are vectors; `MARTarget` draws them in an order of
+    the row's own.
 
     plan: steps of chains; default, 100 of the published schedule, with noise in the last. scale: whether guidance grows
     from nearly 1 by the number of known tokens ("linear", as in the published commands) or not. together: nodes of a
@@ -72,15 +73,13 @@ class MARImages(Family):
     """
 
     name = "mar"
-    codes = 0
-    draws, parallel = "vectors", True
-    default_drafter, default_rule = "none", "coupled"
+    parallel = True
 
     def __init__(
         self,
         model: MAR,
         processor: Callable[..., Any] | None = None,
-        autoencoder: Any = None,
+        autoencoder: AutoencoderKL | None = None,
         plan: Schedule | None = None,
         scale: str = "linear",
         together: bool = False,
@@ -89,12 +88,13 @@ class MARImages(Family):
             raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
         self.model = self.decoder = model
         self.processor, self.autoencoder, self.scale, self.together = processor, autoencoder, scale, together
-        self.distributions = HeadDistributions(model.head, plan or schedule(STEPS, learned=model.head.learned))
+        self.chains = HeadDistributions(model.head, plan or schedule(STEPS, learned=model.head.learned))
+        self.steps = self.chains.steps
         self.default_guidance = GUIDANCE.get(model.config.width, 1.0)
         self.side = math.isqrt(model.config.tokens)
         if self.side**2 != model.config.tokens:
             raise ValueError(f"tokens: got {model.config.tokens}, expected a square of rows and columns")
-        self.patch, self.factor = 1, 16
+        self.factor = 16
         if autoencoder is None:
             self.no_pixels = "no autoencoder was given (visspec.models.mar.layout.load_mar_vae)"
             return
@@ -105,22 +105,11 @@ class MARImages(Family):
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
-        side = self.side * self.factor
-        if (height or side, width or side) != (side, side):
-            raise ValueError(f"height, width: got {height} x {width}, expected {side} x {side}, those of the positions")
-        return ImageLayout.plain(self.side, self.side)
+        return ImageLayout.only(self.side, self.side * self.factor, height, width, "those of the positions")
 
     def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> Any:
-        classes = class_numbers(texts, self.model.config.classes, "prompt")
+        classes = class_numbers(texts, self.model.config.classes, "prompt", self.labels)
         return ClassPrompt(classes.to(self.model.device))
-
-    def check_sampling(self, sampling: Sampling) -> None:
-        check_vectors(sampling)
-
-    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
-        if self.autoencoder is None:
-            return super().pixels(tokens, layout)
-        return pixels(self.autoencoder, unpatchify(tokens, layout.grid, self.patch))
 
 
 @dataclass(eq=False)
@@ -178,9 +167,7 @@ class MARTarget(Target):
             raise ValueError("drafter: got one that reads hidden states, expected one that reads none: MAR keeps none")
         self.family, self.model = family, family.model
         size = family.model.config.size
-        self.capabilities = Capabilities(
-            trees=False, distribution=Denoising, steps=family.distributions.steps, size=size
-        )
+        self.capabilities = Capabilities(trees=False, distribution=Denoising, steps=family.steps, size=size)
 
     @property
     def device(self) -> torch.device:
@@ -253,7 +240,7 @@ class MARTarget(Target):
         if guided:
             drawn = number_BP + 1 if step is None else prefix_BN + step
             scale = scales(self.family.scale, sampling.guidance, drawn.expand_as(number_BP), tokens).flatten()
-        return self.family.distributions(
+        return self.family.chains(
             condition, (len(place_BP), place_BP.shape[1]), scale, sampling.temperature, calls, name
         )
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2Model
 
 from visspec.io.checkpoint import check_fields
+from visspec.models.layers import Network
 from visspec.models.published_tensors import stock
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
@@ -44,7 +45,7 @@ class NextStepConfig:
         return self.size // self.patch**2
 
 
-class NextStep(nn.Module):
+class NextStep(Network):
     """normalised: whether drawn tokens are normalised to mean 0 and variance 1, as in the authors' examples for the
     first release (`use_norm`); those for version 1.1 do not.
     """
@@ -64,14 +65,6 @@ class NextStep(nn.Module):
         self.image_head = nn.ModuleDict({"net": head})
         if config.positions:
             self.register_buffer("gen_pos_embed", torch.zeros(1, config.positions, hidden, dtype=dtype))
-
-    @property
-    def device(self) -> torch.device:
-        return self.image_in_projector.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.image_in_projector.weight.dtype
 
     @property
     def head(self) -> DiffusionHead:

@@ -6,59 +6,49 @@ the same after no words, or negative ones. Guidance is constant over an image. (
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from visspec.distributions import Denoising
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+from visspec.models.image_codes.target import EncodedPrompt, ImageLayout, grid_of
 from visspec.models.nextstep.flow import flow_schedule
 from visspec.models.nextstep.network import NextStep
 from visspec.models.vectors.diffusion_head import Schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
-from visspec.models.vectors.latents import pixels, unpatchify
-from visspec.models.vectors.target import ContinuousAR, check_vectors
-from visspec.types import Draft, Sampling, Scores, State
+from visspec.models.vectors.target import CausalVectorFamily, ContinuousAR
 
 GUIDANCE, STEPS, SIDE = 7.5, 50, 512  # of the authors' examples
 AREA = "<|image_area|>"
 
 
-class NextStepImages(Family):
+class NextStepImages(CausalVectorFamily):
     """processor: the model's tokenizer, padding on the left. autoencoder: `layouts_nextstep.load_nextstep_vae`. plan:
     steps of chains (`visspec.models.nextstep.flow`); default, 50 of the first release's sampler, with noise in the
     last.
     """
 
     name = "nextstep"
-    codes = 0
-    draws = "vectors"
     default_guidance = GUIDANCE
-    default_drafter, default_rule = "none", "coupled"
 
     def __init__(
         self, model: NextStep, processor: Callable[..., Any], autoencoder: Any = None, plan: Schedule | None = None
     ):
         self.model, self.decoder, self.processor, self.autoencoder = model, model.model, processor, autoencoder
-        self.distributions = HeadDistributions(model.head, plan or flow_schedule(STEPS))
-        self.steps, self.size = self.distributions.steps, model.config.size
-        self.factor = 8 * model.config.patch
+        self.chains = HeadDistributions(model.head, plan or flow_schedule(STEPS))
+        self.steps, self.size, self.patch = self.chains.steps, model.config.size, model.config.patch
+        self.factor = 8 * self.patch
         if autoencoder is None:
             self.no_pixels = "no autoencoder was given (visspec.models.nextstep.layout.load_nextstep_vae)"
             return
         channels = autoencoder.config.latent_channels
         if channels != model.config.channels:
             raise ValueError(f"autoencoder: got {channels} channels, expected the model's {model.config.channels}")
-        self.factor = model.config.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
+        self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
-        height, width = height or SIDE, width or SIDE
-        if height < 1 or width < 1 or height % self.factor or width % self.factor:
-            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {self.factor}")
-        return ImageLayout.plain(height // self.factor, width // self.factor)
+        return ImageLayout.plain(*grid_of(height or SIDE, width or SIDE, self.factor))
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
@@ -75,39 +65,15 @@ class NextStepImages(Family):
         real = torch.cat([real, torch.ones_like(end, dtype=torch.bool)], dim=1).to(self.decoder.device)
         return EncodedPrompt(ids[: len(texts)], self.decoder.embed_tokens(ids), real, tokens=ids)
 
-    def check_sampling(self, sampling: Sampling) -> None:
-        check_vectors(sampling)
+    def inputs(self, values: Tensor, index: Tensor, features: Tensor | None = None) -> Tensor:
+        return self.model.embed(values)
 
-    def token_distributions(
-        self, hidden_RND: Tensor, index_RN: Tensor, sampling: Sampling, calls: Counter[str], name: str = "head"
-    ) -> Denoising:
-        """Laws of an image's tokens `index`, from hidden states of those before them, unconditional rows last."""
-        condition = self.model.conditions(hidden_RND, index_RN)
-        guided = sampling.guidance != 1.0
-        rows, nodes = len(condition) // (1 + guided), condition.shape[1]
-        scale = torch.full((rows * nodes,), sampling.guidance, device=condition.device) if guided else None
-        return self.distributions(condition.flatten(0, 1), (rows, nodes), scale, sampling.temperature, calls, name)
+    def conditions(self, hidden: Tensor, index: Tensor | None) -> Tensor:
+        assert index is not None
+        return self.model.conditions(hidden, index)
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
-        if self.autoencoder is None:
-            return super().pixels(tokens, layout)
-        return pixels(self.autoencoder, unpatchify(self.model.as_values(tokens), layout.grid, self.model.config.patch))
+        return super().pixels(self.model.as_values(tokens), layout)
 
 
-class NextStepAR(ContinuousAR):
-    """`NextStepImages` as a target. Drafts are chains of vectors."""
-
-    family: NextStepImages
-
-    def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
-        return self.family.model.embed(draft.value)
-
-    def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
-        request = state.request
-        index_BN = state.position[:, None] + draft.tree.depth - request.inputs.ids.shape[1] + 1
-        index_RN = index_BN.repeat(len(last) // len(index_BN), 1)
-        distribution = self.family.token_distributions(last, index_RN, request.sampling, state.trace.calls)
-        return Scores(distribution, self._drafter_features(state, hidden))
-
-
-NextStepImages.target = NextStepAR
+NextStepImages.target = ContinuousAR

@@ -5,7 +5,6 @@ Shapes: B prompts, P words of the longest prompt, F features of a word.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 from transformers import JanusVQVAE, JanusVQVAEConfig, PreTrainedConfig
 
 from visspec.io.checkpoint import check_whole
-from visspec.models.folders import OwnImageModel, load_own
+from visspec.models.folders import OwnImageModel
 from visspec.models.llamagen.network import LlamaGenConfig
 from visspec.models.llamagen.randar import DEVIATION, RandAR
 
@@ -119,6 +118,4 @@ class JanusCodec:
         return made.image_tokens.view(len(pixels), -1)
 
 
-def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> RandARImageModel:
-    """The model of a folder; see `load_own`."""
-    return load_own(RandARImageModel, folder, dtype, empty)
+load = RandARImageModel.read

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
@@ -30,6 +31,7 @@ from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tree, _twice
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
+from visspec.models.randar.model import JanusCodec, RandARImageModel
 from visspec.sampling import warp
 from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, State, Target, Tree
 
@@ -58,6 +60,32 @@ class RandARImages(LlamaGenImages):
         if self.codec is None:
             raise ValueError(f"image: got pixels, expected codes: {self.no_pixels}")
         return self.codec.encode(pixels.permute(0, 2, 3, 1) * 2 - 1)
+
+
+class PromptedRandARImages(RandARImages):
+    """`RandARImageModel`, a folder with a RandAR and its VQ model, as a family: prompts are texts.
+
+    settings: a generation_config in place of the model's.
+    """
+
+    def __init__(
+        self,
+        model: RandARImageModel,
+        processor: Callable[..., Any] | None = None,
+        *,
+        settings: GenerationConfig | None = None,
+    ):
+        super().__init__(model.net, processor, JanusCodec(model.vqmodel))
+        self.image_model = model
+        self.default_guidance = model.guidance(settings)
+
+    def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
+        batch = self.require_processor()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
+        ids, real = (batch[part].to(self.image_model.device) for part in ("input_ids", "attention_mask"))
+        try:
+            return self.image_model.features(ids, real.bool())
+        except ValueError as error:
+            raise ValueError(str(error).replace("prompt", name, 1)) from None
 
 
 class RankBuffer(TokenBuffer):

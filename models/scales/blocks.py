@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from visspec.models.layers import Network
+
 GivenT = TypeVar("GivenT", bound=Sized)  # of R rows: numbers of classes, or texts
 EPSILON = 1e-6  # of layer norms
 
@@ -39,16 +41,6 @@ class VARAttention(nn.Module):
         return self.proj(attend(q, F.normalize(k, dim=-1), v).transpose(1, 2).flatten(2))
 
 
-class VARMLP(nn.Module):
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(width, hidden)
-        self.fc2 = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
 class ModulatedNorm(nn.Module):
     """The modulated norm before the head."""
 
@@ -65,7 +57,7 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPSILON)
 
 
-class NextScale(nn.Module, Generic[GivenT]):
+class NextScale(Network, Generic[GivenT]):
     """Base class of networks that predict all codes of a scale at once, given the scales before it and a condition.
 
     A subclass has these, and `forward(x, given, attend, places)`.
@@ -75,17 +67,8 @@ class NextScale(nn.Module, Generic[GivenT]):
     pos_start: nn.Parameter
     first: Callable[..., Tensor]  # (given)
     embed: Callable[..., Tensor]  # (x, begin)
-    places: Callable[..., Tensor]  # (begin, end)
     logits: Callable[..., Tensor]  # (hidden, given)
 
     def given(self, condition: GivenT) -> Any:
         """What the blocks are given of a condition of R rows."""
         raise NotImplementedError
-
-    @property
-    def device(self) -> torch.device:
-        return self.pos_start.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.pos_start.dtype

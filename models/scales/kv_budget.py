@@ -23,8 +23,8 @@ from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole
 from visspec.models.scales.blocks import GivenT, NextScale
 from visspec.models.scales.cache import ScaleCache, select_rows
-from visspec.models.scales.multiscale import ScaleSizes
-from visspec.models.scales.reading import ConditionState, ScaleQuantizer
+from visspec.models.scales.multiscale import ScaleQuantizer, ScaleSizes
+from visspec.models.scales.reading import ConditionState
 
 WINDOW = 16  # as published
 POOL = 3  # side of the neighbourhood that attention is averaged over

@@ -10,7 +10,7 @@ Shapes: B images, T codes of all maps, S codes of a map, c channels of codes, (H
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -21,7 +21,7 @@ from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.io.checkpoint import check_whole
+from visspec.io.checkpoint import check_whole, check_wholes
 
 GROUPS = 32  # of every group norm
 MIX = 0.5  # share of the convolution in what a map adds
@@ -83,7 +83,34 @@ def nearest(count: int, scale: int, scales: int) -> int:
     return int(np.argmin(np.abs(np.linspace(edge, 1 - edge, count) - scale / max(scales - 1, 1))))
 
 
-class Quantizer(nn.Module):
+class ScaleQuantizer(nn.Module):
+    """Base class of quantisers: features of an image as a sum of what maps of codes add. each: codes of a position."""
+
+    each = 1
+
+    def blank(self, images: int, scales: ScaleSizes, device: torch.device) -> Tensor:
+        """Features (B, c, H, W) of no maps."""
+        raise NotImplementedError
+
+    def part(self, scale: int, scales: ScaleSizes, codes_BS: Tensor) -> Tensor:
+        """What a map adds to the features, (B, c, H, W)."""
+        raise NotImplementedError
+
+    def shrink(self, features: Tensor, scale: int, scales: ScaleSizes) -> Tensor:
+        """Features (B, c, H, W) as inputs of a scale, (B, positions, numbers of a position)."""
+        raise NotImplementedError
+
+    def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
+        """Codes (B, T): of each map the nearest to what the maps before have left."""
+        raise NotImplementedError
+
+    def features(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
+        """(B, c, H, W) of whole images."""
+        maps = enumerate(codes_BT.split([size * self.each for size in scales.sizes], dim=1))
+        return torch.stack([self.part(k, scales, codes) for k, codes in maps]).sum(dim=0)
+
+
+class Quantizer(ScaleQuantizer):
     """Codes of `size` channels and the convolutions after enlarging, each of them shared by neighbouring scales."""
 
     def __init__(self, codes: int, size: int, shared: int = 4):
@@ -97,7 +124,6 @@ class Quantizer(nn.Module):
         return self.embedding.weight.shape[1]
 
     def blank(self, images: int, scales: ScaleSizes, device: torch.device) -> Tensor:
-        """Features (B, c, H, W) of no maps."""
         return self.embedding.weight.new_zeros(images, self.size, *scales.grids[-1], device=device)
 
     def smooth(self, scale: int, scales: ScaleSizes, x: Tensor) -> Tensor:
@@ -107,20 +133,13 @@ class Quantizer(nn.Module):
         return x * (1 - MIX) + layer(x) * MIX
 
     def part(self, scale: int, scales: ScaleSizes, codes_BS: Tensor) -> Tensor:
-        """What a map adds to the features, (B, c, H, W)."""
         looked = self.embedding(codes_BS).transpose(1, 2).unflatten(2, scales.grids[scale])
         if scale < len(scales) - 1:
             looked = F.interpolate(looked, size=scales.grids[-1], mode="bicubic")
         return self.smooth(scale, scales, looked)
 
     def shrink(self, features: Tensor, scale: int, scales: ScaleSizes) -> Tensor:
-        """Features (B, c, H, W) on the grid of a scale, (B, S, c)."""
         return F.interpolate(features, size=scales.grids[scale], mode="area").flatten(2).transpose(1, 2)
-
-    def features(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
-        """(B, c, H, W) of whole images."""
-        maps = enumerate(codes_BT.split(scales.sizes, dim=1))
-        return torch.stack([self.part(k, scales, codes) for k, codes in maps]).sum(dim=0)
 
     def maps(self, features: Tensor, scales: ScaleSizes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Of each map: what the maps before have left, on its grid (B, S, c); the nearest codes (B, S); what they add,
@@ -135,7 +154,6 @@ class Quantizer(nn.Module):
             yield at_BSc, codes_BS, part
 
     def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
-        """Codes (B, T): of each map the nearest to what the maps before have left."""
         return torch.cat([codes for _, codes, _ in self.maps(features, scales)], dim=1)
 
 
@@ -153,40 +171,43 @@ class MultiScaleShape:
     shared: int = 4
     kernel: int = 3
 
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if name == "multipliers":
+                check_wholes(name, value, 1, 1 << 16)
+            else:
+                check_whole(name, value, 0 if name == "blocks" else 1, 1 << 16)
+        if self.channels % GROUPS:
+            raise ValueError(f"channels: got {self.channels}, expected a multiple of {GROUPS}")
 
-class MultiScaleVAE(nn.Module):
-    """Pixels (B, 3, height, width) in [-1, 1] to codes of any scales, and back."""
 
-    def __init__(self, shape: MultiScaleShape):
+class ScaleVAE(nn.Module):
+    """Base class of autoencoders: pixels (B, 3, height, width) in [-1, 1] to codes of any scales, and back.
+
+    factor: pixels per position of the finest map, along a side.
+    """
+
+    shape: Any
+    factor: int
+    quantize: ScaleQuantizer
+
+    def __init__(self, size: int, widths: tuple[int, ...], blocks: int, attention: bool):
+        """diffusers' encoder to `size` channels, and decoder. attention: at the coarsest level and in the middle."""
         super().__init__()
-        self.shape = shape
-        widths, plain = tuple(shape.channels * m for m in shape.multipliers), len(shape.multipliers) - 1
-        self.encoder = Encoder(
-            3,
-            shape.size,
-            ("DownEncoderBlock2D",) * plain + ("AttnDownEncoderBlock2D",),
-            widths,
-            shape.blocks,
-            norm_num_groups=GROUPS,
-            double_z=False,
-        )
-        self.decoder = Decoder(
-            shape.size,
-            3,
-            ("AttnUpDecoderBlock2D",) + ("UpDecoderBlock2D",) * plain,
-            widths,
-            shape.blocks,
-            norm_num_groups=GROUPS,
-        )
-        self.quantize = Quantizer(shape.codes, shape.size, shape.shared)
-        around: dict[str, Any] = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
-        self.quant_conv = nn.Conv2d(shape.size, shape.size, **around)
-        self.post_quant_conv = nn.Conv2d(shape.size, shape.size, **around)
+        plain, coarse = len(widths) - 1, "Attn" if attention else ""
+        shared: dict[str, Any] = {"norm_num_groups": GROUPS, "mid_block_add_attention": attention}
+        down = ("DownEncoderBlock2D",) * plain + (f"{coarse}DownEncoderBlock2D",)
+        up = (f"{coarse}UpDecoderBlock2D",) + ("UpDecoderBlock2D",) * plain
+        self.encoder = Encoder(3, size, down, widths, blocks, double_z=False, **shared)
+        self.decoder = Decoder(size, 3, up, widths, blocks, **shared)
 
-    @property
-    def factor(self) -> int:
-        """Pixels per code of the finest map, along a side."""
-        return 2 ** (len(self.shape.multipliers) - 1)
+    def latents(self, pixels: Tensor) -> Tensor:
+        """Features (B, c, H, W) before they are quantised."""
+        raise NotImplementedError
+
+    def decoded(self, features: Tensor) -> Tensor:
+        """Pixels of features (B, c, H, W)."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, scales: ScaleSizes) -> Tensor:
@@ -194,11 +215,32 @@ class MultiScaleVAE(nn.Module):
         wanted = tuple(side * self.factor for side in scales.grids[-1])
         if pixels.dim() != 4 or tuple(pixels.shape[2:]) != wanted:
             raise ValueError(f"pixels: got shape {tuple(pixels.shape)}, expected (B, 3, {wanted[0]}, {wanted[1]})")
-        return self.quantize.encode(self.quant_conv(self.encoder(pixels)), scales)
+        return self.quantize.encode(self.latents(pixels), scales)
 
     @torch.no_grad()
     def decode(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
         """Pixels. Raises ValueError unless there are as many codes as the scales have."""
-        if codes_BT.dim() != 2 or codes_BT.shape[1] != scales.total:
-            raise ValueError(f"codes: got shape {tuple(codes_BT.shape)}, expected (B, {scales.total})")
-        return self.decoder(self.post_quant_conv(self.quantize.features(codes_BT, scales))).clamp(-1, 1)
+        wanted = scales.total * self.quantize.each
+        if codes_BT.dim() != 2 or codes_BT.shape[1] != wanted:
+            raise ValueError(f"codes: got shape {tuple(codes_BT.shape)}, expected (B, {wanted})")
+        return self.decoded(self.quantize.features(codes_BT, scales)).clamp(-1, 1)
+
+
+class MultiScaleVAE(ScaleVAE):
+    """VAR's autoencoder, whose codes are those of a codebook."""
+
+    quantize: Quantizer
+
+    def __init__(self, shape: MultiScaleShape):
+        super().__init__(shape.size, tuple(shape.channels * m for m in shape.multipliers), shape.blocks, attention=True)
+        self.shape, self.factor = shape, 2 ** (len(shape.multipliers) - 1)
+        self.quantize = Quantizer(shape.codes, shape.size, shape.shared)
+        around: dict[str, Any] = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
+        self.quant_conv = nn.Conv2d(shape.size, shape.size, **around)
+        self.post_quant_conv = nn.Conv2d(shape.size, shape.size, **around)
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        return self.quant_conv(self.encoder(pixels))
+
+    def decoded(self, features: Tensor) -> Tensor:
+        return self.decoder(self.post_quant_conv(features))

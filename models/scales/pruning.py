@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from visspec.cache import to_device
 from visspec.models.scales.blocks import GivenT, NextScale
 from visspec.models.scales.cache import ScaleCache
-from visspec.models.scales.multiscale import ScaleSizes
-from visspec.models.scales.reading import ConditionState, DistanceGroup, ScaleQuantizer
+from visspec.models.scales.multiscale import ScaleQuantizer, ScaleSizes
+from visspec.models.scales.reading import ConditionState, DistanceGroup
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,8 @@ from torch.nn import functional as F
 
 from visspec.cache import to_device
 from visspec.models.scales.blocks import GivenT, NextScale
-from visspec.models.scales.bsq import BitQuantizer
 from visspec.models.scales.cache import ScaleCache
-from visspec.models.scales.multiscale import Quantizer
-
-ScaleQuantizer = Quantizer | BitQuantizer
+from visspec.models.scales.multiscale import ScaleQuantizer
 
 
 class DistanceGroup(NamedTuple):
@@ -144,7 +141,7 @@ class ConditionState:
             assert value is not None
             scale = count + n
             if scale < len(self.scales):
-                codes = value[:, n, : self.scales.sizes[scale] * self.net.config.each]
+                codes = value[:, n, : self.scales.sizes[scale] * self.quantizer.each]
                 features = features + self.quantizer.part(scale, self.scales, codes)
             full[slice(None) if at is None else at] = features
             if scale + 1 < len(self.scales):

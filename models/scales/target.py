@@ -30,10 +30,9 @@ from visspec.loop.decode import measure
 from visspec.loop.output import ScaleBuffer
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.scales.blocks import NextScale
-from visspec.models.scales.bsq import BSQVAE
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
-from visspec.models.scales.multiscale import MultiScaleVAE, ScaleSizes
+from visspec.models.scales.multiscale import ScaleSizes, ScaleVAE
 from visspec.models.scales.pruning import PrunedState, TokenPruning
 from visspec.models.scales.reading import ConditionState, DistanceGroup, stack_groups
 from visspec.sampling import warp
@@ -92,28 +91,29 @@ class ScaleLayout(ImageLayout):
 class ScaleImages(Family):
     """Base class of next-scale models as families of images.
 
-    codec: the autoencoder, needed to draw. ramp: guidance by scale.
+    codec: the autoencoder, needed to draw. ramp: guidance by scale, "linear" or "constant"; default, as published.
     refiner, handover: a model for the scales from number `handover` on (CoDe). budget: tokens to keep in the cache by
     layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), pruning: `TokenPruning`, or the shares of tokens of
     the last scales that go through the blocks (FastVAR); both make the guarantee approximate.
     """
 
     draws = "maps"
-    default_drafter, default_rule = "none", "scales"
+    default_drafter, default_rule, default_ramp = "none", "scales", "linear"
     autoencoder: tuple[type, str]  # its class, and what it is in words
 
     def __init__(
         self,
         model: NextScale,
         processor: Callable[..., Any] | None = None,
-        codec: MultiScaleVAE | BSQVAE | None = None,
+        codec: ScaleVAE | None = None,
         per_scale: ScaleSettings | None = None,
-        ramp: str = "linear",
+        ramp: str | None = None,
         refiner: NextScale | None = None,
         handover: int | None = None,
         budget: CacheBudget | None = None,
         pruning: TokenPruning | float | Sequence[float] | None = None,
     ):
+        ramp = self.default_ramp if ramp is None else ramp
         if ramp not in RAMPS:
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
         if codec is None or not isinstance(codec, self.autoencoder[0]):
@@ -124,7 +124,7 @@ class ScaleImages(Family):
         self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = model.config.scales, model.config.codes
-        self.sizes = tuple(size * model.config.each for size in self.scales.sizes)  # codes of each map
+        self.sizes = tuple(size * codec.quantize.each for size in self.scales.sizes)  # codes of each map
         self.per_scale.check(len(self.scales))
         check_codec(model, codec)
         if (refiner is None) != (handover is None):
@@ -170,11 +170,16 @@ class ScaleImages(Family):
         own = replace(own, guidance=self.guidance(sampling.guidance, scale))
         return warp(given.contiguous(), own, uncond.contiguous())
 
+    def distributions(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
+        """Of the scales after nodes (B, N), from what a model said of them."""
+        sampling = state.request.sampling
+        return Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: self.warp(sampling, x, k)))
+
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         return self.codec.decode(tokens, self.scales).float() / 2 + 0.5
 
 
-def check_codec(model: NextScale, codec: MultiScaleVAE | BSQVAE) -> None:
+def check_codec(model: NextScale, codec: ScaleVAE) -> None:
     """Raises ValueError unless the codes are the model's."""
     found, wanted = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
     if found != wanted:
@@ -287,10 +292,7 @@ class ScaleTarget(Target):
         memory["pass"] = max(memory.get("pass", 0), cache.peak)
 
     def _scores(self, state: State, groups: list[DistanceGroup], nodes: int) -> Scores:
-        sampling = state.request.sampling
-        return Scores(
-            Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: self.family.warp(sampling, x, k)))
-        )
+        return Scores(self.family.distributions(state, groups, nodes))
 
 
 def declared_distribution(family: ScaleImages) -> dict[str, Any]:

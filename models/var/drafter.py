@@ -18,7 +18,7 @@ from visspec.cache import to_device
 from visspec.distributions import Maps
 from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.scales.blocks import NextScale
-from visspec.models.scales.reading import ConditionState, DistanceGroup, ReadingPosition, stack_groups
+from visspec.models.scales.reading import ConditionState, ReadingPosition
 from visspec.models.scales.target import ScaleImages, check_alike
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -30,10 +30,10 @@ class SmallVAR(Drafter):
     """
 
     traits = DrafterTraits(levels=2, distribution=Maps)
+    family: ScaleImages  # the target's, once attached
 
     def __init__(self, small: NextScale):
         self.small = small
-        self.family: ScaleImages | None = None
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: VARImageModel | NextScale) -> SmallVAR:
@@ -56,7 +56,6 @@ class SmallVAR(Drafter):
         self.family = target
 
     def start(self, state: State, scores: Scores) -> None:
-        assert self.family is not None
         prompt, live = state.request.inputs, state.rows
         condition = prompt.rows(state.request.sampling.guidance != 1.0)
         reading = ConditionState(self.small, self.family.codec.quantize, condition, len(prompt))
@@ -70,7 +69,7 @@ class SmallVAR(Drafter):
         depth = min(depth, state.budget - 1)
         if depth < 1:
             return trees.empty_draft(state.pending)
-        value, distributions = self._catch_up(state, memory)
+        node, distributions = self._catch_up(state, memory)
         images, size = len(state.rows), state.pending.shape[1]
         values: list[Tensor] = []
         given: list[Maps] = []
@@ -79,16 +78,13 @@ class SmallVAR(Drafter):
                 groups = memory.reading.read(values[-1][:, None])
                 memory.reading.keep([1] * images)
                 memory.marks.append(memory.reading.mark())
-                distributions = self._law(state, groups, 1)
+                node, distributions = [0] * images, self.family.distributions(state, groups, 1)
                 state.calls["draft"] += 1
-            distribution = (
-                Maps(*_latest(distributions, [0] * images)) if level else Maps(*_latest(distributions, value))
-            )
-            codes_BS = distribution.logits[:, 0].argmax(-1) if state.noise is None else None
-            q = None
-            if state.noise is not None:
+            distribution = _latest(distributions, node)
+            if state.noise is None:
+                codes_BS, q = distribution.logits[:, 0].argmax(-1), None
+            else:
                 codes_BS, q = state.noise.draft(distribution, level)
-            assert codes_BS is not None
             codes_BS = codes_BS.masked_fill(~distribution.real[:, 0, : codes_BS.shape[1]], 0)
             values.append(F.pad(codes_BS, (0, size - codes_BS.shape[1])))
             given += [] if q is None else [q]
@@ -105,12 +101,7 @@ class SmallVAR(Drafter):
         memory.reading.keep(counts)
         memory.marks, memory.unread = [memory.reading.mark()], [[] for _ in unread]
         state.calls["draft"] += 1
-        return [count - 1 for count in counts], self._law(state, groups, most)
-
-    def _law(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
-        family, sampling = self.family, state.request.sampling
-        assert family is not None
-        return Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: family.warp(sampling, x, k)))
+        return [count - 1 for count in counts], self.family.distributions(state, groups, most)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep what was read of accepted scales; the others, and the next, are to be read."""
@@ -139,8 +130,8 @@ class SmallVARState:
     marks: list[ReadingPosition] = field(default_factory=list)  # after each pass of the latest draft
 
 
-def _latest(distribution: Maps, node: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits (B, 1, S, V) and counts (B, 1) of one node of each image."""
+def _latest(distribution: Maps, node: list[int]) -> Maps:
+    """The distributions (B, 1) of one node of each image."""
     index = torch.arange(len(node), device=distribution.count.device)
     at = to_device(node, distribution.count.device)
-    return distribution.logits[index, at][:, None], distribution.count[index, at][:, None]
+    return Maps(distribution.logits[index, at][:, None], distribution.count[index, at][:, None])

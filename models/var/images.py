@@ -13,7 +13,6 @@ import torch
 from transformers import GenerationConfig
 
 from visspec.io import included
-from visspec.models.image_codes.target import ImageLayout
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.pruning import TokenPruning
 from visspec.models.scales.target import ScaleSettings
@@ -36,7 +35,7 @@ class LabelledVARImages(VARImages):
         *,
         settings: GenerationConfig | None = None,
         per_scale: ScaleSettings | None = None,
-        ramp: str = "linear",
+        ramp: str | None = None,
         refiner: VARImageModel | VAR | str | None = None,
         handover: int | None = None,
         budget: CacheBudget | float | None = None,
@@ -49,25 +48,8 @@ class LabelledVARImages(VARImages):
         super().__init__(
             model.var, processor, model.autoencoder, per_scale, ramp, small(refiner, model), handover, budget, pruning
         )
-        found = getattr(settings or model.generation_config, "guidance_scale", None)
-        self.default_guidance = 1.0 if found is None else float(found)
+        self.default_guidance = model.guidance(settings)
         self.labels = tuple(model.config.labels)
-        self.numbers = {label: str(number) for number, label in enumerate(self.labels)}
-
-    def prompt(
-        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
-    ) -> Any:
-        """Raises ValueError for a text that is no name and no number of a class."""
-        own = None if negative is None else self._class_numbers(negative, "negative_prompt")
-        return super().prompt(self._class_numbers(texts, "prompt"), guided, layout, own)
-
-    def _class_numbers(self, texts: list[str], name: str) -> list[str]:
-        nothing = name == "negative_prompt"
-        for text in texts:
-            if text not in self.numbers and not text.strip().isdecimal() and not (nothing and not text.strip()):
-                some = ", ".join(map(repr, list(self.numbers)[:2]))
-                raise ValueError(f"{name}: got {text!r}, expected one of the {len(self.numbers)} classes ({some}, ...)")
-        return [self.numbers.get(text, text) for text in texts]
 
 
 def small(other: VARImageModel | VAR | str | None, model: VARImageModel) -> Any:

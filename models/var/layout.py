@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visspec.io.checkpoint import check_folder, check_whole, check_wholes, load_strictly, read_json, read_tensors
+from visspec.io.checkpoint import check_folder, load_strictly, read_json, read_tensors
 from visspec.io.files import write_json
-from visspec.models.codecs.vq_layout import CODEBOOK, conv_to_linear, stock_rules
-from visspec.models.published_tensors import count, multipliers, place, read_all_tensors, rename, require
+from visspec.models.codecs.vq_layout import CODEBOOK, place_stock, unnamed
+from visspec.models.published_tensors import count, multipliers, one_sentence, place, read_all_tensors, rename, require
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import VAR, VARConfig
 
@@ -80,15 +80,10 @@ def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiSca
         load_strictly(model, tensors, Path(path))
         return model
     named = rename(_split(read_all_tensors(path), path), (), NOT_VQ_WEIGHTS)
-    tensors = {name: tensor for name, (_, tensor) in named.items()}
+    tensors = unnamed(named)
     shape = shape_of(tensors, path)
     model = MultiScaleVAE(shape).eval().to(dtype or tensors[CODEBOOK].dtype)
-    rules = stock_rules(len(shape.multipliers))
-    place(
-        model,
-        {name: (old, conv_to_linear(name, tensor)) for name, (old, tensor) in rename(tensors, rules).items()},
-        path,
-    )
+    place_stock(model, named, len(shape.multipliers), path)
     return model
 
 
@@ -107,15 +102,9 @@ def saved_shape(path: str | Path) -> MultiScaleShape | None:
     entries = read_json(root, CONFIG) if (root / CONFIG).is_file() else {}
     if entries.get("kind") != KIND:
         return None
-    shape = dict(entries.get("shape") or {})
-    try:
-        found = MultiScaleShape(**shape | {"multipliers": tuple(shape.get("multipliers", ()))})
-    except TypeError as error:
-        raise ValueError(f"checkpoint: {CONFIG} of {path} has a wrong entry ({error})") from None
-    for name, value in asdict(found).items():
-        least = 0 if name == "blocks" else 1
-        check_wholes(name, value, 1, 1 << 16) if name == "multipliers" else check_whole(name, value, least, 1 << 16)
-    return found
+    with one_sentence(path):
+        shape = dict(entries.get("shape") or {})
+        return MultiScaleShape(**shape | {"multipliers": tuple(shape.get("multipliers", ()))})
 
 
 def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig
 
-from visspec.io.checkpoint import check_whole
-from visspec.models.folders import OwnImageModel, load_own
+from visspec.models.folders import OwnImageModel
 from visspec.models.layers import same_table
 from visspec.models.scales.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import VAR, VARConfig
@@ -38,18 +35,13 @@ class VARImageConfig(PreTrainedConfig):
         self.autoencoder = asdict(MultiScaleShape(**small | (autoencoder or {})))
         if len(set(self.labels)) != len(self.labels):
             raise ValueError(f"labels: got {len(set(self.labels))} names of {len(self.labels)}, expected each once")
-        self.shape, self.sizes  # noqa: B018, refuses what is no autoencoder and no network
+        self.sizes  # noqa: B018, refuses what is no network
         super().__init__(**options)
 
     @property
     def shape(self) -> MultiScaleShape:
         """The autoencoder's."""
-        numbers = {name: value for name, value in self.autoencoder.items() if name != "multipliers"}
-        for name, value in numbers.items():
-            check_whole(name, value, 0 if name == "blocks" else 1, 1 << 16)
-        if numbers["channels"] % GROUPS:
-            raise ValueError(f"channels: got {numbers['channels']}, expected a multiple of {GROUPS}")
-        return MultiScaleShape(**numbers, multipliers=tuple(self.autoencoder["multipliers"]))
+        return MultiScaleShape(**self.autoencoder | {"multipliers": tuple(self.autoencoder["multipliers"])})
 
     @property
     def sizes(self) -> VARConfig:
@@ -84,6 +76,4 @@ def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> Non
         raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(wanted)} codes")
 
 
-def load(folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> VARImageModel:
-    """The model of a folder; see `load_own`."""
-    return load_own(VARImageModel, folder, dtype, empty)
+load = VARImageModel.read

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from visspec.io.checkpoint import check_fields
-from visspec.models.scales.blocks import VARMLP, Attend, ModulatedNorm, NextScale, VARAttention, norm
+from visspec.models.layers import GeluMLP
+from visspec.models.scales.blocks import Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
 
 
@@ -29,7 +30,6 @@ class VARConfig:
     """Sizes. shared: one modulation for all blocks, as the models of 512 pixels have."""
 
     ALIKE: ClassVar = ("scales", "codes", "code_size", "classes")  # of models that draw the same maps of one class
-    each: ClassVar = 1  # codes of a position
 
     width: int
     depth: int
@@ -61,7 +61,7 @@ class VARBlock(nn.Module):
         super().__init__()
         width = config.width
         self.attn = VARAttention(width, config.heads)
-        self.ffn = VARMLP(width, config.hidden or 4 * width)
+        self.ffn = GeluMLP(width, config.hidden or 4 * width, width, approximate="tanh")
         if config.shared:
             self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / math.sqrt(width))
         else:

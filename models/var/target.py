@@ -51,7 +51,7 @@ class ScalePrompt:
 
 
 class VARImages(ScaleImages):
-    """Prompts are class numbers ("207"), negative ones too; an empty negative prompt is no class.
+    """Prompts are numbers of classes ("207") or their names, negative ones too; an empty negative prompt is no class.
 
     codec: `visspec.models.var.layout.load_var_vae`.
     """
@@ -64,9 +64,11 @@ class VARImages(ScaleImages):
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> Any:
         count = self.model.config.classes
-        classes, against = class_numbers(texts, count, "prompt"), torch.full((len(texts),), count)
+        classes = class_numbers(texts, count, "prompt", self.labels)
+        against = torch.full((len(texts),), count)
         if negative is not None:
             worded = [b for b, text in enumerate(negative) if text.strip()]
             if worded:
-                against[worded] = class_numbers([negative[b] for b in worded], count, "negative_prompt")
+                others = [negative[b] for b in worded]
+                against[worded] = class_numbers(others, count, "negative_prompt", self.labels)
         return ScalePrompt(classes.to(self.model.device), against.to(self.model.device))
