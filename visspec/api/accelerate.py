@@ -75,18 +75,8 @@ def accelerate(
         preset = tuned_preset.read_preset(file, cast(ConfiguredModel, model))
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
-    return Accelerated(
-        model,
-        drafter,
-        acceptance=acceptance,
-        levels=levels,
-        adaptive=adaptive,
-        tokenizer=tokenizer,
-        probe=probe,
-        compile=compile,
-        graphs=graphs,
-        length=length,
-    )
+    length = "fixed" if length is None and not adaptive else length
+    return Accelerated(model, SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs), tokenizer)
 
 
 def speculative(drafter: DrafterSpec = "auto", **options) -> Speculative:
@@ -99,12 +89,12 @@ class SetupOptions:
     """What a setup is built from beside the model: arguments of `accelerate`."""
 
     drafter: DrafterSpec
-    acceptance: str | Acceptance = "exact"
-    levels: int | None = None
-    length: str | DraftLengthPolicy | None = None
-    probe: bool = True
-    compile: bool = False
-    graphs: bool | None = None
+    acceptance: str | Acceptance
+    levels: int | None
+    length: str | DraftLengthPolicy | None
+    probe: bool
+    compile: bool
+    graphs: bool | None
 
 
 @dataclass(frozen=True)
@@ -127,23 +117,15 @@ class Accelerated(Rebuildable):
 
     model: PreTrainedModel
 
-    def __init__(
-        self,
-        model: nn.Module,
-        drafter: DrafterSpec = "auto",
-        *,
-        tokenizer: Processor | Tokenizer | None = None,
-        adaptive: bool = True,
-        **options: Any,
-    ):
+    def __init__(self, model: nn.Module, options: SetupOptions, tokenizer: Processor | Tokenizer | None = None):
         self.model, self.tokenizer, self._why = cast(PreTrainedModel, model), tokenizer, ""
+        drafter = options.drafter
         if isinstance(drafter, (list, tuple)):
             drafter = [default_drafter(self.model)[0] if one == "auto" else one for one in drafter]
         elif drafter == "auto":
-            alone = options.get("compile") or options.get("acceptance", "exact") != "exact"
-            drafter, self._why = default_drafter(self.model, several=not alone)
-        own = SetupOptions(drafter, **options)
-        self._options = own if adaptive or own.length is not None else replace(own, length="fixed")
+            several = not options.compile and options.acceptance == "exact"
+            drafter, self._why = default_drafter(self.model, several)
+        self._options = replace(options, drafter=drafter)
         self._made = (self._fits(), self._build())
         self.last_stats: Stats | None = None  # after the first call
         self.last_state: State | None = None  # its finished one
@@ -164,23 +146,16 @@ class Accelerated(Rebuildable):
         if strange:
             raise ValueError(f"checkpoint: {where} is a pipeline with {strange[0]}, expected an accelerated model")
         model, words = load_saved(folder, device=device, dtype=dtype, trust_remote_code=remote)
-        return cls(model, **{"tokenizer": words, **settings})
+        return accelerate(model, **{"tokenizer": words, **settings})
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
         """Write the model, the tokenizer if there is one, and drafter, acceptance and levels, for `from_pretrained`.
         options: of the model's own. transformers reads the folder as the model alone. Raises ValueError, before
         anything is written, for what can't be written so.
         """
-        own = self._options
         words = {} if self.tokenizer is None else {"processor": self.tokenizer}
-        parts: dict[str, Any] = {
-            "drafter": own.drafter,
-            "acceptance": own.acceptance,
-            "order": None,
-            "levels": own.levels,
-            "parts": {},
-        }
-        saving.save(folder, {"model": self.model, **words, **parts}, **options)
+        parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels")}
+        saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
         """Upload what `save_pretrained` writes. Returns the URL."""
@@ -280,7 +255,7 @@ class Accelerated(Rebuildable):
         return {"model": self.model, "options": vars(self._options), "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Accelerated.__init__(self, state["model"], tokenizer=state["tokenizer"], **state["options"])
+        Accelerated.__init__(self, state["model"], SetupOptions(**state["options"]), state["tokenizer"])
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
@@ -297,7 +272,7 @@ class Accelerated(Rebuildable):
         requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(kwargs)
         requests.adopt_cache(kwargs)
-        media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
+        media = queueing.media_of(kwargs)
         call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media, self._why)
         output = cast(GenerationMixin, self.model).generate(**kwargs, custom_generate=call)
         assert call.result is not None
