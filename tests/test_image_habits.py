@@ -260,7 +260,7 @@ def test_what_a_callback_wants_changed_is_refused(change):
 
     text = refused(lambda: drawn()("a", seed=0, callback_on_step_end=callback))
     assert text.startswith("callback_on_step_end: got a") and "expected" in text
-    assert drawn()("a", seed=0).tokens and not drawn()._calls.jobs
+    assert drawn()("a", seed=0).tokens and not drawn()._jobs
 
 
 def test_names_that_no_callback_can_have():

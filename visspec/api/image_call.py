@@ -209,19 +209,6 @@ class ProgressCallback:
             raise Interrupted
 
 
-class RunningCalls:
-    """The running calls of a pipeline. `interrupt` applies to the latest call of the current thread, or to all calls if
-    the thread runs none.
-    """
-
-    def __init__(self) -> None:
-        self.jobs: list[ImageJob] = []
-
-    def meant(self) -> list[ImageJob]:
-        jobs = list(self.jobs)
-        return [job for job in jobs if job.thread == threading.get_ident()][-1:] or jobs
-
-
 def origin_map(origin: list[str], layout: ImageLayout) -> np.ndarray:
     """Origin of each code, (rows, columns) uint8 indices into ORIGINS."""
     kinds = np.array([ORIGINS.index(o) for o in origin], np.uint8)
@@ -250,10 +237,16 @@ def refuse_diffusers_arguments(others: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got {shown}, expected none: {MEANINGLESS[name]}")
 
 
+def texts_of(given: object) -> list[str]:
+    """A text, or a list of texts, as a list; an empty one for anything else."""
+    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, (list, tuple)) else []
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
 def check_texts(prompt: str | Sequence[str]) -> None:
     """Raises ValueError for anything but a text or a list of texts."""
-    texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
-    if not texts or not all(isinstance(t, str) for t in texts):
+    texts = texts_of(prompt)
+    if not texts:
         raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
     if odd := [t for t in texts if t.encode(errors="replace").decode() != t]:  # tokenizers raise TypeError
         raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can hold")
@@ -265,8 +258,8 @@ def negatives_of(
     """A negative prompt for each text, None for the model's own. Raises ValueError where it would change nothing."""
     if given is None:
         return None
-    found = [given] * len(texts) if isinstance(given, str) else list(given) if isinstance(given, (list, tuple)) else []
-    if not found or not all(isinstance(t, str) for t in found):
+    found = texts_of(given) * (len(texts) if isinstance(given, str) else 1)
+    if not found:
         raise ValueError(f"negative_prompt: got {given!r}, expected a text or a list of texts, one for each prompt")
     if len(found) != len(texts):
         raise ValueError(f"negative_prompt: got {len(found)} texts, expected {len(texts)}, one for each prompt")
@@ -284,11 +277,6 @@ def warn_of_words(processor: Processor | None, **texts: list[str]) -> None:
         if words := requests.unknown_words(processor, those):
             expected = "expected words that the model was taught, no image will show others"
             warnings.warn(f"{name}: got {', '.join(words)}, {expected}", stacklevel=3)
-
-
-def image_seeds(generator, seed, count: int) -> list[int]:
-    """One seed an image, as `requests.seeds`."""
-    return requests.seeds(generator, seed, count, "an image")
 
 
 def encode_prompts(
