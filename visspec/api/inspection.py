@@ -66,7 +66,7 @@ def inspect(drafter: str | Path, model: str | None = None) -> Inspection:
 
     Raises ValueError where there is nothing to judge: no configuration, broken files, no such target.
     """
-    name, options = (str(drafter), {}) if Path(drafter).is_dir() else zoo.parse(str(drafter))
+    name, options = zoo.split(str(drafter))
     root, shapes = open_checkpoint(name)
     data = read_json(root, checkpoint.CONFIG)
     alone = "kind" not in data and str(data.get("model_type")) in KINDS

@@ -197,8 +197,8 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -
             raise ValueError(f"drafter: got a {type(strange[0]).__name__}, expected a name or None in a list to write")
         return [one if one is None else portable_name("drafter", one) for one in drafter]
     if isinstance(drafter, (str, Path)):
-        text, whole = str(drafter), Path(str(drafter)).is_dir()
-        name, options = (text, {}) if whole else zoo.parse(text)
+        text = str(drafter)
+        name, options = zoo.split(text)
         if name in zoo.DRAFTERS | zoo.SHIPPED or not (Path(name).is_dir() or hub.names(name)):
             return portable_name("drafter", text)
         source = hub.resolve_folder(name)
