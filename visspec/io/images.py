@@ -50,11 +50,6 @@ def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[in
         return found.size
 
 
-def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
-    with _errors(path, max_pixels):
-        return _decode(file, path, max_pixels)
-
-
 @contextmanager
 def _errors(path: str | Path, max_pixels: int) -> Iterator[None]:
     try:
@@ -87,18 +82,19 @@ def _header(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Itera
         yield found
 
 
-def _decode(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
-    with _header(file, path, max_pixels) as found:
-        found.load()
-        image = ImageOps.exif_transpose(found)
-    del found  # its pixels, which are copied
-    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
-        image = image.convert("I").point(lambda v: v / 257).convert("L")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image if image.mode == "RGB" else image.convert("RGB")
+def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
+    with _errors(path, max_pixels):
+        with _header(file, path, max_pixels) as found:
+            found.load()
+            image = ImageOps.exif_transpose(found)
+        del found  # its pixels, which are copied
+        if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
+            image = image.convert("I").point(lambda v: v / 257).convert("L")
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            image = Image.alpha_composite(white, image)
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
