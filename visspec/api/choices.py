@@ -11,15 +11,7 @@ from torch import Tensor
 from visspec.api.answers import Entries, Piece, TextResult, token_logprobs
 from visspec.api.completions import ChatRequest
 
-
-@dataclass(frozen=True)
-class ImageResult:
-    """Finished images, as PNG files."""
-
-    files: list[bytes]
-
-
-Told = Piece | TextResult | ImageResult | Exception | None  # what a worker tells of a request
+Told = Piece | TextResult | list[bytes] | Exception | None  # what a worker tells of a request; bytes: of PNG files
 
 
 @dataclass(eq=False)

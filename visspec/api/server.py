@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -29,8 +30,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from visspec import __version__
 from visspec.api import completions
 from visspec.api.answers import Piece, TextResult, choice, completion, usage
-from visspec.api.choices import ImageResult, QueuedChat, Told
-from visspec.api.completions import ChatRequest, RequestError
+from visspec.api.choices import QueuedChat, Told
+from visspec.api.completions import RequestError
 from visspec.api.serving import (
     ClientDisconnected,
     ImageWorker,
@@ -45,6 +46,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
 READING = 60.0  # seconds for a body to arrive
 READERS = 2  # threads that read bodies, decode images and run the processor
+Reading = Callable[[Any], Any]  # of a body's JSON
 
 
 class Service:
@@ -107,7 +109,7 @@ class Service:
             raise RequestError(f"body: got more than {self.limits.body} bytes, expected at most as many", 413)
         return b"".join(parts)
 
-    async def read(self, data: bytes, worker: QueueWorker | None, what: str, reading: Callable[[Any], Any]) -> Any:
+    async def read(self, data: bytes, worker: QueueWorker | None, what: str, reading: Reading) -> Any:
         """What `reading` makes of a body's JSON. Raises Refused, also unless it names the worker's model."""
 
         def work() -> Any:
@@ -134,23 +136,33 @@ class Service:
         names = " or ".join(repr(worker.name) for worker in workers)
         raise RequestError(f"model: got {name!r}, expected {names}", 404, "model", "model_not_found")
 
-    def _chat(self, body: Json) -> ChatRequest:
-        return completions.chat(body, self.limits)
+    async def _take(
+        self,
+        stack: AsyncExitStack,
+        kind: str,
+        request: Request,
+        worker: QueueWorker | None,
+        what: str,
+        reading: Reading,
+    ) -> tuple[Any, JobEvents]:
+        """What `reading` makes of a request, which has a place until the stack ends, and the events of its job."""
+        stack.enter_context(self.desk.meter(kind))
+        waiting = await stack.enter_async_context(AsyncExitStack())  # ends when the model has read the prompt
+        self.desk.check()
+        data = await self.receive(request, waiting.enter_context(self.desk.held()))
+        stack.enter_context(self.desk.place())
+        asked = await self.read(data, worker, what, reading)
+        events = JobEvents(request, waiting)
+        stack.callback(events.close)
+        return asked, events
 
     async def chat(self, request: Request) -> Response:
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.desk.meter("chat"))
-            waiting = await stack.enter_async_context(AsyncExitStack())  # ends when the model has read the prompt
-            self.desk.check()
-            data = await self.receive(request, waiting.enter_context(self.desk.held()))
-            stack.enter_context(self.desk.place())
-            asked = await self.read(data, self.writing, "was started with --model", self._chat)
-            del data
-            writing, loop = self.writing, asyncio.get_running_loop()
+            writing, reading = self.writing, partial(completions.chat, limits=self.limits)
+            asked, events = await self._take(stack, "chat", request, writing, "was started with --model", reading)
             assert writing is not None
-            events = JobEvents(request, waiting)
-            stack.callback(events.close)
-            await events.until(waiting.enter_async_context(self.desk.decoded(asked.pixels * asked.n)))
+            await events.until(events.waiting.enter_async_context(self.desk.decoded(asked.pixels * asked.n)))
+            loop = asyncio.get_running_loop()
             job = await loop.run_in_executor(self.readers, writing.job, asked, events.tell)
             stack.callback(setattr, job, "cancelled", True)  # however this ends
             writing.submit(job)
@@ -166,20 +178,13 @@ class Service:
 
     async def images(self, request: Request) -> Response:
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.desk.meter("images"))
-            self.desk.check()
-            data = await self.receive(request, stack.enter_context(self.desk.held()))
-            stack.enter_context(self.desk.place())
-            painting = self.painting
-            asked = await self.read(data, painting, "was started with --image-model", completions.drawing)
+            painting, started = self.painting, "was started with --image-model"
+            asked, events = await self._take(stack, "images", request, painting, started, completions.drawing)
             assert painting is not None
-            events = JobEvents(request, stack)
-            stack.callback(events.close)
             job = QueuedImages(events.tell, asked=asked)
             stack.callback(setattr, job, "cancelled", True)
             painting.submit(job)
-            drawn: ImageResult = await events.next()
-            files = [{"b64_json": base64.b64encode(file).decode()} for file in drawn.files]
+            files = [{"b64_json": base64.b64encode(file).decode()} for file in await events.next()]
             return JSONResponse({"created": int(time.time()), "data": files, "output_format": "png"})
 
     async def model(self, id: str) -> dict[str, Any]:

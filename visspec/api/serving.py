@@ -24,7 +24,7 @@ from visspec.api import chat_inputs
 from visspec.api.accelerate import Accelerated
 from visspec.api.answers import TextResult, parsed_message, response_template
 from visspec.api.captions import move_inputs
-from visspec.api.choices import Choice, ImageResult, QueuedChat, QueuedRequest, StopTextFilter, Told
+from visspec.api.choices import Choice, QueuedChat, QueuedRequest, StopTextFilter, Told
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
@@ -368,7 +368,7 @@ class ImageWorker(QueueWorker[QueuedImages]):
         while (job := self._next(block=True)) is not None:
             self.running.add(job)
             try:
-                job.tell(ImageResult(self._draw(job)))
+                job.tell(self._draw(job))
             except Exception as error:
                 if not isinstance(error, ValueError):
                     logger.exception("%s: images failed", self.name)
