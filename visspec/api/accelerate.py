@@ -304,9 +304,9 @@ class Accelerated(Rebuildable):
         setup = self.setup
         for each in setup.each:
             queueing.check(each, slots, ahead, options)
-        setup = setup.select()
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
-        return queueing.answers(self.model, setup, prompts, slots, ahead or slots, options, self.tokenizer, prefixes)
+        builder = queueing.RequestBuilder(self.model, setup.select(), options, prefixes)
+        return queueing.answers(builder, prompts, slots, ahead or slots, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
