@@ -29,8 +29,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from visspec import __version__
 from visspec.api import completions
-from visspec.api.answers import Piece, TextResult, choice, completion, usage
-from visspec.api.choices import QueuedChat, Told
+from visspec.api.answers import Piece, QueuedChat, TextResult, Told, choice, completion, usage
 from visspec.api.completions import RequestError
 from visspec.api.serving import (
     ClientDisconnected,

@@ -22,9 +22,17 @@ from typing import Any, Generic, TypeVar
 
 from visspec.api import chat_inputs
 from visspec.api.accelerate import Accelerated
-from visspec.api.answers import TextResult, parsed_message, response_template
+from visspec.api.answers import (
+    Choice,
+    QueuedChat,
+    QueuedRequest,
+    StopTextFilter,
+    TextResult,
+    Told,
+    parsed_message,
+    response_template,
+)
 from visspec.api.captions import move_inputs
-from visspec.api.choices import Choice, QueuedChat, QueuedRequest, StopTextFilter, Told
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline

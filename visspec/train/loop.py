@@ -35,8 +35,8 @@ from torch.optim import Optimizer
 from visspec.io.checkpoint import read_json
 from visspec.io.files import replacing, write_json
 from visspec.train.capture import capture, split, to
+from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
-from visspec.train.step import Step
 from visspec.train.store import Store
 from visspec.types import Acceptance, Request, Target, TrainedDrafter, TrainingBatch
 
