@@ -314,9 +314,7 @@ class Accelerated(Rebuildable):
 
 @dataclass(eq=False)
 class _Run:
-    """Custom decoding function for one call of generate: transformers prepares the inputs and calls it. Stores the
-    final state and statistics.
-    """
+    """Custom decoding function of one call of generate, for which transformers prepares inputs; keeps its result."""
 
     setup: DecodingSetup[HFDecoder]
     tokenizer: Processor | Tokenizer | None = None

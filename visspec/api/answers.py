@@ -175,9 +175,7 @@ def pending(text: str, stop: str) -> int:
 
 
 def response_template(processor: Processor, model: PreTrainedModel) -> Any:
-    """How a model writes its messages, for `parse_response`: as its tokenizer says, or transformers knows of its type;
-    None if neither does.
-    """
+    """How a model writes messages, for `parse_response`, by its tokenizer or by transformers; None if neither knows."""
     if (own := getattr(processor.tokenizer, "response_template", None)) is not None:
         return own
     try:

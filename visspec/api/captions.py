@@ -67,9 +67,7 @@ def prepare(processor, images: Sequence, request: str | Sequence[str], model) ->
 
 
 def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
-    """A processor's output for a batch of PIL images, of lists of them, or of clips, under a request each. Raises
-    ValueError as `process_chats`.
-    """
+    """A processor's output for PIL images, lists of them, or clips, under a request each. Raises as `process_chats`."""
     media = [image if isinstance(image, list) else [image] for image in images]
     chats = []
     for own, request in zip(media, requests):
@@ -81,9 +79,8 @@ def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[
 def process_chats(
     processor, chats: Sequence[Sequence[dict[str, Any]]], media: Sequence[Sequence[Image | Clip]]
 ) -> dict[str, Any]:
-    """A processor's output for conversations and the PIL images and clips that they have, left-padded, on the CPU.
-    Raises ValueError for a text with an image token, as its image has one, and for clips of a processor that reads
-    none.
+    """A processor's output for conversations and their PIL images and clips, left-padded, on the CPU. Raises ValueError
+    for a text with an image token, as its image has one, and for clips of a processor that reads none.
     """
     processor.tokenizer.padding_side = "left"
     images = [[one for one in own if not isinstance(one, Clip)] for own in media]

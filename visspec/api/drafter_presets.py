@@ -18,9 +18,7 @@ from visspec.types import Request
 
 
 def frequent(target, prompts: Callable[[int], Request], count: int, batches: int) -> Tensor:
-    """The `count` ids that the target's answers to the first batches have most often, ascending; ties by id (FR-Spec,
-    VocabTrim).
-    """
+    """The `count` most frequent ids of answers to the first batches, ascending; ties by id (FR-Spec, VocabTrim)."""
     counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
     for number in range(batches):
         lesson = capture(target, Exact(), prompts(number))

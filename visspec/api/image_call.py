@@ -84,9 +84,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """What a call asks for: the arguments of `ImagePipeline.__call__`, where they are described. Raises ValueError for
-    what no model can draw.
-    """
+    """Arguments of `ImagePipeline.__call__`, which describes them. Raises ValueError for what no model can draw."""
 
     prompt: str | Sequence[str]
     image: Pictures | None = None
@@ -112,9 +110,7 @@ class ImageRequest:
 
     @classmethod
     def of(cls, prompt: str | Sequence[str], options: Mapping[str, Any]) -> ImageRequest:
-        """From a call's arguments. Raises ValueError for arguments of diffusers that have no meaning here, TypeError
-        for those of nobody.
-        """
+        """From a call's arguments. Raises as `refuse_diffusers_arguments`."""
         known = {one.name for one in fields(cls)}
         refuse_diffusers_arguments({name: value for name, value in options.items() if name not in known})
         return cls(prompt, **{name: value for name, value in options.items() if name in known})
@@ -282,9 +278,7 @@ def warn_of_words(processor: Processor | None, **texts: list[str]) -> None:
 def encode_prompts(
     family: Family, texts: list[str], negatives: list[str] | None, layout: ImageLayout, guidance: float
 ) -> EncodedPrompt:
-    """Prompts and negative prompts as the family reads them. Raises ValueError, as `family.check`, for those that can't
-    be drawn from.
-    """
+    """Prompts and negative prompts as the family reads them. Raises ValueError as `family.check`."""
     found = prompt_of(family, texts, guidance != 1.0, layout, negatives)
     try:
         family.check(found, layout, guidance)
@@ -349,9 +343,7 @@ def tensors_so_far(state: State, layout: ImageLayout, names: Sequence[str]) -> d
 
 
 def check_unchanged(back: dict | None, state: State, given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Raises ValueError where a callback wants something changed: `back` is what it returned, `given` the tensors that
-    it was handed, copies of `own`.
-    """
+    """Raises ValueError for changes by a callback, which returned `back` and was handed `given`, copies of `own`."""
     if back is not None and not isinstance(back, dict):
         raise ValueError(f"callback_on_step_end: got a {type(back).__name__} back, expected None or what it was handed")
     for name, value in {**given, **(back or {})}.items():

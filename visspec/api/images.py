@@ -315,9 +315,7 @@ class ImagePipeline(Rebuildable):
         return self.drafter if found is None or found.drafts else None
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
-        """A drafter, a rule and an order, by name or as objects, with the target; cached, so that what was measured of
-        draft lengths is reused.
-        """
+        """A drafter, a rule and an order, by name or as objects, with the target; cached, to reuse measured lengths."""
         if not isinstance(order, str | Order | None):  # a list of places, by value
             order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)
         asked = (drafter, acceptance, order)

@@ -108,9 +108,7 @@ def open_checkpoint(name: str) -> tuple[Path, Shapes]:
 
 
 def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
-    """Fill in what a checkpoint is. Returns whether it was judged for a target, else None; raises ValueError for why it
-    is not read.
-    """
+    """Fill in what a checkpoint is. Returns True if judged for a target, else None; raises ValueError if not read."""
     kind = str(data.get("kind", data.get("model_type")))
     depth = _whole(object_of(data.get("text_config", data)).get("num_hidden_layers"))
     if "kind" in data or kind in KINDS:

@@ -305,9 +305,7 @@ GRAMMARS: dict[str, Callable[[Any], Callable[[int], Matcher]]] = {  # by names: 
 
 
 def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
-    """A request's processor as one that depends on its arguments alone. Raises ValueError for one that keeps state and
-    can't be copied.
-    """
+    """A processor that depends on its arguments alone. Raises ValueError if it keeps state and can't be copied."""
     start = prompt.shape[1]
     if type(processor) is PrefixConstrainedLogitsProcessor:
         return PrefixFunction(processor._prefix_allowed_tokens_fn, prompt.device)

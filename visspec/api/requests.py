@@ -247,7 +247,5 @@ def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
 
 
 def _cache(state: State) -> DynamicCache | None:
-    """Keys and values of prompts and outputs, without the last token, as a transformers cache. None for a recurrent
-    model.
-    """
+    """A transformers cache of prompts and outputs but their last token. None for a recurrent model."""
     return state.cache.dynamic([state.cache.prompt + len(tokens) - 1 for tokens in state.tokens])

@@ -1,5 +1,4 @@
-"""What `save_pretrained` of a pipeline or an accelerated model writes beside model and processor: drafter, rule, order,
-levels, parts, as JSON.
+"""What `save_pretrained` writes beside model and processor: drafter, rule, order, levels, parts, as JSON.
 
 Drafters and rules are written as the names that build them; weights of a drafter go into a folder inside. A folder that
 is read may come from anyone: it names nothing outside itself but what `zoo` knows.
@@ -55,8 +54,7 @@ Speculative decoding by visspec (`pip install visspec`), drafter `{drafter}`, ru
 
 
 def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> None:
-    """Write the components of a pipeline, or of an accelerated model, which may have no processor; `options` are those
-    of the model's `save_pretrained`.
+    """Write a pipeline's components, or an accelerated model's, which may lack a processor. options: of the model's.
 
     Raises ValueError for what can't be written so that `read` finds it, before anything is written.
     """

@@ -70,7 +70,7 @@ class Service:
         self.readers.shutdown(wait=False, cancel_futures=True)
 
     async def guard(self, request: Request) -> None:
-        """Raises Refused for a stranger."""
+        """Raises RequestError for a stranger."""
         hosts = [value for name, value in request.headers.raw if name == b"host"]
         if self.local and not (len(hosts) == 1 and HOST.fullmatch(hosts[0])):
             # a page in a browser may have given this machine a name of its own
@@ -84,7 +84,7 @@ class Service:
             raise RequestError("key: got another one or none, expected that of the server", 401, code="invalid_api_key")
 
     async def receive(self, request: Request, held: Callable[[int], None]) -> bytes:
-        """A body; `held` is told its bytes as they come. Raises Refused."""
+        """A body; `held` is told its bytes as they come. Raises RequestError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         if kind.lower() != "application/json":  # a page of another origin can't send this without asking
             raise RequestError(f"content-type: got {kind or 'none'}, expected application/json", 415)
@@ -109,7 +109,7 @@ class Service:
         return b"".join(parts)
 
     async def read(self, data: bytes, worker: QueueWorker | None, what: str, reading: Reading) -> Any:
-        """What `reading` makes of a body's JSON. Raises Refused, also unless it names the worker's model."""
+        """What `reading` makes of a body's JSON. Raises RequestError, also unless it names the worker's model."""
 
         def work() -> Any:
             try:
@@ -128,7 +128,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self.readers, work)
 
     def named(self, name: Json, workers: list[QueueWorker]) -> QueueWorker:
-        """The worker of a model. Raises Refused for another name."""
+        """The worker of a model. Raises RequestError for another name."""
         for worker in workers:
             if name == worker.name:
                 return worker
@@ -202,9 +202,7 @@ class Service:
 
 
 class JobEvents:
-    """What a worker tells about a job, for the loop of the server; or that the client has gone. waiting: closed when
-    the model has read a chat.
-    """
+    """What a worker tells of a job, or that the client has gone. waiting: closed when the model has read a chat."""
 
     def __init__(self, request: Request, waiting: AsyncExitStack):
         self.waiting = waiting
@@ -221,7 +219,7 @@ class JobEvents:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
     async def until(self, awaited: Awaitable[Any]) -> Any:
-        """What is awaited. Raises Gone if the client goes before."""
+        """What is awaited. Raises ClientDisconnected if the client goes before."""
         task = asyncio.ensure_future(awaited)
         try:
             await asyncio.wait({task, self.gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -233,7 +231,7 @@ class JobEvents:
         return task.result()
 
     async def next(self) -> Any:
-        """The next event. Raises what the worker told as an exception, and Gone."""
+        """The next event. Raises what the worker told as an exception, and ClientDisconnected."""
         while (event := await self.until(self.queue.get())) is None:
             await self.waiting.aclose()
         if isinstance(event, RequestError):

@@ -138,7 +138,7 @@ class RequestQueue:
 
     @contextmanager
     def meter(self, kind: str) -> Iterator[None]:
-        """Counts a request and how it ended. Raises Refused for one that is cut off because the server stops."""
+        """Counts a request and how it ended. Raises RequestError for one that is cut off because the server stops."""
         began, outcome = time.monotonic(), "ok"
         try:
             yield
@@ -157,7 +157,7 @@ class RequestQueue:
             self.meters.over(kind, outcome, began)
 
     def check(self) -> None:
-        """Raises Refused if there is no place."""
+        """Raises RequestError if there is no place."""
         if self.closing:
             raise RequestError("server: got a request while it stops, expected none", 503, code="stopping")
         if self.taken >= self.places:
@@ -169,7 +169,7 @@ class RequestQueue:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place for one request whose body is complete. Raises Refused if there is none."""
+        """A place for one request whose body is complete. Raises RequestError if there is none."""
         self.check()
         self.taken += 1
         try:
@@ -179,9 +179,7 @@ class RequestQueue:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[int], None]]:
-        """Gives a function that is told the bytes of a body as they come. It raises Refused where all bodies have too
-        many.
-        """
+        """A function that is told the bytes of a body as they come. It raises RequestError where all have too many."""
         mine = 0
 
         def add(count: int) -> None:
@@ -276,7 +274,7 @@ class TextWorker(QueueWorker[QueuedChat]):
         super().__init__(name, meters)
 
     def job(self, asked: ChatRequest, tell: Callable[[Told], None]) -> QueuedChat:
-        """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
+        """A job of a chat, whose images are decoded here and let go. Raises RequestError. Called in any thread."""
         inputs = chat_inputs.prompt_of(self.processor, asked, self.processing, self.tensors)
         prompt = inputs["input_ids"][0].tolist()
         most = chat_inputs.room(len(prompt), asked, self.limits)
@@ -291,7 +289,7 @@ class TextWorker(QueueWorker[QueuedChat]):
         return job
 
     def _by_schema(self, schema: Json) -> dict[str, Any]:
-        """generate's arguments for an answer of a schema. Raises Refused."""
+        """generate's arguments for an answer of a schema. Raises RequestError."""
         try:
             with self.processing:
                 if self.grammars is None:

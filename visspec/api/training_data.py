@@ -233,9 +233,7 @@ class Dataset(Records):
 
 
 def records_of(data: str, ignore: Collection[str] = ()) -> Records:
-    """The records of a folder, a glob, a file or hf:NAME. Raises ValueError for data without any, or that can't be
-    read.
-    """
+    """The records of a folder, a glob, a file or hf:NAME. Raises ValueError if there are none, or they can't be read."""
     path = Path(data)
     kinds: dict[str, type[Records]] = {".jsonl": Lines, ".json": Lines, ".parquet": Rows, ".tar": Shard}
     kind: type[Records] | None = kinds.get(path.suffix.lower()) if path.is_file() else None
@@ -364,9 +362,7 @@ def shrink(image: Image.Image, max_pixels: int) -> Image.Image:
 
 
 class Reader:
-    """Reads items and counts those that can't be read, `bad`: item to reason. Raises ValueError for more than `max_bad`
-    of them.
-    """
+    """Reads items and notes those that can't be, `bad`: item to reason. Raises ValueError for more than `max_bad`."""
 
     def __init__(self, data: TrainingData, max_bad: int = 100, max_pixels: int | None = None):
         self.data, self.max_bad, self.max_pixels = data, max_bad, max_pixels

@@ -71,9 +71,7 @@ def _number(text: str) -> Any:
 
 
 def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
-    """`kind(**options)`, or `start(**options)` if given. Raises ValueError for an unknown option or a value that does
-    not match the constructor's annotation.
-    """
+    """`(start or kind)(**options)`. Raises ValueError for an unknown option or a value unlike `kind`'s annotation."""
     for option, value in list(options.items()):
         parameter = signature(kind).parameters.get(option)
         annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""

@@ -43,9 +43,7 @@ def read_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
 
 
 def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Width and height that the header of an image names. Raises ValueError as `open_image`, but for what only decoding
-    shows.
-    """
+    """Width and height by an image's header. Raises ValueError as `open_image`, but for what only decoding shows."""
     with _errors(name, max_pixels), _header(io.BytesIO(data), name, max_pixels) as found:
         return found.size
 

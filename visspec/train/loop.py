@@ -177,9 +177,7 @@ class Trainer:
         return self.plan.parts(self.accumulate)
 
     def lessons(self, step: int) -> list[TrainingBatch]:
-        """The lessons of this process in a step. A group is generated at its first step, or at the first step after a
-        resume.
-        """
+        """This process's lessons in a step. A group is generated at its first step, or the first after a resume."""
         plan = self.plan
         index, within = divmod(step, self.parts * plan.reuse)
         if self._group[0] != index:
