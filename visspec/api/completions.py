@@ -223,7 +223,7 @@ Read = TypeVar("Read", bound=Body)
 
 
 def read(kind: type[Read], body: Json, neutral: Mapping[str, tuple]) -> Read:
-    """The arguments of a body. Raises RequestError if it is no object, and for the first argument that can't be read."""
+    """A body's arguments. Raises RequestError if it is no object, and for the first argument that can't be honoured."""
     if not isinstance(body, Mapping):
         raise RequestError(f"body: got {type(body).__name__}, expected a JSON object")
     for name, values in neutral.items():

@@ -233,7 +233,7 @@ class Dataset(Records):
 
 
 def records_of(data: str, ignore: Collection[str] = ()) -> Records:
-    """The records of a folder, a glob, a file or hf:NAME. Raises ValueError if there are none, or they can't be read."""
+    """The records of a folder, a glob, a file or hf:NAME. Raises ValueError if there are none, or one can't be read."""
     path = Path(data)
     kinds: dict[str, type[Records]] = {".jsonl": Lines, ".json": Lines, ".parquet": Rows, ".tar": Shard}
     kind: type[Records] | None = kinds.get(path.suffix.lower()) if path.is_file() else None
