@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -130,14 +131,13 @@ def caption_files(
     seed = generate.pop("seed", None)
     for start in range(0, len(paths), batch_size):
         opened: list[tuple[str, Any]] = []
-        failed: dict[str, str] = {}
+        done: dict[str, Caption] = {}
         group = [str(p) for p in paths[start : start + batch_size]]
         for path in group:
             try:
                 opened.append((path, open_media(path, max_pixels, frames)))
             except (ValueError, OSError) as error:
-                failed[path] = str(error)
-        done: dict[str, Caption] = {}
+                done[path] = Caption(path, None, error=str(error))
         stats = None
         for kind in (Image, Clip):
             if alike := [entry for entry in opened if isinstance(entry[1], kind)]:
@@ -145,7 +145,7 @@ def caption_files(
                 made, stats = _caption_batch(fast, processor, alike, request, generate | seeds)
                 done |= made
         for path in group:
-            yield (done[path], stats) if path in done else (Caption(path, None, error=failed[path]), None)
+            yield done[path], None if done[path].error else stats
 
 
 def _caption_batch(fast: Accelerated, processor, opened, request: str, generate: dict[str, Any]):
@@ -158,7 +158,7 @@ def _caption_batch(fast: Accelerated, processor, opened, request: str, generate:
     return done, result.stats
 
 
-class Captions:
+class Captions(AbstractContextManager):
     """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
 
     request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
@@ -219,9 +219,6 @@ class Captions:
         self._closed = True
         for run in list(self._runs):
             run.close()
-
-    def __enter__(self) -> Captions:
-        return self
 
     def __exit__(self, *error: BaseException | type | TracebackType | None) -> None:
         self.close()

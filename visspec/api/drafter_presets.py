@@ -35,17 +35,13 @@ def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     """
     text = model.config.get_text_config()
     before, middle = text._attn_implementation, max(text.num_hidden_layers // 2, 1)
-    real_BL = (
-        inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones_like(inputs["input_ids"]) > 0
-    )
+    mask_BL = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     try:
         text._attn_implementation = "eager"
         weights = model(**inputs, output_attentions=True, use_cache=False).attentions
     finally:
         text._attn_implementation = before
-    entropies = [
-        torch.special.entr(weight_BHLL.float()).sum(dim=-1).mean(dim=1)[real_BL].mean() for weight_BHLL in weights or ()
-    ]
+    entropies = [torch.special.entr(each_BHLL.float()).sum(-1).mean(1)[mask_BL].mean() for each_BHLL in weights or ()]
     if len(entropies) != text.num_hidden_layers or len(entropies) < 2:
         return middle
     return 1 + int(torch.stack(entropies[:-1]).argmin())

@@ -330,9 +330,8 @@ def application(service: Service) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
         asked, paths = f"{request.method} {request.url.path}", ", ".join(path for _, path, _ in routes)
-        return JSONResponse(
-            RequestError(f"path: got {asked}, expected one of {paths}", error.status_code).body, error.status_code
-        )
+        refused = RequestError(f"path: got {asked}, expected one of {paths}", error.status_code)
+        return JSONResponse(refused.body, refused.status)
 
     @app.exception_handler(ClientDisconnected)
     @app.exception_handler(ClientDisconnect)

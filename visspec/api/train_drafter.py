@@ -409,10 +409,8 @@ class TextValidation:
     def __call__(self) -> dict[str, float]:
         found = {}
         for name, temperature in (("tau_greedy", 0.0), ("tau_sampled", 1.0)):
-            requests_ = self.held_out(temperature)
-            found[name] = round(
-                measure(self.target, self.drafter, Exact(), requests_, self.drafter.traits.levels).tau, 3
-            )
+            held_out, levels = self.held_out(temperature), self.drafter.traits.levels
+            found[name] = round(measure(self.target, self.drafter, Exact(), held_out, levels).tau, 3)
         return found
 
 

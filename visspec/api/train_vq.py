@@ -168,11 +168,10 @@ class MultiScaleVQStage(Stage):
             "held_out": len(self.held),
         }
         save_vae(self.options.out, self.model, self.scales)
-        options = {name: value for name, value in vars(self.options).items() if name not in ("run", "command", "what")}
+        own = ((name, value) for name, value in vars(self.options).items() if name not in ("run", "command", "what"))
         record = provenance(device=self.device, recipe="train_vq", step=self.step, measured=figures)
-        write_json(
-            self.options.out / "provenance.json", record | {"options": {k: _as_json(v) for k, v in options.items()}}
-        )
+        record["options"] = {name: _as_json(value) for name, value in own}
+        write_json(self.options.out / "provenance.json", record)
         self.model.train()
         return figures
 
