@@ -295,11 +295,10 @@ class Accelerated(Rebuildable):
         Before it `on_logits` is called with the ids and the model's raw logits (n, V) that gave them.
         They are read as slots come free; None says that none is waiting now. options: arguments for the prompts that
         don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once. ahead: prompts prefilled at
-        once (default: slots); as many more may stand ready. prefix_cache: bytes of prompts, their keys and values, that
-        are kept for those that begin alike (the same image asked twice); 0 for none, or a `PrefixCache` that outlives
-        this stream.
-        A row's tokens are those that it has alone. An error of one prompt is its result. Raises ValueError for a
-        drafter whose rows can't enter a batch.
+        once (default: slots); as many more may stand ready. prefix_cache: bytes of prompts' keys and values that are
+        kept for those that begin alike (the same image asked twice), 0 for none, or a `PrefixCache` that outlives the
+        stream. A row's tokens are those that it has alone. An error of a prompt is its result. Raises ValueError if the
+        drafter's rows can't enter a batch.
         """
         setup = self.setup
         for each in setup.each:

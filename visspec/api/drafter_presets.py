@@ -30,8 +30,7 @@ def frequent(target, prompts: Callable[[int], Request], count: int, batches: int
 @torch.no_grad()
 def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     """The hidden state behind the layer whose attention over these prompts has the smallest entropy, the mean of heads
-    and tokens; the last layer aside (DREAM). Needs a pass that returns its attention weights; of a model that returns
-    none it is the middle one.
+    and tokens; the last layer aside (DREAM). The middle one of a model that returns no attention weights.
     """
     text = model.config.get_text_config()
     before, middle = text._attn_implementation, max(text.num_hidden_layers // 2, 1)

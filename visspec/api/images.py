@@ -108,9 +108,8 @@ class ImagePipeline(Rebuildable):
         cls, where: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", **options
     ):
         """Load a folder, a hub id or an included model by name (None: the one that draws). Safetensors only; `options`
-        as in the constructor, and `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch
-        dtype. Of a folder that `save_pretrained` wrote, drafter, acceptance, levels and parts are read too; those given
-        here win.
+        as in the constructor, and `trust_remote_code` (off). dtype (or diffusers' `torch_dtype`): a name or a torch
+        dtype. Drafter, acceptance, levels and parts that `save_pretrained` wrote are read too; those given here win.
         """
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
         where = where or included.image_model()

@@ -44,8 +44,7 @@ class Inspection:
     "inputs" of layers, "boundary" (inputs, one of them behind the last layer), "defaults" where it names none;
     hidden_states: what is read by that, 0 being the embeddings, -1 the last, and n + 1 of n layers the last before the
     final norm. None: none, or the target's depth would tell. fits: whether it is read for the target, None without one;
-    refused: why it is not read. positions, vocabulary: as configured. tensors: None where no weights are there. notes:
-    what readers warn of.
+    refused: why not. positions, vocabulary: as configured. tensors: None without weights. notes: what readers warn of.
     """
 
     form: str | None = None

@@ -1,8 +1,7 @@
 """OpenAI's chat completions and image generations over HTTP, on FastAPI: the extra `serve`.
 
-Nothing of a request is trusted: its key is compared in constant time, its host is one of this machine's own names if
-the server is bound to it, its body is received up to a limit, takes a place when it is complete, and is read by
-`completions`.
+Nothing of a request is trusted: its key is compared in constant time, its host is a name of this machine if the server
+is bound to it, its body is received up to a limit, takes a place when complete, and is read by `completions`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Safe reading of image files, for the API, the metrics and the command line: three formats and a pixel limit.
 
-An unreadable file raises an exception that names it (`open_image`) or is added to a list (`iter_images`); it is never
-skipped silently.
+An unreadable file raises an exception that names it (`open_image`) or is added to a list (`iter_images`).
 """
 
 import io

@@ -1,9 +1,8 @@
 """Online distillation of a drafter on batches recorded from the target, which a `Store` keeps on disk if asked to.
 
 Training proceeds in groups: the target generates answers to `group` batches of prompts, the drafter is trained on them
-`reuse` times in random order, `rows` answers a lesson, and the group is discarded. The trainer is independent of model
-classes and data: its arguments are a target, a drafter (`types.TrainedDrafter`), and `prompts`, a function that returns
-request i.
+`reuse` times in random order, `rows` answers a lesson, and the group is discarded. The trainer knows no model classes
+or data: it takes a target, a drafter (`types.TrainedDrafter`), and `prompts`, which returns request i.
 
 An update averages the gradients of `accumulate` lessons, one of each of so many streams of prompts, which are spread
 over the processes. Everything is a function of (seed, step, accumulate): a resumed run ends with the same weights as an

@@ -1,5 +1,4 @@
-"""Losses between a drafter's distribution q and the target's p (`kernels.draft_losses`), and between features; and the
-loss of a drafter on a lesson (`Step`).
+"""Losses between a drafter's distribution q and the target's p (`kernels.draft_losses`), of features, and of a lesson.
 
 `tv` is half of sum |p - q|: one minus the acceptance rate of exact verification with independent samples, and a bound
 for coupled ones. Its gradient is weak while q is far from p, so training starts with `soft_ce`.
