@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -235,12 +235,12 @@ class Accelerated(Rebuildable):
         if name.startswith("__") or "model" not in self.__dict__:  # called by copy and pickle on an empty object
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.model, name)
-        return self._return_self(found) if getattr(found, "__self__", None) is self.model else found
+        if getattr(found, "__self__", None) is not self.model:
+            return found
 
-    def _return_self(self, method: Callable) -> Callable:
-        @wraps(method)
+        @wraps(found)
         def call(*args, **kwargs):
-            result = method(*args, **kwargs)
+            result = found(*args, **kwargs)
             return self if result is self.model else result
 
         return call
