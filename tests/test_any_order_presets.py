@@ -33,7 +33,7 @@ def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):
         assert torch.equal(one, two)
     assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
     assert not preset.drafter.startswith("ahead") or fast.stats[0].rounds < plain.stats[0].rounds
-    assert saving.portable_name("order", zoo.ORDERS, preset.order) == preset.order and preset.source
+    assert saving.portable_name("order", preset.order) == preset.order and preset.source
 
 
 def test_other_painters_refuse_them_and_their_names_are_their_own():

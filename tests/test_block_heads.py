@@ -25,8 +25,8 @@ from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.sampling import Uniform
 from visspec.train import losses
 from visspec.train.capture import capture
+from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
-from visspec.train.step import Step
 from visspec.types import Sampling
 
 NEW = 12

@@ -28,8 +28,8 @@ from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head import LowRank
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.train.capture import capture
+from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
-from visspec.train.step import Step
 
 NEW = 12
 TINY = {"steps": 3, "rows": 3, "max_new_tokens": 7, "reuse": 1, "validate_every": 3}

@@ -16,7 +16,7 @@ from PIL import Image
 from tests import tiny_images
 from tests.doubles import one_sentence
 from visspec.api import grid, requests
-from visspec.api.images import ImagePipeline, image_seeds
+from visspec.api.images import ImagePipeline
 from visspec.cli import main as cli
 from visspec.models.jacobi.drafter import Jacobi
 
@@ -64,15 +64,15 @@ def test_output_types(pipe):
 
 
 def test_generators_and_seeds():
-    assert image_seeds(None, np.int64(4), 2) == [4, 5]
-    assert image_seeds(None, 4, 3) == [4, 5, 6] and image_seeds(None, [9, 1], 2) == [9, 1]
-    a, b = (image_seeds(torch.Generator().manual_seed(1), None, 2) for _ in range(2))
+    assert requests.seeds(None, np.int64(4), 2) == [4, 5]
+    assert requests.seeds(None, 4, 3) == [4, 5, 6] and requests.seeds(None, [9, 1], 2) == [9, 1]
+    a, b = (requests.seeds(torch.Generator().manual_seed(1), None, 2) for _ in range(2))
     assert a == b and a[0] != a[1]
-    assert image_seeds([torch.Generator().manual_seed(1)], None, 1) == image_seeds(
+    assert requests.seeds([torch.Generator().manual_seed(1)], None, 1) == requests.seeds(
         [torch.Generator().manual_seed(1)], None, 1
     )
     with pytest.raises(ValueError, match=r"^seed: got 2 entries, expected 3"):
-        image_seeds(None, [1, 2], 3)
+        requests.seeds(None, [1, 2], 3)
 
 
 RAGGED = {"drafter": "jacobi:redraw=maximal,window=8", "acceptance": "rejection", "seed": 0}

@@ -35,8 +35,8 @@ import visspec
 from tests import children
 from tests.grammars import SCHEMA, json_model, json_processor
 from visspec.api import chat_inputs, completions, loading
+from visspec.api.answers import QueuedRequest, StopTextFilter
 from visspec.api.captions import prepare
-from visspec.api.choices import QueuedRequest, StopTextFilter
 from visspec.api.completions import RequestError, RequestLimits
 from visspec.api.server import Server, Service
 from visspec.api.serving import ImageWorker, QueueWorker, RequestQueue, ServerMetrics, TextWorker

@@ -24,8 +24,8 @@ from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.train import losses
 from visspec.train.capture import capture, identity, split
+from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
-from visspec.train.step import Step
 
 
 def eagle3(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from pathlib import Path
@@ -75,18 +75,8 @@ def accelerate(
         preset = tuned_preset.read_preset(file, cast(ConfiguredModel, model))
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
-    return Accelerated(
-        model,
-        drafter,
-        acceptance=acceptance,
-        levels=levels,
-        adaptive=adaptive,
-        tokenizer=tokenizer,
-        probe=probe,
-        compile=compile,
-        graphs=graphs,
-        length=length,
-    )
+    length = "fixed" if length is None and not adaptive else length
+    return Accelerated(model, SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs), tokenizer)
 
 
 def speculative(drafter: DrafterSpec = "auto", **options) -> Speculative:
@@ -99,12 +89,12 @@ class SetupOptions:
     """What a setup is built from beside the model: arguments of `accelerate`."""
 
     drafter: DrafterSpec
-    acceptance: str | Acceptance = "exact"
-    levels: int | None = None
-    length: str | DraftLengthPolicy | None = None
-    probe: bool = True
-    compile: bool = False
-    graphs: bool | None = None
+    acceptance: str | Acceptance
+    levels: int | None
+    length: str | DraftLengthPolicy | None
+    probe: bool
+    compile: bool
+    graphs: bool | None
 
 
 @dataclass(frozen=True)
@@ -127,23 +117,15 @@ class Accelerated(Rebuildable):
 
     model: PreTrainedModel
 
-    def __init__(
-        self,
-        model: nn.Module,
-        drafter: DrafterSpec = "auto",
-        *,
-        tokenizer: Processor | Tokenizer | None = None,
-        adaptive: bool = True,
-        **options: Any,
-    ):
+    def __init__(self, model: nn.Module, options: SetupOptions, tokenizer: Processor | Tokenizer | None = None):
         self.model, self.tokenizer, self._why = cast(PreTrainedModel, model), tokenizer, ""
+        drafter = options.drafter
         if isinstance(drafter, (list, tuple)):
             drafter = [default_drafter(self.model)[0] if one == "auto" else one for one in drafter]
         elif drafter == "auto":
-            alone = options.get("compile") or options.get("acceptance", "exact") != "exact"
-            drafter, self._why = default_drafter(self.model, several=not alone)
-        own = SetupOptions(drafter, **options)
-        self._options = own if adaptive or own.length is not None else replace(own, length="fixed")
+            several = not options.compile and options.acceptance == "exact"
+            drafter, self._why = default_drafter(self.model, several)
+        self._options = replace(options, drafter=drafter)
         self._made = (self._fits(), self._build())
         self.last_stats: Stats | None = None  # after the first call
         self.last_state: State | None = None  # its finished one
@@ -164,23 +146,16 @@ class Accelerated(Rebuildable):
         if strange:
             raise ValueError(f"checkpoint: {where} is a pipeline with {strange[0]}, expected an accelerated model")
         model, words = load_saved(folder, device=device, dtype=dtype, trust_remote_code=remote)
-        return cls(model, **{"tokenizer": words, **settings})
+        return accelerate(model, **{"tokenizer": words, **settings})
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
         """Write the model, the tokenizer if there is one, and drafter, acceptance and levels, for `from_pretrained`.
         options: of the model's own. transformers reads the folder as the model alone. Raises ValueError, before
         anything is written, for what can't be written so.
         """
-        own = self._options
         words = {} if self.tokenizer is None else {"processor": self.tokenizer}
-        parts: dict[str, Any] = {
-            "drafter": own.drafter,
-            "acceptance": own.acceptance,
-            "order": None,
-            "levels": own.levels,
-            "parts": {},
-        }
-        saving.save(folder, {"model": self.model, **words, **parts}, **options)
+        parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels")}
+        saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
         """Upload what `save_pretrained` writes. Returns the URL."""
@@ -260,12 +235,12 @@ class Accelerated(Rebuildable):
         if name.startswith("__") or "model" not in self.__dict__:  # called by copy and pickle on an empty object
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.model, name)
-        return self._return_self(found) if getattr(found, "__self__", None) is self.model else found
+        if getattr(found, "__self__", None) is not self.model:
+            return found
 
-    def _return_self(self, method: Callable) -> Callable:
-        @wraps(method)
+        @wraps(found)
         def call(*args, **kwargs):
-            result = method(*args, **kwargs)
+            result = found(*args, **kwargs)
             return self if result is self.model else result
 
         return call
@@ -280,7 +255,7 @@ class Accelerated(Rebuildable):
         return {"model": self.model, "options": vars(self._options), "tokenizer": self.tokenizer}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Accelerated.__init__(self, state["model"], tokenizer=state["tokenizer"], **state["options"])
+        Accelerated.__init__(self, state["model"], SetupOptions(**state["options"]), state["tokenizer"])
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
@@ -297,7 +272,7 @@ class Accelerated(Rebuildable):
         requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(kwargs)
         requests.adopt_cache(kwargs)
-        media = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
+        media = queueing.media_of(kwargs)
         call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media, self._why)
         output = cast(GenerationMixin, self.model).generate(**kwargs, custom_generate=call)
         assert call.result is not None
@@ -320,18 +295,17 @@ class Accelerated(Rebuildable):
         Before it `on_logits` is called with the ids and the model's raw logits (n, V) that gave them.
         They are read as slots come free; None says that none is waiting now. options: arguments for the prompts that
         don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once. ahead: prompts prefilled at
-        once (default: slots); as many more may stand ready. prefix_cache: bytes of prompts, their keys and values, that
-        are kept for those that begin alike (the same image asked twice); 0 for none, or a `PrefixCache` that outlives
-        this stream.
-        A row's tokens are those that it has alone. An error of one prompt is its result. Raises ValueError for a
-        drafter whose rows can't enter a batch.
+        once (default: slots); as many more may stand ready. prefix_cache: bytes of prompts' keys and values that are
+        kept for those that begin alike (the same image asked twice), 0 for none, or a `PrefixCache` that outlives the
+        stream. A row's tokens are those that it has alone. An error of a prompt is its result. Raises ValueError if the
+        drafter's rows can't enter a batch.
         """
         setup = self.setup
         for each in setup.each:
             queueing.check(each, slots, ahead, options)
-        setup = setup.select()
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
-        return queueing.answers(self.model, setup, prompts, slots, ahead or slots, options, self.tokenizer, prefixes)
+        builder = queueing.RequestBuilder(self.model, setup.select(), options, prefixes)
+        return queueing.answers(builder, prompts, slots, ahead or slots, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -339,9 +313,7 @@ class Accelerated(Rebuildable):
 
 @dataclass(eq=False)
 class _Run:
-    """Custom decoding function for one call of generate: transformers prepares the inputs and calls it. Stores the
-    final state and statistics.
-    """
+    """Custom decoding function of one call of generate, for which transformers prepares inputs; keeps its result."""
 
     setup: DecodingSetup[HFDecoder]
     tokenizer: Processor | Tokenizer | None = None

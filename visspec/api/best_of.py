@@ -1,6 +1,4 @@
-"""The best of several images of a prompt, by a score of pictures: selection, which changes the distribution of what is
-drawn.
-"""
+"""The best of several images of a prompt, by a score of pictures: selection, which changes the distribution."""
 
 from __future__ import annotations
 

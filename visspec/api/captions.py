@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -67,9 +68,7 @@ def prepare(processor, images: Sequence, request: str | Sequence[str], model) ->
 
 
 def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
-    """A processor's output for a batch of PIL images, of lists of them, or of clips, under a request each. Raises
-    ValueError as `process_chats`.
-    """
+    """A processor's output for PIL images, lists of them, or clips, under a request each. Raises as `process_chats`."""
     media = [image if isinstance(image, list) else [image] for image in images]
     chats = []
     for own, request in zip(media, requests):
@@ -81,9 +80,8 @@ def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[
 def process_chats(
     processor, chats: Sequence[Sequence[dict[str, Any]]], media: Sequence[Sequence[Image | Clip]]
 ) -> dict[str, Any]:
-    """A processor's output for conversations and the PIL images and clips that they have, left-padded, on the CPU.
-    Raises ValueError for a text with an image token, as its image has one, and for clips of a processor that reads
-    none.
+    """A processor's output for conversations and their PIL images and clips, left-padded, on the CPU. Raises ValueError
+    for a text with an image token, as its image has one, and for clips of a processor that reads none.
     """
     processor.tokenizer.padding_side = "left"
     images = [[one for one in own if not isinstance(one, Clip)] for own in media]
@@ -133,14 +131,13 @@ def caption_files(
     seed = generate.pop("seed", None)
     for start in range(0, len(paths), batch_size):
         opened: list[tuple[str, Any]] = []
-        failed: dict[str, str] = {}
+        done: dict[str, Caption] = {}
         group = [str(p) for p in paths[start : start + batch_size]]
         for path in group:
             try:
                 opened.append((path, open_media(path, max_pixels, frames)))
             except (ValueError, OSError) as error:
-                failed[path] = str(error)
-        done: dict[str, Caption] = {}
+                done[path] = Caption(path, None, error=str(error))
         stats = None
         for kind in (Image, Clip):
             if alike := [entry for entry in opened if isinstance(entry[1], kind)]:
@@ -148,7 +145,7 @@ def caption_files(
                 made, stats = _caption_batch(fast, processor, alike, request, generate | seeds)
                 done |= made
         for path in group:
-            yield (done[path], stats) if path in done else (Caption(path, None, error=failed[path]), None)
+            yield done[path], None if done[path].error else stats
 
 
 def _caption_batch(fast: Accelerated, processor, opened, request: str, generate: dict[str, Any]):
@@ -161,7 +158,7 @@ def _caption_batch(fast: Accelerated, processor, opened, request: str, generate:
     return done, result.stats
 
 
-class Captions:
+class Captions(AbstractContextManager):
     """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
 
     request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
@@ -222,9 +219,6 @@ class Captions:
         self._closed = True
         for run in list(self._runs):
             run.close()
-
-    def __enter__(self) -> Captions:
-        return self
 
     def __exit__(self, *error: BaseException | type | TracebackType | None) -> None:
         self.close()

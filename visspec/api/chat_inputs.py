@@ -23,7 +23,7 @@ def prompt_of(
     processor: Processor, asked: ChatRequest, lock: AbstractContextManager, tensors: bool = False
 ) -> dict[str, Any]:
     """A processor's output for a chat, on the CPU, whose images are decoded here and let go. lock: held while the
-    processor runs. tensors: the processor is one that `takes_tensors`. Raises Refused for what can't be read.
+    processor runs. tensors: the processor is one that `takes_tensors`. Raises RequestError for what can't be read.
     """
     images = []
     try:
@@ -90,7 +90,7 @@ def takes_tensors(processor: Processor) -> bool:
 
 
 def room(length: int, asked: ChatRequest, limits: RequestLimits) -> int:
-    """How many tokens an answer may have behind a prompt of `length`. Raises Refused beyond the context."""
+    """How many tokens an answer may have behind a prompt of `length`. Raises RequestError beyond the context."""
     most = limits.new if asked.most is None else asked.most
     if limits.context is not None and asked.most is None:
         most = max(1, min(most, limits.context - length))

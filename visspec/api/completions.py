@@ -223,9 +223,7 @@ Read = TypeVar("Read", bound=Body)
 
 
 def read(kind: type[Read], body: Json, neutral: Mapping[str, tuple]) -> Read:
-    """The arguments of a body. Raises Refused for a body that is no object, and for the first argument that is not
-    supported, not known or not valid.
-    """
+    """A body's arguments. Raises RequestError if it is no object, and for the first argument that can't be honoured."""
     if not isinstance(body, Mapping):
         raise RequestError(f"body: got {type(body).__name__}, expected a JSON object")
     for name, values in neutral.items():
@@ -243,7 +241,7 @@ def read(kind: type[Read], body: Json, neutral: Mapping[str, tuple]) -> Read:
 
 
 def only(given: Mapping[str, Json], known: Collection[str], where: str = "") -> None:
-    """Raises Refused for what an object of a body has beside its known members."""
+    """Raises RequestError for what an object of a body has beside its known members."""
     for name, found in given.items():
         if found is not None and name not in known and name not in NO_MATTER:
             shown = name if name.isidentifier() and len(name) <= 60 else ascii(name[:60])
@@ -251,7 +249,7 @@ def only(given: Mapping[str, Json], known: Collection[str], where: str = "") -> 
 
 
 def chat(body: Json, limits: RequestLimits) -> ChatRequest:
-    """Read the body of a chat completion; of its images the headers. Raises Refused."""
+    """Read the body of a chat completion; of its images the headers. Raises RequestError."""
     asked = read(ChatBody, body, NOTHING)
     messages: list[dict[str, Any]] = []
     images: list[Picture] = []
@@ -291,7 +289,7 @@ def chat(body: Json, limits: RequestLimits) -> ChatRequest:
 
 
 def schema_of(given: Json) -> Json:
-    """The schema of a response_format; None for text. Raises Refused."""
+    """The schema of a response_format; None for text. Raises RequestError."""
     if given in (None, {"type": "text"}):
         return None
     if given == {"type": "json_object"}:
@@ -307,7 +305,7 @@ def schema_of(given: Json) -> Json:
 
 
 def penalties(asked: ChatBody, limits: RequestLimits) -> GeneratedTokenPenalties | None:
-    """What a body asks for beside the model's own scores. Raises Refused for tokens that the model has not."""
+    """What a body asks for beside the model's own scores. Raises RequestError for tokens that the model has not."""
     bias = {int(id): value for id, value in (asked.logit_bias or {}).items()}
     if limits.vocab is not None and (strange := [id for id in bias if id >= limits.vocab]):
         raise refusal("logit_bias", strange[0], f"ids of tokens below {limits.vocab}, the size of the vocabulary")
@@ -316,7 +314,7 @@ def penalties(asked: ChatBody, limits: RequestLimits) -> GeneratedTokenPenalties
 
 
 def tools(asked: ChatBody, limits: RequestLimits) -> tuple[dict[str, Any], ...]:
-    """The tools that a chat template is to show. Raises Refused where the model takes none."""
+    """The tools that a chat template is to show. Raises RequestError where the model takes none."""
     if not asked.tools or asked.tool_choice == "none":
         return ()
     if limits.no_tools:
@@ -327,7 +325,7 @@ def tools(asked: ChatBody, limits: RequestLimits) -> tuple[dict[str, Any], ...]:
 
 
 def message(given: Json, where: str, images: list[Picture], limits: RequestLimits) -> dict[str, Any]:
-    """A message as chat templates take it; its images are added to `images`. Raises Refused."""
+    """A message as chat templates take it; its images are added to `images`. Raises RequestError."""
     role = given.get("role") if isinstance(given, dict) else given
     roles = ROLES if limits.no_tools else ROLES | {"tool": "tool"}
     if not isinstance(role, str) or role not in roles or not isinstance(given, dict):
@@ -345,7 +343,7 @@ def message(given: Json, where: str, images: list[Picture], limits: RequestLimit
 
 
 def called(given: Json, where: str) -> list[dict[str, Any]]:
-    """Calls of an earlier answer, with their arguments as objects. Raises Refused."""
+    """Calls of an earlier answer, with their arguments as objects. Raises RequestError."""
     try:
         calls = [ToolCall.model_validate(call).model_dump() for call in cast(list, given)]
         for call in calls:
@@ -356,7 +354,7 @@ def called(given: Json, where: str) -> list[dict[str, Any]]:
 
 
 def drawing(body: Json) -> ImageRequest:
-    """Read the body of an image generation. Raises Refused."""
+    """Read the body of an image generation. Raises RequestError."""
     asked = read(DrawingBody, body, NO_PICTURE)
     width, height = (None, None) if asked.size in (None, "auto") else map(int, str(asked.size).split("x"))
     try:
@@ -403,7 +401,7 @@ def content(given: Json, where: str, images: list[Picture], limits: RequestLimit
 
 
 def picture(url: Json, where: str, most: int) -> Picture:
-    """The image of a data URL, at most `most` pixels by its header. Raises Refused; nothing is fetched."""
+    """The image of a data URL, at most `most` pixels by its header. Raises RequestError; nothing is fetched."""
     head, comma, data = url.partition(",") if isinstance(url, str) else ("", "", "")
     scheme, _, kind = head.lower().partition(":")
     if not comma or scheme != "data":

@@ -85,23 +85,27 @@ def conversation_of(entry: object, folder: Path, ignore: Collection[str] = ()) -
     for name, value in fields.items():
         if name not in CONTENT | ABOUT and not isinstance(value, (bool, int, float)):
             raise ValueError(f"got {name}, which training doesn't use, expected it among --ignore")
-    given = [name for name in TURNS if name in fields]
-    if len(given) > 1:
-        raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
+    given = _one_of(fields, TURNS)
     media = {kind: _listed(fields, names) for kind, names in (("image", IMAGES), ("video", VIDEOS))}
-    if not given and not any(media.values()):
+    if given is None and not any(media.values()):
         raise ValueError(f"got no image, expected an object with image, or one of {', '.join(TURNS)}")
-    messages, found = _parsed(_turns(fields, given[0] if given else "prompt"), media, folder)
+    messages, found = _parsed(_turns(fields, given or "prompt"), media, folder)
     _check_order(messages)
     return Conversation(messages, found)
 
 
-def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """The pictures or videos of a record, by whatever name."""
+def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+    """Which of several names a record uses."""
     given = [name for name in names if name in fields]
     if len(given) > 1:
         raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
-    value = fields[given[0]] if given else []
+    return given[0] if given else None
+
+
+def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
+    """The pictures or videos of a record, by whatever name."""
+    name = _one_of(fields, names)
+    value = [] if name is None else fields[name]
     return value if isinstance(value, list) else [value]
 
 

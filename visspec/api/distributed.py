@@ -236,9 +236,7 @@ def cluster(pool: WorkerPool) -> Iterator[Any]:
 
 
 def _name_in_utf8(utils: ModuleType) -> None:
-    """Ray records the command line that it is started by, and raises UnicodeEncodeError for file names in it that are
-    not UTF-8.
-    """
+    """Ray records its command line, and would raise UnicodeEncodeError for file names in it that are not UTF-8."""
     if (named := getattr(utils, "get_entrypoint_name", None)) is not None:
         utils.get_entrypoint_name = lambda: as_utf8(named())  # type: ignore[attr-defined]
 
@@ -252,9 +250,9 @@ def run(
     size: int = SIZE,
     complain: Callable[[str], None] = print,
 ) -> Iterator[dict[str, Any]]:
-    """Make all records that are not in the folder, which is open. Yields, for every shard as it is ready, what
-    `QueueWorker` tells of it. make: called in every actor, and what it returns is called with records and returns their
-    rows. complain: is told of ids that came twice.
+    """Make all records that are not in the folder, which is open. Yields what `RayWorker.write` tells of every shard as
+    it is ready. make: called in every actor; what it returns makes rows of records. complain: told of ids that came
+    twice.
 
     Raises ValueError with what an actor raised, or if an actor died too often; finished shards stay.
     """

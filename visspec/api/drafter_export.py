@@ -47,21 +47,12 @@ def finish(
     held: int,
     form: str | None,
 ) -> str:
-    """What follows training: the card of a drafter (see `write_card`), and its export into `folder/form`. Returns what
-    `accelerate` takes for it, with its preset's trees, `draft`.
+    """What follows training: the card of a drafter, README.md beside its weights, and its export into `folder/form`.
+    Returns what `accelerate` takes for it, with its preset's trees, `draft`. record: its provenance; figures: of its
+    validation; held: items of that.
     """
     options = ",".join(f"{name}={value}" for name, value in draft.items())
     spec = f"{folder}:{options}" if options else str(folder)
-    write_card(folder, record, figures, spec, held)
-    if form is not None:
-        zoo.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
-    return spec
-
-
-def write_card(folder: Path, record: dict[str, Any], figures: dict[str, Any], spec: str, held: int) -> None:
-    """Write README.md beside a drafter's weights. record: its provenance; figures: of its validation; spec: what
-    `accelerate` takes; held: items of that validation.
-    """
     settings = record["settings"]
     about = {"data": f"{Path(record['data']).name}, {settings['data']}", "seed": record["seed"]}
     figures = {"best at step" if name == "step" else name: value for name, value in figures.items()}
@@ -71,6 +62,9 @@ def write_card(folder: Path, record: dict[str, Any], figures: dict[str, Any], sp
     known = {"target": record["target"], "spec": spec, "whose": whose, "preset": preset, "rows": rows, "held": held}
     known |= {"visspec": record["visspec"], "git": record["git"] or "unknown", "date": record["date"]}
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
+    if form is not None:
+        zoo.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
+    return spec
 
 
 def export(folder: str | Path, form: str, out: str | Path, target: str | None = None, **hardware: Any) -> str:

@@ -18,9 +18,7 @@ from visspec.types import Request
 
 
 def frequent(target, prompts: Callable[[int], Request], count: int, batches: int) -> Tensor:
-    """The `count` ids that the target's answers to the first batches have most often, ascending; ties by id (FR-Spec,
-    VocabTrim).
-    """
+    """The `count` most frequent ids of answers to the first batches, ascending; ties by id (FR-Spec, VocabTrim)."""
     counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
     for number in range(batches):
         lesson = capture(target, Exact(), prompts(number))
@@ -32,22 +30,17 @@ def frequent(target, prompts: Callable[[int], Request], count: int, batches: int
 @torch.no_grad()
 def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     """The hidden state behind the layer whose attention over these prompts has the smallest entropy, the mean of heads
-    and tokens; the last layer aside (DREAM). Needs a pass that returns its attention weights; of a model that returns
-    none it is the middle one.
+    and tokens; the last layer aside (DREAM). The middle one of a model that returns no attention weights.
     """
     text = model.config.get_text_config()
     before, middle = text._attn_implementation, max(text.num_hidden_layers // 2, 1)
-    real_BL = (
-        inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones_like(inputs["input_ids"]) > 0
-    )
+    mask_BL = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     try:
         text._attn_implementation = "eager"
         weights = model(**inputs, output_attentions=True, use_cache=False).attentions
     finally:
         text._attn_implementation = before
-    entropies = [
-        torch.special.entr(weight_BHLL.float()).sum(dim=-1).mean(dim=1)[real_BL].mean() for weight_BHLL in weights or ()
-    ]
+    entropies = [torch.special.entr(each_BHLL.float()).sum(-1).mean(1)[mask_BL].mean() for each_BHLL in weights or ()]
     if len(entropies) != text.num_hidden_layers or len(entropies) < 2:
         return middle
     return 1 + int(torch.stack(entropies[:-1]).argmin())

@@ -84,9 +84,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """What a call asks for: the arguments of `ImagePipeline.__call__`, where they are described. Raises ValueError for
-    what no model can draw.
-    """
+    """Arguments of `ImagePipeline.__call__`, which describes them. Raises ValueError for what no model can draw."""
 
     prompt: str | Sequence[str]
     image: Pictures | None = None
@@ -112,9 +110,7 @@ class ImageRequest:
 
     @classmethod
     def of(cls, prompt: str | Sequence[str], options: Mapping[str, Any]) -> ImageRequest:
-        """From a call's arguments. Raises ValueError for arguments of diffusers that have no meaning here, TypeError
-        for those of nobody.
-        """
+        """From a call's arguments. Raises as `refuse_diffusers_arguments`."""
         known = {one.name for one in fields(cls)}
         refuse_diffusers_arguments({name: value for name, value in options.items() if name not in known})
         return cls(prompt, **{name: value for name, value in options.items() if name in known})
@@ -209,19 +205,6 @@ class ProgressCallback:
             raise Interrupted
 
 
-class RunningCalls:
-    """The running calls of a pipeline. `interrupt` applies to the latest call of the current thread, or to all calls if
-    the thread runs none.
-    """
-
-    def __init__(self) -> None:
-        self.jobs: list[ImageJob] = []
-
-    def meant(self) -> list[ImageJob]:
-        jobs = list(self.jobs)
-        return [job for job in jobs if job.thread == threading.get_ident()][-1:] or jobs
-
-
 def origin_map(origin: list[str], layout: ImageLayout) -> np.ndarray:
     """Origin of each code, (rows, columns) uint8 indices into ORIGINS."""
     kinds = np.array([ORIGINS.index(o) for o in origin], np.uint8)
@@ -250,10 +233,16 @@ def refuse_diffusers_arguments(others: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: got {shown}, expected none: {MEANINGLESS[name]}")
 
 
+def texts_of(given: object) -> list[str]:
+    """A text, or a list of texts, as a list; an empty one for anything else."""
+    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, (list, tuple)) else []
+    return texts if all(isinstance(text, str) for text in texts) else []
+
+
 def check_texts(prompt: str | Sequence[str]) -> None:
     """Raises ValueError for anything but a text or a list of texts."""
-    texts = [prompt] if isinstance(prompt, str) else list(prompt) if isinstance(prompt, (list, tuple)) else []
-    if not texts or not all(isinstance(t, str) for t in texts):
+    texts = texts_of(prompt)
+    if not texts:
         raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
     if odd := [t for t in texts if t.encode(errors="replace").decode() != t]:  # tokenizers raise TypeError
         raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can hold")
@@ -265,8 +254,8 @@ def negatives_of(
     """A negative prompt for each text, None for the model's own. Raises ValueError where it would change nothing."""
     if given is None:
         return None
-    found = [given] * len(texts) if isinstance(given, str) else list(given) if isinstance(given, (list, tuple)) else []
-    if not found or not all(isinstance(t, str) for t in found):
+    found = texts_of(given) * (len(texts) if isinstance(given, str) else 1)
+    if not found:
         raise ValueError(f"negative_prompt: got {given!r}, expected a text or a list of texts, one for each prompt")
     if len(found) != len(texts):
         raise ValueError(f"negative_prompt: got {len(found)} texts, expected {len(texts)}, one for each prompt")
@@ -286,17 +275,10 @@ def warn_of_words(processor: Processor | None, **texts: list[str]) -> None:
             warnings.warn(f"{name}: got {', '.join(words)}, {expected}", stacklevel=3)
 
 
-def image_seeds(generator, seed, count: int) -> list[int]:
-    """One seed an image, as `requests.seeds`."""
-    return requests.seeds(generator, seed, count, "an image")
-
-
 def encode_prompts(
     family: Family, texts: list[str], negatives: list[str] | None, layout: ImageLayout, guidance: float
 ) -> EncodedPrompt:
-    """Prompts and negative prompts as the family reads them. Raises ValueError, as `family.check`, for those that can't
-    be drawn from.
-    """
+    """Prompts and negative prompts as the family reads them. Raises ValueError as `family.check`."""
     found = prompt_of(family, texts, guidance != 1.0, layout, negatives)
     try:
         family.check(found, layout, guidance)
@@ -361,9 +343,7 @@ def tensors_so_far(state: State, layout: ImageLayout, names: Sequence[str]) -> d
 
 
 def check_unchanged(back: dict | None, state: State, given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Raises ValueError where a callback wants something changed: `back` is what it returned, `given` the tensors that
-    it was handed, copies of `own`.
-    """
+    """Raises ValueError for changes by a callback, which returned `back` and was handed `given`, copies of `own`."""
     if back is not None and not isinstance(back, dict):
         raise ValueError(f"callback_on_step_end: got a {type(back).__name__} back, expected None or what it was handed")
     for name, value in {**given, **(back or {})}.items():

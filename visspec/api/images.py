@@ -18,7 +18,7 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from visspec.api import image_call, saving, zoo
+from visspec.api import image_call, requests, saving, zoo
 from visspec.api.accelerate import own_rule
 from visspec.api.copies import Rebuildable
 from visspec.api.image_call import ORIGINS as ORIGINS
@@ -29,11 +29,9 @@ from visspec.api.image_call import (
     ImageRequest,
     Interrupted,
     ProgressCallback,
-    RunningCalls,
     origin_map,
     pass_numbers,
 )
-from visspec.api.image_call import image_seeds as image_seeds
 from visspec.api.inpainting import picture_of
 from visspec.api.loading import load_diffusers, load_image_model
 from visspec.api.tuned_preset import DRAWN, read_preset
@@ -92,7 +90,8 @@ class ImagePipeline(Rebuildable):
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
         self._home: torch.device | None = None
-        self._lock, self._inside, self._calls = threading.RLock(), 0, RunningCalls()
+        self._lock, self._inside = threading.RLock(), 0
+        self._jobs: list[ImageJob] = []  # of the running calls
         self._renew()
         self.drafter: DrafterSpec = self.family.default_drafter if isinstance(drafter, EllipsisType) else drafter
         self.acceptance = acceptance if acceptance is not None else self.family.default_rule
@@ -109,9 +108,8 @@ class ImagePipeline(Rebuildable):
         cls, where: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", **options
     ):
         """Load a folder, a hub id or an included model by name (None: the one that draws). Safetensors only; `options`
-        as in the constructor, and `trust_remote_code` (off). dtype (diffusers' `torch_dtype` too): a name or a torch
-        dtype. Of a folder that `save_pretrained` wrote, drafter, acceptance, levels and parts are read too; those given
-        here win.
+        as in the constructor, and `trust_remote_code` (off). dtype (or diffusers' `torch_dtype`): a name or a torch
+        dtype. Drafter, acceptance, levels and parts that `save_pretrained` wrote are read too; those given here win.
         """
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
         where = where or included.image_model()
@@ -144,14 +142,19 @@ class ImagePipeline(Rebuildable):
         """If set by a callback, its call ends and returns the finished images. If set in a thread that runs no call of
         this pipeline, all running calls end. It is False when a call begins.
         """
-        return any(job.interrupt for job in self._calls.meant())
+        return any(job.interrupt for job in self._interruptible())
 
     @interrupt.setter
     def interrupt(self, value: bool) -> None:
-        for job in self._calls.meant():
+        for job in self._interruptible():
             job.interrupt = bool(value)
 
     _interrupt = interrupt  # name used by callbacks for diffusers
+
+    def _interruptible(self) -> list[ImageJob]:
+        """The latest call of the current thread, or all running calls if the thread runs none."""
+        jobs = list(self._jobs)
+        return [job for job in jobs if job.thread == threading.get_ident()][-1:] or jobs
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
         """Write model, processor, drafter, acceptance, levels and parts that are texts, for `from_pretrained`.
@@ -252,7 +255,7 @@ class ImagePipeline(Rebuildable):
     def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:
         with self._in_place():
             job = self._job(request)
-            self._calls.jobs.append(job)
+            self._jobs.append(job)
             try:
                 with self.progress_bar(job.tokens) as bar:
                     while job.batches:
@@ -265,7 +268,7 @@ class ImagePipeline(Rebuildable):
                         if job.interrupt:
                             return
             finally:
-                self._calls.jobs.remove(job)
+                self._jobs.remove(job)
 
     def progress_bar(self, total: int) -> tqdm:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
@@ -286,7 +289,7 @@ class ImagePipeline(Rebuildable):
             for part in parts
         ]
         image_call.warn_of_words(self.processor, prompt=texts, negative_prompt=negatives or [])
-        seeds = image_seeds(request.generator, request.seed, len(each))
+        seeds = requests.seeds(request.generator, request.seed, len(each), "an image")
         order = self.order if request.order is None else request.order
         drafter = self._default_drafter(order) if request.drafter is ... else request.drafter
         setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
@@ -311,9 +314,7 @@ class ImagePipeline(Rebuildable):
         return self.drafter if found is None or found.drafts else None
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
-        """A drafter, a rule and an order, by name or as objects, with the target; cached, so that what was measured of
-        draft lengths is reused.
-        """
+        """A drafter, a rule and an order, by name or as objects, with the target; cached, to reuse measured lengths."""
         if not isinstance(order, str | Order | None):  # a list of places, by value
             order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)
         asked = (drafter, acceptance, order)

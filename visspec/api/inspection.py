@@ -44,8 +44,7 @@ class Inspection:
     "inputs" of layers, "boundary" (inputs, one of them behind the last layer), "defaults" where it names none;
     hidden_states: what is read by that, 0 being the embeddings, -1 the last, and n + 1 of n layers the last before the
     final norm. None: none, or the target's depth would tell. fits: whether it is read for the target, None without one;
-    refused: why it is not read. positions, vocabulary: as configured. tensors: None where no weights are there. notes:
-    what readers warn of.
+    refused: why not. positions, vocabulary: as configured. tensors: None without weights. notes: what readers warn of.
     """
 
     form: str | None = None
@@ -66,7 +65,7 @@ def inspect(drafter: str | Path, model: str | None = None) -> Inspection:
 
     Raises ValueError where there is nothing to judge: no configuration, broken files, no such target.
     """
-    name, options = (str(drafter), {}) if Path(drafter).is_dir() else zoo.parse(str(drafter))
+    name, options = zoo.split(str(drafter))
     root, shapes = open_checkpoint(name)
     data = read_json(root, checkpoint.CONFIG)
     alone = "kind" not in data and str(data.get("model_type")) in KINDS
@@ -108,9 +107,7 @@ def open_checkpoint(name: str) -> tuple[Path, Shapes]:
 
 
 def _judge(found: Inspection, root: Path, data: dict, shapes: Shapes, model: Model, options: dict) -> bool | None:
-    """Fill in what a checkpoint is. Returns whether it was judged for a target, else None; raises ValueError for why it
-    is not read.
-    """
+    """Fill in what a checkpoint is. Returns True if judged for a target, else None; raises ValueError if not read."""
     kind = str(data.get("kind", data.get("model_type")))
     depth = _whole(object_of(data.get("text_config", data)).get("num_hidden_layers"))
     if "kind" in data or kind in KINDS:

@@ -35,11 +35,9 @@ logger = logging.getLogger(__name__)
 def load(
     spec: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
 ):
-    """(model, processor), ready for `accelerate`. `spec`: an included model by name (None: the one that
-    captions), a folder or a hub id.
+    """(model, processor), for `accelerate`. spec: an included model (None: the captioner), a folder or a hub id.
 
-    device: of torch, or "auto" (layers over all devices, `device_map`), or "tp" (each layer over the processes of
-    torchrun, `tp_plan`).
+    device: of torch, "auto" (`device_map`: layers over all devices), "tp" (`tp_plan`: each over torchrun's processes).
 
     Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.

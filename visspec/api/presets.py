@@ -101,19 +101,18 @@ class TrainedPreset(NamedTuple):
 SUM = {"fusion": "sum", "positions": "index"}
 FEATURES = {"unroll": 1, "opening": 1.0, "feature_weight": 10.0}  # smooth L1 of features, and a tenth of cross-entropy
 BLOCKS = {"unroll": 1, "opening": 1.0}  # cross-entropy
+TREES = {"width": 10, "nodes": 60}
 TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each sees of the picture
     "eagle": TrainedPreset(
         "EAGLE (arXiv 2401.15077)", "all slots", {**SUM, "images": "slots", "levels": 5}, FEATURES, {"tree": "eagle"}
     ),
     "eagle2": TrainedPreset(
-        "EAGLE-2 (arXiv 2406.16858)", "all slots", {**SUM, "images": "slots", "levels": 6}, FEATURES,
-        {"width": 10, "nodes": 60},
+        "EAGLE-2 (arXiv 2406.16858)", "all slots", {**SUM, "images": "slots", "levels": 6}, FEATURES, TREES
     ),
     "eagle3": TrainedPreset(
         "EAGLE-3 (arXiv 2503.01840)", "features at all slots",
         {"fusion": "split", "images": "placeholders", "fc_bias": False, "draft_vocab": 32000, "levels": 8},
-        {"unroll": 7, "opening": 1.0, "decay": 0.8},
-        {"width": 10, "nodes": 60},
+        {"unroll": 7, "opening": 1.0, "decay": 0.8}, TREES,
     ),
     "vispec": TrainedPreset(
         "ViSpec (arXiv 2509.15235)", "one latent, a global vector",
@@ -123,14 +122,10 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
     ),
     "msd": TrainedPreset(
         "MSD (arXiv 2505.14260)", "embeddings at all slots",
-        {**SUM, "images": "embeddings", "levels": 6},
-        FEATURES,
-        {"width": 10, "nodes": 60},
-        text_first=True,
+        {**SUM, "images": "embeddings", "levels": 6}, FEATURES, TREES, text_first=True,
     ),
     "hivis": TrainedPreset(
-        "HiViS (arXiv 2509.23928): no image tokens", "nothing", {**SUM, "images": "none", "levels": 6}, FEATURES,
-        {"width": 10, "nodes": 60},
+        "HiViS (arXiv 2509.23928): no image tokens", "nothing", {**SUM, "images": "none", "levels": 6}, FEATURES, TREES
     ),
     "flash": TrainedPreset(
         "FLASH (arXiv 2505.12728), chains of two passes", "64 latents",
@@ -140,9 +135,7 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
     ),
     "specvlm": TrainedPreset(
         "SpecVLM (arXiv 2509.11815)", "32 latents, by the question",
-        {**SUM, "images": "gated", "image_latents": 32, "norm_input": True, "levels": 8},
-        FEATURES,
-        {"width": 10, "nodes": 60},
+        {**SUM, "images": "gated", "image_latents": 32, "norm_input": True, "levels": 8}, FEATURES, TREES,
     ),
     "dream": TrainedPreset(
         "DREAM (arXiv 2505.19201)", "all slots",
@@ -175,6 +168,6 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
     ),
     "blind": TrainedPreset(
         "a control: neither image tokens nor features of the target", "nothing",
-        {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, {"width": 10, "nodes": 60},
+        {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, TREES,
     ),
 }  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from functools import cached_property
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,29 +59,35 @@ BITS = 32  # of a word of the packages' masks
 SPELLINGS = 32  # tokens, at most, that are beginnings of one text
 
 
-class Matcher(Protocol):
-    """Where a grammar stands behind a row's tokens."""
+class Matcher:
+    """Where a grammar stands behind a row's tokens. matcher: of the package."""
 
-    beyond: bool  # whether ids that its vocabulary does not have are allowed
+    matcher: Any
+    beyond = False  # whether ids that its vocabulary does not have are allowed
 
     @property
     def finished(self) -> bool:
         """Whether it takes no more tokens."""
+        return False
 
     def accept(self, token: int) -> bool:
         """Go to the state behind a token; false, in the same state, where it is not allowed."""
+        raise NotImplementedError
 
     def rollback(self, count: int) -> None:
         """Take back the last tokens."""
+        self.matcher.rollback(count)
 
     def mask(self) -> Tensor | None:
         """(ids / 32,) int32: a bit for each id, the lowest first, of the tokens allowed next; None: as before."""
+        raise NotImplementedError
 
     def text(self, token: int) -> bytes | None:
         """What a token writes; None for an end, and where it is not known."""
+        return None
 
 
-class XGrammarMatcher:
+class XGrammarMatcher(Matcher):
     """Of a compiled grammar of xgrammar."""
 
     beyond = True
@@ -105,9 +111,6 @@ class XGrammarMatcher:
     def accept(self, token: int) -> bool:
         return self.matcher.accept_token(token)
 
-    def rollback(self, count: int) -> None:
-        self.matcher.rollback(count)
-
     def mask(self) -> Tensor | None:
         if self.finished:
             return None
@@ -118,10 +121,8 @@ class XGrammarMatcher:
         return None if token in self.ends else bytes(self.texts[token])
 
 
-class LLGuidanceMatcher:
+class LLGuidanceMatcher(Matcher):
     """Of a grammar of llguidance, for one of its tokenizers. Raises ValueError for one that it can't read."""
-
-    beyond = False
 
     def __init__(self, grammar: str, tokenizer: Any):
         import llguidance
@@ -137,9 +138,6 @@ class LLGuidanceMatcher:
     def accept(self, token: int) -> bool:
         return self.matcher.try_consume_tokens([token]) == 1
 
-    def rollback(self, count: int) -> None:
-        self.matcher.rollback(count)
-
     def mask(self) -> Tensor:
         return torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32)
 
@@ -147,16 +145,11 @@ class LLGuidanceMatcher:
         return None if self.tokenizer.is_special_token(token) else self.tokenizer.decode_bytes([token])
 
 
-class OutlinesMatcher:
-    """Of an index of outlines_core."""
-
-    beyond, finished = False, False
+class OutlinesMatcher(Matcher):
+    """Of an index of outlines_core, which has no vocabulary."""
 
     def __init__(self, index: Any):
-        import outlines_core
-
-        self.index, self.guide = index, outlines_core.Guide
-        self.states = [index.get_initial_state()]
+        self.index, self.states = index, [index.get_initial_state()]
 
     def accept(self, token: int) -> bool:
         state = self.index.get_next_state(self.states[-1], token)
@@ -174,9 +167,6 @@ class OutlinesMatcher:
         bits = torch.zeros(int(allowed.max()) // BITS * BITS + BITS if len(allowed) else 0, dtype=torch.int32)
         bits[allowed] = 1
         return (bits.view(-1, BITS) << torch.arange(BITS, dtype=torch.int32)).sum(1, dtype=torch.int32)
-
-    def text(self, token: int) -> bytes | None:
-        return None  # an index has no vocabulary
 
 
 class Path:
@@ -315,9 +305,7 @@ GRAMMARS: dict[str, Callable[[Any], Callable[[int], Matcher]]] = {  # by names: 
 
 
 def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
-    """A request's processor as one that depends on its arguments alone. Raises ValueError for one that keeps state and
-    can't be copied.
-    """
+    """A processor that depends on its arguments alone. Raises ValueError if it keeps state and can't be copied."""
     start = prompt.shape[1]
     if type(processor) is PrefixConstrainedLogitsProcessor:
         return PrefixFunction(processor._prefix_allowed_tokens_fn, prompt.device)

@@ -42,18 +42,14 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
 
 
 def answers(
-    model: nn.Module,
-    setup: DecodingSetup[HFDecoder],
+    builder: RequestBuilder,
     entries: Iterable[Entry | None],
     slots: int,
     ahead: int,
-    defaults: dict[str, Any],
     tokenizer: Processor | Tokenizer | None,
-    prefixes: PrefixCache | None = None,
 ) -> Generator[Answer, None, None]:
     """The results of `accelerate.Accelerated.stream`."""
-    builder = RequestBuilder(model, setup, defaults, prefixes)
-    stream = Stream(setup, builder.kind, builder.together, slots, ahead)
+    stream = Stream(builder.setup, builder.kind, builder.together, slots, ahead)
     for answer in stream.run(builder.queue(entries)):
         number, id = answer.id if isinstance(answer.id, Ticket) else (None, answer.id)
         answer = replace(answer, id=id)

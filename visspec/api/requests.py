@@ -154,9 +154,8 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool, prompt: Tensor)
 
 
 def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
-    """One generator per row. A list of generators on the device of the ids is used directly; other generators, a single
-    one or torch's global one seed a new generator per row. An int gives row b the seed `seed + b`, a list one seed per
-    row.
+    """One generator per row: those of a list on the device of the ids; other generators, a single one or torch's global
+    one seed a new one per row. An int gives row b the seed `seed + b`, a list one seed per row.
     """
     rows, given = input_ids.shape[0], seed if seed is not None else generator
     listed = isinstance(given, (list, tuple)) and len(given) == rows
@@ -247,7 +246,5 @@ def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
 
 
 def _cache(state: State) -> DynamicCache | None:
-    """Keys and values of prompts and outputs, without the last token, as a transformers cache. None for a recurrent
-    model.
-    """
+    """A transformers cache of prompts and outputs but their last token. None for a recurrent model."""
     return state.cache.dynamic([state.cache.prompt + len(tokens) - 1 for tokens in state.tokens])

@@ -1,5 +1,4 @@
-"""What `save_pretrained` of a pipeline or an accelerated model writes beside model and processor: drafter, rule, order,
-levels, parts, as JSON.
+"""What `save_pretrained` writes beside model and processor: drafter, rule, order, levels, parts, as JSON.
 
 Drafters and rules are written as the names that build them; weights of a drafter go into a folder inside. A folder that
 is read may come from anyone: it names nothing outside itself but what `zoo` knows.
@@ -20,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from visspec.api import zoo
+from visspec.api.entries import TABLES
 from visspec.api.zoo import DrafterSpec
 from visspec.io import checkpoint, hub
 from visspec.io.files import Json, unwritable, write_json
@@ -54,8 +54,7 @@ Speculative decoding by visspec (`pip install visspec`), drafter `{drafter}`, ru
 
 
 def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> None:
-    """Write the components of a pipeline, or of an accelerated model, which may have no processor; `options` are those
-    of the model's `save_pretrained`.
+    """Write a pipeline's components, or an accelerated model's, which may lack a processor. options: of the model's.
 
     Raises ValueError for what can't be written so that `read` finds it, before anything is written.
     """
@@ -71,8 +70,8 @@ def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> N
     with tempfile.TemporaryDirectory() as staged:
         settings = {
             "drafter": _drafter_entry(components["drafter"], components["model"], Path(staged) / DRAFTER),
-            "acceptance": _rule_entry(components["acceptance"]),
-            "order": _order_entry(components["order"]),
+            "acceptance": _entry("acceptance", components["acceptance"]),
+            "order": _entry("order", components["order"]),
             "levels": _levels(root, components["levels"]),
             # null: what is no text has to be given again
             "parts": {name: part if isinstance(part, str) else None for name, part in components["parts"].items()},
@@ -131,9 +130,10 @@ def write_method(folder: str | Path, names: Mapping[str, Any]) -> None:
 
 
 def _drafter(folder: Path, entry: Json) -> DrafterSpec:
+    if entry is None:
+        return None
     if isinstance(entry, list):
-        texts = [one if one is None else _text("drafter", folder, one, "a name or null") for one in entry]
-        return [one if one is None else portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, one) for one in texts]
+        return [one if one is None else _name("drafter", folder, one, "a name or null") for one in entry]
     if isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
@@ -142,27 +142,21 @@ def _drafter(folder: Path, entry: Json) -> DrafterSpec:
             )
         root = str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
         return f"{root}:{options}" if options else root
-    if entry is None:
-        return None
-    text = _text("drafter", folder, entry, f"a name, null or {{'folder': {DRAFTER!r}}}")
-    return portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
+    return _name("drafter", folder, entry, f"a name, null or {{'folder': {DRAFTER!r}}}")
 
 
 def _rule(folder: Path, entry: Json) -> str:
-    return portable_name("acceptance", zoo.ACCEPTANCE, _text("acceptance", folder, entry, "the name of a rule"))
+    return _name("acceptance", folder, entry, "the name of a rule")
 
 
 def _order(folder: Path, entry: Json) -> str | None:
-    if entry is None:
-        return None
-    return portable_name("order", zoo.ORDERS, _text("order", folder, entry, "the name of an order or null"))
+    return None if entry is None else _name("order", folder, entry, "the name of an order or null")
 
 
-def _text(name: str, folder: Path, entry: Json, expected: str) -> str:
+def _name(what: str, folder: Path, entry: Json, expected: str) -> str:
     if not isinstance(entry, str):
-        where, found = folder / FILE, checkpoint.shorten(entry)
-        raise ValueError(f"checkpoint: {name} of {where} is {found}, expected {expected}")
-    return entry
+        raise ValueError(f"checkpoint: {what} of {folder / FILE} is {checkpoint.shorten(entry)}, expected {expected}")
+    return portable_name(what, entry)
 
 
 def _levels(folder: Path, entry: Json) -> int | None:
@@ -199,12 +193,12 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -
     if isinstance(drafter, (list, tuple)):
         if strange := [one for one in drafter if not isinstance(one, str | None)]:
             raise ValueError(f"drafter: got a {type(strange[0]).__name__}, expected a name or None in a list to write")
-        return [one if one is None else portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, one) for one in drafter]
+        return [one if one is None else portable_name("drafter", one) for one in drafter]
     if isinstance(drafter, (str, Path)):
-        text, whole = str(drafter), Path(str(drafter)).is_dir()
-        name, options = (text, {}) if whole else zoo.parse(text)
+        text = str(drafter)
+        name, options = zoo.split(text)
         if name in zoo.DRAFTERS | zoo.SHIPPED or not (Path(name).is_dir() or hub.names(name)):
-            return portable_name("drafter", zoo.DRAFTERS | zoo.SHIPPED, text)
+            return portable_name("drafter", text)
         source = hub.resolve_folder(name)
         known = (source / PROVENANCE).is_file()
         record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
@@ -229,7 +223,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -
         drafter.save_pretrained(staged, provenance(model))
         found = zoo.drafter(staged, model)[0]
         if type(found) is not type(drafter):
-            return _described_as(drafter, "drafter", zoo.DRAFTERS)
+            return _entry("drafter", drafter)
         again, own = (_options(x) for x in (found, drafter))
         if other := [name for name in own if own[name] != again.get(name)]:
             shown = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
@@ -238,27 +232,17 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -
                 " kept of drafters that are named"
             )
         return {"folder": DRAFTER}
-    return _described_as(drafter, "drafter", zoo.DRAFTERS)
+    return _entry("drafter", drafter)
 
 
-def _rule_entry(rule: str | Acceptance) -> str:
-    if isinstance(rule, str):
-        return portable_name("acceptance", zoo.ACCEPTANCE, rule)
-    return _described_as(rule, "acceptance", zoo.ACCEPTANCE)
-
-
-def _order_entry(order: str | Order | None) -> str | None:
-    if order is None or isinstance(order, str):
-        return None if order is None else portable_name("order", zoo.ORDERS, order)
-    return _described_as(order, "order", zoo.ORDERS)
-
-
-def _described_as(thing: Component, what: str, table: Mapping[str, tuple]) -> str:
-    spec = spec_of(thing, what, table)
-    if spec is None:
+def _entry(what: str, thing: Component) -> str | None:
+    """The entry of a rule, an order or a drafter without weights, by name or as an object; None for no order."""
+    if thing is None or isinstance(thing, str):
+        return None if thing is None else portable_name(what, thing)
+    if (spec := spec_of(thing, what)) is None:
         raise ValueError(
-            f"{what}: got a {type(thing).__name__} that no name with options builds, expected one of {', '.join(table)}"
-            f" to write into {FILE}"
+            f"{what}: got a {type(thing).__name__} that no name with options builds, expected one of"
+            f" {', '.join(TABLES[what])} to write into {FILE}"
         )
     return spec
 
@@ -273,11 +257,12 @@ def _options(drafter: Drafter) -> dict[str, Any]:
 # --- names ------------------------------------------------------------------------------------------------------------
 
 
-def portable_name(what: str, table: Mapping[str, Any], text: str) -> str:
+def portable_name(what: str, text: str) -> str:
     """A name with options that means the same on any machine. Raises ValueError for one that the table does not know,
     for options that name a path, and for a rule's options that it does not take.
     """
     name, options = zoo.parse(text)
+    table = TABLES[what] | (zoo.SHIPPED if what == "drafter" else {})
     if name not in table:
         raise ValueError(f"{what}: got {checkpoint.shorten(text)}, expected one of {', '.join(table)}")
     for option, value in options.items():
@@ -288,7 +273,7 @@ def portable_name(what: str, table: Mapping[str, Any], text: str) -> str:
                 f"{option}: got {checkpoint.shorten(value)}, expected no path: a saved pipeline names no file outside"
                 " its own folder"
             )
-    if table is zoo.ACCEPTANCE:
+    if what == "acceptance":
         zoo.acceptance(text)
     return text
 
@@ -298,13 +283,13 @@ def reference(thing: object) -> str:
     return f"{type(thing).__module__}:{type(thing).__qualname__}"
 
 
-def spec_of(thing: Component, what: str, table: Mapping[str, tuple]) -> str | None:
+def spec_of(thing: Component, what: str) -> str | None:
     """The "name:options" from which a table of `zoo` makes an object that equals this one; None where there is none.
 
     Constructors keep their arguments as attributes, some by another name: an argument that is no attribute may be the
     value of any. What comes of it is made and compared.
     """
-    name = next((name for name, row in table.items() if row[0] == reference(thing)), None)
+    name = next((name for name, row in TABLES[what].items() if row[0] == reference(thing)), None)
     if name is None:
         return None
     held = {key: value for key, value in vars(thing).items() if isinstance(value, PLAIN)}
@@ -322,19 +307,19 @@ def spec_of(thing: Component, what: str, table: Mapping[str, tuple]) -> str | No
             made = zoo.make(what, name, type(thing), options) if same else None
         except (ValueError, TypeError, AttributeError):  # a value that is another argument's
             continue
-        if made is not None and state_of(made, table) == state_of(thing, table):
+        if made is not None and state_of(made, what) == state_of(thing, what):
             return spec
     return None
 
 
-def state_of(thing: Component, table: Mapping[str, tuple]) -> dict[str, Any]:
+def state_of(thing: Component, what: str) -> dict[str, Any]:
     """What an object was made with: its attributes, and those of the table's objects in it. Tensors are left out, as
     they come from the target that it was bound to.
     """
-    ours = {row[0] for row in table.values()}
+    ours = {row[0] for row in TABLES[what].values()}
     found: dict[str, Any] = {}
     for name, value in vars(thing).items():
         if value is not None and not isinstance(value, Tensor):
-            inner = state_of(value, table) if reference(value) in ours else value
+            inner = state_of(value, what) if reference(value) in ours else value
             found[name] = (type(value), inner)
     return found

@@ -1,8 +1,7 @@
 """OpenAI's chat completions and image generations over HTTP, on FastAPI: the extra `serve`.
 
-Nothing of a request is trusted: its key is compared in constant time, its host is one of this machine's own names if
-the server is bound to it, its body is received up to a limit, takes a place when it is complete, and is read by
-`completions`.
+Nothing of a request is trusted: its key is compared in constant time, its host is a name of this machine if the server
+is bound to it, its body is received up to a limit, takes a place when complete, and is read by `completions`.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -28,9 +28,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from visspec import __version__
 from visspec.api import completions
-from visspec.api.answers import Piece, TextResult, choice, completion, usage
-from visspec.api.choices import ImageResult, QueuedChat, Told
-from visspec.api.completions import ChatRequest, RequestError
+from visspec.api.answers import Piece, QueuedChat, TextResult, Told, choice, completion, usage
+from visspec.api.completions import RequestError
 from visspec.api.serving import (
     ClientDisconnected,
     ImageWorker,
@@ -45,6 +44,7 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
 READING = 60.0  # seconds for a body to arrive
 READERS = 2  # threads that read bodies, decode images and run the processor
+Reading = Callable[[Any], Any]  # of a body's JSON
 
 
 class Service:
@@ -69,7 +69,7 @@ class Service:
         self.readers.shutdown(wait=False, cancel_futures=True)
 
     async def guard(self, request: Request) -> None:
-        """Raises Refused for a stranger."""
+        """Raises RequestError for a stranger."""
         hosts = [value for name, value in request.headers.raw if name == b"host"]
         if self.local and not (len(hosts) == 1 and HOST.fullmatch(hosts[0])):
             # a page in a browser may have given this machine a name of its own
@@ -83,7 +83,7 @@ class Service:
             raise RequestError("key: got another one or none, expected that of the server", 401, code="invalid_api_key")
 
     async def receive(self, request: Request, held: Callable[[int], None]) -> bytes:
-        """A body; `held` is told its bytes as they come. Raises Refused."""
+        """A body; `held` is told its bytes as they come. Raises RequestError."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip()
         if kind.lower() != "application/json":  # a page of another origin can't send this without asking
             raise RequestError(f"content-type: got {kind or 'none'}, expected application/json", 415)
@@ -107,8 +107,8 @@ class Service:
             raise RequestError(f"body: got more than {self.limits.body} bytes, expected at most as many", 413)
         return b"".join(parts)
 
-    async def read(self, data: bytes, worker: QueueWorker | None, what: str, reading: Callable[[Any], Any]) -> Any:
-        """What `reading` makes of a body's JSON. Raises Refused, also unless it names the worker's model."""
+    async def read(self, data: bytes, worker: QueueWorker | None, what: str, reading: Reading) -> Any:
+        """What `reading` makes of a body's JSON. Raises RequestError, also unless it names the worker's model."""
 
         def work() -> Any:
             try:
@@ -127,30 +127,40 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self.readers, work)
 
     def named(self, name: Json, workers: list[QueueWorker]) -> QueueWorker:
-        """The worker of a model. Raises Refused for another name."""
+        """The worker of a model. Raises RequestError for another name."""
         for worker in workers:
             if name == worker.name:
                 return worker
         names = " or ".join(repr(worker.name) for worker in workers)
         raise RequestError(f"model: got {name!r}, expected {names}", 404, "model", "model_not_found")
 
-    def _chat(self, body: Json) -> ChatRequest:
-        return completions.chat(body, self.limits)
+    async def _take(
+        self,
+        stack: AsyncExitStack,
+        kind: str,
+        request: Request,
+        worker: QueueWorker | None,
+        what: str,
+        reading: Reading,
+    ) -> tuple[Any, JobEvents]:
+        """What `reading` makes of a request, which has a place until the stack ends, and the events of its job."""
+        stack.enter_context(self.desk.meter(kind))
+        waiting = await stack.enter_async_context(AsyncExitStack())  # ends when the model has read the prompt
+        self.desk.check()
+        data = await self.receive(request, waiting.enter_context(self.desk.held()))
+        stack.enter_context(self.desk.place())
+        asked = await self.read(data, worker, what, reading)
+        events = JobEvents(request, waiting)
+        stack.callback(events.close)
+        return asked, events
 
     async def chat(self, request: Request) -> Response:
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.desk.meter("chat"))
-            waiting = await stack.enter_async_context(AsyncExitStack())  # ends when the model has read the prompt
-            self.desk.check()
-            data = await self.receive(request, waiting.enter_context(self.desk.held()))
-            stack.enter_context(self.desk.place())
-            asked = await self.read(data, self.writing, "was started with --model", self._chat)
-            del data
-            writing, loop = self.writing, asyncio.get_running_loop()
+            writing, reading = self.writing, partial(completions.chat, limits=self.limits)
+            asked, events = await self._take(stack, "chat", request, writing, "was started with --model", reading)
             assert writing is not None
-            events = JobEvents(request, waiting)
-            stack.callback(events.close)
-            await events.until(waiting.enter_async_context(self.desk.decoded(asked.pixels * asked.n)))
+            await events.until(events.waiting.enter_async_context(self.desk.decoded(asked.pixels * asked.n)))
+            loop = asyncio.get_running_loop()
             job = await loop.run_in_executor(self.readers, writing.job, asked, events.tell)
             stack.callback(setattr, job, "cancelled", True)  # however this ends
             writing.submit(job)
@@ -166,20 +176,13 @@ class Service:
 
     async def images(self, request: Request) -> Response:
         async with AsyncExitStack() as stack:
-            stack.enter_context(self.desk.meter("images"))
-            self.desk.check()
-            data = await self.receive(request, stack.enter_context(self.desk.held()))
-            stack.enter_context(self.desk.place())
-            painting = self.painting
-            asked = await self.read(data, painting, "was started with --image-model", completions.drawing)
+            painting, started = self.painting, "was started with --image-model"
+            asked, events = await self._take(stack, "images", request, painting, started, completions.drawing)
             assert painting is not None
-            events = JobEvents(request, stack)
-            stack.callback(events.close)
             job = QueuedImages(events.tell, asked=asked)
             stack.callback(setattr, job, "cancelled", True)
             painting.submit(job)
-            drawn: ImageResult = await events.next()
-            files = [{"b64_json": base64.b64encode(file).decode()} for file in drawn.files]
+            files = [{"b64_json": base64.b64encode(file).decode()} for file in await events.next()]
             return JSONResponse({"created": int(time.time()), "data": files, "output_format": "png"})
 
     async def model(self, id: str) -> dict[str, Any]:
@@ -198,9 +201,7 @@ class Service:
 
 
 class JobEvents:
-    """What a worker tells about a job, for the loop of the server; or that the client has gone. waiting: closed when
-    the model has read a chat.
-    """
+    """What a worker tells of a job, or that the client has gone. waiting: closed when the model has read a chat."""
 
     def __init__(self, request: Request, waiting: AsyncExitStack):
         self.waiting = waiting
@@ -217,7 +218,7 @@ class JobEvents:
             self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
 
     async def until(self, awaited: Awaitable[Any]) -> Any:
-        """What is awaited. Raises Gone if the client goes before."""
+        """What is awaited. Raises ClientDisconnected if the client goes before."""
         task = asyncio.ensure_future(awaited)
         try:
             await asyncio.wait({task, self.gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +230,7 @@ class JobEvents:
         return task.result()
 
     async def next(self) -> Any:
-        """The next event. Raises what the worker told as an exception, and Gone."""
+        """The next event. Raises what the worker told as an exception, and ClientDisconnected."""
         while (event := await self.until(self.queue.get())) is None:
             await self.waiting.aclose()
         if isinstance(event, RequestError):
@@ -328,9 +329,8 @@ def application(service: Service) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> JSONResponse:
         asked, paths = f"{request.method} {request.url.path}", ", ".join(path for _, path, _ in routes)
-        return JSONResponse(
-            RequestError(f"path: got {asked}, expected one of {paths}", error.status_code).body, error.status_code
-        )
+        refused = RequestError(f"path: got {asked}, expected one of {paths}", error.status_code)
+        return JSONResponse(refused.body, refused.status)
 
     @app.exception_handler(ClientDisconnected)
     @app.exception_handler(ClientDisconnect)

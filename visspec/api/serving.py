@@ -22,9 +22,17 @@ from typing import Any, Generic, TypeVar
 
 from visspec.api import chat_inputs
 from visspec.api.accelerate import Accelerated
-from visspec.api.answers import TextResult, parsed_message, response_template
+from visspec.api.answers import (
+    Choice,
+    QueuedChat,
+    QueuedRequest,
+    StopTextFilter,
+    TextResult,
+    Told,
+    parsed_message,
+    response_template,
+)
 from visspec.api.captions import move_inputs
-from visspec.api.choices import Choice, ImageResult, QueuedChat, QueuedRequest, StopTextFilter, Told
 from visspec.api.completions import ChatRequest, RequestError, RequestLimits
 from visspec.api.image_call import ImageRequest
 from visspec.api.images import ImagePipeline
@@ -58,9 +66,9 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()  # by kind and outcome
-        self.seconds = 0.0  # of finished requests
-        self.tokens = self.images = self.passes = self.committed = self.drafted = self.kept = 0
-        self.drift = 0.0
+        names = "tokens", "drafted_tokens", "accepted_tokens", "images", "passes"
+        self.totals: dict[str, float] = dict.fromkeys(names, 0) | {"drift": 0.0, "request_seconds": 0.0}
+        self.committed = 0  # tokens of rounds
         self.reused = 0  # tokens of prompts that were not read again
         self.prefixes = PrefixCache(0)  # of the model of text
         self.reached: Counter[int] = Counter()  # by depth
@@ -68,12 +76,12 @@ class ServerMetrics:
 
     def row(self, answer: Answer) -> None:
         """Count the rounds of a row that has ended."""
-        self.tokens += len(answer.tokens)
-        self.passes += len(answer.rounds)
+        self.totals["tokens"] += len(answer.tokens)
+        self.totals["drafted_tokens"] += sum(r.levels for r in answer.rounds)
+        self.totals["accepted_tokens"] += answer.origin.count("drafted")
+        self.totals["passes"] += len(answer.rounds)
+        self.totals["drift"] += answer.drift
         self.committed += sum(r.committed[0] for r in answer.rounds)
-        self.drafted += sum(r.levels for r in answer.rounds)
-        self.kept += answer.origin.count("drafted")
-        self.drift += answer.drift
         self.reused += answer.reused
         for depth, (reached, accepted) in enumerate(zip(*by_depth(answer.rounds)), 1):
             self.reached[depth] += reached
@@ -82,30 +90,20 @@ class ServerMetrics:
     def over(self, kind: str, outcome: str, began: float) -> None:
         """Count a request that has ended."""
         self.requests[kind, outcome] += 1
-        self.seconds += time.monotonic() - began
+        self.totals["request_seconds"] += time.monotonic() - began
 
     def lines(self, now: dict[str, float]) -> str:
         """Prometheus' text. now: gauges of the moment."""
         reached, accepted = sum(self.reached.values()), sum(self.accepted.values())
         gauges = {
             **now,
-            "tau": self.committed / max(self.passes, 1),
+            "tau": self.committed / max(self.totals["passes"], 1),
             "acceptance": accepted / max(reached, 1),
-            "drift_per_token": self.drift / max(self.tokens, 1),
+            "drift_per_token": self.totals["drift"] / max(self.totals["tokens"], 1),
             "prefix_bytes": self.prefixes.bytes,
         }
-        counters = {
-            "tokens": self.tokens,
-            "drafted_tokens": self.drafted,
-            "accepted_tokens": self.kept,
-            "images": self.images,
-            "passes": self.passes,
-            "drift": self.drift,
-            "request_seconds": self.seconds,
-            "prefix_hits": self.prefixes.hits,
-            "prefix_misses": self.prefixes.misses,
-            "prefix_tokens": self.reused,
-        }
+        prefixes = {"hits": self.prefixes.hits, "misses": self.prefixes.misses, "tokens": self.reused}
+        counters = self.totals | {f"prefix_{name}": count for name, count in prefixes.items()}
         found = [f"# TYPE visspec_{name} gauge\nvisspec_{name} {value:g}" for name, value in gauges.items()]
         for name, value in counters.items():
             found.append(f"# TYPE visspec_{name}_total counter\nvisspec_{name}_total {value!r}")
@@ -130,7 +128,7 @@ class RequestQueue:
 
     @contextmanager
     def meter(self, kind: str) -> Iterator[None]:
-        """Counts a request and how it ended. Raises Refused for one that is cut off because the server stops."""
+        """Counts a request and how it ended. Raises RequestError for one that is cut off because the server stops."""
         began, outcome = time.monotonic(), "ok"
         try:
             yield
@@ -149,7 +147,7 @@ class RequestQueue:
             self.meters.over(kind, outcome, began)
 
     def check(self) -> None:
-        """Raises Refused if there is no place."""
+        """Raises RequestError if there is no place."""
         if self.closing:
             raise RequestError("server: got a request while it stops, expected none", 503, code="stopping")
         if self.taken >= self.places:
@@ -161,7 +159,7 @@ class RequestQueue:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place for one request whose body is complete. Raises Refused if there is none."""
+        """A place for one request whose body is complete. Raises RequestError if there is none."""
         self.check()
         self.taken += 1
         try:
@@ -171,9 +169,7 @@ class RequestQueue:
 
     @contextmanager
     def held(self) -> Iterator[Callable[[int], None]]:
-        """Gives a function that is told the bytes of a body as they come. It raises Refused where all bodies have too
-        many.
-        """
+        """A function that is told the bytes of a body as they come. It raises RequestError where all have too many."""
         mine = 0
 
         def add(count: int) -> None:
@@ -211,7 +207,7 @@ class RequestQueue:
     def patience(self) -> int:
         """Seconds after which a client may come again: what a request took so far."""
         served = sum(self.meters.requests.values())
-        return min(max(round(self.meters.seconds / max(served, 1)), 1), 60)
+        return min(max(round(self.meters.totals["request_seconds"] / max(served, 1)), 1), 60)
 
 
 class QueueWorker(Generic[Job]):
@@ -268,7 +264,7 @@ class TextWorker(QueueWorker[QueuedChat]):
         super().__init__(name, meters)
 
     def job(self, asked: ChatRequest, tell: Callable[[Told], None]) -> QueuedChat:
-        """A job of a chat, whose images are decoded here and let go. Raises Refused. Called in any thread."""
+        """A job of a chat, whose images are decoded here and let go. Raises RequestError. Called in any thread."""
         inputs = chat_inputs.prompt_of(self.processor, asked, self.processing, self.tensors)
         prompt = inputs["input_ids"][0].tolist()
         most = chat_inputs.room(len(prompt), asked, self.limits)
@@ -283,7 +279,7 @@ class TextWorker(QueueWorker[QueuedChat]):
         return job
 
     def _by_schema(self, schema: Json) -> dict[str, Any]:
-        """generate's arguments for an answer of a schema. Raises Refused."""
+        """generate's arguments for an answer of a schema. Raises RequestError."""
         try:
             with self.processing:
                 if self.grammars is None:
@@ -368,7 +364,7 @@ class ImageWorker(QueueWorker[QueuedImages]):
         while (job := self._next(block=True)) is not None:
             self.running.add(job)
             try:
-                job.tell(ImageResult(self._draw(job)))
+                job.tell(self._draw(job))
             except Exception as error:
                 if not isinstance(error, ValueError):
                     logger.exception("%s: images failed", self.name)
@@ -381,7 +377,7 @@ class ImageWorker(QueueWorker[QueuedImages]):
                 pipe.interrupt = True
 
         out = self.pipe.draw(replace(job.asked, callback_on_step_end=look))
-        self.meters.images += len(out.images)
+        self.meters.totals["images"] += len(out.images)
         files = []
         for image in out.images:
             buffer = io.BytesIO()

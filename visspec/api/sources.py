@@ -143,9 +143,7 @@ def _files(paths: Iterable[Path], unlisted: Iterable[OSError] = ()) -> Callable[
 
 
 def of_entry(entry: object, fallback: str, folder: Path) -> Record:
-    """From a mapping with image (or the path of a video), and optionally prompt and id; relative paths start at
-    `folder`.
-    """
+    """From a mapping with image (or a video's path), perhaps prompt and id; relative paths start at `folder`."""
     if not isinstance(entry, Mapping):
         return Record(fallback, error=f"{fallback}: got {type(entry).__name__}, expected an object with an image")
     image, prompt = entry.get("image", entry.get("video")), entry.get("prompt")

@@ -75,9 +75,8 @@ class Prompts:
     """Batches of requests of items, a pure function of their number: epoch by epoch in a seeded order. An item that
     can't be read is counted by the reader, and the next one in the order takes its place.
 
-    number_N: those of the items. own: the data's answers stand in for the target's. total: the number of batches of a
-    run that begins with text alone (MSD): no pictures in the first half, then in more and more of its batches, in all
-    of the last fortieth.
+    number_N: those of the items. own: the data's answers stand in for the target's. total: batches of a run that begins
+    with text alone (MSD): none of the first half has pictures, then more and more, all of the last fortieth.
     """
 
     def __init__(
@@ -409,10 +408,8 @@ class TextValidation:
     def __call__(self) -> dict[str, float]:
         found = {}
         for name, temperature in (("tau_greedy", 0.0), ("tau_sampled", 1.0)):
-            requests_ = self.held_out(temperature)
-            found[name] = round(
-                measure(self.target, self.drafter, Exact(), requests_, self.drafter.traits.levels).tau, 3
-            )
+            held_out, levels = self.held_out(temperature), self.drafter.traits.levels
+            found[name] = round(measure(self.target, self.drafter, Exact(), held_out, levels).tau, 3)
         return found
 
 

@@ -58,9 +58,7 @@ def square(image: Image.Image, side: int) -> np.ndarray:
 
 
 class Images:
-    """The first images (N, 3, side, side) of records, in -1..1; each is read when it is first asked for, and kept as
-    uint8.
-    """
+    """The first images (N, 3, side, side) of records, in -1..1, read when first asked for and kept as uint8."""
 
     def __init__(self, data: TrainingData, records: range, side: int):
         self.data, self.records, self.side = data, records, side
@@ -150,9 +148,7 @@ class MultiScaleVQStage(Stage):
 
     @torch.no_grad()
     def report(self) -> dict:
-        """Peak signal-to-noise ratio in dB of held-out images, how many codes they use, and their perplexity; the
-        folder is written.
-        """
+        """PSNR in dB of held-out images, number and perplexity of the codes that they use; the folder is written."""
         if self.rank:
             return {}
         self.model.eval()
@@ -172,11 +168,10 @@ class MultiScaleVQStage(Stage):
             "held_out": len(self.held),
         }
         save_vae(self.options.out, self.model, self.scales)
-        options = {name: value for name, value in vars(self.options).items() if name not in ("run", "command", "what")}
+        own = ((name, value) for name, value in vars(self.options).items() if name not in ("run", "command", "what"))
         record = provenance(device=self.device, recipe="train_vq", step=self.step, measured=figures)
-        write_json(
-            self.options.out / "provenance.json", record | {"options": {k: _as_json(v) for k, v in options.items()}}
-        )
+        record["options"] = {name: _as_json(value) for name, value in own}
+        write_json(self.options.out / "provenance.json", record)
         self.model.train()
         return figures
 

@@ -43,8 +43,9 @@ Entry = Mapping[str, Any]
 
 
 class Records:
-    """Records by their number. `groups`: where groups of records begin that are read together."""
+    """`count` records by their number. `groups`: where groups of records begin that are read together."""
 
+    count: int
     folder = Path()
     groups: Sequence[int] = (0,)
 
@@ -52,7 +53,7 @@ class Records:
         self.source, self.ignore = source, ignore
 
     def __len__(self) -> int:
-        raise NotImplementedError
+        return self.count
 
     def __getitem__(self, number: int) -> Entry:
         raise NotImplementedError
@@ -75,9 +76,7 @@ class Files(Records):
             if record.error is not None:
                 raise ValueError(record.error)
             self.names.append(str(record.image))
-
-    def __len__(self) -> int:
-        return len(self.names)
+        self.count = len(self.names)
 
     def __getitem__(self, number: int) -> Entry:
         return {"video" if is_video(self.names[number]) else "image": self.names[number]}
@@ -96,9 +95,7 @@ class Lines(Records):
         for start, end in _elements(self.path):
             self.starts.append(start)
             self.ends.append(end)
-
-    def __len__(self) -> int:
-        return len(self.starts)
+        self.count = len(self.starts)
 
     def __getitem__(self, number: int) -> Entry:
         with open(self.path, "rb") as file:
@@ -168,9 +165,7 @@ class Shard(Records):
                 if self.places[at] >= 0:
                     raise ValueError(f"got {member.name}, expected one {kind} of a name")
                 self.places[at], self.places[at + 1] = member.offset_data, member.size
-
-    def __len__(self) -> int:
-        return len(self.places) // self.WIDTH
+        self.count = len(self.places) // self.WIDTH
 
     def _members(self, number: int) -> dict[str, ArchiveMember]:
         numbers = self.places[self.WIDTH * number : self.WIDTH * (number + 1)].tolist()
@@ -207,9 +202,6 @@ class Rows(Records):
         *self.groups, self.count = accumulate((group.num_rows for group in groups), initial=0)
         self.table = lru_cache(WINDOW)(self.file.read_row_group)
 
-    def __len__(self) -> int:
-        return self.count
-
     def __getitem__(self, number: int) -> Entry:
         group = bisect_right(self.groups, number) - 1
         return self.table(group).slice(number - self.groups[group], 1).to_pylist()[0]
@@ -223,19 +215,14 @@ class Dataset(Records):
     def __init__(self, source: str, ignore: Collection[str] = ()):
         super().__init__(source, ignore)
         found = sources.open_dataset(source, streaming=False)
-        self.rows = found.with_format("arrow")  # images as they are stored
-
-    def __len__(self) -> int:
-        return len(self.rows)
+        self.rows, self.count = found.with_format("arrow"), len(found)  # images as they are stored
 
     def __getitem__(self, number: int) -> Entry:
         return self.rows[number : number + 1].to_pylist()[0]
 
 
 def records_of(data: str, ignore: Collection[str] = ()) -> Records:
-    """The records of a folder, a glob, a file or hf:NAME. Raises ValueError for data without any, or that can't be
-    read.
-    """
+    """The records of a folder, a glob, a file or hf:NAME. Raises ValueError if there are none, or one can't be read."""
     path = Path(data)
     kinds: dict[str, type[Records]] = {".jsonl": Lines, ".json": Lines, ".parquet": Rows, ".tar": Shard}
     kind: type[Records] | None = kinds.get(path.suffix.lower()) if path.is_file() else None
@@ -364,9 +351,7 @@ def shrink(image: Image.Image, max_pixels: int) -> Image.Image:
 
 
 class Reader:
-    """Reads items and counts those that can't be read, `bad`: item to reason. Raises ValueError for more than `max_bad`
-    of them.
-    """
+    """Reads items and notes those that can't be, `bad`: item to reason. Raises ValueError for more than `max_bad`."""
 
     def __init__(self, data: TrainingData, max_bad: int = 100, max_pixels: int | None = None):
         self.data, self.max_bad, self.max_pixels = data, max_bad, max_pixels

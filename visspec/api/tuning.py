@@ -26,9 +26,8 @@ from visspec.api.accelerate import Accelerated
 from visspec.loop.draft_length import DraftLengthPolicy, expected_tokens
 from visspec.types import State, Trace
 
-OUTLIER = (
-    2.0  # times the median of a length's rounds; longer ones count as so long, as in `loop.draft_length.LinearCost`
-)
+# Times the median of a length's rounds; longer ones count as so long, as in `loop.draft_length.LinearCost`.
+OUTLIER = 2.0
 RESAMPLES = 1000
 
 

@@ -55,6 +55,12 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
+def split(spec: str) -> tuple[str, dict[str, Any]]:
+    """A drafter's name, or a folder, and its options. The path of a folder may have a colon."""
+    folder = spec.partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir()
+    return (spec, {}) if folder else parse(spec)
+
+
 def _number(text: str) -> Any:
     for kind in (int, float):
         try:
@@ -65,9 +71,7 @@ def _number(text: str) -> Any:
 
 
 def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
-    """`kind(**options)`, or `start(**options)` if given. Raises ValueError for an unknown option or a value that does
-    not match the constructor's annotation.
-    """
+    """`(start or kind)(**options)`. Raises ValueError for an unknown option or a value unlike `kind`'s annotation."""
     for option, value in list(options.items()):
         parameter = signature(kind).parameters.get(option)
         annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""
@@ -180,9 +184,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
         return load("visspec.models.assistants:assistant")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
-    if str(spec).partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir():
-        return from_folder(Path(spec), model, {}), Path(spec).name
-    name, options = parse(str(spec))
+    name, options = split(str(spec))
     if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
         return from_folder(Path(name), model, options), Path(name).name
     if name not in ORDERS and hub.names(name):

@@ -87,7 +87,8 @@ def state_dicts(content: object, path: Path) -> tuple[dict[str, Tensor], dict[st
             beside = averages_of(content[key], path)
         inner = next((content[k] for k in WRAPPERS if isinstance(content.get(k), Mapping)), None)
         if inner is None:
-            plain, averaged = weight_sets(tensors_of(content), path)
+            tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+            plain, averaged = weight_sets(tensors, path)
             return plain, beside or averaged
         content = inner
     return {}, beside
@@ -99,10 +100,6 @@ def averages_of(content: Mapping, path: Path) -> dict[str, Tensor]:
     if "num_updates" in plain:
         return {LITEMA + name: tensor for name, tensor in plain.items()}
     return plain or averaged
-
-
-def tensors_of(content: Mapping) -> dict[str, Tensor]:
-    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
 
 
 def main(arguments: list[str] | None = None) -> int:

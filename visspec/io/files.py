@@ -161,9 +161,7 @@ class Journal:
             self.failed.add(record["id"])
 
     def _take_failed_out(self) -> None:
-        """Write the file without the records that failed. The new file is locked before it takes the place of the old
-        one.
-        """
+        """Write the file without the records that failed; the new one is locked before it replaces the old one."""
         with replacing(self.path) as draft:
             kept = open(draft, "a+b")
             lock(kept, self.path)

@@ -23,11 +23,9 @@ def names(text: str) -> bool:
 
 
 def fetch(name: str, wanted: list[str] = WANTED) -> Path:
-    """The folder of a repository in the local cache, which is filled with files of these patterns if the hub can be
-    asked.
+    """The folder of a repository in the local cache, filled with files of these patterns if the hub can be asked.
 
-    Raises ValueError if there is no such repository, if it wants a login, or if it is not cached and there is no
-    connection.
+    Raises ValueError if there is none, if it wants a login, or if it is not cached and there is no connection.
     """
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))

@@ -1,7 +1,6 @@
 """Safe reading of image files, for the API, the metrics and the command line: three formats and a pixel limit.
 
-An unreadable file raises an exception that names it (`open_image`) or is added to a list (`iter_images`); it is never
-skipped silently.
+An unreadable file raises an exception that names it (`open_image`) or is added to a list (`iter_images`).
 """
 
 import io
@@ -43,16 +42,9 @@ def read_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Image.Im
 
 
 def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Width and height that the header of an image names. Raises ValueError as `open_image`, but for what only decoding
-    shows.
-    """
+    """Width and height by an image's header. Raises ValueError as `open_image`, but for what only decoding shows."""
     with _errors(name, max_pixels), _header(io.BytesIO(data), name, max_pixels) as found:
         return found.size
-
-
-def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
-    with _errors(path, max_pixels):
-        return _decode(file, path, max_pixels)
 
 
 @contextmanager
@@ -87,18 +79,19 @@ def _header(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Itera
         yield found
 
 
-def _decode(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
-    with _header(file, path, max_pixels) as found:
-        found.load()
-        image = ImageOps.exif_transpose(found)
-    del found  # its pixels, which are copied
-    if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
-        image = image.convert("I").point(lambda v: v / 257).convert("L")
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, image)
-    return image if image.mode == "RGB" else image.convert("RGB")
+def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
+    with _errors(path, max_pixels):
+        with _header(file, path, max_pixels) as found:
+            found.load()
+            image = ImageOps.exif_transpose(found)
+        del found  # its pixels, which are copied
+        if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
+            image = image.convert("I").point(lambda v: v / 257).convert("L")
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+            image = Image.alpha_composite(white, image)
+        return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def natural_key(path: str | Path) -> list[tuple[int, int, str]]:

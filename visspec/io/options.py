@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 def option(help: str = "", default: Any = MISSING, **more: Any) -> Any:
     """A field of a dataclass of options; one without a default is required.
 
-    more: choices, metavar and nargs of argparse; `short` ("-o"); `positional`; `repeat`, for a list that is given item
-    by item; `writes`, "file" or "folder", for a path that is tried before any work; `command`, for `what`, the last
-    word of the command itself.
+    more: choices, metavar and nargs of argparse; `short` ("-o"); `positional`; `repeat`, for a list given item by item;
+    `writes`, "file" or "folder", for a path that is tried before work; `command`, for `what`, the command's last word.
     """
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help, **more})

@@ -73,14 +73,10 @@ def git_revision() -> str:
     if not (root / ".git").exists():
         return ""
     try:
-        head = _git(root, "rev-parse", "--short", "HEAD")
-        return head + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+        head = _output_of(["git", "rev-parse", "--short", "HEAD"], root)
+        return head + ("+" if _output_of(["git", "status", "--porcelain", "--untracked-files=no"], root) else "")
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _git(root: Path, *command: str) -> str:
-    return _output_of(["git", *command], cwd=root)
 
 
 def _output_of(command: list[str], cwd: Path | None = None, timeout: float = 10) -> str:

@@ -48,26 +48,23 @@ class Recorder(Drafter):
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         logits_BV = categorical(scores.distribution).logits[:, 0]
         states_BX = logits_BV if self.law is None else scores.aux["states"][:, 0]
-        self.rounds.append((list(state.rows), draft_features(scores, draft)[:, 0], states_BX, logits_BV.argmax(dim=-1)))
+        self.rounds.append(
+            (list(state.rows), features_of(scores, draft.value)[:, 0], states_BX, logits_BV.argmax(dim=-1))
+        )
 
     def select(self, state: State, keep: list[int]) -> None:
         """Nothing to do: each round is stored with its rows."""
 
 
 def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor], Tensor] | None:
-    """The target's law of states, where it gives the distribution after the prompt."""
-    law = target.law(request)
-    return law if law is not None and _gives(law, prefill) else None
-
-
-def _gives(law: Callable[[Tensor], Tensor], scores: Scores) -> bool:
-    """Whether a law gives the distribution after the prompt, up to rounding."""
-    if "states" not in scores.aux:
-        return False
-    states = scores.aux["states"]
-    found, expected = (logits.softmax(dim=-1) for logits in (law(states), categorical(scores.distribution).logits))
+    """The target's law of states, where it gives the distribution after the prompt, up to rounding."""
+    law, states = target.law(request), prefill.aux.get("states")
+    if law is None or states is None:
+        return None
+    found, expected = (logits.softmax(dim=-1) for logits in (law(states), categorical(prefill.distribution).logits))
     close = 1e-3 if states.dtype in (torch.float32, torch.float64) else 0.1
-    return found.shape == expected.shape and bool((found - expected).abs().sum(dim=-1).max() < close)
+    same = found.shape == expected.shape and bool((found - expected).abs().sum(dim=-1).max() < close)
+    return law if same else None
 
 
 def identity(states: Tensor) -> Tensor:
@@ -75,11 +72,17 @@ def identity(states: Tensor) -> Tensor:
     return states
 
 
-def draft_features(scores: Scores, draft: Draft) -> Tensor:
-    """The features (B, N, F) after the nodes of a draft; F = 0 where the target gives none."""
+def features_of(scores: Scores, ids_BN: Tensor) -> Tensor:
+    """The features (B, N, F) after a prompt or the nodes of a draft; F = 0 where the target gives none."""
     if scores.features is None:
-        return draft.value.new_zeros(*draft.value.shape, 0, dtype=torch.float32)
+        return ids_BN.new_zeros(*ids_BN.shape, 0, dtype=torch.float32)
     return scores.features
+
+
+def _padded(answers: Sequence[list[int]], device: torch.device) -> Tensor:
+    """Answers (B, M), zeros behind shorter ones."""
+    longest = max(map(len, answers))
+    return torch.tensor([ids + [0] * (longest - len(ids)) for ids in answers], device=device)
 
 
 def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch:
@@ -96,8 +99,7 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
     lengths = [len(t) for t in ended.tokens]
     longest = max(lengths)
     scores = recorder.scores
-    known = scores.features if scores.features is not None else prompt.new_zeros(rows, length, 0, dtype=torch.float32)
-    answer = torch.tensor([t + [0] * (longest - len(t)) for t in ended.tokens], device=prompt.device)
+    known, answer = features_of(scores, prompt), _padded(ended.tokens, prompt.device)
     features = torch.zeros(rows, length + longest - 1, known.shape[-1], dtype=known.dtype, device=prompt.device)
     features[:, :length] = known
     like = categorical(scores.distribution).logits if recorder.law is None else scores.aux["states"]
@@ -141,21 +143,18 @@ def _batch(
 
 def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
     """The same for answers that are given, in one pass over them."""
-    rows, length = request.prompt.shape
-    longest = max(map(len, request.answers))
-    answer = torch.tensor([t + [0] * (longest - len(t)) for t in request.answers], device=request.prompt.device)
+    lengths, longest = list(map(len, request.answers)), max(map(len, request.answers))
+    answer = _padded(request.answers, request.prompt.device)
     with torch.inference_mode():
         state, before = target.prefill(request)
         state.pending, state.position = answer[:, 0], state.position + 1
         draft = trees.chain_draft(state.pending, answer[:, 1 : max(longest - 1, 1)])
         after = target.verify(state, draft)
-    known = before.features
-    known = request.prompt.new_zeros(rows, length, 0, dtype=torch.float32) if known is None else known
     law, logits_BTV = _law(target, request, before), categorical(after.distribution).logits[:, : longest - 1]
     states_BTX = logits_BTV.float() if law is None else after.aux["states"][:, : longest - 1]
-    features = torch.cat([known, draft_features(after, draft)], dim=1)[:, : length + longest - 1]
-    lengths, best = list(map(len, request.answers)), logits_BTV.argmax(dim=-1)
-    return _batch(before, request.prompt, answer, lengths, features, states_BTX.clone(), law, best)
+    features = torch.cat([features_of(before, request.prompt), features_of(after, draft.value)], dim=1)
+    features = features[:, : request.prompt.shape[1] + longest - 1]
+    return _batch(before, request.prompt, answer, lengths, features, states_BTX.clone(), law, logits_BTV.argmax(dim=-1))
 
 
 def _positions(prompt: Tensor, rows: int, answer: int) -> Tensor:

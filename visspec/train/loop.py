@@ -1,9 +1,8 @@
 """Online distillation of a drafter on batches recorded from the target, which a `Store` keeps on disk if asked to.
 
 Training proceeds in groups: the target generates answers to `group` batches of prompts, the drafter is trained on them
-`reuse` times in random order, `rows` answers a lesson, and the group is discarded. The trainer is independent of model
-classes and data: its arguments are a target, a drafter (`types.TrainedDrafter`), and `prompts`, a function that returns
-request i.
+`reuse` times in random order, `rows` answers a lesson, and the group is discarded. The trainer knows no model classes
+or data: it takes a target, a drafter (`types.TrainedDrafter`), and `prompts`, which returns request i.
 
 An update averages the gradients of `accumulate` lessons, one of each of so many streams of prompts, which are spread
 over the processes. Everything is a function of (seed, step, accumulate): a resumed run ends with the same weights as an
@@ -35,8 +34,8 @@ from torch.optim import Optimizer
 from visspec.io.checkpoint import read_json
 from visspec.io.files import replacing, write_json
 from visspec.train.capture import capture, split, to
+from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
-from visspec.train.step import Step
 from visspec.train.store import Store
 from visspec.types import Acceptance, Request, Target, TrainedDrafter, TrainingBatch
 
@@ -177,9 +176,7 @@ class Trainer:
         return self.plan.parts(self.accumulate)
 
     def lessons(self, step: int) -> list[TrainingBatch]:
-        """The lessons of this process in a step. A group is generated at its first step, or at the first step after a
-        resume.
-        """
+        """This process's lessons in a step. A group is generated at its first step, or the first after a resume."""
         plan = self.plan
         index, within = divmod(step, self.parts * plan.reuse)
         if self._group[0] != index:
