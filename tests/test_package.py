@@ -1,6 +1,5 @@
 """The wheel that users install: everything is in it and found from there, not only from a checkout."""
 
-import ast
 import os
 import re
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_layers import imports_of
 from visspec.cli import demo, doctor
 from visspec.io import included
 
@@ -139,6 +139,9 @@ NOT_IMPORTED = {  # by our code
 }  # fmt: skip
 
 
+SKIPPED = re.compile(r"\b(?:pytest\.importorskip|bits)\(\"(\w+)")  # of tests that need a package
+
+
 def test_every_dependency_is_imported_and_what_is_needed_is_named_by_the_doctor():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed, *extras = [
@@ -146,13 +149,9 @@ def test_every_dependency_is_imported_and_what_is_needed_is_named_by_the_doctor(
         for lines in (project["dependencies"], *project["optional-dependencies"].values())
     ]
     folders = [ROOT / part for part in ("visspec", "models", "kernels", "eval", "tests")]
-    trees = [ast.parse(file.read_text()) for folder in folders for file in folder.rglob("*.py")]
-    nodes = [node for tree in trees for node in ast.walk(tree)]
-    imported = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module.split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
-    asked = [node.args[0] for node in nodes if isinstance(node, ast.Call) and node.args
-             and ast.unparse(node.func) in ("pytest.importorskip", "bits")]  # fmt: skip
-    skipped = {name.value.split(".")[0] for name in asked if isinstance(name, ast.Constant)}
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    imported = {path[0] for file in files for path in imports_of(file)}
+    skipped = {name for file in files for name in SKIPPED.findall(file.read_text())}
     names = {
         name: {"pillow": "PIL", "lm-format-enforcer": "lmformatenforcer", "optimum-quanto": "optimum"}.get(
             name, name.replace("-", "_")
