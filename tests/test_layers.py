@@ -69,7 +69,7 @@ def imports(node):
 
 @functools.cache
 def facts_of(file):
-    """Of a file, anywhere in it: dotted paths that it imports, names of classes, calls of ASKING and LOADING."""
+    """Of a file, anywhere in it: dotted paths that it imports, classes, attributes asked for by name, calls of LOADING."""
     paths, classes, questions, loads = [], [], [], []
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
@@ -264,15 +264,22 @@ HOST_READS = {  # the one synchronisation of a round, the slow general road for 
 }
 
 
-def test_host_reads_are_where_they_should_be():
+CORE = ("loop/decode", "tree", "cache", "sampling")
+
+
+def callers(files, called):
+    """{file: its functions}, once for each call whose dotted name is `called`."""
     found = {}
-    for file in [ROOT / "visspec" / f"{n}.py" for n in ("loop/decode", "tree", "cache", "sampling")] + list(
-        (ROOT / "visspec" / "accept").glob("*.py")
-    ):
+    for file in (*files, *(ROOT / "visspec" / "accept").glob("*.py")):
         for function in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)):
-            for _, name in calls(function):
-                if name.split(".")[-1] in ("item", "tolist", "cpu", "numpy", "nonzero"):
-                    found.setdefault(str(file.relative_to(ROOT)), []).append(function.name)
+            if names := [function.name for _, name in calls(function) if called(name)]:
+                found.setdefault(str(file.relative_to(ROOT)), []).extend(names)
+    return found
+
+
+def test_host_reads_are_where_they_should_be():
+    reads = ("item", "tolist", "cpu", "numpy", "nonzero")
+    found = callers([ROOT / "visspec" / f"{n}.py" for n in CORE], lambda name: name.split(".")[-1] in reads)
     assert found == HOST_READS
 
 
@@ -284,13 +291,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "models/drafting/static_tree.py": ["plan"],
     "models/jacobi/drafter.py": ["proactive"],
     "models/eagle/head.py": ["turns_at", "turns_at"],  # of each length once
-    "models/eagle/sequence.py": [
-        "packed_rows",
-        "packed_rows",
-        "extend",
-        "extend",
-        "slots_of",
-    ],  # of prompts, in training
+    "models/eagle/sequence.py": [*["packed_rows"] * 2, *["extend"] * 2, "slots_of"],  # of prompts, in training
     "models/decoder/small_model.py": ["_is_content"],
     "models/decoder/probe.py": ["_tokens"],
     "models/lowres/drafter.py": ["small"],
@@ -300,28 +301,11 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
 
 def test_host_copies_are_where_they_should_be():
     """A copy from pageable memory waits for the device, and no count of reads shows it."""
-    found = {}
-    core = ("loop/decode", "tree", "cache", "sampling", "loop/safe_drafter", "grammar", "loop/out_of_order")
-    files = [ROOT / "visspec" / f"{n}.py" for n in core]
-    for folder in (
-        "attention",
-        "runner",
-        "drafting",
-        "decoder",
-        "lookup",
-        "eagle",
-        "block",
-        "jacobi",
-        "distilled",
-        "lowres",
-    ):
+    files = [ROOT / "visspec" / f"{n}.py" for n in (*CORE, "loop/safe_drafter", "grammar", "loop/out_of_order")]
+    for folder in "attention runner drafting decoder lookup eagle block jacobi distilled lowres".split():
         files += sorted((ROOT / "models" / folder).glob("*.py"))
-    for file in (*files, *(ROOT / "visspec" / "accept").glob("*.py")):
-        for function in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)):
-            for _, name in calls(function):
-                if name in ("torch.tensor", "torch.as_tensor", "torch.from_numpy", "torch.asarray"):
-                    found.setdefault(str(file.relative_to(ROOT)), []).append(function.name)
-    assert found == HOST_COPIES
+    copies = ("torch.tensor", "torch.as_tensor", "torch.from_numpy", "torch.asarray")
+    assert callers(files, copies.__contains__) == HOST_COPIES
 
 
 def test_nothing_loads_under_a_top_level_name():
@@ -342,13 +326,8 @@ def test_importing_the_package_is_light():
 # --- synchronisations -------------------------------------------------------------------------------------------------
 
 WAITS = {
-    "aten._local_scalar_dense",
-    "aten.nonzero",
-    "aten.equal",
-    "aten.masked_select",
-    "aten.unique",
-    "aten.is_nonzero",
-}
+    f"aten.{name}" for name in "_local_scalar_dense nonzero equal masked_select unique is_nonzero".split()
+}  # fmt: skip
 
 
 class Waits(TorchDispatchMode):

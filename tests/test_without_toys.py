@@ -93,7 +93,6 @@ def run(site, program, *arguments):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_rest_passes_its_tests_imports_and_generates_and_its_commands_say_what_is_missing(site):
     done = run(site, TESTED.format(TESTS) + EVERYTHING + GENERATION + COMMANDS, json.dumps([*RUN, *REFUSED]))
     assert done.returncode == 0, done.stdout + done.stderr
