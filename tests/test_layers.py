@@ -69,7 +69,7 @@ def imports(node):
 
 @functools.cache
 def facts_of(file):
-    """Of a file, anywhere in it: dotted paths that it imports, classes, attributes asked for by name, calls of LOADING."""
+    """Dotted paths that a file imports, its classes, attributes asked for by name, and calls of LOADING."""
     paths, classes, questions, loads = [], [], [], []
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
