@@ -60,6 +60,19 @@ def captioner():
         pytest.skip(str(error))
 
 
+@pytest.fixture
+def nothing_detected(monkeypatch):
+    """The emoji's detector finds nothing, at once: it looks longest at what painters draw after a few steps."""
+    from visspec.eval.metrics.detection import DetectionResult
+    from visspec.toys.world.emoji.detector import EmojiDetector
+
+    def detect(self, image, classes=()):
+        assert image.mode == "RGB" and min(image.size) >= 96
+        return DetectionResult(())
+
+    monkeypatch.setattr(EmojiDetector, "detect", detect)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random model of the painter's kind, as a checkpoint folder."""

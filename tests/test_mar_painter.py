@@ -172,10 +172,10 @@ def test_the_recipe_s_masks_and_divergence():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_detected")
 def test_recipe_writes_both_folders(tmp_path, monkeypatch):
     for name in ("painter", "drafter"):
-        own = {size: value for size, value in TINY.items() if size != "denoising_steps"}
-        monkeypatch.setitem(mar_painter.SIZES, name, own)
+        monkeypatch.setitem(mar_painter.SIZES, name, TINY)
     monkeypatch.setattr(mar_painter, "GUIDANCES", (1.0, 2.0))
     options = mar_painter.PAINTER.parse(
         ["--out", str(tmp_path), "--pairs", "24", "--rows", "4", "--steps", "3", "--drafter-steps", "2",

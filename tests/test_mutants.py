@@ -11,7 +11,7 @@ def test_mutants_are_other_programs_and_the_choice_is_wide():
     moving = {m.path for path in candidates.core() for m in candidates.candidates(path) if m.function.endswith(".join")}
     assert {m.path for m in chosen if m.function.endswith((".join", ".select"))} >= moving
     assert {m.what for m in chosen} > {"number", "comparison", "operator", "condition", "left out", "name", "bound"}
-    as_it_is = {m.path: ast.dump(ast.parse(m.text())) for m in chosen}
+    as_it_is = {path: ast.dump(ast.parse(candidates.text_of(path))) for path in {m.path for m in chosen}}
     assert all(ast.dump(ast.parse(mutant.source())) != as_it_is[mutant.path] for mutant in chosen)
 
 

@@ -4,6 +4,7 @@ import ast
 import base64
 import io
 import re
+from itertools import islice
 from types import ModuleType
 
 import nbformat
@@ -93,16 +94,22 @@ def test_what_a_notebook_takes_from_modules_is_there(name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
-@pytest.mark.parametrize("name", [*SHORT, *(pytest.param(name, marks=pytest.mark.nightly) for name in LONG)])
-def test_runs(name):
-    if name in NEED_WEIGHTS and not CAPTIONER:
+@pytest.mark.parametrize("names", [SHORT, *(pytest.param((name,), marks=pytest.mark.nightly) for name in LONG)])
+def test_runs(names):
+    """The short ones in one kernel, which forgets the names of one before the next."""
+    if NEED_WEIGHTS & set(names) and not CAPTIONER:
         pytest.skip("the embedded captioner's weights are not in this checkout")
-    before = set(FOLDER.iterdir())
-    stored, ran = read(name), execute(read(name), seconds=SECONDS)
-    for words in PROMISES[name]:
-        assert words in printed(ran), words
-    for before_cell, cell in zip(code_cells(stored), code_cells(ran)):
-        assert shown(before_cell) == shown(cell), "make notebooks"
+    before, one = set(FOLDER.iterdir()), read(names[0])
+    one.cells = [cell for name in names for cell in (nbformat.v4.new_code_cell("%reset -f"), *read(name).cells)]
+    cells = iter(execute(one, seconds=SECONDS).cells)
+    for name in names:
+        assert next(cells).source == "%reset -f"
+        stored = read(name)
+        ran = nbformat.v4.new_notebook(cells=list(islice(cells, len(stored.cells))))
+        for words in PROMISES[name]:
+            assert words in printed(ran), words
+        for before_cell, cell in zip(code_cells(stored), code_cells(ran), strict=True):
+            assert shown(before_cell) == shown(cell), "make notebooks"
     assert set(FOLDER.iterdir()) == before, "a notebook must not write beside itself"
 
 

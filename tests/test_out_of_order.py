@@ -25,8 +25,8 @@ from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.types import FREE, Capabilities, Drafter, DrafterTraits, Request, Sampling
 
 PLACES = SIDE * SIDE
-KINDS = [(0.0, 1.0), (0.0, 3.0), (1.0, 3.0)]  # temperature, guidance
-each_kind = pytest.mark.parametrize("temperature,guidance", KINDS, ids=["greedy", "greedy-guided", "sampled-guided"])
+KINDS = [(0.0, 1.0), (1.0, 3.0)]  # temperature, guidance
+each_kind = pytest.mark.parametrize("temperature,guidance", KINDS, ids=["greedy", "sampled-guided"])
 
 
 class Lined(Janus):

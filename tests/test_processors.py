@@ -37,7 +37,13 @@ def cut(rows: list[list[int]]) -> list[list[int]]:
     return [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
 
 
-@pytest.mark.parametrize("rows", [1, 4])
+DRAFTERS = {  # by the rows of a batch, from answers: chains and trees for one and for several
+    1: lambda known: ("ngram", "recycling", TreeOracle(known, wrong=0.3)),
+    4: lambda known: ("suffix", TreeOracle(known, wrong=0.3, per_row=True), Hostile()),
+}
+
+
+@pytest.mark.parametrize("rows", DRAFTERS)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_equal_stock(package, rows):
     """Greedy and sampled, with drafters of several kinds, and every output is what the schema allows."""
@@ -48,14 +54,7 @@ def test_packages_equal_stock(package, rows):
     drawn = new_tokens(visspec.accelerate(model, None).generate(**inputs, **sampled, **make()), inputs)
     assert all(record(row) for row in expected + drawn)
     known = [row + [0] * LONGEST for row in expected]
-    for drafter in (
-        "ngram",
-        "suffix",
-        "recycling",
-        TreeOracle(known, wrong=0.3),
-        TreeOracle(known, wrong=0.3, per_row=True),
-        Hostile(),
-    ):
+    for drafter in DRAFTERS[rows](known):
         quick = visspec.accelerate(model, drafter, adaptive=False)
         assert new_tokens(quick.generate(**inputs, **greedy, **make()), inputs) == expected
         assert new_tokens(quick.generate(**inputs, **sampled, **make()), inputs) == drawn

@@ -310,24 +310,16 @@ def renamed(key):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_published_layout_drafts_as_its_description_says(tmp_path, name):
-    layout, options, config, _ = LAYOUTS[name]
-    data, tensors = layout()
-    model = model_of(config.family)
-    drafter, _ = zoo.drafter(named(saved(tmp_path / "head", data, tensors), options), model)
-    assert drafter.config == config
-    check_described(drafter, model, config.family, config, tensors)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_it_is_exact_in_ragged_batches_and_comes_back_from_its_own_form(tmp_path, name):
+def test_a_published_layout_drafts_as_its_description_says_and_comes_back_from_its_own_form(tmp_path, name):
+    """And it is exact in ragged batches."""
     layout, options, config, form = LAYOUTS[name]
     data, tensors = layout()
     kind = config.family
     model, inputs = model_of(kind), prompt(kind, shapes(kind)["ragged"])
-    spec = named(saved(tmp_path / "head", data, tensors), options)
-    assert check_exact(model, spec, inputs, NEW).drafter.traits.levels == config.levels
-    drafter, _ = zoo.drafter(spec, model)
+    drafter, _ = zoo.drafter(named(saved(tmp_path / "head", data, tensors), options), model)
+    assert drafter.config == config
+    check_described(drafter, model, kind, config, tensors)
+    assert check_exact(model, drafter, inputs, NEW).drafter.traits.levels == config.levels
     if form is None:
         with pytest.raises(ValueError, match=r"got a drafter with (norm_input True|norm_output True|positions index)"):
             drafter.export(tmp_path / "again", "eagle" if config.fusion == "sum" else "eagle3")
@@ -697,13 +689,8 @@ def speculators_dflash(anchor=False, few=True, **more):
 RANK = 3
 SPARK = {"markov_rank": RANK, "markov_head_type": "vanilla", "enable_confidence_head": True,
          "confidence_head_with_markov": True}  # fmt: skip
-DOMINO = {
-    "projector_type": "domino",
-    "emb_dim": 6,
-    "gru_hidden_dim": 5,
-    "pure_draft_prefix_len": 1,
-    "shift_label": True,
-}
+DOMINO = {"projector_type": "domino", "emb_dim": 6, "gru_hidden_dim": 5, "pure_draft_prefix_len": 1,
+          "shift_label": True}  # fmt: skip
 
 
 def spark(kind="vanilla", few=V, beside=True, confidence=True):
@@ -719,11 +706,8 @@ def spark(kind="vanilla", few=V, beside=True, confidence=True):
 
 def specforge_dspark(kind="vanilla", **more):
     data, tensors = z_lab(architectures=["DSparkDraftModel"], **more)[0], dflash_tensors(states=1)
-    data["dflash_config"] |= (
-        SPARK
-        | {"target_layer_ids": [0]}
-        | {"projector_type": "dspark", "attention_mode": "gqa", "markov_head_type": kind}
-    )
+    own = {"projector_type": "dspark", "attention_mode": "gqa", "markov_head_type": kind}
+    data["dflash_config"] |= SPARK | {"target_layer_ids": [0]} | own
     return data, tensors | spark(kind)
 
 
@@ -994,12 +978,8 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
         if form == "dflash2":
             told = json.loads((tmp_path / "again" / "config.json").read_text())
             assert told["dflash_config"] == data["dflash_config"] and told["architectures"] == data["architectures"]
-        skipped = {
-            "head",
-            "ids",
-            "sequential",
-            *(() if drafter.kinds & {"sliding_attention"} else ("reach", "from_anchor")),
-        }
+        skipped = {"head", "ids", "sequential"}
+        skipped |= set() if drafter.kinds & {"sliding_attention"} else {"reach", "from_anchor"}
         one, two = ({k: v for k, v in vars(d.form).items() if k not in skipped} for d in (drafter, again))
         assert one == two and type(again.form.sequential) is type(drafter.form.sequential)
 
@@ -1264,10 +1244,9 @@ def test_sentences_name_tensors_as_the_file_does(tmp_path):
         rest = {key: value for key, value in tensors.items() if key != name}
         assert f"lacks tensor '{name}'" in refused(tmp_path, data, rest)
         assert f"tensor '{name}' of" in refused(tmp_path, data, tensors | {name: torch.ones(3)})
+        folder = saved(tmp_path / name, data, tensors | {name: torch.full((D,), torch.nan)})
         with pytest.raises(ValueError, match=f"tensor '{name}' of .* has values that are not finite"):
-            zoo.drafter(
-                str(saved(tmp_path / name, data, tensors | {name: torch.full((D,), torch.nan)})), model_of("llava")
-            )
+            zoo.drafter(str(folder), model_of("llava"))
 
 
 def test_a_tree_over_a_block_is_no_wider_than_its_vocabulary(tmp_path):

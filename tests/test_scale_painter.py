@@ -295,6 +295,7 @@ def test_distances_by_scale(codec):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("nothing_detected")
 def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
     """Every stage, taken up where it stopped, and the folders that come of it."""
     sizes = {"painter": {"width": 32, "depth": 2, "heads": 2}, "small": {"width": 32, "depth": 1, "heads": 2}}

@@ -14,13 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import save_file
 
 import visspec
 from tests import tiny_classes
 from tests.doubles import new_tokens
 from tests.published import Watched, begun
-from tests.test_published import drawn
+from tests.test_published import drawn, saved
 from tests.tiny import TEXT, built
 from tests.tiny_class_inputs import text
 from visspec.api import zoo
@@ -145,25 +144,25 @@ def domino(data):
 TENSORS = dict(zip(READ, (eagle3, dflash, dspark, domino)))
 
 
-def saved(folder, data, tensors):
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(data))
-    save_file(tensors, folder / "model.safetensors")
-    return str(folder)
-
-
 # --- what becomes of each ---------------------------------------------------------------------------------------------
+
+
+DISTINCT = {  # of those that are the same when they are small, the last
+    (json.dumps(scaled(data)), first(TARGETS, name)): name
+    for name, data in CONFIGS.items()
+    if data["architectures"][0] in READ
+}
 
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:drafter:RuntimeWarning")
-@pytest.mark.parametrize("name", [name for name in CONFIGS if CONFIGS[name]["architectures"][0] in READ])
+@pytest.mark.parametrize("name", DISTINCT.values())
 def test_a_configuration_is_read_and_drafts(tmp_path, name):
     data, model = scaled(CONFIGS[name]), target(first(TARGETS, name))
     assert data.keys() == CONFIGS[name].keys()
     form = data["architectures"][0]
     tensors = TENSORS[form](data)
-    drafter, _ = zoo.drafter(spec := saved(tmp_path / "head", data, tensors), model)
+    drafter, _ = zoo.drafter(spec := str(saved(tmp_path / "head", data, tensors)), model)
     inputs = text(model)["3"]
     _, state, answer = begun(drafter, model, inputs, NEW)
     if form == "LlamaForCausalLMEagle3":
@@ -189,9 +188,9 @@ def test_a_configuration_is_read_and_drafts(tmp_path, name):
     assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == answer.tolist()
     assert fast.last_stats.faults == 0
     with pytest.raises(ValueError, match="lacks tensor"):
-        zoo.drafter(saved(tmp_path / "less", data, {key: tensors[key] for key in list(tensors)[1:]}), model)
+        zoo.drafter(str(saved(tmp_path / "less", data, {key: tensors[key] for key in list(tensors)[1:]})), model)
     with pytest.raises(ValueError, match="has the unknown tensor 'more"):
-        zoo.drafter(saved(tmp_path / "more", data, tensors | {"more.weight": torch.ones(1)}), model)
+        zoo.drafter(str(saved(tmp_path / "more", data, tensors | {"more.weight": torch.ones(1)})), model)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -204,7 +203,7 @@ def test_a_target_that_another_stands_in_for_is_refused_itself(name):
 def test_p_eagle_is_refused_by_name(tmp_path):
     folder = saved(tmp_path / "head", CONFIGS["qwen3-8b-peagle"], {"mask_hidden": torch.zeros(1, 1, 3)})
     with pytest.raises(ValueError, match=r"of 'PEagleDraftModel', P-EAGLE, .*, expected an EAGLE-3 head of one layer"):
-        zoo.drafter(folder, target("Qwen3ForCausalLM"))
+        zoo.drafter(str(folder), target("Qwen3ForCausalLM"))
 
 
 def test_all_of_them_are_judged():

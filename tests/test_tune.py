@@ -99,8 +99,8 @@ def images(tmp_path_factory):
 
 def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
     record, preset = tmp_path / "t.json", tmp_path / "p.json"
-    argv = f"tune --images {images} --count 4 --lengths 2 6 --batches 1 2 --passes 1".split()
-    argv += ["--drafters", "vispec", "--max-new-tokens", "24", "--json", str(record), "--out", str(preset)]
+    argv = f"tune --images {images} --count 2 --lengths 2 6 --batches 1 2 --passes 1".split()
+    argv += ["--drafters", "vispec", "--max-new-tokens", "10", "--json", str(record), "--out", str(preset)]
     assert main([*argv, "--sweep"]) == 0
     found = json.loads(record.read_text())
     rows = found["rows"]

@@ -65,22 +65,22 @@ REFUSED = {
     ),
     ("demo",): r"world: got 'shapes' where no scenes are included, expected the package visspec\.toys",
 }
-TESTS = ("test_rounds.py", "eval/test_images.py")  # some of those that need no toys
-MORE = ("test_draft_length.py", "test_jacobi.py", "test_stream.py")
+TESTED = "import pytest\nassert not pytest.main(['-q', '-x', '-p', 'no:cacheprovider', '-m', 'not slow', *{}])\n"
+TESTS = ("tests/test_rounds.py", "tests/eval/test_images.py")  # some of those that need no toys
+MORE = ("tests/test_draft_length.py", "tests/test_jacobi.py", "tests/test_stream.py")
 TOY_WORDS = re.compile(r"captioner|painter|emoji|\btoys\b|rendered shapes|shape[- ]world|[\"']shapes[\"']", re.I)
 MAY_NAME = {"visspec/toys", "visspec/cli/demo.py", "visspec/io/included.py"}
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The packages without the toys, as a wheel has them, and the tests."""
+    """The packages without the toys, as a wheel has them, and the tests; with what was compiled of them, if it was."""
     where = tmp_path_factory.mktemp("site")
-    caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(ROOT / "visspec", where / "visspec", ignore=shutil.ignore_patterns("__pycache__", "toys"))
+    shutil.copytree(ROOT / "visspec", where / "visspec", ignore=shutil.ignore_patterns("toys"))
     for part in ("models", "kernels", "eval"):
-        weights = shutil.ignore_patterns("__pycache__", "captioner*", "painter*")
+        weights = shutil.ignore_patterns("captioner*", "painter*")
         shutil.copytree(ROOT / part, where / "visspec" / part, ignore=weights)
-    shutil.copytree(HERE, where / "tests", ignore=caches)
+    shutil.copytree(HERE, where / "tests")
     shutil.copy(ROOT / "pyproject.toml", where)
     return where
 
@@ -93,9 +93,9 @@ def run(site, program, *arguments):
     )  # fmt: skip
 
 
-def test_the_rest_imports_and_generates_and_its_commands_say_what_is_missing(site):
-    done = run(site, EVERYTHING + GENERATION + COMMANDS, json.dumps([*RUN, *REFUSED]))
-    assert done.returncode == 0, done.stderr
+def test_the_rest_passes_its_tests_imports_and_generates_and_its_commands_say_what_is_missing(site):
+    done = run(site, TESTED.format(TESTS) + EVERYTHING + GENERATION + COMMANDS, json.dumps([*RUN, *REFUSED]))
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert all(code == 0 and len(out) > 200 for code, out, _ in found[: len(RUN)]), found[: len(RUN)]
     for (command, message), (code, _, said) in zip(REFUSED.items(), found[len(RUN) :], strict=True):
@@ -103,24 +103,22 @@ def test_the_rest_imports_and_generates_and_its_commands_say_what_is_missing(sit
         assert code == 2 and re.fullmatch(f"visspec: {message}", line), (command, said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("names", [TESTS, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["few", "more"])
-def test_tests_of_the_rest_pass(site, names):
-    program = "import pytest\nsys.exit(pytest.main(['-q', '-x', '-p', 'no:cacheprovider', *sys.argv[2:]]))\n"
-    done = run(site, program, "-m", "not slow", *(f"tests/{name}" for name in names))
+@pytest.mark.nightly
+def test_more_tests_of_the_rest_pass(site):
+    done = run(site, TESTED.format(MORE))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not set(names) & set(NEED_TOYS)
 
 
 def test_the_files_that_need_the_toys_are_listed():
     """Those left out where the toys are deleted; a listed one that needs none of them would be left out for nothing."""
     found = set()
-    for file in sorted(HERE.rglob("test_*.py")):
+    for file in (path for path in sorted(HERE.rglob("test_*.py")) if "toys" in path.read_text()):
         modules = {".".join(path[:2]) for path in imports_of(file)}
         if "visspec.toys" in modules:
             found.add(str(file.relative_to(HERE)))
     assert found <= set(NEED_TOYS)
     assert all((HERE / name).is_file() for name in NEED_TOYS)
+    assert not {name.removeprefix("tests/") for name in (*TESTS, *MORE)} & set(NEED_TOYS)
 
 
 def test_nothing_but_the_toys_knows_their_names():
