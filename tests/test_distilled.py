@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributions import total_variation
+from tests.published import judged
 from tests.test_image_drafter import check_rejection, check_reported, family, proposed, request, run
 from tests.test_image_targets import made
 from tests.tiny_images import janus, painter, prompts
@@ -149,12 +150,7 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
     state, scores = open_request(target, Exact(), request(ids, attention))
     used.start(state, scores)
     for _ in range(3):
-        draft = used.propose(state, 3)
-        found = target.verify(state, draft)
-        verdict = Exact()(draft, found, state.noise)
-        outcome = apply_verdict(state, draft, found, verdict)
-        target.commit(state, draft, outcome)
-        used.observe(state, draft, found, verdict, outcome)
+        judged(target, used, Exact(), state, used.propose(state, 3))
     logits, stored, length = {}, state.memory.stored, ids.shape[1]
     newest = [length + len(state.tokens[row]) - 1 for row in state.rows]
     clean = stored.clone()

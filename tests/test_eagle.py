@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import visspec
+from tests.published import judged
 from tests.tiny import model_of, prompt, shapes
 from visspec.api.captions import prepare
 from visspec.api.train_drafter import request_of
 from visspec.io import included
-from visspec.loop.decode import apply_verdict, open_request, retire
+from visspec.loop.decode import open_request, retire
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import layer
@@ -65,12 +66,7 @@ def test_state_after_ragged_rounds_equals_a_fresh_start_on_the_whole_prefix(name
             done = len(state.tokens[b])
             tokens[b, 1:] = answer[b, length + done :][:4]
             tokens[b, 1 + (b + step) % 3] = (tokens[b, 1 + (b + step) % 3] + 1) % 90
-        draft = type(draft)(tokens, draft.tree, draft.q)
-        scores = target.verify(state, draft)
-        verdict = rule(draft, scores, None)
-        outcome = apply_verdict(state, draft, scores, verdict)
-        target.commit(state, draft, outcome)
-        drafter.observe(state, draft, scores, verdict, outcome)
+        judged(target, drafter, rule, state, type(draft)(tokens, draft.tree, draft.q))
         retire(state, target, drafter)
     first = drafter._catch_up(state.memory, 1)
     whole, expected = whole_prefix(drafter, model, inputs, state)
@@ -284,11 +280,7 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
             draft = drafter.propose(state, levels) if levels else visspec.tree.empty_draft(state.pending)
             if levels:  # row 0 accepts both, the others what a random drafter deserves
                 draft.value[0, 1:] = answer[0, len(state.tokens[0]) :][:levels]
-            scores = target.verify(state, draft)
-            verdict = rule(draft, scores, None)
-            outcome = apply_verdict(state, draft, scores, verdict)
-            target.commit(state, draft, outcome)
-            drafter.observe(state, draft, scores, verdict, outcome)
+            judged(target, drafter, rule, state, draft)
         assert len(state.memory.pending_inputs) == 3 and min(state.memory.pending_inputs[0][2]) < 3 == max(
             state.memory.pending_inputs[0][2]
         )
