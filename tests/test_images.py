@@ -18,6 +18,7 @@ from tests.doubles import one_sentence
 from visspec.api import grid, requests
 from visspec.api.images import ImagePipeline, image_seeds
 from visspec.cli import main as cli
+from visspec.io import included
 from visspec.models.jacobi.drafter import Jacobi
 
 PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
@@ -214,7 +215,9 @@ def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch)
         assert words in capsys.readouterr().err
 
 
-def test_the_bench_and_its_report(folder, tmp_path, capsys):
+def test_the_bench_and_its_report(folder, tmp_path, capsys, monkeypatch):
+    few = included.scenes().prompts()[:4]
+    monkeypatch.setattr(type(included.scenes()), "prompts", lambda self: few)
     record, page = tmp_path / "bench.json", tmp_path / "report.html"
     arguments = ["bench", "image", "--model", str(folder), "--prompts", "2", "--quality", "2"]
     arguments += ["--images", str(tmp_path / "i")]

@@ -248,9 +248,11 @@ def test_the_gradient_of_the_losses_is_written_in_the_dtype_of_the_logits(monkey
     assert made == [torch.bfloat16]
 
 
-@pytest.mark.parametrize("scores", [False, True], ids=["law", "scores"])
-@pytest.mark.parametrize("blocks", [False, True], ids=["whole", "blocks"])
-@pytest.mark.parametrize("case", warp.CASES, ids=ids(warp.CASES))
+WARPS = [(case, False, scores) for case in warp.CASES for scores in (False, True)]
+WARPS += [(case, True, n % 2 == 0) for n, case in enumerate(warp.CASES)]  # what is written is the same code: in turn
+
+
+@pytest.mark.parametrize(("case", "blocks", "scores"), WARPS)
 def test_guided_warp(case, blocks, scores, monkeypatch):
     if blocks:
         monkeypatch.setattr(warp, "WHOLE", 0)
