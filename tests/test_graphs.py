@@ -310,16 +310,11 @@ def test_few_stores_and_recordings_are_kept(standin, monkeypatch):
     assert recorder.graphs > 4
 
 
-@pytest.mark.parametrize("rows, room", [(1, 1), (2, 2), (3, 4), (5, 8), (8, 8), (9, 16), (17, 24)])
-def test_capacities(rows, room):
-    assert buffer_pool.capacity(rows) == room
-
-
-def test_buckets():
-    assert buffer_pool.buckets(4096) == [256, 512, 1024, 2048, 4096] and buffer_pool.buckets(300) == [256, 512]
-    assert buffer_pool.buckets(None)[-1] == buffer_pool.buckets(1 << 20)[
-        -1
-    ] == buffer_pool.LARGEST and buffer_pool.buckets(8) == [256]
+def test_capacities_and_buckets():
+    assert [buffer_pool.capacity(rows) for rows in (1, 2, 3, 5, 8, 9, 17)] == [1, 2, 4, 8, 8, 16, 24]
+    found = [buffer_pool.buckets(most) for most in (4096, 300, 8)]
+    assert found == [[256, 512, 1024, 2048, 4096], [256, 512], [256]]
+    assert buffer_pool.buckets(None)[-1] == buffer_pool.buckets(1 << 20)[-1] == buffer_pool.LARGEST
 
 
 def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeypatch):
@@ -363,16 +358,17 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
     drafter = chains_of(model, **{k: v for k, v in options.items() if k != "table"})
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels, graphs=False)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels)
-    own = quick.drafter.recorder
+    own, want = quick.drafter.recorder, {}
     for rows in ("one", "ragged", "one"):
         inputs = prompt("llava", shapes("llava")[rows])
-        for more in (GREEDY, SAMPLED):
-            found, want = (compiling.drafted(each, inputs, **more) for each in (quick, eager))
-            assert found == want, rows
+        for kind, more in enumerate((GREEDY, SAMPLED)):
+            if (rows, kind) not in want:
+                want[rows, kind] = compiling.drafted(eager, inputs, **more)
+            assert compiling.drafted(quick, inputs, **more) == want[rows, kind], rows
     made, replays = own.graphs, standin.replays
     assert made and not own.refused and quick.setup.passes == [quick.target.recorder, own]
     found = compiling.drafted(quick, inputs, **GREEDY)
-    assert found == compiling.drafted(eager, inputs, **GREEDY) and own.graphs == made
+    assert found == want["one", 0] and own.graphs == made
     launches = [2 + -(-depth // 4) for depth, _ in found[1]]
     assert standin.replays - replays == sum(launches) + 1  # with the verdict on the prompt's token
     assert max(launches) == 4
