@@ -433,7 +433,7 @@ def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
         return record(call)
 
     own.record = failing
-    said, found = attn_metadata(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
+    said, found = warned(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
     assert said == ["graphs: drafts of FeatureDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
     assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
@@ -456,7 +456,7 @@ def test_a_drafter_that_learns_is_recorded_anew(standin):
 # --- what can't be recorded -------------------------------------------------------------------------------------------
 
 
-def attn_metadata(call):
+def warned(call):
     """What is said of graphs in a call, and its result."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -476,7 +476,7 @@ def test_a_capture_that_fails(at, error, monkeypatch):
     made = recording(monkeypatch, {at: error})
     model = llama(seed=9)
     quick = visspec.accelerate(model, "ngram", adaptive=False)
-    said, outputs = attn_metadata(lambda: [quick.generate(**ASKED) for _ in range(3)])
+    said, outputs = warned(lambda: [quick.generate(**ASKED) for _ in range(3)])
     assert all(torch.equal(output, model.generate(**ASKED)) for output in outputs)
     recorder, seen = quick.target.recorder, eager_passes(quick.target)
     assert len(said) == 1 and str(error) in said[0] and made.count > at
@@ -507,7 +507,7 @@ def test_no_memory_for_stores(standin, monkeypatch):
     calls.clear()
     kept.append(True)
     quick = visspec.accelerate(model, None)
-    said, output = attn_metadata(lambda: quick.generate(**ASKED))
+    said, output = warned(lambda: quick.generate(**ASKED))
     assert torch.equal(output, model.generate(**ASKED)) and len(said) == 1 and "no room" in said[0]
     assert quick.target.recorder.refused and not free(quick.target.recorder)
 
@@ -538,7 +538,7 @@ def test_a_model_that_counts_on_the_host_is_noticed(standin):
     model.model.__class__ = Noting
     plain, quick = (visspec.accelerate(model, None, probe=False, graphs=graph) for graph in (False, None))
     want = plain.generate(**ASKED)
-    said, output = attn_metadata(lambda: quick.generate(**ASKED))
+    said, output = warned(lambda: quick.generate(**ASKED))
     assert torch.equal(output, want)
     assert len(said) == 1 and "its output differs by" in said[0]
 
@@ -559,7 +559,7 @@ def asking(model):
 def test_a_pass_that_waits_is_noticed(standin):
     model = asking(llama(seed=9))
     quick = visspec.accelerate(model, None)
-    said, output = attn_metadata(lambda: quick.generate(**ASKED))
+    said, output = warned(lambda: quick.generate(**ASKED))
     assert len(said) == 1 and "a synchronizing operation" in said[0]
     assert torch.equal(output, model.generate(**ASKED))
 
@@ -570,7 +570,7 @@ def test_a_hook_is_called(where, standin):
     quick = visspec.accelerate(model, None)
     assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.recordings
     hook = model.get_submodule(where).register_forward_hook(lambda *call: seen.append(call))
-    said, _ = attn_metadata(lambda: quick.generate(**ASKED))
+    said, _ = warned(lambda: quick.generate(**ASKED))
     assert len(seen) == ASKED["max_new_tokens"]
     hook.remove()
     name = where or "LlamaForCausalLM"
@@ -583,7 +583,7 @@ def test_hooks_on_what_passes_do_not_go_through(standin):
     model = model_of("llava")
     hook = model.model.vision_tower.register_forward_hook(lambda *call: None)
     quick = fast("llava", None)
-    said, _ = attn_metadata(lambda: greedy(quick, "llava", "one"))
+    said, _ = warned(lambda: greedy(quick, "llava", "one"))
     hook.remove()
     assert not said and quick.target.recorder.graphs
 
@@ -603,9 +603,9 @@ def test_modes_in_which_passes_run_eager(standin):
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     with torch.autocast("cpu", torch.bfloat16):
-        said, _ = attn_metadata(lambda: quick.generate(**ASKED))
+        said, _ = warned(lambda: quick.generate(**ASKED))
     model.train()
-    said += attn_metadata(lambda: quick.generate(**ASKED))[0]
+    said += warned(lambda: quick.generate(**ASKED))[0]
     model.eval()
     assert not said and quick.target.recorder.graphs == 0
     quick.generate(**ASKED)
@@ -636,7 +636,7 @@ def test_models_that_are_not_recorded(what, standin):
     make, words = REFUSED[what]
     model = make()
     for asked in (None, True, False):
-        said, quick = attn_metadata(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
+        said, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
         assert quick.target.recorder is None and not isinstance(quick.rule, GraphedRule)
         assert [sentence.startswith(f"graphs: got {words}") for sentence in said] == [True] * bool(asked), said
         assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))
@@ -645,9 +645,9 @@ def test_models_that_are_not_recorded(what, standin):
 def test_on_a_cpu_nothing_is_recorded():
     model = llama(seed=9)
     for asked in (None, False, True):
-        said, quick = attn_metadata(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
+        said, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
         assert quick.target.recorder is None and quick.setup.passes == []
-        said += attn_metadata(lambda quick=quick: quick.generate(**ASKED))[0]
+        said += warned(lambda quick=quick: quick.generate(**ASKED))[0]
         wanted = ["graphs: got a model on cpu, expected one on a CUDA device; it runs eager"]
         assert said == wanted * bool(asked)
 
@@ -669,7 +669,7 @@ def test_copies_keep_the_option_and_record_anew(standin):
 def test_compiled_passes_are_not_recorded(standin):
     model = llama(seed=9)
     for asked in (None, True):
-        said, quick = attn_metadata(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=True))
+        said, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=True))
         assert quick.target.recorder is None and quick.target.passes is not None
         wanted = ["graphs: got True beside compile=True, expected one of them; passes are compiled"]
         assert said == wanted * bool(asked)
@@ -744,6 +744,6 @@ def test_a_pass_that_waits_is_noticed_on_a_gpu():
     model = asking(llama(seed=9).cuda())
     quick, asked = visspec.accelerate(model, None), {**ASKED, "input_ids": ASKED["input_ids"].cuda()}
     asked["max_new_tokens"] = 40
-    said, output = attn_metadata(lambda: quick.generate(**asked))
+    said, output = warned(lambda: quick.generate(**asked))
     assert len(said) == 1 and "a synchronizing operation" in said[0]
     assert torch.equal(output, model.generate(**asked))

@@ -70,13 +70,8 @@ def request(ids, attention, guidance=3.0, temperature=1.0, seed=0, **options):
 def run(made, used, rule=None, levels=None):
     target = ImageAR(family(), features=used is not None)
     guarded = None if used is None else SafeDrafter(used, target.capabilities)
-    state = decode(
-        target,
-        guarded,
-        rule or Exact(),
-        made,
-        FixedLength(levels or (used.traits.levels if used else 1)),
-    )
+    levels = levels or (used.traits.levels if used else 1)
+    state = decode(target, guarded, rule or Exact(), made, FixedLength(levels))
     if guarded is not None:
         guarded.finish(state)
     return torch.tensor(state.tokens), state
