@@ -12,8 +12,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import visspec
 from visspec.api.train_drafter import request_of
-from visspec.loop.decode import open_request
+from visspec.loop.decode import apply_verdict, open_request
 from visspec.models.decoder.target import HFDecoder
+
+
+def judged(target, drafter, rule, state, draft) -> None:
+    """One round of a loop by hand, with this draft; rows stay, also those that are done."""
+    scores = target.verify(state, draft)
+    verdict = rule(draft, scores, state.noise)
+    outcome = apply_verdict(state, draft, scores, verdict)
+    target.commit(state, draft, outcome)
+    drafter.observe(state, draft, scores, verdict, outcome)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

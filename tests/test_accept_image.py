@@ -4,7 +4,6 @@ K codes with vectors in the plane; V = K + 1 where a grammar id is wanted.
 """
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributions import context_law, output_law, plain_law, total_variation
-from tests.doubles import Double, compact, drafted
+from tests.doubles import compact, drafted
 from tests.kernels.test_accept_law import first_token_law
 from visspec import tree
 from visspec.accept import codebook, published
@@ -22,10 +21,8 @@ from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.run_product import RunProduct
-from visspec.api import zoo
 from visspec.distributions import Categorical, residual
-from visspec.loop.setup import check
-from visspec.types import Capabilities, Draft, DrafterTraits, Scores
+from visspec.types import Capabilities, Draft, Scores
 
 K = 6
 CODES = torch.randn(K, 2, generator=torch.Generator().manual_seed(3))
@@ -433,10 +430,7 @@ def test_clusters_find_what_is_apart():
     codes = torch.randn(3, 2, generator=g).mul(20).repeat_interleave(5, 0) + torch.randn(15, 2, generator=g) * 0.1
     labels = codebook.clusters(codes, 3, 15).view(3, 5)
     assert (labels == labels[:, :1]).all() and len(set(labels[:, 0].tolist())) == 3
-
-
-def test_as_many_clusters_as_codes_leave_each_code_alone():
-    assert codebook.clusters(CODES, K, K).tolist() == list(range(K))
+    assert codebook.clusters(CODES, K, K).tolist() == list(range(K)), "as many as codes leave each alone"
 
 
 def test_without_a_codebook_nothing_is_displaced():
@@ -444,25 +438,6 @@ def test_without_a_codebook_nothing_is_displaced():
     rule = Cool()
     rule.bind(Capabilities(vocab=K))
     assert rule(draft, scores, seeded(rule)).displacement is None
-
-
-@pytest.mark.parametrize("name", ["rejection", "typical", *relaxed()])
-def test_rules_with_coins_take_drafters_that_sample_and_others_do_not(name):
-    sampling, image = Double(), SimpleNamespace(capabilities=IMAGE)
-    sampling.traits = DrafterTraits(samples=True)
-    rule = relaxed()[name] if name in relaxed() else zoo.acceptance(name)
-    check(sampling, rule, image)
-    with pytest.raises(ValueError, match=r"^drafter: Double samples, expected point masses for the rule Exact$"):
-        check(sampling, Exact(), image)
-    branching = Double()
-    branching.traits = DrafterTraits(trees=True)
-    if not rule.traits.chains_only:
-        check(branching, rule, image)
-    else:
-        with pytest.raises(
-            ValueError, match=r"^drafter: Double drafts trees, expected chains for the rule RunProduct$"
-        ):
-            check(branching, rule, image)
 
 
 @pytest.mark.parametrize("rule", [Grouped(group=3), bound(Grouped(clusters=3))], ids=["ranks", "clusters"])

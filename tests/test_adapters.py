@@ -16,7 +16,7 @@ from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.runner import buffer_pool, compiled
 
-GREEDY = {"max_new_tokens": 24, "do_sample": False}
+GREEDY = {"max_new_tokens": 12, "do_sample": False}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}  # in groups of 32
 DRAFTERS = {
     "ngram": lambda model: "ngram",

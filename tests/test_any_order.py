@@ -93,15 +93,8 @@ def asked(condition, rows, sampling, order=None, known=None, seed=0):
 
 def paired_of(made, drafter=None, rule="exact"):
     """A setup that leaves the order to the request."""
-    return build_setup(
-        drafter,
-        "",
-        zoo.acceptance(rule),
-        made,
-        lambda traits: made.make_target(traits, False),
-        order=zoo.order("raster"),
-        length=FixedLength,
-    )
+    more = {"order": zoo.order("raster"), "length": FixedLength}
+    return build_setup(drafter, "", zoo.acceptance(rule), made, lambda traits: made.make_target(traits, False), **more)
 
 
 def draw(condition, rows, drafter=None, rule="exact", temperature=0.0, guidance=3.0, **options):
@@ -449,11 +442,10 @@ def test_what_is_no_image_of_the_model_is_refused(change, said):
         RandARTarget(family()).prefill(request)
 
 
-@pytest.mark.parametrize("order", [ZipAR(), RejectedRegions()])
-def test_orders_that_are_planned_are_refused(order):
-    said = f"order: got {type(order).__name__}, expected raster, spread, halton or a list of places"
-    with one_sentence(said):
-        check_order(order, family().make_target(DrafterTraits(), False))
+def test_orders_that_are_planned_are_refused():
+    for order in (ZipAR(), RejectedRegions()):
+        with one_sentence(f"order: got {type(order).__name__}, expected raster, spread, halton or a list of places"):
+            check_order(order, family().make_target(DrafterTraits(), False))
 
 
 @pytest.mark.parametrize("kind", ["ahead", "neighbours"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.test_any_order_painter import TEXTS, fresh
+from tests.test_any_order_painter import TEXTS, fresh, pipe  # noqa: F401
 from visspec import ImagePipeline
 from visspec.api import presets, saving, zoo
 from visspec.cli import bench_image
@@ -18,14 +18,8 @@ SHIPPED = zoo.CHECKPOINTS / "painter-any-order" / "config.json"
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painter is not in this checkout")
 
 
-@pytest.fixture(scope="module")
-def pipe():
-    with torch.inference_mode(False):
-        return ImagePipeline(fresh(), build_processor(True))
-
-
 @pytest.mark.parametrize("name", presets.ANY_ORDER)
-def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):
+def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):  # noqa: F811
     preset = zoo.preset(name)
     plain = pipe(TEXTS, seed=2, drafter="none", acceptance="exact", order=preset.order)
     fast = pipe(TEXTS, seed=2, **zoo.method(str(preset)))

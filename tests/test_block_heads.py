@@ -12,7 +12,6 @@ from tests.published import begun
 from tests.test_positions import SIZE, process_law
 from tests.test_shapes import Stopping, unwarped  # noqa: F401
 from tests.tiny import model_of, prompt, shapes
-from visspec.api import zoo
 from visspec.api.drafter_presets import of_preset
 from visspec.api.train_drafter import request_of
 from visspec.distributions import Categorical
@@ -197,13 +196,6 @@ def test_the_loss_is_least_where_the_rate_is_told():
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-def test_a_checkpoint_comes_back_with_its_head(tmp_path):
-    dspark().save_pretrained(tmp_path, {})
-    again = zoo.drafter(f"{tmp_path}:confidence=0.25", model_of("llava"))[0]
-    assert again.config.confidence and again.stop == StopCriteria(confidence=0.25)
-    torch.testing.assert_close(again.head.state_dict(), dspark().head.state_dict())
 
 
 # --- structure and length of blocks -----------------------------------------------------------------------------------

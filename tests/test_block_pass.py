@@ -72,7 +72,7 @@ CASES = {
 @torch.inference_mode()
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_the_fused_pass_pass_is_the_module(name, masked):
+def test_the_fused_pass_is_the_module(name, masked):
     """With context to read and without, where slots are hidden and where they are not."""
     module = network(**CASES[name])
     assert foldable(module)
@@ -87,7 +87,7 @@ def test_in_half_precision_it_is_near():
         assert got.dtype == torch.bfloat16 and (got - want).abs().max() < 0.1 * want.abs().max()
 
 
-def test_what_is_not_to_be_fused_pass(monkeypatch):
+def test_what_is_not_to_be_fused(monkeypatch):
     assert foldable(network()) and foldable(network(selector=True))
     hooked, wrapped, packed, dynamic, mixed = (network() for _ in range(5))
     hooked.layers[0].mlp.register_forward_hook(lambda *_: None)

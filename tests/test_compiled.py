@@ -7,7 +7,6 @@ import copy
 import gc
 import pickle
 import random
-import threading
 import warnings
 import weakref
 from functools import partial
@@ -17,7 +16,8 @@ import torch
 
 import visspec
 from tests.doubles import Hostile, fast, new_tokens, stock
-from tests.tiny import FAMILIES, gemma3, llama, model_of, prompt, qwen2_5_vl, shapes
+from tests.test_threads import together
+from tests.tiny import FAMILIES, gemma3, llama, llava, model_of, prompt, qwen2_5_vl, shapes
 from visspec.cache import SlotCache
 from visspec.models.attention.masks import laid
 from visspec.models.eagle import layer
@@ -39,16 +39,8 @@ def quick(monkeypatch):
 
 def dressed(model) -> list:
     """What a model holds in its modules: hooks, forwards, children."""
-    return [
-        (
-            name,
-            sorted(vars(module)),
-            list(module._forward_hooks),
-            list(module._forward_pre_hooks),
-            list(module._modules),
-        )
-        for name, module in model.named_modules()
-    ]
+    held = [(name, module, module._forward_hooks, module._forward_pre_hooks) for name, module in model.named_modules()]
+    return [(name, sorted(vars(m)), list(hooks), list(before), list(m._modules)) for name, m, hooks, before in held]
 
 
 def ids_of(length: int, rows: int = 1) -> dict:
@@ -339,7 +331,7 @@ def published(number):
 def test_a_drafter_drafts_the_same_through_graphs(make, backend, levels, monkeypatch):
     """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
-    model = model_of("llava")
+    model = llava(num_hidden_layers=1) if make is features else model_of("llava")
     drafter = make(model)
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
@@ -441,11 +433,7 @@ def test_two_threads_compile_once():
     def go(i: int) -> None:
         found[i] = quick.generate(**inputs, **GREEDY)
 
-    threads = [threading.Thread(target=go, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together([partial(go, i) for i in range(2)])
     assert all(torch.equal(one, want) for one in found)
     passes = quick.target.passes
     assert passes.graphs - passes.late == 2, "of two threads one warms up"

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributions import total_variation
+from tests.published import judged
 from tests.test_image_drafter import check_rejection, check_reported, family, proposed, request, run
 from tests.test_image_targets import made
 from tests.tiny_images import janus, painter, prompts
@@ -21,7 +22,7 @@ from visspec.loop.decode import apply_verdict, decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, context_elements
-from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledConfig
+from visspec.models.distilled.head import BLANK, GUESSED, KNOWN
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
 from visspec.toys.recipes import painter_distilled
@@ -149,12 +150,7 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
     state, scores = open_request(target, Exact(), request(ids, attention))
     used.start(state, scores)
     for _ in range(3):
-        draft = used.propose(state, 3)
-        found = target.verify(state, draft)
-        verdict = Exact()(draft, found, state.noise)
-        outcome = apply_verdict(state, draft, found, verdict)
-        target.commit(state, draft, outcome)
-        used.observe(state, draft, found, verdict, outcome)
+        judged(target, used, Exact(), state, used.propose(state, 3))
     logits, stored, length = {}, state.memory.stored, ids.shape[1]
     newest = [length + len(state.tokens[row]) - 1 for row in state.rows]
     clean = stored.clone()
@@ -284,37 +280,6 @@ def case_drawn(case, target, used, temperature):
 def test_bad_options_are_refused_in_a_sentence(options, said):
     with pytest.raises(ValueError, match=said):
         drafter(**options)
-
-
-BAD = {
-    "codes": 0, "rows": -1, "columns": 0, "hidden": 0, "heads": 5, "layers": 0, "levels": 1024, "guidance": 0,
-    "temperature": float("inf"), "rope_theta": "x", "family": 3, "target_layers": 1.5, "intermediate": True,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_configurations_are_refused(name):
-    good = DistilledDrafter.config_for(family()).to_dict()
-    with pytest.raises(ValueError, match=f"{name}: got .*, expected"):
-        DistilledConfig(**good | {name: BAD[name]})
-    with pytest.raises(ValueError, match="codes: got 25, expected a whole number from 1 to 24"):
-        DistilledConfig(**good | {"codes": 25})
-
-
-@pytest.fixture
-def saved(tmp_path):
-    drafter().save_pretrained(tmp_path / "drafter", {"seed": 1}, torch.float16)
-    return tmp_path / "drafter"
-
-
-def test_save_and_load_round_trip(saved):
-    loaded, name = zoo.drafter(f"{saved}:levels=3,refine=2", janus())
-    assert name == "drafter" and isinstance(loaded, DistilledDrafter)
-    assert loaded.traits.levels == 3 and loaded.refine == 2
-    for key, value in drafter().head.state_dict().items():
-        assert torch.equal(value.half().float(), loaded.head.state_dict()[key])
-    with pytest.raises(ValueError, match="does not take"):
-        zoo.drafter(f"{saved}:nodes=4", janus())
 
 
 def test_it_is_refused_for_models_of_another_type():

@@ -323,19 +323,19 @@ def test_what_a_drafter_reads_while_it_rests_is_no_debt():
     assert drafted > rounds / 3 and seconds < 0.7, (seconds, drafted, rounds)
 
 
-def test_an_overdrawn_account_is_paid_by_plain_passes():
+def overdrawn(overhead):
+    """A policy behind ten rounds of a hundred passes' time, its costs, and a state. overhead: in passes."""
     length_policy = AdaptiveLength(2)
+    length_policy.rounds, length_policy.elapsed, length_policy.overhead = 10, 100.0, overhead
     costs = length_policy.costs[0]
-    costs.rounds, costs.next_probe, length_policy.rounds, length_policy.elapsed, length_policy.overhead = (
-        10,
-        1000,
-        10,
-        100.0,
-        7.0,
-    )
+    costs.rounds, costs.next_probe = 10, 10**6
     costs.plain.add(0, 1.0)
     costs.verify.add(0, 1.0)
-    state = Bag(budget=9, trace=Bag(gave_up=0, context=0, cooldown=0))
+    return length_policy, costs, Bag(budget=9, trace=Bag(gave_up=0, context=0, cooldown=0))
+
+
+def test_an_overdrawn_account_is_paid_by_plain_passes():
+    length_policy, costs, state = overdrawn(7.0)
     assert length_policy.depth(state) == 0 and state.trace.gave_up == 1
     assert costs.cooling == state.trace.cooldown == 200, "two passes too many, at one per cent each"
     length_policy.elapsed += 201.0
@@ -348,18 +348,7 @@ def test_an_overdrawn_account_is_paid_by_plain_passes():
 
 def test_a_machine_that_stood_still_once_does_not_end_drafting():
     """A hundred passes' time in one round, as soon as rounds count: drafting is back after one longest rest."""
-    length_policy = AdaptiveLength(2)
-    costs = length_policy.costs[0]
-    costs.rounds, costs.next_probe, length_policy.rounds, length_policy.elapsed, length_policy.overhead = (
-        10,
-        10**6,
-        10,
-        100.0,
-        100.0,
-    )
-    costs.plain.add(0, 1.0)
-    costs.verify.add(0, 1.0)
-    state = Bag(budget=9, trace=Bag(gave_up=0, context=0, cooldown=0))
+    length_policy, _, state = overdrawn(100.0)
     asked = [length_policy.depth(state)]
     while not asked[-1] and len(asked) < 1000:
         length_policy.elapsed += 1.0

@@ -1,5 +1,5 @@
 """Checkpoints of drafters are not believed: every configuration loads, or is refused in one sentence, before memory is
-asked for. `test_eagle` and `test_image_drafter` have the refusals of other targets and of broken files.
+asked for.
 """
 
 import json
@@ -18,10 +18,12 @@ import visspec
 from tests import tiny_images
 from tests.doubles import one_sentence
 from tests.tiny import model_of
+from visspec.api import zoo
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.distilled.drafter import DistilledDrafter
 from visspec.models.drafting.checkpoint import read_config, write
+from visspec.models.drafting.structure import StopCriteria
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
@@ -69,7 +71,7 @@ def saved(tmp_path_factory):
     write(root / "upsampler", Upsampler(UpsamplerConfig(tiny_images.CODES, width=8, layers=2)), {})
     found = {"upsampler": (root / "upsampler", lambda folder: lowres.load_upsampler(folder, janus()))}
     for kind, (make, loader, of) in KINDS.items():
-        make().save_pretrained(root / kind, {})
+        make().save_pretrained(root / kind, {"seed": 1}, torch.float16)
         target = janus() if of == "janus" else model_of(of)
         found[kind] = root / kind, partial(loader.from_pretrained, target=target)
     return found
@@ -92,6 +94,26 @@ def outcome(folder, load, config):
         assert largest.found < 1_000_000, "nothing near what it asks for was allocated"
 
 
+OPTIONS = {  # of some kinds at loading, and what they become
+    "distilled": ("levels=3,refine=2", {"refine": 2}), "diffusion": ("steps=2", {"steps": 2}),
+    "dspark": ("confidence=0.25", {"stop": StopCriteria(confidence=0.25)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_comes_back(saved, kind):
+    folder, (make, loader, of) = saved[kind][0], KINDS[kind]
+    options, values = OPTIONS.get(kind, ("", {}))
+    loaded, name = zoo.drafter(
+        f"{folder}:{options}".rstrip(":"), tiny_images.janus() if of == "janus" else model_of(of)
+    )
+    assert name == kind and type(loaded) is loader and values.items() <= vars(loaded).items()
+    assert kind != "distilled" or loaded.traits.levels == 3
+    weights = {key: value.half().float() for key, value in make().head.state_dict().items()}
+    torch.testing.assert_close(loaded.head.state_dict(), weights, rtol=0, atol=0)
+    assert json.loads((folder / "provenance.json").read_text()) == {"seed": 1}
+
+
 HUGE = {
     "text": ["levels", "intermediate", "hidden", "vocab", "heads", "image_latents", "target_layers"],
     "image": ["levels", "intermediate", "rows", "columns", "codes", "vocab", "heads", "hidden"],
@@ -109,6 +131,10 @@ def test_sizes_that_cannot_be(saved, kind, value):
         assert outcome(folder, load, config | {name: value}), name
 
 
+def wrong(**values):
+    return [({name: value}, f"{name}: got .*, expected") for name, value in values.items()]
+
+
 IMAGE = [
     ({"codes": 20}, "made for a target of codes 20, got a model of 24"), ({"hidden": 64}, "hidden size 64"),
     ({"vocab": 99}, "vocabulary 99, got a model of 24"), ({"target_layers": 7}, "number of layers 7"),
@@ -117,6 +143,9 @@ IMAGE = [
 ]  # fmt: skip
 CHANGES = {
     "text": [
+        ({"hidden": 64}, "hidden size 64"), ({"vocab": 97}, "vocabulary 97"), ({"family": "qwen2_vl"}, "'qwen2_vl'"),
+        ({"target_layers": 9}, "number of layers 9"), ({"colour": 1}, "'colour'"), ({"heads": "four"}, "heads"),
+        ({"kind": "other"}, "feature_drafter"), ({"levels": 0}, "expected"), ({"image_latents": -1}, "expected"),
         ({"heads": 0}, "heads: got 0, expected a whole number from 1 to 16777216"),
         ({"heads": 5}, "heads: got 5, expected an even share of the hidden size 32"),
         ({"levels": 300_000_000}, "levels: got 300000000, expected a whole number from 1 to 1023"),
@@ -135,8 +164,14 @@ CHANGES = {
     "image": [
         *IMAGE, ({"guided": 1}, "guided: got 1, expected true or false"),
         ({"guidance": float("inf")}, "guidance: got inf, expected a finite number"), ({"rows": 10**7}, "'row.weight'"),
+        *wrong(codes=0, rows=0, columns=-1, guidance=0), ({"codes": 25}, "codes, .* got 25, 0, .*expected at most 24"),
+        ({"image_latents": 2}, "codes, image_latents, .* got 24, 2, .*expected"),
     ],
-    "distilled": IMAGE,
+    "distilled": [
+        *IMAGE, ({"codes": 25}, "codes: got 25, expected a whole number from 1 to 24"),
+        *wrong(codes=0, rows=-1, columns=0, hidden=0, heads=5, layers=0, levels=1024, guidance=0, target_layers=1.5,
+               temperature=float("inf"), rope_theta="x", family=3, intermediate=True),
+    ],
     "block": [
         ({"vocab": 97}, "vocabulary"), ({"block": 1}, "block: got 1"), ({"layers": 3}, "layers.2"),
         ({"feature_layers": [9]}, "feature_layers: got"), ({"feature_layers": []}, "expected at least one layer"),
@@ -212,6 +247,49 @@ def test_an_index_that_maps_nothing(saved, tmp_path, weight_map):
         load(copy)
     index.write_text(json.dumps({"weight_map": {name: "model.safetensors" for name in ("a", "b")}}))
     load(copy)
+
+
+def without_heads(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != "heads"}))
+
+
+def without_bias(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["fc.bias"]
+    save_file(tensors, folder / "model.safetensors")
+
+
+def pickled(folder):
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def outward(folder):
+    (folder / "model.safetensors").symlink_to((folder / "model.safetensors").rename(folder.parent / "elsewhere"))
+
+
+FILES = {  # what is done to a folder
+    "not JSON": (lambda f: (f / "config.json").write_text("{"), "JSON"), "missing entry": (without_heads, "'heads'"),
+    "missing tensor": (without_bias, "fc.bias"), "pickle": (pickled, "pickled weights"),
+    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"no tensors"), "safetensors"),
+    "link": (outward, "inside the folder"), "no folder": (shutil.rmtree, "not a folder"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_broken_files_are_refused(saved, tmp_path, what):
+    change, sentence = FILES[what]
+    change(copy := shutil.copytree(saved["text"][0], tmp_path / "copy"))
+    with one_sentence(sentence):
+        saved["text"][1](copy)
+
+
+def test_another_target_is_refused(saved):
+    with pytest.raises(ValueError, match="family 'llava', got a model of 'qwen2'"):
+        FeatureDrafter.from_pretrained(saved["text"][0], model_of("qwen2"))
+    with pytest.raises(ValueError, match=r"captioner|vispec"):
+        visspec.accelerate(model_of("llava"), "vispec")
 
 
 def test_headers_are_read_before_weights(saved, tmp_path):

@@ -1,21 +1,18 @@
 """The feature drafter: state after ragged rounds, identity, coupling, trees, images, checkpoints and their refusals."""
 
 import copy
-import json
-import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import visspec
-from tests.doubles import one_sentence
+from tests.published import judged
 from tests.tiny import model_of, prompt, shapes
 from visspec.api.captions import prepare
 from visspec.api.train_drafter import request_of
 from visspec.io import included
-from visspec.loop.decode import apply_verdict, open_request, retire
+from visspec.loop.decode import open_request, retire
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import layer
@@ -69,12 +66,7 @@ def test_state_after_ragged_rounds_equals_a_fresh_start_on_the_whole_prefix(name
             done = len(state.tokens[b])
             tokens[b, 1:] = answer[b, length + done :][:4]
             tokens[b, 1 + (b + step) % 3] = (tokens[b, 1 + (b + step) % 3] + 1) % 90
-        draft = type(draft)(tokens, draft.tree, draft.q)
-        scores = target.verify(state, draft)
-        verdict = rule(draft, scores, None)
-        outcome = apply_verdict(state, draft, scores, verdict)
-        target.commit(state, draft, outcome)
-        drafter.observe(state, draft, scores, verdict, outcome)
+        judged(target, drafter, rule, state, type(draft)(tokens, draft.tree, draft.q))
         retire(state, target, drafter)
     first = drafter._catch_up(state.memory, 1)
     whole, expected = whole_prefix(drafter, model, inputs, state)
@@ -263,90 +255,6 @@ def test_folded_weights_say_what_the_network_says(monkeypatch):
         torch.testing.assert_close(drafter.layer.join(token, feature, drafter.layer.shift(image)), expected)
 
 
-@pytest.fixture
-def saved(tmp_path):
-    drafter = make("llava", 2)
-    drafter.save_pretrained(tmp_path / "drafter", {"seed": 1})
-    return tmp_path / "drafter"
-
-
-def test_save_and_load_round_trip(saved):
-    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
-    again = FeatureDrafter.from_pretrained(saved, model)
-    original = make("llava", 2)
-    for a, b in zip(original.head.state_dict().values(), again.head.state_dict().values()):
-        assert torch.equal(a, b)
-    runs = []
-    for drafter in (original, str(saved)):
-        fast = visspec.accelerate(model, drafter, adaptive=False, levels=3)
-        fast.generate(**inputs, max_new_tokens=NEW, do_sample=False)
-        runs.append(fast.last_stats.acceptance_by_depth)
-    assert runs[0] == runs[1]
-    assert json.loads((saved / "provenance.json").read_text()) == {"seed": 1}
-
-
-def edit_config(folder, **changes):
-    data = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
-
-
-def edit_weights(folder, change):
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def pickled(folder):
-    torch.save({}, folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
-def outward(folder):
-    shutil.move(folder / "model.safetensors", folder.parent / "elsewhere.safetensors")
-    (folder / "model.safetensors").symlink_to(folder.parent / "elsewhere.safetensors")
-
-
-REFUSALS = {
-    "hidden": (lambda f: edit_config(f, hidden=64), "hidden size 64"),
-    "vocab": (lambda f: edit_config(f, vocab=97), "vocabulary 97"),
-    "family": (lambda f: edit_config(f, family="qwen2_vl"), "family 'qwen2_vl'"),
-    "layers": (lambda f: edit_config(f, target_layers=9), "number of layers 9"),
-    "unknown entry": (lambda f: edit_config(f, colour=1), "'colour'"),
-    "missing entry": (lambda f: edit_config(f, heads=None), "'heads'"),
-    "wrong type": (lambda f: edit_config(f, heads="four"), "heads"),
-    "kind": (lambda f: edit_config(f, kind="other"), "feature_drafter"),
-    "broken json": (lambda f: (f / "config.json").write_text("{"), "JSON"),
-    "missing tensor": (lambda f: edit_weights(f, lambda t: t.pop("fc.bias")), "fc.bias"),
-    "extra tensor": (lambda f: edit_weights(f, lambda t: t.update(more=torch.zeros(1))), "more"),
-    "shape": (lambda f: edit_weights(f, lambda t: t.update({"fc.bias": torch.zeros(3)})), r"\(3,\)"),
-    "garbage": (lambda f: (f / "model.safetensors").write_bytes(b"no tensors"), "safetensors"),
-    "pickle": (pickled, "pickled weights"),
-    "link": (outward, "inside the folder"),
-    "no folder": (shutil.rmtree, "not a folder"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSALS)
-def test_refusals(saved, what):
-    change, message = REFUSALS[what]
-    change(saved)
-    with one_sentence(message):
-        FeatureDrafter.from_pretrained(saved, model_of("llava"))
-
-
-def test_another_target_is_refused(saved):
-    with pytest.raises(ValueError, match="family 'llava', got a model of 'qwen2'"):
-        FeatureDrafter.from_pretrained(saved, model_of("qwen2"))
-    with pytest.raises(ValueError, match=r"captioner|vispec"):
-        visspec.accelerate(model_of("llava"), "vispec")
-
-
-def test_configurations_that_make_no_network_are_refused():
-    for options in ({"heads": 5}, {"image_latents": -1}, {"levels": 0}, {"mrope_section": (1, 1)}):
-        with pytest.raises(ValueError, match="expected"):
-            FeatureHead(FeatureDrafter.config_for(model_of("llava"), **options))
-
-
 def test_half_precision_targets_are_drafted_for():
     model = copy.deepcopy(model_of("llava")).to(torch.bfloat16)
     inputs = prompt("llava", shapes("llava")["ragged"])
@@ -372,11 +280,7 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
             draft = drafter.propose(state, levels) if levels else visspec.tree.empty_draft(state.pending)
             if levels:  # row 0 accepts both, the others what a random drafter deserves
                 draft.value[0, 1:] = answer[0, len(state.tokens[0]) :][:levels]
-            scores = target.verify(state, draft)
-            verdict = rule(draft, scores, None)
-            outcome = apply_verdict(state, draft, scores, verdict)
-            target.commit(state, draft, outcome)
-            drafter.observe(state, draft, scores, verdict, outcome)
+            judged(target, drafter, rule, state, draft)
         assert len(state.memory.pending_inputs) == 3 and min(state.memory.pending_inputs[0][2]) < 3 == max(
             state.memory.pending_inputs[0][2]
         )

@@ -10,8 +10,9 @@ import torch
 
 import visspec
 from tests.doubles import one_sentence
-from tests.published import Watched, begun, eagle_logits, known
+from tests.published import Watched, begun, eagle_logits, judged, known
 from tests.tiny import model_of, prompt, shapes, single_row
+from visspec.loop.decode import retire
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import frequencies
 from visspec.models.eagle.head_drafter import EagleDrafter
@@ -124,17 +125,10 @@ def test_a_tree_draws_every_node_from_its_own_path(name, form, monkeypatch):
 
 def one_round(target, drafter, state, answer):
     """Verify a chain of which row b has its next b + 1 tokens right."""
-    from visspec.loop.decode import apply_verdict, retire
-
     tokens = torch.stack([answer[b, len(t) - 1 :][:4] for b, t in enumerate(state.tokens)])
     for b in range(len(tokens)):
         tokens[b, 1 + b % 3] = (tokens[b, 1 + b % 3] + 1) % 88
-    draft = visspec.tree.chain_draft(state.pending, tokens[:, 1:])
-    scores = target.verify(state, draft)
-    verdict = visspec.Exact()(draft, scores, None)
-    outcome = apply_verdict(state, draft, scores, verdict)
-    target.commit(state, draft, outcome)
-    drafter.observe(state, draft, scores, verdict, outcome)
+    judged(target, drafter, visspec.Exact(), state, visspec.tree.chain_draft(state.pending, tokens[:, 1:]))
     retire(state, target, drafter)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.doubles import drafted
-from tests.tables import Steady, Table, TableDrafter, TableTarget, decoded
+from tests.tables import ORDER, Steady, Table, TableDrafter, TableTarget, decoded
 from tests.test_block_rule import chains
 from tests.test_law import chi_square
 from visspec import tree
@@ -127,18 +127,22 @@ def process(rule, levels, seed, metered=lambda rule, kept, accepted: kept):
     """(joint law of SIZE tokens, mean drift) of a token and rounds of chains of up to so many levels behind it."""
     p, q = (Table(2, n, sharpness).distribution() for n, sharpness in ((seed, 1.0), (seed + 7, 1.5)))
     law, drift, weights = torch.zeros((2,) * SIZE, dtype=torch.float64), 0.0, {(y,): float(p(())[y]) for y in range(2)}
+    rounds = {}
     while weights:
         context = min(weights, key=len)
         weight, depth = weights.pop(context), min(levels, SIZE - len(context) - 1)
         if depth < 0:
             law[context] = weight
             continue
-        after, drawn = (lambda more, of=of, known=context: of((*known, *more)) for of in (p, q))
-        found = [(float(share), (y,), 0.0) for y, share in enumerate(after(()))]
-        if depth:
-            each = ((draft, w, outcomes(rule, after, draft, metered)) for draft, w in chains(drawn, depth, 2))
-            found = [(w * share, gained, cost) for _, w, kept in each for share, gained, cost in kept]
-        for share, gained, cost in found:
+        newest = ((0,) * ORDER + context)[-ORDER:]  # all that a law depends on
+        if (newest, depth) not in rounds:
+            after, drawn = (lambda more, of=of, known=newest: of((*known, *more)) for of in (p, q))
+            found = [(float(share), (y,), 0.0) for y, share in enumerate(after(()))]
+            if depth:
+                each = ((draft, w, outcomes(rule, after, draft, metered)) for draft, w in chains(drawn, depth, 2))
+                found = [(w * share, gained, cost) for _, w, kept in each for share, gained, cost in kept]
+            rounds[newest, depth] = found
+        for share, gained, cost in rounds[newest, depth]:
             weights[*context, *gained] = weights.get((*context, *gained), 0.0) + weight * share
             drift += weight * share * cost
     return law, drift

@@ -51,13 +51,8 @@ def draw(rule, options, temperature=1.0, rows=(0, 1, 2)):
     request = Request(prompt, prompt.ids, 16, Sampling(temperature=temperature, guidance=3.0), grid=(4, 4))
     if temperature:
         request.generators = [torch.Generator().manual_seed(7 + r) for r in rows]
-    state = decode(
-        target,
-        SafeDrafter(drafter, target.capabilities),
-        rule,
-        request,
-        FixedLength(drafter.traits.levels),
-    )
+    guarded = SafeDrafter(drafter, target.capabilities)
+    state = decode(target, guarded, rule, request, FixedLength(drafter.traits.levels))
     return state.tokens, {name: meter.tolist() for name, meter in state.meters.items()}, len(state.trace.rounds)
 
 

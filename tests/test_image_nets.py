@@ -198,11 +198,7 @@ def filled(names, scale=0.2):
 
 def gpt_names(caption):
     """A LlamaGen checkpoint: 2 layers, 4 heads of 8, 2 key-value heads, 24 codes."""
-    names = {
-        "tok_embeddings.weight": (24, 32),
-        "norm.weight": (32,),
-        "output.weight": (24, 32),
-    }
+    names = {"tok_embeddings.weight": (24, 32), "norm.weight": (32,), "output.weight": (24, 32)}
     if caption:
         names["cls_embedding.cap_proj.fc1.weight"] = (32, 12)
         names["cls_embedding.cap_proj.fc2.weight"] = (32, 32)
@@ -210,13 +206,10 @@ def gpt_names(caption):
     else:
         names["cls_embedding.embedding_table.weight"] = (11, 32)
     for layer in ("layers.0", "layers.1"):
-        names[f"{layer}.attention.wqkv.weight"] = (64, 32)
-        names[f"{layer}.attention.wo.weight"] = (32, 32)
-        names[f"{layer}.feed_forward.w1.weight"] = (48, 32)
+        names[f"{layer}.attention.wqkv.weight"], names[f"{layer}.attention.wo.weight"] = (64, 32), (32, 32)
+        names[f"{layer}.feed_forward.w1.weight"] = names[f"{layer}.feed_forward.w3.weight"] = (48, 32)
         names[f"{layer}.feed_forward.w2.weight"] = (32, 48)
-        names[f"{layer}.feed_forward.w3.weight"] = (48, 32)
-        names[f"{layer}.attention_norm.weight"] = (32,)
-        names[f"{layer}.ffn_norm.weight"] = (32,)
+        names[f"{layer}.attention_norm.weight"] = names[f"{layer}.ffn_norm.weight"] = (32,)
     return names
 
 
@@ -424,11 +417,7 @@ class Formulas:
         return self.conv(x, "quant_conv")
 
 
-LLAMAGEN = {
-    "middle": ("mid.0", "mid.1", "mid.2"),
-    "levels": ("conv_blocks.0", "conv_blocks.1"),
-    "res": "res",
-}
+LLAMAGEN = {"middle": ("mid.0", "mid.1", "mid.2"), "levels": ("conv_blocks.0", "conv_blocks.1"), "res": "res"}
 TAMING = {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
 FORMS = {
     "llamagen": (llamagen_vq_names, layouts_vq.load_llamagen_vq, LLAMAGEN, LLAMAGEN, True),
@@ -578,6 +567,13 @@ def test_llamagen_loads_as_published(tmp_path, caption):
     assert half._turns.dtype == torch.complex64
 
 
+def stock_llama(tensors, **changes):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=40, num_key_value_heads=2, **sizes, **changes)).eval()
+    model.load_state_dict(tensors)
+    return model
+
+
 @torch.no_grad()
 def test_janus_loads_as_published(tmp_path):
     tensors = filled(janus_names())
@@ -585,9 +581,7 @@ def test_janus_loads_as_published(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(JANUS_CONFIG))
     model = layouts_janus.load_janus(tmp_path)
     ids = torch.randint(3, 40, (2, 6))
-    words = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                         num_attention_heads=4, num_key_value_heads=2)).eval()  # fmt: skip
-    words.load_state_dict(part(tensors, "language_model."))
+    words = stock_llama(part(tensors, "language_model."))
     torch.testing.assert_close(model(input_ids=ids).logits, words(input_ids=ids).logits, **TOL)
 
     tokens, codes = torch.randint(16, (2, 4)), part(tensors, "gen_vision_model.")
@@ -669,10 +663,7 @@ def test_emu3_loads_as_published(tmp_path):
     (tmp_path / "text" / "config.json").write_text(json.dumps(EMU3_CONFIG))
     model = layouts_emu3.load_emu3(tmp_path / "text", tmp_path / "codes")
     ids = torch.randint(5, 24, (2, 6))
-    other = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                                         num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5,
-                                         rope_theta=1e6)).eval()  # fmt: skip
-    other.load_state_dict(words)
+    other = stock_llama(words, rms_norm_eps=1e-5, rope_theta=1e6)
     torch.testing.assert_close(model(input_ids=ids).logits, other(input_ids=ids).logits, **TOL)
 
     grid = torch.randint(16, (2, 2, 3))

@@ -387,20 +387,11 @@ class Proposes(Drafter):
     def __init__(self, token: Callable[[int, int], int], levels: int = 6):
         self.token, self.traits = token, DrafterTraits(levels=levels)
 
-    def start(self, state, scores):
-        pass
-
     def propose(self, state, depth):
         ahead = [
             [self.token(row, len(state.tokens[row]) + i) for i in range(depth)] for row in state.rows
         ]  # what follows the newest token, which is pending
         return trees.chain_draft(state.pending, torch.tensor(ahead))
-
-    def observe(self, *seen):
-        pass
-
-    def select(self, state, keep):
-        pass
 
 
 GRAMMATICAL = [name for name in CASES if name in ("emu3", "glm_image", "lumina")]

@@ -18,6 +18,7 @@ from tests.doubles import one_sentence
 from visspec.api import grid, requests
 from visspec.api.images import ImagePipeline
 from visspec.cli import main as cli
+from visspec.io import included
 from visspec.models.jacobi.drafter import Jacobi
 
 PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
@@ -214,13 +215,18 @@ def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch)
         assert words in capsys.readouterr().err
 
 
-def test_the_bench_and_its_report(folder, tmp_path, capsys):
+def test_the_bench_and_its_report(folder, tmp_path, capsys, monkeypatch):
+    few = included.scenes().prompts()[:4]
+    monkeypatch.setattr(type(included.scenes()), "prompts", lambda self: few)
     record, page = tmp_path / "bench.json", tmp_path / "report.html"
-    arguments = ["bench", "image", "--model", str(folder), "--prompts", "2", "--quality", "2"]
-    arguments += ["--images", str(tmp_path / "i")]
-    methods = ["plain", "gumbel", "near=jacobi:redraw=maximal,window=6/lantern:k=10,delta=0.2", "zipar"]
-    arguments += [part for m in methods for part in ("--method", m)]
-    assert cli.main([*arguments, "--json", str(record)]) == 0
+    near = "near=jacobi:redraw=maximal,window=6/lantern:k=10,delta=0.2"
+
+    def run(prompts, *methods):
+        argv = ["bench", "image", "--model", folder, "--quality", 2, "--images", tmp_path / "i", "--prompts", prompts]
+        argv += [part for method in methods for part in ("--method", method)]
+        return cli.main(list(map(str, [*argv, "--json", record])))
+
+    assert run(2, "plain", "gumbel", near, "zipar") == 0
     rows = {r["name"]: r for r in json.loads(record.read_text())["rows"]}
     assert list(rows) == ["plain", "gumbel", "near", "zipar"] and rows["plain"]["nfe"] == TOKENS
     assert rows["gumbel"]["identical"] == 2 and rows["gumbel"]["guarantee"] == "exact"
@@ -231,7 +237,7 @@ def test_the_bench_and_its_report(folder, tmp_path, capsys):
     assert np.shape(rows["near"]["acceptance_map"]) == (6, 6) and len(rows["near"]["images"]) == 2
     shutil.rmtree(tmp_path / "i" / "near" / "00001")  # lost in a kill: it alone is drawn again
     kept = (tmp_path / "i" / "near" / "00000" / "samples" / "0000.png").stat().st_mtime_ns
-    assert cli.main(arguments) == 0
+    assert run(1, "plain", near) == 0
     assert (tmp_path / "i" / "near" / "00001" / "samples" / "0000.png").exists()
     assert (tmp_path / "i" / "near" / "00000" / "samples" / "0000.png").stat().st_mtime_ns == kept
     assert cli.main(["report", str(record), "-o", str(page)]) == 0 and "near" in page.read_text()

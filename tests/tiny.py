@@ -155,10 +155,10 @@ def mistral() -> nn.Module:
     return built(tf.MistralForCausalLM, tf.MistralConfig(**TEXT, sliding_window=8))
 
 
-def llava() -> nn.Module:
+def llava(**changes) -> nn.Module:
     config = tf.LlavaConfig(
         vision_config=tf.CLIPVisionConfig(**{**TOWER, "patch_size": 4}),
-        text_config=tf.LlamaConfig(**TEXT),
+        text_config=tf.LlamaConfig(**{**TEXT, **changes}),
         image_token_index=IMAGE,
         image_seq_length=4,
     )

@@ -5,16 +5,8 @@ import torch
 
 from visspec.kernels import accept, accept_tree, neighbour_mass
 
-KINDS = [
-    {},
-    {"relaxed": True},
-    {"near": "delta"},
-    {"near": "lam"},
-    {"drawn": True},
-    {"drawn": True, "relaxed": True},
-    {"drawn": True, "near": "delta"},
-    {"near": "lam", "drawn": True},
-]
+POINTS = [{}, {"relaxed": True}, {"near": "delta"}, {"near": "lam"}]
+KINDS = [*POINTS, *({"drawn": True} | kind for kind in POINTS)]
 
 
 TABLE = torch.zeros(11, 3, dtype=torch.long)

@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.doubles import drafted
+from tests.kernels.test_accept import KINDS
 from visspec import kernels, sampling
 from visspec import tree as trees
 from visspec.accept import published
@@ -21,17 +22,6 @@ from visspec.distributions import Categorical
 from visspec.kernels import accept, attention, codebook, commit, displacement, groups, growth, losses, warp
 from visspec.kernels import neighbours as nearest
 from visspec.types import Capabilities, Sampling, Scores
-
-KINDS = [
-    {},
-    {"relaxed": True},
-    {"near": "delta"},
-    {"near": "lam"},
-    {"drawn": True},
-    {"drawn": True, "relaxed": True},
-    {"drawn": True, "near": "delta"},
-    {"near": "lam", "drawn": True},
-]
 
 
 class Count(TorchDispatchMode):
