@@ -209,7 +209,7 @@ def test_a_rollout_is_what_drafting_says():
             feature = used._catch_up(state.memory, 3)
             for level in range(3):
                 taught = used.trained_logits(steps[level].states[:, t + level], codes[:, t])
-                torch.testing.assert_close(used._logits(feature), taught, rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(used._logits(feature, state), taught, rtol=1e-3, atol=1e-3)
                 token = codes[:, t + level + 1]
                 memory = state.memory
                 turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)

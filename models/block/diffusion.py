@@ -22,7 +22,6 @@ from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole, shorten
 from visspec.models.decoder.small_model import READS, VOCABULARY_PADDING
 from visspec.models.decoder.target import describe, vocabulary
-from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -119,10 +118,9 @@ class DiffusionModel(StructuredDrafter):
         depth = min(self.levels(state, depth), self.block)
         texts = [state.memory.prompts[row] + list(state.tokens[row]) for row in state.rows]
         texts = [text if len(text) <= self.reads else [text[0], *text[len(text) - self.reads + 1 :]] for text in texts]
-        if (structure := self.structure(state)).width > 1:
+        if self.structure(state).width > 1:
             state.calls["draft_pass"] += 1
-            logits_BKV = self._mask_undraftable(self.denoised(texts, None, depth))
-            return block_tree.over(state, logits_BKV, self.tree_builder(state, depth), structure.nodes)
+            return self.block_tree(state, self._mask_undraftable(self.denoised(texts, None, depth)))
         chain = Chain(state, self.stop)
         while (done := len(chain.tokens)) < depth:
             state.calls["draft_pass"] += 1

@@ -14,10 +14,55 @@ from torch import Tensor
 
 from visspec.cache import first_room, gather_rows, more_room, move_rows, to_device, widen_store
 from visspec.models.runner.buffer_pool import BufferLease
-from visspec.types import MAX_NODES, Outcome, Scores, Verdict
+from visspec.types import MAX_NODES, Draft, Outcome, Scores, Verdict
 
 
-class FeatureMemory:
+class PendingInputs:
+    """Base class of what drafters on the target's features keep of a request: elements that are not processed yet, in
+    blocks of (tokens (B, T) or vectors, features (B, T, F), counts), counts[b] in row b, padded on the right.
+    """
+
+    limit = MAX_NODES  # levels of the next draft, see `structure`
+
+    def __init__(self) -> None:
+        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
+
+    def pop_pending(self) -> tuple[Tensor, Tensor, list[int]]:
+        """Remove and return all stored elements as one block, each row packed to the left."""
+        blocks, self.pending_inputs = self.pending_inputs, []
+        if len(blocks) == 1:
+            return blocks[0]
+        token, feature = (
+            torch.cat([block[0] for block in blocks], dim=1),
+            torch.cat([block[1] for block in blocks], dim=1),
+        )
+        widths = [block[0].shape[1] for block in blocks]
+        parts = [block[2] for block in blocks]
+        totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]
+        if all(min(c) == width for c, width in zip(parts, widths)):
+            return token, feature, totals
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
+        longest = max(totals)
+        index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
+        rows = torch.arange(token.shape[0], device=token.device)[:, None]
+        return token[rows, index], feature[rows, index], totals
+
+    def select_pending(self, keep: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.pending_inputs = [(t[keep], f[keep], [c[b] for b in keep]) for t, f, c in self.pending_inputs]
+
+    def join_pending(self, other: PendingInputs, take: list[int]) -> None:
+        """Add rows of another request."""
+        self.pending_inputs, other.pending_inputs = [self.pop_pending()], [other.pop_pending()]
+        (token, feature, counts), (new_token, new_feature, new_counts) = self.pending_inputs[0], other.pending_inputs[0]
+        width = max(token.shape[1], new_token.shape[1])
+        tokens = torch.cat([_pad(t, width) for t in (token, new_token[take])])
+        features = torch.cat([_pad(f, width) for f in (feature, new_feature[take])])
+        self.pending_inputs = [(tokens, features, counts + [new_counts[b] for b in take])]
+
+
+class FeatureMemory(PendingInputs):
     """State of one request.
 
     heads: of keys, and as many of values. first: the position, by row, of the first element after the prompt's read.
@@ -25,13 +70,12 @@ class FeatureMemory:
     """
 
     def __init__(self, heads: int, first: list[int], answer: int = 0):
+        super().__init__()
         self.heads, self.answer = heads, answer
         self.positions = first  # position of each row's next element
         self.lengths: list[int] = [0] * len(first)
         self.image_bias: Tensor | None = None  # (B, d) term of the last global vector in a layer input
-        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
         self.kv = torch.empty(0)
-        self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
         self.lease: BufferLease | None = None  # what keeps a store that was lent from others
         self.table = torch.empty(0)  # rotations by position, as far as this draft goes
@@ -81,11 +125,6 @@ class FeatureMemory:
         """Store elements to be processed later: counts[b] in row b, padded on the right."""
         self.pending_inputs.append((token_BT, feature_BTF, counts))
 
-    def pop_pending(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Remove and return all stored elements as one block, each row packed to the left."""
-        pending_inputs, self.pending_inputs = self.pending_inputs, []
-        return pack_pending(pending_inputs)
-
     def rope(self, rope_table_PC: Tensor, width: int) -> Tensor:
         """Rotations of the next `width` elements, (1|B, T, C)."""
         if self.even:
@@ -98,14 +137,6 @@ class FeatureMemory:
             at = self.positions[0] + level
             return rope_table_PC[at : at + 1]
         return rope_table_PC[self._position_B + level]
-
-    def each(self, x: Tensor) -> Tensor:
-        """Something of the requests, (B, ...), for every row of the memory."""
-        return x
-
-    def mixed(self, feature: Tensor, guidance: float) -> Tensor:
-        """Predicted features of the memory's rows as the LM head reads them, (B, ...)."""
-        return feature
 
     def context_bias(self, width: int) -> Tensor | None:
         """Context term of the layer inputs of the next `width` elements, (1|B, 1|T, d)."""
@@ -175,7 +206,7 @@ class FeatureMemory:
         self._view()
         self.lengths, self.positions = ([x[b] for b in keep] for x in (self.lengths, self.positions))
         self.image_bias = None if self.image_bias is None else self.image_bias[keep]
-        self.pending_inputs = [(t[keep], f[keep], [c[b] for b in keep]) for t, f, c in self.pending_inputs]
+        self.select_pending(keep)
         self._measure()
 
     def join(self, other: FeatureMemory, take: list[int]) -> None:
@@ -195,12 +226,7 @@ class FeatureMemory:
             self.image_bias = torch.cat([self._image_bias_like(other), other._image_bias_like(self)[take]])
         self.lengths = self.lengths + [other.lengths[b] for b in take]
         self.positions = self.positions + [other.positions[b] for b in take]
-        self.pending_inputs, other.pending_inputs = [self.pop_pending()], [other.pop_pending()]
-        (token, feature, counts), (new_token, new_feature, new_counts) = self.pending_inputs[0], other.pending_inputs[0]
-        width = max(token.shape[1], new_token.shape[1])
-        tokens = torch.cat([_pad(t, width) for t in (token, new_token[take])])
-        features = torch.cat([_pad(f, width) for f in (feature, new_feature[take])])
-        self.pending_inputs = [(tokens, features, counts + [new_counts[b] for b in take])]
+        self.join_pending(other, take)
         self._measure()
 
     def _image_bias_like(self, other: FeatureMemory) -> Tensor:
@@ -209,24 +235,6 @@ class FeatureMemory:
             return self.image_bias
         assert other.image_bias is not None
         return other.image_bias.new_zeros(len(self.lengths), other.image_bias.shape[1])
-
-
-def pack_pending(pending_inputs: list[tuple[Tensor, Tensor, list[int]]]) -> tuple[Tensor, Tensor, list[int]]:
-    """Blocks of (tokens (B, T), features (B, T, F), counts) as one, each row packed to the left."""
-    if len(pending_inputs) == 1:
-        return pending_inputs[0]
-    token, feature = torch.cat([w[0] for w in pending_inputs], dim=1), torch.cat([w[1] for w in pending_inputs], dim=1)
-    widths = [w[0].shape[1] for w in pending_inputs]
-    parts = [w[2] for w in pending_inputs]
-    totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]
-    if all(min(c) == width for c, width in zip(parts, widths)):
-        return token, feature, totals
-    starts = [sum(widths[:i]) for i in range(len(widths))]
-    kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
-    longest = max(totals)
-    index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
-    rows = torch.arange(token.shape[0], device=token.device)[:, None]
-    return token[rows, index], feature[rows, index], totals
 
 
 def prompt_first(token_BT: Tensor, feature_BTF: Tensor, real_BT: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
@@ -243,6 +251,12 @@ def accepted_nodes(scores: Scores, verdict: Verdict, outcome: Outcome) -> tuple[
     counts = [len(path) for path in outcome.path]
     path_BD = verdict.path[:, : max(counts)].clamp(min=0)
     return path_BD, gather_rows(scores.features, path_BD), counts
+
+
+def next_tokens(draft: Draft, path_BD: Tensor, verdict: Verdict) -> Tensor:
+    """The token after each node of a round's accepted paths, (B, D)."""
+    shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
+    return draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
 
 
 def _pad(x: Tensor, width: int) -> Tensor:

@@ -146,9 +146,8 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
         state.memory.join(other.memory, take)
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        real = None if attention_BL is None else attention_BL.tolist()
         latents = self.config.image_latents if self.images else 0
-        return layouts.plan(ids_BL.tolist(), real, frozenset(self.config.image_ids), latents)
+        return layouts.plan(ids_BL, attention_BL, self.config.image_ids, latents)
 
     def _first(self, state: State, attention_BL: Tensor | None) -> list[int]:
         """Position of each row's element after its prompt."""
@@ -169,11 +168,6 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
     def _embed_ids(self, ids: Tensor) -> Tensor:
         """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
         return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
-
-    def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
-        prompt = lesson.prompt_length
-        plan = self._plan(lesson.host_ids[:, :prompt], lesson.host_attention)
-        return layouts.extend(plan, prompt, lesson.lengths)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
         assert lesson.embeddings is not None

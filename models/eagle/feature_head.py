@@ -45,6 +45,9 @@ class HeadConfig:
     rope_theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
     levels: int = 8
+    rope_scaling: ClassVar[dict | None] = None  # the next too as in `EagleConfig`
+    partial_rotary_factor: ClassVar[float] = 1.0
+    mrope_interleaved: ClassVar[bool] = False
 
     def __post_init__(self):
         if not isinstance(self.family, str):
@@ -75,8 +78,8 @@ class HeadConfig:
         return self.hidden // self.heads
 
     @property
-    def kv_heads(self) -> int:
-        return self.heads
+    def rotated(self) -> int:
+        return self.head_size
 
     @property
     def key_heads(self) -> int:

@@ -73,14 +73,8 @@ class ImageMemory(FeatureMemory):
         return None if self.places is None else self.rope_at(self.places, level)[:, None]
 
     def each(self, x: Tensor) -> Tensor:
+        """Something of the requests, (B, ...), for every row of the memory."""
         return x if self.parts == 1 else torch.cat([x, x])
-
-    def mixed(self, feature: Tensor, guidance: float) -> Tensor:
-        """A head without a bias gives of the mixture of two states the mixture of their logits."""
-        if self.parts == 1:
-            return feature
-        conditional, unconditional = feature.chunk(2)
-        return unconditional + guidance * (conditional - unconditional)
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
         super().add(self.each(token_BT), torch.cat(feature_BTF.chunk(self.parts, dim=-1)), counts * self.parts)
@@ -207,8 +201,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        real = None if attention_BL is None else attention_BL.tolist()
-        return layouts.plan(ids_BL.tolist(), real, frozenset(), 0)
+        return layouts.plan(ids_BL, attention_BL, (), 0)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         super().observe(state, draft, self._whole(scores), verdict, outcome)
@@ -241,8 +234,8 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         own = own_B1.view(-1, *[1] * (token.dim() - 1))
         return torch.where(own == FREE, token, own)
 
-    def _logits(self, feature: Tensor) -> Tensor:
-        return self._with_grammar(super()._logits(feature))
+    def _logits(self, feature: Tensor, state: State) -> Tensor:
+        return self._with_grammar(super()._logits(feature, state))
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         return self._with_grammar(head_logits(self.head.codes, states, self.dtype))
@@ -257,8 +250,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
-        layout = self._plan(lesson.host_ids[:, : lesson.prompt_length], lesson.host_attention)
-        layout = layouts.extend(layout, lesson.prompt_length, lesson.lengths)
+        layout = super()._lesson_layout(lesson)
         return dataclasses.replace(layout, image=(layout.token - lesson.prompt_length + 2).clamp(min=0))
 
     def _following(self, lesson: TrainingBatch) -> Tensor:

@@ -57,6 +57,23 @@ class DraftLayer(nn.Module):
         """The layer behind its queries: the predicted feature (N, d). attend: of queries to keys and values."""
         raise NotImplementedError
 
+    def read(
+        self,
+        memory: FeatureMemory,
+        token_BT: Tensor,
+        feature_BTd: Tensor,
+        bias: Tensor | None,
+        turn_BTC: Tensor,
+        offset: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values of elements, `offset` slots behind the processed ones: layer inputs (N, ...), and
+        queries (B, T, H, E).
+        """
+        x_N = self.join(token_BT, feature_BTd, bias)
+        qkv = self.project(x_N, *token_BT.shape, turn_BTC)
+        memory.write(qkv[:, :, self.heads :], offset)
+        return x_N, qkv[:, :, : self.heads]
+
     def step(
         self,
         memory: FeatureMemory,
@@ -67,10 +84,8 @@ class DraftLayer(nn.Module):
         level: int,
     ) -> Tensor:
         """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
-        x_B = self.join(token_B[:, None], feature_Bd[:, None], bias_B1d)
-        qkv = self.project(x_B, len(x_B), 1, turn_B1C)
-        memory.write(qkv[:, :, self.heads :], level)
-        return self.after_attention(x_B, qkv[:, 0, : self.heads], partial(memory.attend, drafted=level + 1))
+        x_B, query_B1HE = self.read(memory, token_B[:, None], feature_Bd[:, None], bias_B1d, turn_B1C, level)
+        return self.after_attention(x_B, query_B1HE[:, 0], partial(memory.attend, drafted=level + 1))
 
     def logits(self, feature: Tensor) -> Tensor:
         """(..., d) -> (..., V)."""

@@ -9,6 +9,7 @@ d hidden size, F features.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,61 +38,42 @@ class PromptLayout:
         return replace(self, **own)
 
 
-def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], latents: int) -> PromptLayout:
+def plan(
+    ids_BL: Tensor,
+    attention_BL: Tensor | None,
+    image_ids: Collection[int],
+    latents: int,
+    images: str = "latents",
+    ahead: int = 0,
+) -> PromptLayout:
     """The elements of prompts, except the last, which needs the first generated token.
 
-    ids: prompts of equal length. real: false at padding. With latents 0 image slots have no elements.
+    attention: false at padding. images: as in `eagle.config.IMAGES`; with latents 0 image slots
+    have no elements. "embeddings": `latent` is 1 + the index of the slot in the batch. ahead: 1 for published drafters,
+    which count the element of tokens t and t + 1 to an image if t + 1 is a slot, 0 if t is.
     """
+    ids, real = ids_BL.tolist(), None if attention_BL is None else attention_BL.tolist()
     runs: list[tuple[int, int, int]] = []
     rows, newest = [], []
     for b, row in enumerate(ids):
         entries, start, image = [], None, 0
-        for t, token in enumerate(row):
+        for spot, token in enumerate(row[ahead:], start=ahead):
+            t = spot - ahead  # the element is that of t and t + 1
             if real is not None and not real[b][t]:
                 continue
-            if token in image_ids:
-                start = t if start is None else start
-                if t + 1 == len(row) or row[t + 1] not in image_ids:
-                    if latents:
-                        count = len(runs)
-                        runs.append((b, start, t + 1))
-                        image = count + 1
-                        spots = range(t + 1 - latents, t + 1)
-                        entries += [(0, max(s, start), 1 + count * latents + q, image) for q, s in enumerate(spots)]
-                    start = None
-            elif t + 1 < len(row):
-                entries.append((t, t, 0, image))
-        rows.append(entries)
-        newest.append(image)
-    return packed_rows(rows, newest, runs, len(ids[0]))
-
-
-def shift_published(
-    ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], images: str, latents: int
-) -> PromptLayout:
-    """The same for published drafters, which count the element of tokens t and t + 1 to an image if t + 1 is a slot.
-
-    images: as in `eagle.config.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
-    """
-    runs: list[tuple[int, int, int]] = []
-    rows, newest = [], []
-    for b, row in enumerate(ids):
-        entries, start, image = [], None, 0
-        for t, after in enumerate(row[1:], start=1):  # the element of t - 1 and t
-            if real is not None and not real[b][t - 1]:
-                continue
-            if after not in image_ids or images in ("slots", "placeholders"):
-                entries.append((t - 1, t - 1, 0, image))
+            if token not in image_ids or images in ("slots", "placeholders"):
+                if t + 1 < len(row):
+                    entries.append((t, t, 0, image))
             elif images == "embeddings":
-                entries.append((t - 1, t - 1, 1 + b * len(row) + t, 0))
+                entries.append((t, t, 1 + b * len(row) + spot, 0))
             elif latents:
-                start = t if start is None else start
-                if t + 1 == len(row) or row[t + 1] not in image_ids:
-                    first, count = start - 1, len(runs)
-                    runs.append((b, start, t + 1))
+                start = spot if start is None else start
+                if spot + 1 == len(row) or row[spot + 1] not in image_ids:
+                    first, count = start - ahead, len(runs)
+                    runs.append((b, start, spot + 1))
                     image, start = count + 1, None
-                    spots = range(t - latents, t)
-                    entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(spots)]
+                    places = range(t + 1 - latents, t + 1)
+                    entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(places)]
         rows.append(entries)
         newest.append(image)
     return packed_rows(rows, newest, runs, len(ids[0]))
