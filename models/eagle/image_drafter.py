@@ -20,22 +20,14 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.grammar import fixed_ids
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.structure import Chain
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
-from visspec.models.eagle.layer import head_logits
-from visspec.models.image_codes.drafting import (
-    IMPOSSIBLE,
-    ImageNetworkDrafter,
-    check_grid,
-    embedding,
-    warn_of_guidance,
-)
+from visspec.models.eagle.layer import FeatureMemory, head_logits
+from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter, check_grid, embedding, warn_of_guidance
 from visspec.models.image_codes.target import Family, ImageAR
-from visspec.models.jacobi.drafter import Jacobi, Window
-from visspec.models.jacobi.front import Front
+from visspec.models.jacobi.drafter import Front, Jacobi, Window
 from visspec.sampling import Gumbel, child_generator, warp
 from visspec.types import (
     FREE,
@@ -66,11 +58,8 @@ class ImageMemory(FeatureMemory):
     window: Window | None = None  # behind the chain
     parts = 1
 
-    def context_bias(self, width: int) -> Tensor | None:
-        return None if self.places is None else self.rope(self.places, width)
-
-    def context_bias_at(self, level: int) -> Tensor | None:
-        return None if self.places is None else self.rope_at(self.places, level)[:, None]
+    def context_bias(self, width: int, offset: int = 0) -> Tensor | None:
+        return None if self.places is None else self.rope(self.places, width, offset)
 
     def each(self, x: Tensor) -> Tensor:
         """Something of the requests, (B, ...), for every row of the memory."""
@@ -93,8 +82,8 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
     nodes per depth. window: places of a Jacobi window, the first `levels` of which (default 2) are drafted with the
-    network (`jacobi.front`); 0 is none. Raises ValueError for other options, or when the network was made for another
-    target.
+    network (`jacobi.drafter.Front`); 0 is none. Raises ValueError for other options, or when the network was made for
+    another target.
     """
 
     head_class = ImageHead
@@ -234,8 +223,8 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         own = own_B1.view(-1, *[1] * (token.dim() - 1))
         return torch.where(own == FREE, token, own)
 
-    def _logits(self, feature: Tensor, state: State) -> Tensor:
-        return self._with_grammar(super()._logits(feature, state))
+    def _logits(self, feature: Tensor) -> Tensor:
+        return self._with_grammar(super()._logits(feature))
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         return self._with_grammar(head_logits(self.head.codes, states, self.dtype))
