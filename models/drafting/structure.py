@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -34,7 +34,6 @@ from visspec.types import MAX_NODES, OWN, Draft, Drafter, Outcome, State, Struct
 
 TREES = ("chain", "dynamic", "opt", "eagle")
 RANKS = "acceptance_by_rank"  # of a file: a list for every depth, of how often the child of each rank is accepted
-Own = TypeVar("Own", bound="StructuredDrafter")
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class StructuredDrafter(Drafter):
     paths: feature_tree.Paths = ()  # of a static tree
     stop: StopCriteria | None = None
 
-    def shaped(self: Own, tree: str | int = "", entropy: float = 0.0, confidence: float = 0.0) -> Own:
+    def shaped(self, tree: str | int = "", entropy: float = 0.0, confidence: float = 0.0) -> Self:
         """Set structure and length of drafts, and return the drafter. Before it is paired with a target.
 
         tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of its `nodes`

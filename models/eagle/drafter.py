@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.models.decoder.target import content_ids, text_sizes
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.feature_head import FeatureHead
+from visspec.models.eagle.head import EagleHead
+from visspec.models.eagle.layer import FeatureMemory
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
 from visspec.types import Draft, Scores, State, TrainingBatch
 
@@ -39,7 +40,13 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
     recorder: GraphedDrafter | None = None
 
     def __init__(
-        self, head: FeatureHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24, images: bool = True
+        self,
+        head: FeatureHead | EagleHead,
+        model: PreTrainedModel,
+        *,
+        width: int = 1,
+        nodes: int = 24,
+        images: bool = True,
     ):
         config = head.config
         self.check_target(config, model)

@@ -7,7 +7,6 @@ and has the position of the token before it, as serving engines count. Shapes as
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,16 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from visspec.models.decoder.target import content_ids, text_sizes
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.published_config import check_verifier_named
 from visspec.models.drafting.structure import Chain
 from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.drafter import FeatureDrafter, scaled_section
-from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.head import EagleHead, LowRank
-from visspec.models.eagle.layer import PublishedLayer, head_logits, stored_rows
+from visspec.models.eagle.layer import FeatureMemory, PublishedLayer, head_logits, stored_rows
 from visspec.types import Draft, State, TrainingBatch
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
@@ -46,15 +43,11 @@ class EagleDrafter(FeatureDrafter):
 
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
-        self.check_target(config, model)
         if 0 < config.draft_vocab < width:
             raise ValueError(
                 f"width: got {width}, expected at most the {config.draft_vocab} ids that the head predicts"
             )
-        self.model, self.images = model, config.images == "latents"
-        embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.borrowed = (embed, lm_head)
-        FeatureDrafting.__init__(self, head, embed, lm_head, self._like(model), width, nodes)
+        super().__init__(head, model, width=width, nodes=nodes, images=config.images == "latents")
         levels = config.levels if width == 1 or config.block == 1 else min(config.levels, config.block)
         self.traits = replace(self.traits, levels=levels, embeddings=config.images in SEEN, joins=True)
 
@@ -119,9 +112,7 @@ class EagleDrafter(FeatureDrafter):
         self.refresh()
 
     def _draft_layer(self) -> PublishedLayer:
-        same = self.trained.dtype == self.dtype
-        head = self.head if same else copy.deepcopy(self.head).to(self.dtype)
-        return PublishedLayer(head, self.embed, self.lm_head)
+        return PublishedLayer(self.head_in(self.dtype), self.embed, self.lm_head)
 
     def _chains(self) -> bool:
         return super()._chains() and self.config.block == 1
@@ -186,10 +177,10 @@ class EagleDrafter(FeatureDrafter):
         spread = cast(PublishedLayer, self.layer).head.spread
         ahead_BKd = spread(self._catch_up(memory, depth))
         if self.structure(state).width > 1:
-            return self.block_tree(state, self._logits(ahead_BKd[:, :depth], state))
+            return self.block_tree(state, self._logits(ahead_BKd[:, :depth]))
         chain = Chain(state, self.stop)
         while True:
-            chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)], state))
+            chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
             if len(chain.tokens) == depth:
                 return chain.finish()
             ahead_BKd = spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
@@ -198,7 +189,7 @@ class EagleDrafter(FeatureDrafter):
         """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""
         rows, width = feature_BKd.shape[:2]
         done = token_BT.shape[1] - width
-        bias, rope = memory.context_bias(width), memory.rope(memory.table[done:], width)
+        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, done)
         x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, done:], feature_BKd, bias, rope, done)
         attend = partial(memory.attend, drafted=done + width)
         return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
