@@ -17,11 +17,11 @@ from visspec.api.train_drafter import request_of
 from visspec.io import included
 from visspec.loop.decode import apply_verdict, open_request, retire
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead, staggered_attention
 from visspec.models.eagle.head import turns_at
+from visspec.models.eagle.layer import FeatureMemory
 from visspec.models.eagle.sequence import layer_inputs, plan, slots_of
 from visspec.models.layers import rotations
 

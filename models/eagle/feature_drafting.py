@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from visspec.cache import to_device
 from visspec.models.drafting import checkpoint
 from visspec.models.drafting.checkpoint import TargetT
-from visspec.models.drafting.memory import FeatureMemory, accepted_nodes, next_tokens
+from visspec.models.drafting.memory import accepted_nodes, next_tokens
 from visspec.models.drafting.static_tree import MOST_CHILDREN
 from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.feature_head import HeadConfig, staggered_attention
 from visspec.models.eagle.head import turns, turns_at
-from visspec.models.eagle.layer import DraftLayer, FoldedLayer, head_logits
+from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer, head_logits
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
 
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
@@ -179,7 +179,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         chain = self.chain(state, whole)
         rope_BTC, bias_BTd = memory.rope(memory.table, max(depth - 1, 1)), memory.context_bias(max(depth - 1, 1))
         for level in range(depth):
-            token_B = chain.add(self._logits(feature_Bd, state))
+            token_B = chain.add(self._logits(self._mixed(feature_Bd, state)))
             if level + 1 < depth:
                 entered_B = self._each(self._level_inputs(token_B, state, level), memory)
                 bias_B1d = bias_BTd if bias_BTd is None or bias_BTd.shape[1] == 1 else bias_BTd[:, level : level + 1]
@@ -215,8 +215,11 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """Something of the requests, (B, ...), for every row of the memory."""
         return x
 
-    def _logits(self, feature: Tensor, state: State) -> Tensor:
-        """Logits (B, ..., V) of the predicted features of the memory's rows."""
+    def _mixed(self, feature: Tensor, state: State) -> Tensor:
+        """Predicted features of the memory's rows as the LM head reads them, (B, ...)."""
+        return feature
+
+    def _logits(self, feature: Tensor) -> Tensor:
         return self.layer.logits(feature)
 
     def _catch_up(self, memory: FeatureMemory, depth: int) -> Tensor:
@@ -242,13 +245,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):
-            token_BW, parent_BW = tree_builder.grow(ranking(self._logits(feature_BWd, state), state, level))
+            logits_BWV = self._logits(self._mixed(feature_BWd, state))
+            token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
             if level + 1 == depth:
                 break
             width, parent_BW = token_BW.shape[1], self._each(parent_BW, memory)
             carried = layouts.pick(feature_BWd, parent_BW)
             entered_BW = self._each(self._level_inputs(token_BW, state, level), memory)
-            bias, rope = memory.context_bias_at(level), memory.rope_at(memory.table, level)[:, None]
+            bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
             eye = torch.eye(width, dtype=torch.bool, device=carried.device).expand(rows, width, width)
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
             x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, seen.shape[2] - width)
@@ -280,11 +284,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Logits (..., V) of the `ids` by the trained weights, of predicted features (..., d)."""
         return head_logits(self.lm_head, states, self.dtype)
-
-    @property
-    def ids(self) -> Tensor | None:
-        """Target ids of the trained logits, in ascending order; None: the target's vocabulary."""
-        return None
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
         """Self-fed steps over whole answers, for training (`visspec.train.capture.TrainingBatch`).

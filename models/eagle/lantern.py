@@ -125,11 +125,14 @@ class LanternDrafter(ImageFeatureDrafter):
     def _each(self, x: Tensor, memory: ImageMemory) -> Tensor:  # type: ignore[override]
         return memory.each(x)
 
-    def _logits(self, feature: Tensor, state: State) -> Tensor:
+    def _mixed(self, feature: Tensor, state: State) -> Tensor:
         """A head without a bias gives of the mixture of two states the mixture of their logits."""
-        if state.memory.parts > 1:
-            conditional, unconditional = feature.chunk(2)
-            feature = unconditional + state.request.sampling.guidance * (conditional - unconditional)
+        if state.memory.parts == 1:
+            return feature
+        conditional, unconditional = feature.chunk(2)
+        return unconditional + state.request.sampling.guidance * (conditional - unconditional)
+
+    def _logits(self, feature: Tensor) -> Tensor:
         return self._with_grammar(self.family.head(feature.to(self.dtype)))
 
     def start(self, state: State, scores: Scores) -> None:

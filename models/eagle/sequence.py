@@ -30,7 +30,7 @@ class PromptLayout:
     image: Tensor  # 1 + index of the last run before the element, or 0
     last_image: Tensor  # (B,) the same for generated tokens
     runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
-    prompt: int = 0  # tokens of the prompts
+    prompt: int  # tokens of the prompts
 
     def part(self, start: int, size: int) -> PromptLayout:
         """Elements from `start` on, at most `size`."""
@@ -80,7 +80,7 @@ def plan(
 
 
 def packed_rows(
-    rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int = 0
+    rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int
 ) -> PromptLayout:
     """A layout of rows of (token, slot, latent, image)."""
     width = max(map(len, rows), default=0)
@@ -109,15 +109,13 @@ def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> Prom
         return torch.where(new, value, torch.nn.functional.pad(x, (0, width - x.shape[1])))
 
     lengths = [n + max(m - 1, 0) for n, m in zip(layout.lengths, answers)]
-    return PromptLayout(
-        lengths,
-        grown(layout.token, step),
-        grown(layout.slot, step),
-        grown(layout.latent, 0),
-        grown(layout.image, layout.last_image[:, None]),
-        layout.last_image,
-        layout.runs,
-        layout.prompt,
+    return replace(
+        layout,
+        lengths=lengths,
+        token=grown(layout.token, step),
+        slot=grown(layout.slot, step),
+        latent=grown(layout.latent, 0),
+        image=grown(layout.image, layout.last_image[:, None]),
     )
 
 
