@@ -132,14 +132,14 @@ class FeatureMemory(PendingInputs):
         if not self.even:
             slot = torch.arange(extent, device=query_BHE.device)
             mask = (slot < (self._length_B + drafted)[:, None])[:, None, None]
-        keys, values = self._stored_part(part, extent)
-        grouped = query_BHE.shape[1] > keys.shape[1]
-        mixed = F.scaled_dot_product_attention(query_BHE[:, :, None], keys, values, attn_mask=mask, enable_gqa=grouped)
-        return mixed.reshape(query_BHE.shape[0], -1)
+        return self._attended(query_BHE[:, :, None], part, extent, mask).reshape(query_BHE.shape[0], -1)
 
-    def _stored_part(self, part: int | None, extent: int) -> tuple[Tensor, Tensor]:
+    def _attended(self, query_BHWE: Tensor, part: int | None, extent: int, mask: Tensor | None) -> Tensor:
         keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
-        return (keys, values) if part is None else (keys.chunk(2, dim=1)[part], values.chunk(2, dim=1)[part])
+        if part is not None:
+            keys, values = keys.chunk(2, dim=1)[part], values.chunk(2, dim=1)[part]
+        grouped = query_BHWE.shape[1] > keys.shape[1]
+        return F.scaled_dot_product_attention(query_BHWE, keys, values, attn_mask=mask, enable_gqa=grouped)
 
     def attend_tree(self, query_NHE: Tensor, part: int | None = None, *, seen_BWM: Tensor) -> Tensor:
         """Attention of a frontier's queries, N = B * W, over processed elements and their ancestors in the tree,
@@ -154,12 +154,8 @@ class FeatureMemory(PendingInputs):
             inside = (behind >= 0) & (behind < nodes)
             index = behind.clamp(0, nodes - 1)[:, None].expand(rows, width, extent)
             mask = (behind < 0)[:, None] | (seen_BWM.gather(2, index) & inside[:, None])
-        keys, values = self._stored_part(part, extent)
-        grouped, query_BWHE = query_NHE.shape[1] > keys.shape[1], query_NHE.unflatten(0, (rows, width))
-        mixed = F.scaled_dot_product_attention(
-            query_BWHE.transpose(1, 2), keys, values, attn_mask=mask[:, None], enable_gqa=grouped
-        )
-        return mixed.transpose(1, 2).reshape(rows * width, -1)
+        query_BHWE = query_NHE.unflatten(0, (rows, width)).transpose(1, 2)
+        return self._attended(query_BHWE, part, extent, mask[:, None]).transpose(1, 2).reshape(rows * width, -1)
 
     def select(self, keep: list[int]) -> None:
         """Keep only these rows, in this order."""
