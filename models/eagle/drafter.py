@@ -90,7 +90,9 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
         attention = scores.aux.get("attention")
         attention = None if attention is None else attention[rows]
         layout = self._plan(prompt, attention)
-        embeddings = scores.aux["embeddings"][rows] if self.traits.embeddings else self._unseen(features_BLF)
+        embeddings = features_BLF[..., : self.config.hidden]  # in their place, for a drafter that reads none
+        if self.traits.embeddings:
+            embeddings = scores.aux["embeddings"][rows]
         positions = scores.aux["positions"]
         if positions.shape[-2] > len(rows):
             positions = positions[..., rows, :]
@@ -163,10 +165,6 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
     def _places(self, positions: Tensor, attention_BL: Tensor | None) -> Tensor:
         """The drafter's positions of the target's, (1|B, L) or (3|4, 1|B, L)."""
         return positions
-
-    def _unseen(self, features_BLF: Tensor) -> Tensor:
-        """In place of input embeddings, for a drafter that reads none."""
-        return features_BLF[..., : self.config.hidden]
 
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
         """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
