@@ -101,18 +101,6 @@ def rotations(length: int, size: int, theta: float, device: torch.device | str) 
     return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotations_at(rope_table_PC: Tensor, position: Tensor, section: tuple[int, ...]) -> Tensor:
-    """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) with `section` channels per row."""
-    if position.dim() == 2:
-        return rope_table_PC[position]
-    if not section:
-        return rope_table_PC[position[0]]
-    starts = [sum(section[:i]) for i in range(len(section))]
-    return torch.cat(
-        [rope_table_PC[position[i]][..., s : s + n] for i, (s, n) in enumerate(zip(starts, section))], dim=-1
-    )
-
-
 def rotate(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
     """Rotate pairs of adjacent channels. Out of place, differentiable, in float32."""
     pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))

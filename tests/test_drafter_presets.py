@@ -18,9 +18,8 @@ from visspec.api.drafter_presets import focused_state, frequent, of_preset
 from visspec.api.train_drafter import Prompts, request_of
 from visspec.api.training_data import Reader, TrainingData
 from visspec.loop.decode import open_request
-from visspec.models.block.diffusion_network import DiffusionConfig
-from visspec.models.block.head import BlockConfig
-from visspec.models.block.trained import DECAY, BlockDrafter
+from visspec.models.block.diffusion_trained import DiffusionConfig
+from visspec.models.block.trained import DECAY, BlockConfig, BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.static_tree import EAGLE
 from visspec.models.eagle.config import EagleConfig
@@ -165,7 +164,7 @@ def test_a_rollout_is_what_drafting_says(name, preset):
             torch.testing.assert_close(taught(feature), taught(steps[level].states[:, level]), rtol=1e-3, atol=1e-4)
             token = lesson.ids[:, lesson.prompt_length + level + 1]
             memory = state.memory
-            turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)
+            turn, bias = memory.rope(memory.table, 1, level), memory.context_bias(1, level)
             feature = drafter.layer.step(memory, token, feature, bias, turn, level)
 
 

@@ -14,12 +14,13 @@ from visspec.api.train_drafter import request_of
 from visspec.io import included
 from visspec.loop.decode import open_request, retire
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead, staggered_attention
+from visspec.models.eagle.head import turns_at
+from visspec.models.eagle.layer import FeatureMemory
 from visspec.models.eagle.sequence import layer_inputs, plan, slots_of
-from visspec.models.layers import rotations, rotations_at
+from visspec.models.layers import rotations
 
 CASES = [("llava", "several", 3), ("llava", "ragged", 1), ("qwen2_5_vl", "ragged", 2), ("llama", "ragged", 0)]
 NEW = 16
@@ -112,8 +113,8 @@ def test_images_reach_the_draft_and_the_off_switch_hides_them():
 
 def test_layout_of_runs_padding_and_positions():
     image = frozenset({90})
-    ids = [[0, 0, 1, 5, 90, 90, 90, 6, 90, 90, 7], [1, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9]]
-    real = [[False, False, *[True] * 9], [True] * 11]
+    ids = torch.tensor([[0, 0, 1, 5, 90, 90, 90, 6, 90, 90, 7], [1, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9]])
+    real = torch.tensor([[False, False, *[True] * 9], [True] * 11])
     layout = plan(ids, real, image, 2)
     assert layout.runs == [(0, 4, 7), (0, 8, 10)]
     row, index, real_RS = slots_of(layout, torch.device("cpu"))
@@ -131,7 +132,7 @@ def test_layout_of_runs_padding_and_positions():
 def test_rotary_rows_follow_the_sections():
     table = torch.arange(50 * 4).reshape(50, 4)
     position = torch.tensor([[[3]], [[10]], [[20]]])
-    assert rotations_at(table, position, (2, 1, 1))[0, 0].tolist() == [12, 13, 42, 83]
+    assert turns_at(table, position, (2, 1, 1), False)[0, 0].tolist() == [12, 13, 42, 83]
     model = model_of("qwen2_5_vl")
     for heads, section in ((4, (2, 1, 1)), (2, (4, 2, 2)), (8, (2, 0, 0))):  # of the sizes 8, 16 and 4
         assert FeatureDrafter.config_for(model, heads=heads).mrope_section == section
@@ -194,7 +195,7 @@ def test_prompts_longer_than_the_table_of_rotations_grow_it():
     for last in (255, 256, 257, 258):
         drafter = make("llama", 0)
         config, width = drafter.config, drafter.head.fc.in_features
-        layout = plan([[1, 2, 3]], None, frozenset(), 0)  # two elements
+        layout = plan(torch.tensor([[1, 2, 3]]), None, frozenset(), 0)  # two elements
         features = torch.zeros(1, 3, width - config.hidden)
         other = torch.zeros(1, 3, config.hidden)
         _, turn, _ = drafter.elements(layout, other[:, 1:], features, other, torch.tensor([[0, last, last + 1]]))

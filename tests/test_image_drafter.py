@@ -206,7 +206,7 @@ def test_a_rollout_is_what_drafting_says():
                 torch.testing.assert_close(used._logits(feature), taught, rtol=1e-3, atol=1e-3)
                 token = codes[:, t + level + 1]
                 memory = state.memory
-                turn, bias = memory.rope_at(memory.table, level)[:, None], memory.context_bias_at(level)
+                turn, bias = memory.rope(memory.table, 1, level), memory.context_bias(1, level)
                 feature = used.layer.step(memory, token, feature, bias, turn, level)
             draft = trees.empty_draft(state.pending)
             scores = target.verify(state, draft)

@@ -16,8 +16,7 @@ import torch
 from tests.distributions import context_law, odds, plain_law, split, total_variation, verdicts
 from visspec.distributions import Categorical, residual
 from visspec.models.jacobi import drafter as jacobi
-from visspec.models.jacobi.drafter import Jacobi, Window, proactive
-from visspec.models.jacobi.front import Front
+from visspec.models.jacobi.drafter import Front, Jacobi, Window, proactive
 from visspec.types import Outcome, Request, Scores, Verdict
 
 VOCAB, LENGTH, WIDTH = 2, 5, 2  # long enough to judge what was drawn behind a whole window
@@ -370,7 +369,7 @@ def test_numbers_that_move_to_another_position_are_seen():
 
 @pytest.fixture
 def in_float64(monkeypatch):
-    monkeypatch.setattr("visspec.models.jacobi.front.warp", lambda logits, sampling: logits)
+    monkeypatch.setattr("visspec.models.jacobi.drafter.warp", lambda logits, sampling: logits)
 
 
 @pytest.mark.parametrize("levels", [1, 2])

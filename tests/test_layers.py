@@ -287,7 +287,6 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "visspec/cache.py": ["to_device", "to_device"],
     "visspec/accept/published.py": ["walk_rows"],  # the body for a CPU
     "visspec/tree.py": ["static", "static"],  # of each shape once, as the next three
-    "models/lookup/recycling.py": ["_shape", "_shape"],
     "models/drafting/static_tree.py": ["plan"],
     "models/jacobi/drafter.py": ["proactive"],
     "models/eagle/head.py": ["turns_at", "turns_at"],  # of each length once

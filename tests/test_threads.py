@@ -344,16 +344,16 @@ def test_hooks_are_put_up_one_at_a_time(monkeypatch):
 def test_rotations_never_shrink(monkeypatch):
     """A thread that needs fewer must not take away what another has just made."""
     drafter = FeatureDrafter.for_model(model_of("llama"))
-    make, asked = feature_drafting.rotations, []
+    make, asked = feature_drafting.turns, []
 
-    def slow(length, *rest):
+    def slow(config, length, *rest):
         asked.append(length)
         if len(asked) == 1:
             others.start()
             others.join(0.2)
-        return make(length, *rest)
+        return make(config, length, *rest)
 
-    monkeypatch.setattr(feature_drafting, "rotations", slow)
+    monkeypatch.setattr(feature_drafting, "turns", slow)
     others = threading.Thread(target=drafter._turns_to, args=(2000,))
     drafter._turns_to(300)
     others.join()

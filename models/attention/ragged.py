@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PretrainedConfig
 
 from visspec import kernels
-from visspec.cache import SlotCache, to_device
+from visspec.cache import SlotCache, to_device, visibility
 from visspec.kernels.common import triton
 from visspec.types import Tree
 
@@ -199,10 +199,8 @@ def visibility_mask(attn_metadata: Tensor, nodes: int, extent: int) -> Tensor:
         ancestor_BNN = torch.ones(len(row), nodes, nodes, dtype=torch.bool, device=attn_metadata.device).tril()
     else:
         length_B, start_B, ancestor_BNN = parts(attn_metadata)
-    own = slot - length_B[:, None]
-    related = ancestor_BNN.gather(2, own.clamp(0, nodes - 1)[:, None].expand(-1, nodes, -1))
-    inside = (own >= 0) & (own < nodes)
-    return (((own < 0) & (slot >= start_B[:, None]))[:, None] | (related & inside[:, None]))[:, None]
+    seen_BNS = visibility(ancestor_BNN, length_B, None, extent) & (slot >= start_B[:, None])[:, None]
+    return seen_BNS[:, None]
 
 
 @lru_cache(maxsize=8)

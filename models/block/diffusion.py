@@ -22,7 +22,6 @@ from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole, shorten
 from visspec.models.decoder.small_model import READS, VOCABULARY_PADDING
 from visspec.models.decoder.target import describe, vocabulary
-from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -61,8 +60,8 @@ class DiffusionModel(StructuredDrafter):
         if mask is None:
             raise ValueError("mask: got None, expected the id that stands for a token to be predicted")
         self.network, self.vocab, self.mask = network, theirs.vocab, mask
-        self.known = self._predicted(network)
-        check_whole("mask", mask, 0, self._ids(network) - 1)
+        self.known, read = self._vocabularies(network)
+        check_whole("mask", mask, 0, read - 1)
         if abs(self.known - self.vocab) > VOCABULARY_PADDING:
             raise ValueError(f"drafter: vocabulary of {self.known}, expected the target's {self.vocab}")
         for name, value, most in (
@@ -91,13 +90,9 @@ class DiffusionModel(StructuredDrafter):
         """Places that a pass fills."""
         return -(-self.block // self.steps)
 
-    def _predicted(self, network: Any) -> int:
-        """Ids that the network has logits of."""
-        return vocabulary(network)
-
-    def _ids(self, network: Any) -> int:
-        """Ids that the network reads."""
-        return network.get_input_embeddings().weight.shape[0]
+    def _vocabularies(self, network: Any) -> tuple[int, int]:
+        """(ids that the network has logits of, ids that it reads)."""
+        return vocabulary(network), network.get_input_embeddings().weight.shape[0]
 
     def _grow(self, tree: str) -> None:
         super()._grow(tree)
@@ -119,10 +114,9 @@ class DiffusionModel(StructuredDrafter):
         depth = min(self.levels(state, depth), self.block)
         texts = [state.memory.prompts[row] + list(state.tokens[row]) for row in state.rows]
         texts = [text if len(text) <= self.reads else [text[0], *text[len(text) - self.reads + 1 :]] for text in texts]
-        if (structure := self.structure(state)).width > 1:
+        if self.structure(state).width > 1:
             state.calls["draft_pass"] += 1
-            logits_BKV = self._mask_undraftable(self.denoised(texts, None, depth))
-            return block_tree.over(state, logits_BKV, self.tree_builder(state, depth), structure.nodes)
+            return self.block_tree(state, self._mask_undraftable(self.denoised(texts, None, depth)))
         chain = Chain(state, self.stop)
         while (done := len(chain.tokens)) < depth:
             state.calls["draft_pass"] += 1
@@ -137,7 +131,7 @@ class DiffusionModel(StructuredDrafter):
 
     def masked(self, texts: list[list[int]], filled_BN: Tensor | None, masks: int) -> tuple[Tensor, Tensor, Tensor]:
         """The ids of such a pass (B, L), which of them are there (B, L), and the places that it predicts (B, K)."""
-        device, filled = self._device, 0 if filled_BN is None else filled_BN.shape[1]
+        device, filled = next(self.network.parameters()).device, 0 if filled_BN is None else filled_BN.shape[1]
         longest = max(map(len, texts))
         blank = [self.mask] * (filled + masks)
         ids_BL = to_device([[*text, *blank, *[0] * (longest - len(text))] for text in texts], device)
@@ -148,10 +142,6 @@ class DiffusionModel(StructuredDrafter):
         real_BL = place_L < length_B1 + filled + masks
         at_BK = length_B1 + filled - self.shift + torch.arange(masks, device=device)
         return ids_BL, real_BL, at_BK
-
-    @property
-    def _device(self) -> torch.device:
-        return next(self.network.parameters()).device
 
     def _read(self, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
         """Logits (B, K, v) at these places of a pass."""

@@ -1,30 +1,96 @@
-"""Diffusion language models of our own training as block drafters, for any target.
+"""Diffusion language models of our own training as block drafters, for any target (DEER, arXiv 2512.15176, which starts
+from a pretrained one): transformers' ModernBERT with full attention, between the target's embedding and its head.
 
 Shapes: B rows, L places, K masks, T distributions of an answer, d hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import ModernBertConfig, ModernBertModel, PreTrainedModel
 
 from visspec.cache import to_device
+from visspec.io.checkpoint import check_whole
 from visspec.models.block.diffusion import DiffusionModel
-from visspec.models.block.diffusion_network import DiffusionLMLayers
 from visspec.models.block.drafter import bare
 from visspec.models.block.trained import DECAY
 from visspec.models.decoder.small_model import READS
 from visspec.models.decoder.target import spare_id, text_sizes
 from visspec.models.drafting import checkpoint
-from visspec.types import Prediction, TrainingBatch
+from visspec.models.layers import MOST_LAYERS
+from visspec.types import MAX_NODES, Prediction, TrainingBatch
+
+
+@dataclass(frozen=True)
+class DiffusionConfig(checkpoint.DrafterConfig):
+    """Configuration of the network and of its target. mask: the id of places to be predicted, whose vector is the
+    network's own. block: most places of a pass.
+    """
+
+    layers: int
+    heads: int
+    intermediate: int
+    mask: int
+    block: int = 15
+    eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_whole("layers", self.layers, 1, MOST_LAYERS)
+        check_whole("mask", self.mask, 0, self.vocab - 1)
+        check_whole("block", self.block, 1, MAX_NODES - 1)
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"heads: got {self.heads}, expected a divisor of half of the hidden size {self.hidden}")
+
+    @property
+    def levels(self) -> int:
+        return self.block
+
+    def modern_bert(self) -> ModernBertConfig:
+        """transformers' configuration of the network."""
+        turns = {"rope_type": "default", "rope_theta": self.rope_theta}
+        return ModernBertConfig(
+            vocab_size=1,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            norm_eps=self.eps,
+            layer_types=["full_attention"] * self.layers,
+            rope_parameters={"full_attention": turns, "sliding_attention": turns},
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+            cls_token_id=None,
+            sep_token_id=None,
+        )
+
+
+class DiffusionLMLayers(nn.Module):
+    """Trainable weights of a diffusion language model: its layers, and the vector of a mask."""
+
+    kind: ClassVar[str] = "diffusion_lm"  # identifies its checkpoints
+    config_class: ClassVar[type[DiffusionConfig]] = DiffusionConfig
+
+    def __init__(self, config: DiffusionConfig):
+        super().__init__()
+        self.config = config
+        self.model = ModernBertModel(config.modern_bert())
+
+    def forward(self, embeds_BLd: Tensor, masked_BL: Tensor, real_BL: Tensor) -> Tensor:
+        """Hidden states (B, L, d) of places with these embeddings, or with a mask."""
+        mask_d = self.model.get_input_embeddings().weight[0]
+        embeds_BLd = torch.where(masked_BL[..., None], mask_d, embeds_BLd.to(mask_d))
+        return self.model(inputs_embeds=embeds_BLd, attention_mask=real_BL.long()).last_hidden_state
 
 
 class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionModel):
-    """A drafter around a `DiffusionHead`, for one loaded target, whose embedding and head it uses. Options as those of
+    """A drafter around `DiffusionLMLayers`, for one loaded target, whose embedding and head it uses. Options as of
     `DiffusionModel`. Raises ValueError if the network was made for another target.
     """
 
@@ -69,20 +135,10 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
     def refresh(self) -> None:
         """Take over the network's current weights for drafting, in the target's dtype; call it after they change."""
         self.head.eval()
-        dtype = self.embed.weight.dtype
-        same = next(self.head.parameters()).dtype == dtype
-        self.run = self.network = self.head if same else copy.deepcopy(self.head).to(dtype)
+        self.run = self.network = self.head_in(self.embed.weight.dtype)
 
-    @property
-    def ids(self) -> None:
-        """Target ids of the trained logits: all of them."""
-        return
-
-    def _predicted(self, network: nn.Module) -> int:
-        return self.config.vocab
-
-    def _ids(self, network: nn.Module) -> int:
-        return self.config.vocab
+    def _vocabularies(self, network: nn.Module) -> tuple[int, int]:
+        return self.config.vocab, self.config.vocab
 
     def _states(self, network: nn.Module, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
         """Hidden states (B, K, d) at these places of a pass."""

@@ -26,13 +26,12 @@ from visspec.models.block import export
 from visspec.models.block.fused_pass import BlockPass, foldable, stamp
 from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import describe
-from visspec.models.drafting import level_tree as block_tree
 from visspec.models.drafting import published_config
 from visspec.models.drafting.checkpoint import PROVENANCE
-from visspec.models.drafting.memory import accepted_nodes, pack_pending, prompt_first
+from visspec.models.drafting.memory import PendingInputs, accepted_nodes, prompt_first
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.layers import depth, over_vocabulary
-from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.types import Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 
 @dataclass(frozen=True)
@@ -155,10 +154,9 @@ class BlockModel(StructuredDrafter):
     def propose(self, state: State, depth: int) -> Draft:
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
         logits_BKV, head = self._laws(hidden_BKd), self.form.sequential
-        if (structure := self.structure(state)).width > 1:
-            tree_builder = self.tree_builder(state, logits_BKV.shape[1])
+        if self.structure(state).width > 1:
             below = None if head is None else head.begun(logits_BKV, hidden_BKd)
-            return block_tree.over(state, logits_BKV, tree_builder, structure.nodes, below)
+            return self.block_tree(state, logits_BKV, below)
         chain = Chain(state, self.stop)
         if head is None:
             chain.extend(logits_BKV)
@@ -202,9 +200,8 @@ class BlockModel(StructuredDrafter):
         slots, like = memory.cache.slots, next(self.assistant.parameters())
         rows = len(slots.lengths)
         position_BC, context_BCF, counts = (
-            pack_pending(memory.pending_inputs) if memory.pending_inputs else self._nothing(rows, position_B)
+            memory.pop_pending() if memory.pending_inputs else self._nothing(rows, position_B)
         )
-        memory.pending_inputs = []
         width = context_BCF.shape[1]
         extent = slots.open(width + block, pending.device)
         ids_BK = torch.full((rows, block), self.mask, dtype=pending.dtype, device=pending.device)
@@ -278,7 +275,7 @@ class BlockModel(StructuredDrafter):
     def select(self, state: State, keep: list[int]) -> None:
         memory: _Context = state.memory
         memory.cache.select(keep)
-        memory.pending_inputs = [(p[keep], f[keep], [c[b] for b in keep]) for p, f, c in memory.pending_inputs]
+        memory.select_pending(keep)
         memory.offset = None if memory.offset is None else memory.offset[keep]
 
     def join(self, state: State, other: State, take: list[int]) -> None:
@@ -293,13 +290,12 @@ class BlockModel(StructuredDrafter):
             mine.offset = torch.cat([mine.offset, theirs.offset[take]])
 
 
-class _Context:
+class _Context(PendingInputs):
     """The drafter's cache, and the target's features that it has not read: (positions, features, counts)."""
 
     def __init__(self, rows: int, answer: int):
+        super().__init__()
         self.cache = SlotLayers(rows, answer)
-        self.limit = MAX_NODES  # levels of the next draft, see `shapes`
-        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
         self.offset: Tensor | None = None  # (B,) the target's positions less the drafter's
 
     def placed(self, position_B: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ from visspec.models.block.sequential import Spark, published_name, sequential_of
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import (
+    check_ids,
     check_verifier,
     entry,
     list_of,
@@ -231,14 +232,7 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
     if form == "speculators":
         both_ways = said.get("sliding_window_non_causal", algorithm(form, said) == "dflash2")
         hides = not both_ways if causal is None else causal
-        return DFlashVariant(
-            anchor=anchor,
-            causal=hides,
-            reach=window,
-            from_anchor=True,
-            index=True,
-            raw=True,
-        )
+        return DFlashVariant(anchor=anchor, causal=hides, reach=window, from_anchor=True, index=True, raw=True)
     own = said.get("is_causal", said.get("causal"))  # z-lab; ModelOpt, for all layers
     if own and "full_attention" in kinds:
         raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention")
@@ -297,12 +291,7 @@ def _head(folder: Path, tensors: Mapping[str, Tensor], few: int, vocab: int, mod
     found: dict[str, Any] = {"head": head.to(model.device)}
     if few < vocab:
         ids = tensors["d2t"] + torch.arange(few)
-        if int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
-            raise ValueError(
-                f"drafter: d2t of {folder} names ids out of order or beyond {vocab}, expected ascending ones"
-            )
-        if not torch.equal(tensors["t2d"].nonzero()[:, 0], ids):
-            raise ValueError(f"drafter: t2d of {folder} marks other ids than d2t names, expected the same")
+        check_ids(folder, ids, tensors["t2d"], vocab)
         found["ids"] = ids.to(model.device)
     return found
 

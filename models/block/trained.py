@@ -7,23 +7,127 @@ hidden size, F features, V vocabulary.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
 from visspec.cache import additive, to_device
+from visspec.io.checkpoint import LARGEST, check_fields, check_whole
+from visspec.models.block.dflash2 import DFlash2Model, with_convolutions
 from visspec.models.block.drafter import BlockModel, DFlashVariant
-from visspec.models.block.head import BlockHead
+from visspec.models.block.sequential import CandidateSelector, Confidence, Markov, Sequential, Spark
 from visspec.models.decoder.target import spare_id, text_sizes
 from visspec.models.drafting import checkpoint
-from visspec.types import Prediction, TrainingBatch
+from visspec.models.layers import MOST_LAYERS
+from visspec.types import MAX_NODES, Prediction, TrainingBatch
 
 DECAY = 0.8  # weight of a place in the loss, of that before it
+
+
+@dataclass(frozen=True)
+class BlockConfig(checkpoint.DrafterConfig):
+    """Configuration of the network and of its target.
+
+    feature_layers: indices into the target's hidden_states, above 0. block: places of a pass, the pending token's among
+    them. mask: the id that stands in the others. markov: rank of the head that adds what the token before a place says
+    of it (DSpark, arXiv 2607.05147); 0: none. confidence: a head that expects the acceptance rate of a place from its
+    hidden state and the Markov head's vector of the token before it (the same). selector: rank of DFlash 2's selector
+    over the likeliest `candidates` tokens of a place; with it convolutions of `taps` places, whose kernels groups of
+    `group` channels share; 0: neither.
+    """
+
+    target_layers: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    feature_layers: tuple[int, ...]
+    mask: int
+    block: int = 16
+    markov: int = 0
+    confidence: bool = False
+    selector: int = 0
+    candidates: int = 16
+    taps: int = 2
+    group: int = 16
+    eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_fields(self, "kv_heads", "group")
+        check_fields(self, "target_layers", "layers", high=MOST_LAYERS)
+        check_fields(self, "markov", "selector", low=0, high=self.vocab)
+        for name, low, high in (
+            ("head_size", 2, LARGEST),
+            ("mask", 0, self.vocab - 1),
+            ("block", 2, MAX_NODES),
+            ("candidates", 1, self.vocab),
+            ("taps", 1, self.block),
+        ):
+            check_whole(name, getattr(self, name), low, high)
+        self.check_layers(1, self.target_layers)
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of the {self.heads} heads")
+        if self.selector and (self.markov or self.confidence):
+            raise ValueError(f"selector: got {self.selector} beside DSpark's heads, expected one or the other")
+
+    @property
+    def levels(self) -> int:
+        return self.block - 1
+
+    def assistant(self) -> MuseGlimmerAssistantConfig:
+        """transformers' configuration of the network."""
+        config = MuseGlimmerAssistantConfig(
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_size,
+            rms_norm_eps=self.eps,
+            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
+            sliding_window=1,
+            layer_types=["full_attention"] * self.layers,
+            block_size=self.block,
+            mask_token_id=self.mask,
+            target_layer_ids=[i - 1 for i in self.feature_layers],
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        if self.selector:
+            with_convolutions(config, self.taps, self.group)
+        return config
+
+
+class BlockHead(nn.Module):
+    """Trainable weights of a block drafter."""
+
+    kind: ClassVar[str] = "block_drafter"  # identifies its checkpoints
+    config_class: ClassVar[type[BlockConfig]] = BlockConfig
+
+    def __init__(self, config: BlockConfig):
+        super().__init__()
+        self.config = config
+        self.model = (DFlash2Model if config.selector else MuseGlimmerAssistantModel)(config.assistant())
+        if config.markov:
+            self.markov = Markov(config.vocab, config.markov)
+        if config.confidence:
+            self.confidence = Confidence(config.hidden, config.markov)
+        if config.selector:
+            self.candidate_selector = CandidateSelector(config.vocab, config.hidden, config.selector, config.candidates)
+
+    @property
+    def sequential(self) -> Sequential | None:
+        """The head that walks through the places of a block, around the same weights."""
+        markov, confidence = getattr(self, "markov", None), getattr(self, "confidence", None)
+        return Spark(markov, confidence) if markov or confidence else getattr(self, "candidate_selector", None)
 
 
 class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
@@ -37,7 +141,7 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
     def __init__(self, head: BlockHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         self.check_target(head.config, model)
         self.head, self.config = head.to(model.device), head.config
-        running = self._running(head, model.dtype)
+        running = self._running(model.dtype)
         form = DFlashVariant(causal=True, index=True, raw=True, sequential=self.run.sequential)
         super().__init__(running, model, width, nodes, form)
         self.borrowed = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -65,24 +169,18 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
         }
 
-    def _running(self, head: BlockHead, dtype: torch.dtype) -> Any:
+    def _running(self, dtype: torch.dtype) -> Any:
         """The network that drafts, in the target's dtype."""
-        head.eval()
-        same = next(head.parameters()).dtype == dtype
-        self.run = head if same else copy.deepcopy(head).to(dtype)
+        self.head.eval()
+        self.run = self.head_in(dtype)
         return self.run.model
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Take over the network's current weights for drafting; call it after they change."""
-        self.assistant = self._running(self.head, self.embed.weight.dtype)
+        self.assistant = self._running(self.embed.weight.dtype)
         self.form = replace(self.form, sequential=self.run.sequential)
         self._fold = (), None  # `stamp` does not see what a fused optimiser wrote
-
-    @property
-    def ids(self) -> None:
-        """Target ids of the trained logits: all of them."""
-        return
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., d) below tokens (...), by the trained weights."""

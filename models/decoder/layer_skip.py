@@ -12,14 +12,11 @@ import threading
 from dataclasses import dataclass
 from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from visspec import tree as trees
-from visspec.distributions import Categorical
 from visspec.loop.read_only import ReadOnlyState
-from visspec.sampling import propose
+from visspec.models.drafting.structure import Chain
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 FORGET = 0.98
@@ -94,18 +91,11 @@ class LayerSkip(Drafter):
         with self._lock:
             state.memory = chosen = max(self.choices, key=lambda choice: choice.worth)
         view = cast(ReadOnlyState, state)  # with the target's layers, as `traits.partial` asks
-        token = state.pending
-        tokens: list[Tensor] = []
-        distributions: list[Categorical] = []
+        chain, token = Chain(state), state.pending
         for level in range(depth):
-            logits_BV = view.partial(token, level, chosen.skip)
-            token, q = propose(logits_BV, state, level)
-            tokens.append(token)
-            if q is not None:
-                distributions.append(q)
+            token = chain.add(view.partial(token, level, chosen.skip))
         state.calls["draft_pass"] += depth
-        q = Categorical.chain(distributions) if distributions else None
-        return trees.chain_draft(state.pending, torch.stack(tokens, dim=1), q)
+        return chain.finish()
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         if draft.levels and state.memory is not None:

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from visspec import tree as trees
 from visspec.cache import additive, gather_rows, to_device
-from visspec.distributions import Categorical
 from visspec.io.checkpoint import check_whole
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import LAST
-from visspec.models.drafting.memory import accepted_nodes, pack_pending, prompt_first
-from visspec.sampling import propose
+from visspec.models.drafting.memory import PendingInputs, accepted_nodes, next_tokens, prompt_first
+from visspec.models.drafting.structure import Chain
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 ATTENDING = {"full_attention", "sliding_attention"}
@@ -106,29 +104,24 @@ class MultiToken(Drafter):
             state.memory.turn(prompt_first(ids_BL, places, real_BL)[1], counts)
 
     def propose(self, state: State, depth: int) -> Draft:
-        tokens, distributions = self._round(state.memory, state, min(depth, self.count) if self.repeats else self.count)
-        state.calls["draft_pass"] += len(tokens)
-        q = Categorical.chain(distributions[:depth]) if distributions else None
-        return trees.chain_draft(state.pending, torch.stack(tokens[:depth], dim=1), q)
+        chain = Chain(state)
+        self._round(state.memory, chain, min(depth, self.count) if self.repeats else self.count)
+        state.calls["draft_pass"] += len(chain.tokens)
+        return chain.finish(depth)
 
-    def _round(self, memory: _Heads, state: State | None, levels: int) -> tuple[list[Tensor], list[Categorical]]:
-        """Reads what was accepted since the last round, through all layers, and drafts. state None: reads only."""
-        read_BCd, hidden_BCd, counts = pack_pending(memory.pending_inputs)
+    def _round(self, memory: _Heads, chain: Chain | None, levels: int) -> None:
+        """Reads what was accepted since the last round, through all layers, and drafts. chain None: reads only."""
+        read_BCd, hidden_BCd, counts = memory.pop_pending()
         slots, width, before = memory.cache.slots, read_BCd.shape[1], memory.cache.slots.lengths
         last_B1 = to_device(counts, read_BCd.device)[:, None] - 1
         ahead_BTd, above_BCd = nn.functional.pad(read_BCd, (0, 0, 0, self.count)), hidden_BCd
-        tokens: list[Tensor] = []
-        distributions: list[Categorical] = []
         for level in range(levels):
             layer = 0 if self.repeats else level
             above_BCd = self._layer(memory, layer, ahead_BTd[:, layer : layer + width], above_BCd)
-            if state is None:
+            if chain is None:
                 continue
             newest_B1d = gather_rows(above_BCd, last_B1)
-            token, distribution = propose(self.heads._project_to_logits(newest_B1d)[:, 0], state, level)
-            tokens.append(token)
-            if distribution is not None:
-                distributions.append(distribution)
+            token = chain.add(self.heads._project_to_logits(newest_B1d)[:, 0])
             next_B1d = self.heads.embed_tokens(token)[:, None].to(ahead_BTd)
             if self.repeats:
                 slots.lengths = [n + count + level for n, count in zip(before, counts)]
@@ -136,9 +129,8 @@ class MultiToken(Drafter):
             else:
                 ahead_BTd = ahead_BTd.scatter(1, (last_B1 + level + 1)[..., None].expand_as(next_B1d), next_B1d)
         slots.lengths = before
-        again = int(state is None) if self.repeats else max(self.count - 1, int(state is None))
+        again = int(chain is None) if self.repeats else max(self.count - 1, int(chain is None))
         memory.keep(read_BCd, hidden_BCd, counts, again)
-        return tokens, distributions
 
     def _layer(self, memory: _Heads, layer: int, ahead_BCd: Tensor, above_BCd: Tensor) -> Tensor:
         """A layer over the next elements, written behind those that are read for good."""
@@ -168,17 +160,14 @@ class MultiToken(Drafter):
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's hidden states of the accepted nodes, each with the token after it, for the next round."""
         path_BD, features, counts = accepted_nodes(scores, verdict, outcome)
-        shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
-        ids_BD = draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
+        ids_BD = next_tokens(draft, path_BD, verdict)
         state.memory.pending_inputs.append((self.heads.embed_tokens(ids_BD).to(features), features, counts))
 
     def select(self, state: State, keep: list[int]) -> None:
         memory: _Heads = state.memory
         memory.cache.select(keep)
         memory.places_BLP = None if memory.places_BLP is None else memory.places_BLP[keep]
-        memory.pending_inputs = [
-            (ahead[keep], hidden[keep], [c[b] for b in keep]) for ahead, hidden, c in memory.pending_inputs
-        ]
+        memory.select_pending(keep)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         mine: _Heads = state.memory
@@ -187,19 +176,17 @@ class MultiToken(Drafter):
             self._round(memory, None, 1 if self.repeats else self.count)
         mine.join_places(theirs, take)
         mine.cache.join(theirs.cache, take)
-        (ahead, hidden, counts), (new_ahead, new_hidden, new_counts) = mine.pending_inputs[0], theirs.pending_inputs[0]
-        ahead, hidden = torch.cat([ahead, new_ahead[take]]), torch.cat([hidden, new_hidden[take]])
-        mine.pending_inputs = [(ahead, hidden, counts + [new_counts[b] for b in take])]
+        mine.join_pending(theirs, take)
 
 
-class _Heads:
+class _Heads(PendingInputs):
     """Keys and values of the layers, and elements to be read: (embedding of the token ahead and hidden state, both
     (B, C, d), counts). With M-RoPE `places_BLP` has the positions of the first slots; later ones go on by one.
     """
 
     def __init__(self, rows: int, answer: int):
+        super().__init__()
         self.cache = SlotLayers(rows, answer)
-        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
         self.places_BLP: Tensor | None = None
 
     def turn(self, places_BLP: Tensor, counts: list[int]) -> None:
@@ -237,7 +224,6 @@ class _Heads:
         slots = self.cache.slots
         left = [min(again, count) for count in counts]
         slots.lengths = [n + count - kept for n, count, kept in zip(slots.lengths, counts, left)]
-        self.pending_inputs = []
         if again:
             first_B1 = to_device([count - kept for count, kept in zip(counts, left)], ahead_BCd.device)[:, None]
             at_BA = (first_B1 + torch.arange(again, device=ahead_BCd.device)).clamp(max=ahead_BCd.shape[1] - 1)

@@ -238,17 +238,15 @@ def _values(target: HFDecoder) -> Tensor:
     return values_RSE
 
 
-class _Sliding(SlotLayer):
-    """A layer that hands out no more than a window, as those of transformers' own cache."""
-
-    is_sliding = True
+class _StockLayer(SlotLayer):
+    """A layer that hands out no more than its window, where it has one, as those of transformers' own cache."""
 
     def __init__(self, slots: SlotCache, index: int, window: int):
         super().__init__(slots, index)
-        self.window = window
+        self.window, self.is_sliding = window, window > 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = min(self.slots.length, self.window - 1)
+        held = min(self.slots.length, self.window - 1) if self.window else self.slots.length
         return held + query_length, self.slots.length - held
 
 
@@ -259,7 +257,7 @@ class _StockSlots(SlotLayers):
         super().__init__(len(slots.lengths))
         self.slots = slots
         count = max([*windows, *states]) + 1
-        self.layers = [states.get(i) or _layer(slots, i, windows.get(i, 0)) for i in range(count)]
+        self.layers = [states.get(i) or _StockLayer(slots, i, windows.get(i, 0)) for i in range(count)]
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         pair = super().update(key_states, value_states, layer_idx)
@@ -267,10 +265,6 @@ class _StockSlots(SlotLayers):
         assert isinstance(layer, SlotLayer)
         held = layer.get_mask_sizes(key_states.shape[2])[0]
         return tuple(states[:, :, -held:] for states in pair)
-
-
-def _layer(slots: SlotCache, index: int, window: int) -> SlotLayer:
-    return _Sliding(slots, index, window) if window else SlotLayer(slots, index)
 
 
 def _tokens(target: HFDecoder) -> Tensor:

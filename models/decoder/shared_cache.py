@@ -20,10 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import additive, gather_rows
-from visspec.distributions import Categorical
 from visspec.loop.read_only import ReadOnlyState
 from visspec.models.decoder.target import LAST, describe
-from visspec.sampling import propose, warp
+from visspec.models.drafting.structure import Chain, ranking
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -77,18 +76,11 @@ class SharedCache(Drafter):
         read = self._reader(state)
         if self.width > 1:
             return self._tree(state, depth, read)
-        token, hidden_B1d = state.pending[:, None], state.memory[:, None]
-        tokens, distributions = [], []
-        for level in range(depth):
-            logits_B1V, hidden_B1d = read(token, hidden_B1d)
-            drawn, distribution = propose(logits_B1V[:, 0], state, level)
-            token = drawn[:, None]
-            tokens.append(drawn)
-            if distribution is not None:
-                distributions.append(distribution)
-        return trees.chain_draft(
-            state.pending, torch.stack(tokens, dim=1), Categorical.chain(distributions) if distributions else None
-        )
+        chain, token, hidden_B1d = Chain(state), state.pending, state.memory[:, None]
+        for _ in range(depth):
+            logits_B1V, hidden_B1d = read(token[:, None], hidden_B1d)
+            token = chain.add(logits_B1V[:, 0])
+        return chain.finish()
 
     def _tree(self, state: State, depth: int, read: Read) -> Draft:
         if state.noise is not None and state.noise.samples:
@@ -97,10 +89,7 @@ class SharedCache(Drafter):
         token_BW, hidden_BWd = state.pending[:, None], state.memory[:, None]
         for level in range(depth):
             logits_BWV, hidden_BWd = read(token_BW, hidden_BWd)
-            logits_BWV = warp(logits_BWV, state.request.sampling)
-            if state.noise is not None:
-                logits_BWV = state.noise.perturb(logits_BWV, level)
-            token_BW, above_BW = tree_builder.grow(logits_BWV.log_softmax(dim=-1))
+            token_BW, above_BW = tree_builder.grow(ranking(logits_BWV, state, level))
             hidden_BWd = gather_rows(hidden_BWd, above_BW)
         return tree_builder.finish(self.nodes)
 

@@ -5,6 +5,7 @@ Errors are ValueErrors of one sentence: the argument, the value found, the value
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -12,12 +13,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from visspec.io import hub
 from visspec.io.checkpoint import (
     CONFIG,
+    check_fields,
     check_folder,
+    check_positive,
     check_shapes,
+    check_wholes,
     load_strictly,
     read_json,
     read_shapes,
@@ -35,6 +40,40 @@ NAMES = {
     "vocab": "vocabulary",
     "target_layers": "number of layers",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig:
+    """Base class of configurations of a network and of the target that it is made for, as config.json has them.
+
+    Numbers with a fraction are above 0, and so are the sizes that all networks have; subclasses check what else they
+    have, after this class. Raises ValueError.
+    """
+
+    family: str
+    vocab: int
+    hidden: int
+
+    def __post_init__(self):
+        if not isinstance(self.family, str):
+            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
+        check_fields(self, "vocab", "hidden", "heads", "intermediate")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float":
+                check_positive(field.name, value)
+            elif field.type == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{field.name}: got {shorten(value)}, expected true or false")
+
+    def check_layers(self, low: int, high: int) -> None:
+        """Raises ValueError unless `feature_layers` lists numbers from low to high, at least one."""
+        layers = check_wholes("feature_layers", vars(self)["feature_layers"], low, high)
+        object.__setattr__(self, "feature_layers", layers)
+        if not layers:
+            raise ValueError("feature_layers: got (), expected at least one layer")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
 
 class NetworkDrafter(Generic[TargetT]):
@@ -89,6 +128,16 @@ class NetworkDrafter(Generic[TargetT]):
         target = cls.subject(target)
         head = read(folder, cls.head_class, lambda config: cls.check_target(config, target), on_meta(target), shapes)
         return cls(head, target, **options)  # type: ignore[call-arg]
+
+    def head_in(self, dtype: torch.dtype) -> Any:
+        """The network in a dtype: itself, or a copy."""
+        same = next(self.head.parameters()).dtype == dtype
+        return self.head if same else copy.deepcopy(self.head).to(dtype)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """Target ids of the trained logits, in ascending order; None: the target's vocabulary."""
+        return None
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""

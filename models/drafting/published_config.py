@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import Value, check_wholes, shorten, unwrap_names
@@ -58,6 +60,14 @@ def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
         if wanted and not any(one in wanted for one in found):
             got = found[0]
             raise ValueError(f"drafter: {folder} is made for a target of the {name} {shorten(wanted[0])}, got {got!r}")
+
+
+def check_ids(folder: Path, ids: Tensor, marked: Tensor, vocab: int) -> None:
+    """Raises ValueError if the ids of a drafter's own head are not some of the target's, named the same way twice."""
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
+        raise ValueError(f"drafter: d2t of {folder} names ids out of order or beyond {vocab}, expected ascending ones")
+    if not torch.equal(marked.nonzero()[:, 0], ids):
+        raise ValueError(f"drafter: t2d of {folder} marks {int(marked.sum())} ids, expected those that d2t names")
 
 
 def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool, float]:

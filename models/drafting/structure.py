@@ -17,9 +17,10 @@ Shapes: B rows, T levels, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ from visspec.types import MAX_NODES, OWN, Draft, Drafter, Outcome, State, Struct
 
 TREES = ("chain", "dynamic", "opt", "eagle")
 RANKS = "acceptance_by_rank"  # of a file: a list for every depth, of how often the child of each rank is accepted
-Own = TypeVar("Own", bound="StructuredDrafter")
 
 
 @dataclass(frozen=True)
@@ -121,10 +121,12 @@ class Chain:
         for logits_BV in logits_BKV.unbind(1):
             self.add(logits_BV)
 
-    def finish(self) -> Draft:
-        real = None if self.stop is None else torch.stack(self.real[: len(self.tokens) + 1], dim=1)
-        q = Categorical.chain(self.distributions) if self.distributions else None
-        return trees.chain_draft(self.pending, torch.stack(self.tokens, dim=1), q, real)
+    def finish(self, levels: int | None = None) -> Draft:
+        """The draft, or its first levels."""
+        tokens, distributions = self.tokens[:levels], self.distributions[:levels]
+        real = None if self.stop is None else torch.stack(self.real[: len(tokens) + 1], dim=1)
+        q = Categorical.chain(distributions) if distributions else None
+        return trees.chain_draft(self.pending, torch.stack(tokens, dim=1), q, real)
 
 
 class StructuredDrafter(Drafter):
@@ -135,7 +137,7 @@ class StructuredDrafter(Drafter):
     paths: feature_tree.Paths = ()  # of a static tree
     stop: StopCriteria | None = None
 
-    def shaped(self: Own, tree: str | int = "", entropy: float = 0.0, confidence: float = 0.0) -> Own:
+    def shaped(self, tree: str | int = "", entropy: float = 0.0, confidence: float = 0.0) -> Self:
         """Set structure and length of drafts, and return the drafter. Before it is paired with a target.
 
         tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of its `nodes`
@@ -194,6 +196,21 @@ class StructuredDrafter(Drafter):
             state.pending, tuple(path for path in self.paths if len(path) <= depth), None
         )
 
+    def block_tree(
+        self, state: State, logits_BKV: Tensor, below: Callable[[int, Tensor], Tensor] | None = None
+    ) -> Draft:
+        """A tree over the distributions of a block, which are those of their depth whatever stands above (DDTree, arXiv
+        2604.12989). below: the logits (B, W, V) of a level below the tokens above (B, W), if these change them. Raises
+        ValueError for rules that judge draws.
+        """
+        if state.noise is not None and state.noise.samples:
+            raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
+        tree_builder, token_BW = self.tree_builder(state, logits_BKV.shape[1]), state.pending[:, None]
+        for level in range(logits_BKV.shape[1]):
+            logits_BWV = logits_BKV[:, level : level + 1] if below is None else below(level, token_BW)
+            token_BW, _ = tree_builder.grow(ranking(logits_BWV, state, level).expand(-1, token_BW.shape[1], -1))
+        return tree_builder.finish(self.structure(state).nodes)
+
     def levels(self, state: State, depth: int) -> int:
         """Levels to draft of `depth` that are asked for: at most a static tree's own, and those that a stop allows."""
         if self.paths:
@@ -206,6 +223,16 @@ class StructuredDrafter(Drafter):
         if self.stop is not None and draft.levels and not draws:
             kept = max(outcome.draft_lengths)
             state.memory.limit = kept + 1 if kept < draft.levels else 2 * kept
+
+
+def ranking(logits_BWV: Tensor, state: State, level: int) -> Tensor:
+    """Log-distributions (B, W, V) by which a tree ranks the children of a level: with noise, those *given* the noise of
+    their position.
+    """
+    logits_BWV = warp(logits_BWV, state.request.sampling)
+    if state.noise is not None:
+        logits_BWV = state.noise.perturb(logits_BWV, level)
+    return logits_BWV.log_softmax(dim=-1)
 
 
 def static(tree: str, nodes: int) -> feature_tree.Paths:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shorten
+from visspec.io.checkpoint import LARGEST, check_fields, check_positive, check_whole, check_wholes, shorten
+from visspec.models.drafting.checkpoint import DrafterConfig
 from visspec.models.layers import MOST_LAYERS, OPTIONAL_FACTORS, ROPE_SCALINGS
 from visspec.types import MAX_NODES
 
@@ -19,14 +20,10 @@ IMAGES = {  # slots of an image in the draft sequence
     "blind": "no elements, and no features of the target in place of which zeros stand: a control",
 }
 COMPRESSED = ("latents", "queries", "gated")  # values of `images` with `image_latents`
-FLAGS = (
-    "fc_bias", "qkv_bias", "qk_norm", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output",
-    "norm_input", "own_embedding", "mrope_interleaved", "qk_layer_norm",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
-class EagleConfig:
+class EagleConfig(DrafterConfig):
     """Configuration of the network and of its target.
 
     fusion: how embedding and feature come together, see `eagle_head`. feature_layers: indices into the target's
@@ -42,9 +39,6 @@ class EagleConfig:
     keys have Chameleon's layer norm, with a scale and a shift for each head.
     """
 
-    family: str
-    vocab: int
-    hidden: int
     target_hidden: int
     target_layers: int
     heads: int
@@ -79,22 +73,14 @@ class EagleConfig:
     levels: int = 8
 
     def __post_init__(self):
-        if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
-        for name in ("vocab", "hidden", "target_hidden", "heads", "kv_heads", "intermediate"):
-            check_whole(name, getattr(self, name))
+        super().__post_init__()
+        check_fields(self, "target_hidden", "kv_heads")
         check_whole("head_size", self.head_size, 2, LARGEST)
         check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
         check_whole("draft_vocab", self.draft_vocab, 0, self.vocab)
         check_whole("head_rank", self.head_rank, 0, self.hidden)
         check_whole("image_latents", self.image_latents, 0)
-        check_whole("levels", self.levels, 1, MAX_NODES - 1)
-        check_whole("block", self.block, 1, MAX_NODES - 1)
-        for name in ("eps", "rope_theta", "partial_rotary_factor"):
-            check_positive(name, getattr(self, name))
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected true or false")
+        check_fields(self, "levels", "block", high=MAX_NODES - 1)
         for name, known in (
             ("fusion", ("sum", "split", "cross")),
             ("images", tuple(IMAGES)),
@@ -102,19 +88,13 @@ class EagleConfig:
         ):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
-        depth = self.target_layers
-        for name, low, high in (
-            ("feature_layers", -depth - 1, depth + 1),
-            ("image_ids", 0, LARGEST),
-            ("mrope_section", 0, self.head_size),
-        ):
-            object.__setattr__(self, name, check_wholes(name, getattr(self, name), low, high))
+        self.check_layers(-self.target_layers - 1, self.target_layers + 1)
+        for name, high in (("image_ids", LARGEST), ("mrope_section", self.head_size)):
+            object.__setattr__(self, name, check_wholes(name, getattr(self, name), 0, high))
         self._check_forms()
 
     def _check_forms(self) -> None:
         """Raises ValueError for entries that do not go together."""
-        if not self.feature_layers:
-            raise ValueError("feature_layers: got (), expected at least one layer")
         if self.head_size % 2:
             raise ValueError(f"head_size: got {self.head_size}, expected an even number")
         if self.heads % self.kv_heads:
@@ -215,6 +195,3 @@ class EagleConfig:
     def parts(self) -> int:
         """Number of hidden states per token, concatenated, that the target provides."""
         return len(self.feature_layers)
-
-    def to_dict(self) -> dict:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}

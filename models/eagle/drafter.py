@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.models.decoder.target import content_ids, text_sizes
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.feature_head import FeatureHead
+from visspec.models.eagle.head import EagleHead
+from visspec.models.eagle.layer import FeatureMemory
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
 from visspec.types import Draft, Scores, State, TrainingBatch
 
@@ -39,7 +40,13 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
     recorder: GraphedDrafter | None = None
 
     def __init__(
-        self, head: FeatureHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24, images: bool = True
+        self,
+        head: FeatureHead | EagleHead,
+        model: PreTrainedModel,
+        *,
+        width: int = 1,
+        nodes: int = 24,
+        images: bool = True,
     ):
         config = head.config
         self.check_target(config, model)
@@ -83,7 +90,9 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
         attention = scores.aux.get("attention")
         attention = None if attention is None else attention[rows]
         layout = self._plan(prompt, attention)
-        embeddings = scores.aux["embeddings"][rows] if self.traits.embeddings else self._unseen(features_BLF)
+        embeddings = features_BLF[..., : self.config.hidden]  # in their place, for a drafter that reads none
+        if self.traits.embeddings:
+            embeddings = scores.aux["embeddings"][rows]
         positions = scores.aux["positions"]
         if positions.shape[-2] > len(rows):
             positions = positions[..., rows, :]
@@ -146,9 +155,8 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
         state.memory.join(other.memory, take)
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        real = None if attention_BL is None else attention_BL.tolist()
         latents = self.config.image_latents if self.images else 0
-        return layouts.plan(ids_BL.tolist(), real, frozenset(self.config.image_ids), latents)
+        return layouts.plan(ids_BL, attention_BL, self.config.image_ids, latents)
 
     def _first(self, state: State, attention_BL: Tensor | None) -> list[int]:
         """Position of each row's element after its prompt."""
@@ -158,10 +166,6 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
         """The drafter's positions of the target's, (1|B, L) or (3|4, 1|B, L)."""
         return positions
 
-    def _unseen(self, features_BLF: Tensor) -> Tensor:
-        """In place of input embeddings, for a drafter that reads none."""
-        return features_BLF[..., : self.config.hidden]
-
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
         """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
         return self._embed_ids(ids)
@@ -169,11 +173,6 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
     def _embed_ids(self, ids: Tensor) -> Tensor:
         """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
         return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
-
-    def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
-        prompt = lesson.prompt_length
-        plan = self._plan(lesson.host_ids[:, :prompt], lesson.host_attention)
-        return layouts.extend(plan, prompt, lesson.lengths)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
         assert lesson.embeddings is not None

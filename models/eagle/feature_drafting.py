@@ -20,15 +20,14 @@ from torch import Tensor, nn
 from visspec.cache import to_device
 from visspec.models.drafting import checkpoint
 from visspec.models.drafting.checkpoint import TargetT
-from visspec.models.drafting.memory import FeatureMemory
+from visspec.models.drafting.memory import accepted_nodes, next_tokens
 from visspec.models.drafting.static_tree import MOST_CHILDREN
-from visspec.models.drafting.structure import Chain, StructuredDrafter
+from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.feature_head import HeadConfig, staggered_attention
-from visspec.models.eagle.layer import DraftLayer, FoldedLayer, head_logits
-from visspec.models.layers import rotations, rotations_at
-from visspec.sampling import warp
+from visspec.models.eagle.head import turns, turns_at
+from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer, head_logits
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
 
 GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
@@ -38,7 +37,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` sets others.
 
-    Subclasses define `start` (with `_read_prompt`), `_lesson_layout` and `_following`, and may replace the other hooks.
+    Subclasses define `start` (with `_read_prompt`), `_plan` and `_following`, and may replace the other hooks.
     """
 
     head: Any  # a `FeatureHead`, or an `EagleHead`, and its configuration
@@ -100,11 +99,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def _rotations(self, length: int, device: torch.device) -> Tensor:
         """exp(i * angle) of the rotary channels at positions [0, length), complex64 (length, C)."""
-        return rotations(length, self.config.head_size, self.config.rope_theta, device)
-
-    def _rotations_at(self, rope_table_PC: Tensor, position: Tensor) -> Tensor:
-        """Rotations (B, T, C) of elements at positions (B, T), or (3, B, T)."""
-        return rotations_at(rope_table_PC, position, self.config.mrope_section)
+        return turns(self.config, length, device)
 
     def _turns_to(self, length: int) -> Tensor:
         """Rotations of at least `length` positions. The cached table is shared by threads: use the returned one."""
@@ -148,7 +143,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         position = layouts.positions_at(positions, layout, following_BLd.shape[0], section)
         reach = int(position.max()) + 1 if reach is None and position.numel() else reach
         table = self._turns_to(reach or 1)
-        return x_BTd, self._rotations_at(table, position), context
+        return x_BTd, turns_at(table, position, section, self.config.mrope_interleaved), context
 
     def _next_embeddings(self, layout: layouts.PromptLayout, following_BLd: Tensor) -> Tensor:
         index = layout.token.clamp(max=following_BLd.shape[1] - 1)
@@ -177,16 +172,16 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def propose(self, state: State, depth: int) -> Draft:
         """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its distribution."""
         memory: FeatureMemory = state.memory
-        whole, depth, guidance = depth, self.levels(state, depth), state.request.sampling.guidance
+        whole, depth = depth, self.levels(state, depth)
         feature_Bd = self._catch_up(memory, depth)
         if self.structure(state).width > 1:
             return self._tree(state, memory, feature_Bd, depth)
         chain = self.chain(state, whole)
         rope_BTC, bias_BTd = memory.rope(memory.table, max(depth - 1, 1)), memory.context_bias(max(depth - 1, 1))
         for level in range(depth):
-            token_B = chain.add(self._logits(memory.mixed(feature_Bd, guidance)))
+            token_B = chain.add(self._logits(self._mixed(feature_Bd, state)))
             if level + 1 < depth:
-                entered_B = memory.each(self._level_inputs(token_B, state, level))
+                entered_B = self._each(self._level_inputs(token_B, state, level), memory)
                 bias_B1d = bias_BTd if bias_BTd is None or bias_BTd.shape[1] == 1 else bias_BTd[:, level : level + 1]
                 turn_B1C = rope_BTC[:, level : level + 1]
                 feature_Bd = self.layer.step(memory, entered_B, feature_Bd, bias_B1d, turn_B1C, level)
@@ -200,16 +195,13 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """Store the target's features of the accepted nodes for the next proposal."""
         assert scores.features is not None
         self.learn(state, draft, outcome)
-        counts = [len(path) for path in outcome.path]
-        width = max(counts)
-        if draft.tree.chain and len(counts) == 1:
-            features = scores.features[:, :width]
+        if draft.tree.chain and len(outcome.path) == 1:
+            width = len(outcome.path[0])
+            counts, features = [width], scores.features[:, :width]
             tokens = torch.cat([draft.value[:, 1:width], verdict.next[:, None]], dim=1)
         else:
-            path = verdict.path[:, :width].clamp(min=0)
-            features = layouts.pick(scores.features, path)
-            shifted = torch.cat([path[:, 1:], path[:, -1:]], dim=1)
-            tokens = draft.value.gather(1, shifted).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
+            path_BD, features, counts = accepted_nodes(scores, verdict, outcome)
+            tokens = next_tokens(draft, path_BD, verdict)
         state.memory.add(tokens, features, counts)
 
     def select(self, state: State, keep: list[int]) -> None:
@@ -218,6 +210,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def _level_inputs(self, token: Tensor, state: State, level: int) -> Tensor:
         """Drafted ids (B,) or (B, W) of a level as input of the next level."""
         return token
+
+    def _each(self, x: Tensor, memory: FeatureMemory) -> Tensor:
+        """Something of the requests, (B, ...), for every row of the memory."""
+        return x
+
+    def _mixed(self, feature: Tensor, state: State) -> Tensor:
+        """Predicted features of the memory's rows as the LM head reads them, (B, ...)."""
+        return feature
 
     def _logits(self, feature: Tensor) -> Tensor:
         return self.layer.logits(feature)
@@ -230,46 +230,44 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         memory.table = self._turns_to(max(memory.positions) + width + depth)
         if self.config.reduced:
             feature_BTF = self.head.reduced(feature_BTF.to(self.trained.dtype))
-        x_Nd = self.layer.join(token_BT, feature_BTF.to(self.dtype), memory.context_bias(width))
-        qkv = self.layer.project(x_Nd, rows, width, memory.rope(memory.table, width))
-        heads = self.config.heads
-        memory.write(qkv[:, :, heads:])
+        bias, rope = memory.context_bias(width), memory.rope(memory.table, width)
+        x_Nd, query_BTHE = self.layer.read(memory, token_BT, feature_BTF.to(self.dtype), bias, rope)
         memory.advance(counts)
         if min(counts) == width:
-            x_Bd, query = x_Nd.view(rows, width, -1)[:, -1], qkv[:, -1, :heads]
+            x_Bd, query = x_Nd.view(rows, width, -1)[:, -1], query_BTHE[:, -1]
         else:
             row, last = torch.arange(rows, device=x_Nd.device), to_device(counts, x_Nd.device) - 1
-            x_Bd, query = x_Nd.view(rows, width, -1)[row, last], qkv[row, last, :heads]
+            x_Bd, query = x_Nd.view(rows, width, -1)[row, last], query_BTHE[row, last]
         return self.layer.after_attention(x_Bd, query, memory.attend)
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
-        """Grow a tree. With noise, children are ranked by their distribution *given* the noise of their position."""
+        """Grow a tree."""
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):
-            logits_BWV = self._logits(memory.mixed(feature_BWd, state.request.sampling.guidance))
-            distribution = warp(logits_BWV, state.request.sampling)
-            if state.noise is not None:
-                distribution = state.noise.perturb(distribution, level)
-            token_BW, parent_BW = tree_builder.grow(distribution.log_softmax(dim=-1))
+            logits_BWV = self._logits(self._mixed(feature_BWd, state))
+            token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
             if level + 1 == depth:
                 break
-            width, parent_BW = token_BW.shape[1], memory.each(parent_BW)
+            width, parent_BW = token_BW.shape[1], self._each(parent_BW, memory)
             carried = layouts.pick(feature_BWd, parent_BW)
-            entered_BW = memory.each(self._level_inputs(token_BW, state, level))
-            x_Nd = self.layer.join(entered_BW, carried, memory.context_bias_at(level))
-            eye = torch.eye(width, dtype=torch.bool, device=x_Nd.device).expand(rows, width, width)
+            entered_BW = self._each(self._level_inputs(token_BW, state, level), memory)
+            bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
+            eye = torch.eye(width, dtype=torch.bool, device=carried.device).expand(rows, width, width)
             seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
-            qkv = self.layer.project(x_Nd, rows, width, memory.rope_at(memory.table, level)[:, None])
-            memory.write(qkv[:, :, self.config.heads :], seen.shape[2] - width)
-            query_NHE = qkv[:, :, : self.config.heads].flatten(0, 1)
-            feature_Nd = self.layer.after_attention(x_Nd, query_NHE, partial(memory.attend_tree, seen_BWM=seen))
-            feature_BWd = feature_Nd.view(rows, width, -1)
+            x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, seen.shape[2] - width)
+            attend = partial(memory.attend_tree, seen_BWM=seen)
+            feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
         return tree_builder.finish(self.structure(state).nodes)
+
+    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
+        """The elements of prompts."""
+        raise NotImplementedError
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         """The elements of a lesson's prompts and answers."""
-        raise NotImplementedError
+        plan = self._plan(lesson.host_ids[:, : lesson.prompt_length], lesson.host_attention)
+        return layouts.extend(plan, lesson.prompt_length, lesson.lengths)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
         """Embeddings of a lesson's tokens, the first aside, (B, L + M - 1, d)."""
@@ -286,11 +284,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Logits (..., V) of the `ids` by the trained weights, of predicted features (..., d)."""
         return head_logits(self.lm_head, states, self.dtype)
-
-    @property
-    def ids(self) -> Tensor | None:
-        """Target ids of the trained logits, in ascending order; None: the target's vocabulary."""
-        return None
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
         """Self-fed steps over whole answers, for training (`visspec.train.capture.TrainingBatch`).

@@ -12,20 +12,21 @@ V vocabulary. Independent of model classes: token embeddings and LM head are arg
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import LARGEST, check_positive, check_whole, check_wholes, shorten
+from visspec.io.checkpoint import LARGEST, check_whole, check_wholes, shorten
+from visspec.models.drafting.checkpoint import DrafterConfig
 from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, unit
 from visspec.types import MAX_NODES
 
 
 @dataclass(frozen=True)
-class HeadConfig:
+class HeadConfig(DrafterConfig):
     """Configuration of the network and of its target.
 
     feature_layers: indices into the target's hidden_states (-1: last, after the final norm); any value but (-1,) adds
@@ -33,9 +34,6 @@ class HeadConfig:
     is no global vector. mrope_section: rotary channels per position row if the target uses M-RoPE, else ().
     """
 
-    family: str
-    vocab: int
-    hidden: int
     target_layers: int
     heads: int
     intermediate: int
@@ -45,25 +43,18 @@ class HeadConfig:
     rope_theta: float = 10000.0
     mrope_section: tuple[int, ...] = ()
     levels: int = 8
+    rope_scaling: ClassVar[dict | None] = None  # the next too as in `EagleConfig`
+    partial_rotary_factor: ClassVar[float] = 1.0
+    mrope_interleaved: ClassVar[bool] = False
 
     def __post_init__(self):
-        if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
-        for name in ("vocab", "hidden", "heads", "intermediate"):
-            check_whole(name, getattr(self, name))
+        super().__post_init__()
         check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
         check_whole("image_latents", self.image_latents, 0)
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
-        check_positive("rope_theta", self.rope_theta)
-        depth = self.target_layers
-        for name, low, high in (
-            ("feature_layers", -depth - 1, depth),
-            ("image_ids", 0, LARGEST),
-            ("mrope_section", 0, self.hidden),
-        ):
-            object.__setattr__(self, name, check_wholes(name, getattr(self, name), low, high))
-        if not self.feature_layers:
-            raise ValueError("feature_layers: got (), expected at least one layer")
+        self.check_layers(-self.target_layers - 1, self.target_layers)
+        for name, high in (("image_ids", LARGEST), ("mrope_section", self.hidden)):
+            object.__setattr__(self, name, check_wholes(name, getattr(self, name), 0, high))
         half = self.hidden // self.heads // 2
         if self.hidden != 2 * half * self.heads:
             raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
@@ -75,8 +66,8 @@ class HeadConfig:
         return self.hidden // self.heads
 
     @property
-    def kv_heads(self) -> int:
-        return self.heads
+    def rotated(self) -> int:
+        return self.head_size
 
     @property
     def key_heads(self) -> int:
@@ -91,9 +82,6 @@ class HeadConfig:
     def parts(self) -> int:
         """Number of hidden states per token, concatenated, that the target provides."""
         return len(self.feature_layers)
-
-    def to_dict(self) -> dict:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
 class ImageAdaptor(nn.Module):

@@ -29,24 +29,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.feature_head import HeadConfig
 from visspec.models.eagle.image_compression import FlashQueries, SpecVLMBranches, ViSpecAdaptor
 
 
-class EagleRMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale, computed in float32 as Llama's."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
-
-
-def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor, float]:
+def frequencies(config: EagleConfig | HeadConfig, device: torch.device | str) -> tuple[Tensor, float]:
     """Angle per position of each rotary channel, float32 (C,), and the factor of what is rotated, as transformers
     computes them for a scaling.
     """
@@ -58,7 +48,7 @@ def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor
     return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](layer, device)
 
 
-def turns(config: EagleConfig, length: int, device: torch.device | str) -> Tensor:
+def turns(config: EagleConfig | HeadConfig, length: int, device: torch.device | str) -> Tensor:
     """exp(i * position * frequency) for positions [0, length), times the scaling's factor, complex64 (P, C)."""
     frequency_C, factor = frequencies(config, device)
     angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency_C
@@ -108,7 +98,7 @@ class EagleAttention(nn.Module):
         self.o_proj = nn.Linear(config.heads * size, d, bias=False)
         for name, count in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
             if config.qk_norm:
-                self.add_module(name, EagleRMSNorm(size, config.eps))
+                self.add_module(name, LlamaRMSNorm(size, config.eps))
             elif config.qk_layer_norm:
                 self.add_module(name, ChameleonLayerNorm((count, size)))
 
@@ -133,11 +123,11 @@ class EagleLayer(nn.Module):
         super().__init__()
         self.self_attn, self.mlp = EagleAttention(config), EagleMLP(config)
         if config.fusion == "split":
-            self.input_layernorm = EagleRMSNorm(config.hidden, config.eps)  # of the embedding
-            self.hidden_norm = EagleRMSNorm(config.hidden, config.eps)  # of the feature
+            self.input_layernorm = LlamaRMSNorm(config.hidden, config.eps)  # of the embedding
+            self.hidden_norm = LlamaRMSNorm(config.hidden, config.eps)  # of the feature
         if config.norm_input or config.fusion == "cross":
-            self.input_layernorm = EagleRMSNorm(config.hidden, config.eps)
-        self.post_attention_layernorm = EagleRMSNorm(config.hidden, config.eps)
+            self.input_layernorm = LlamaRMSNorm(config.hidden, config.eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden, config.eps)
 
 
 class FeatureCrossAttention(nn.Module):
@@ -148,8 +138,8 @@ class FeatureCrossAttention(nn.Module):
     def __init__(self, config: EagleConfig):
         super().__init__()
         d, size = config.hidden, config.head_size
-        self.norm, self.mlp_norm, self.last_norm = (EagleRMSNorm(d, config.eps) for _ in range(3))
-        self.q_norm, self.k_norm = EagleRMSNorm(size, config.eps), EagleRMSNorm(size, config.eps)
+        self.norm, self.mlp_norm, self.last_norm = (LlamaRMSNorm(d, config.eps) for _ in range(3))
+        self.q_norm, self.k_norm = LlamaRMSNorm(size, config.eps), LlamaRMSNorm(size, config.eps)
         self.q_proj = nn.Linear(d, config.heads * size, bias=False)
         self.k_proj = nn.Linear(d, config.kv_heads * size, bias=False)
         self.v_proj = nn.Linear(d, config.kv_heads * size, bias=False)
@@ -210,17 +200,17 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList([EagleLayer(config)])
         if config.fusion == "split":
             self.fc = nn.Linear(config.parts * wide, d, bias=config.fc_bias)
-            self.norm = EagleRMSNorm(d, config.eps)
+            self.norm = LlamaRMSNorm(d, config.eps)
             if config.norm_before_fc:
-                self.input_norm = EagleRMSNorm(config.parts * wide, config.eps)
+                self.input_norm = LlamaRMSNorm(config.parts * wide, config.eps)
             if config.fc_norm:
-                self.fc_norm = nn.ModuleList(EagleRMSNorm(wide, config.eps) for _ in config.feature_layers)
+                self.fc_norm = nn.ModuleList(LlamaRMSNorm(wide, config.eps) for _ in config.feature_layers)
         elif config.fusion == "cross":
-            self.cross, self.norm = FeatureCrossAttention(config), EagleRMSNorm(d, config.eps)
+            self.cross, self.norm = FeatureCrossAttention(config), LlamaRMSNorm(d, config.eps)
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
             if config.norm_output:
-                self.norm = EagleRMSNorm(d, config.eps)
+                self.norm = LlamaRMSNorm(d, config.eps)
         if config.draft_vocab:
             count, rank = config.draft_vocab, config.head_rank
             self.lm_head = LowRank(d, rank, count) if rank else nn.Linear(d, count, bias=False)

@@ -7,7 +7,6 @@ and has the position of the token before it, as serving engines count. Shapes as
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,17 +17,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from visspec.models.decoder.target import content_ids, text_sizes
-from visspec.models.drafting import level_tree as block_tree
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.published_config import check_verifier_named
 from visspec.models.drafting.structure import Chain
 from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.drafter import FeatureDrafter, scaled_section
-from visspec.models.eagle.feature_drafting import FeatureDrafting
-from visspec.models.eagle.head import EagleHead, LowRank, turns, turns_at
-from visspec.models.eagle.layer import PublishedLayer, head_logits, stored_rows
+from visspec.models.eagle.head import EagleHead, LowRank
+from visspec.models.eagle.layer import FeatureMemory, PublishedLayer, head_logits, stored_rows
 from visspec.types import Draft, State, TrainingBatch
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
@@ -47,15 +43,11 @@ class EagleDrafter(FeatureDrafter):
 
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
-        self.check_target(config, model)
         if 0 < config.draft_vocab < width:
             raise ValueError(
                 f"width: got {width}, expected at most the {config.draft_vocab} ids that the head predicts"
             )
-        self.model, self.images = model, config.images == "latents"
-        embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        self.borrowed = (embed, lm_head)
-        FeatureDrafting.__init__(self, head, embed, lm_head, self._like(model), width, nodes)
+        super().__init__(head, model, width=width, nodes=nodes, images=config.images == "latents")
         levels = config.levels if width == 1 or config.block == 1 else min(config.levels, config.block)
         self.traits = replace(self.traits, levels=levels, embeddings=config.images in SEEN, joins=True)
 
@@ -67,19 +59,14 @@ class EagleDrafter(FeatureDrafter):
 
     @classmethod
     def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
-        text = target.config.get_text_config()
-        rope = getattr(text, "rope_parameters", None) or {}
-        heads = options.get("heads", text.num_attention_heads)
+        known, text = super().defaults(target, options), target.config.get_text_config()
+        rope, heads = getattr(text, "rope_parameters", None) or {}, known["heads"]
         size = options.get("head_size", text.hidden_size // heads)
         index = options.get("positions") == "index"
-        return {
+        return known | {
             "hidden": text.hidden_size,
-            "heads": heads,
             "kv_heads": heads,
             "head_size": size,
-            "intermediate": text.intermediate_size,
-            "image_ids": tuple(sorted(content_ids(target.config))),
-            "rope_theta": float(rope.get("rope_theta", 10000.0)),
             "mrope_section": () if index else scaled_section(rope, size // 2),
             "mrope_interleaved": bool(rope.get("mrope_interleaved")) and not index,
         }
@@ -125,9 +112,7 @@ class EagleDrafter(FeatureDrafter):
         self.refresh()
 
     def _draft_layer(self) -> PublishedLayer:
-        same = self.trained.dtype == self.dtype
-        head = self.head if same else copy.deepcopy(self.head).to(self.dtype)
-        return PublishedLayer(head, self.embed, self.lm_head)
+        return PublishedLayer(self.head_in(self.dtype), self.embed, self.lm_head)
 
     def _chains(self) -> bool:
         return super()._chains() and self.config.block == 1
@@ -136,18 +121,11 @@ class EagleDrafter(FeatureDrafter):
     def ids(self) -> Tensor | None:
         return self.head.ids
 
-    def _rotations(self, length: int, device: torch.device) -> Tensor:
-        return turns(self.config, length, device)
-
-    def _rotations_at(self, rope_table_PC: Tensor, position: Tensor) -> Tensor:
-        return turns_at(rope_table_PC, position, self.config.mrope_section, self.config.mrope_interleaved)
-
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        real = None if attention_BL is None else attention_BL.tolist()
-        image_ids, latents = frozenset(self.config.image_ids), self.config.image_latents
-        return layouts.shift_published(ids_BL.tolist(), real, image_ids, self.config.images, latents)
+        config = self.config
+        return layouts.plan(ids_BL, attention_BL, config.image_ids, config.image_latents, config.images, ahead=1)
 
     def _context(
         self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
@@ -198,9 +176,8 @@ class EagleDrafter(FeatureDrafter):
         depth = self.levels(state, depth)
         spread = cast(PublishedLayer, self.layer).head.spread
         ahead_BKd = spread(self._catch_up(memory, depth))
-        if (structure := self.structure(state)).width > 1:
-            logits_BKV = self._logits(ahead_BKd[:, :depth])
-            return block_tree.over(state, logits_BKV, self.tree_builder(state, logits_BKV.shape[1]), structure.nodes)
+        if self.structure(state).width > 1:
+            return self.block_tree(state, self._logits(ahead_BKd[:, :depth]))
         chain = Chain(state, self.stop)
         while True:
             chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
@@ -210,13 +187,12 @@ class EagleDrafter(FeatureDrafter):
 
     def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
         """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""
-        rows, width, heads = *feature_BKd.shape[:2], self.config.heads
+        rows, width = feature_BKd.shape[:2]
         done = token_BT.shape[1] - width
-        x_Nd = self.layer.join(token_BT[:, done:], feature_BKd, memory.context_bias(width))
-        qkv = self.layer.project(x_Nd, rows, width, memory.rope(memory.table[done:], width))
-        memory.write(qkv[:, :, heads:], done)
-        x_Bd = x_Nd.view(rows, width, -1)[:, -1]
-        return self.layer.after_attention(x_Bd, qkv[:, -1, :heads], partial(memory.attend, drafted=done + width))
+        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, done)
+        x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, done:], feature_BKd, bias, rope, done)
+        attend = partial(memory.attend, drafted=done + width)
+        return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
 
     def _spread(self, feature: Tensor) -> Tensor:
         return self.head.spread(feature)

@@ -20,22 +20,14 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.grammar import fixed_ids
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.drafting.structure import Chain
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
-from visspec.models.eagle.layer import head_logits
-from visspec.models.image_codes.drafting import (
-    IMPOSSIBLE,
-    ImageNetworkDrafter,
-    check_grid,
-    embedding,
-    warn_of_guidance,
-)
+from visspec.models.eagle.layer import FeatureMemory, head_logits
+from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter, check_grid, embedding, warn_of_guidance
 from visspec.models.image_codes.target import Family, ImageAR
-from visspec.models.jacobi.drafter import Jacobi, Window
-from visspec.models.jacobi.front import Front
+from visspec.models.jacobi.drafter import Front, Jacobi, Window
 from visspec.sampling import Gumbel, child_generator, warp
 from visspec.types import (
     FREE,
@@ -66,21 +58,12 @@ class ImageMemory(FeatureMemory):
     window: Window | None = None  # behind the chain
     parts = 1
 
-    def context_bias(self, width: int) -> Tensor | None:
-        return None if self.places is None else self.rope(self.places, width)
-
-    def context_bias_at(self, level: int) -> Tensor | None:
-        return None if self.places is None else self.rope_at(self.places, level)[:, None]
+    def context_bias(self, width: int, offset: int = 0) -> Tensor | None:
+        return None if self.places is None else self.rope(self.places, width, offset)
 
     def each(self, x: Tensor) -> Tensor:
+        """Something of the requests, (B, ...), for every row of the memory."""
         return x if self.parts == 1 else torch.cat([x, x])
-
-    def mixed(self, feature: Tensor, guidance: float) -> Tensor:
-        """A head without a bias gives of the mixture of two states the mixture of their logits."""
-        if self.parts == 1:
-            return feature
-        conditional, unconditional = feature.chunk(2)
-        return unconditional + guidance * (conditional - unconditional)
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
         super().add(self.each(token_BT), torch.cat(feature_BTF.chunk(self.parts, dim=-1)), counts * self.parts)
@@ -99,8 +82,8 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
     nodes per depth. window: places of a Jacobi window, the first `levels` of which (default 2) are drafted with the
-    network (`jacobi.front`); 0 is none. Raises ValueError for other options, or when the network was made for another
-    target.
+    network (`jacobi.drafter.Front`); 0 is none. Raises ValueError for other options, or when the network was made for
+    another target.
     """
 
     head_class = ImageHead
@@ -207,8 +190,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        real = None if attention_BL is None else attention_BL.tolist()
-        return layouts.plan(ids_BL.tolist(), real, frozenset(), 0)
+        return layouts.plan(ids_BL, attention_BL, (), 0)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         super().observe(state, draft, self._whole(scores), verdict, outcome)
@@ -257,8 +239,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
-        layout = self._plan(lesson.host_ids[:, : lesson.prompt_length], lesson.host_attention)
-        layout = layouts.extend(layout, lesson.prompt_length, lesson.lengths)
+        layout = super()._lesson_layout(lesson)
         return dataclasses.replace(layout, image=(layout.token - lesson.prompt_length + 2).clamp(min=0))
 
     def _following(self, lesson: TrainingBatch) -> Tensor:

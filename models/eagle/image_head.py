@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import check_positive, check_whole, shorten
+from visspec.io.checkpoint import check_fields, shorten
 from visspec.models.eagle.feature_head import FeatureHead, HeadConfig
 from visspec.models.layers import TINY
 
@@ -37,16 +37,12 @@ class ImageHeadConfig(HeadConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("codes", "rows", "columns"):
-            check_whole(name, getattr(self, name))
+        check_fields(self, "codes", "rows", "columns")
         if self.codes > self.vocab or self.image_latents or self.feature_layers != (-1,):
             raise ValueError(
                 f"codes, image_latents, feature_layers: got {self.codes}, {self.image_latents},"
                 f" {shorten(self.feature_layers)}, expected at most {self.vocab} (vocab), 0 and the last layer alone"
             )
-        check_positive("guidance", self.guidance)
-        if type(self.guided) is not bool:
-            raise ValueError(f"guided: got {shorten(self.guided)}, expected true or false")
 
     @property
     def parts(self) -> int:

@@ -19,7 +19,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from visspec.io.checkpoint import (
     CONFIG,
@@ -34,11 +33,10 @@ from visspec.io.checkpoint import (
 from visspec.models.drafting.checkpoint import Shapes, on_meta
 from visspec.models.drafting.published_config import strip_prefix
 from visspec.models.eagle.config import EagleConfig
-from visspec.models.eagle.head import EagleHead, turns
+from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
 from visspec.models.eagle.layer import PublishedLayer
 from visspec.models.eagle.layout import layer_fields
-from visspec.models.image_codes.drafting import IMPOSSIBLE
 from visspec.models.image_codes.target import Family
 from visspec.types import Scores, State
 
@@ -118,15 +116,24 @@ class LanternDrafter(ImageFeatureDrafter):
 
     def _rotations(self, length: int, device: torch.device) -> Tensor:
         if self.config.positions != "grid":
-            return turns(self.config, length, device)
+            return super()._rotations(length, device)
         table_PC = self.family.grid_rope()
         assert table_PC is not None
         place = torch.arange(1, length + 1, device=device)  # of the token behind the feature's
         return table_PC.to(device)[place.clamp(max=len(table_PC) - 1)]
 
+    def _each(self, x: Tensor, memory: ImageMemory) -> Tensor:  # type: ignore[override]
+        return memory.each(x)
+
+    def _mixed(self, feature: Tensor, state: State) -> Tensor:
+        """A head without a bias gives of the mixture of two states the mixture of their logits."""
+        if state.memory.parts == 1:
+            return feature
+        conditional, unconditional = feature.chunk(2)
+        return unconditional + state.request.sampling.guidance * (conditional - unconditional)
+
     def _logits(self, feature: Tensor) -> Tensor:
-        logits = self.family.head(feature.to(self.dtype))
-        return F.pad(logits, (0, self.family.grammar), value=IMPOSSIBLE)
+        return self._with_grammar(self.family.head(feature.to(self.dtype)))
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt of each row, and under guidance the unconditional one."""

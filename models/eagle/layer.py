@@ -1,12 +1,17 @@
-"""The one layer of a feature drafter, as drafting calls it: eager, compiled or recorded as a CUDA graph.
+"""The one layer of a feature drafter, as drafting calls it: eager, compiled or recorded as a CUDA graph; and its keys
+and values.
 
 `FoldedLayer` has the weights of our own network (`feature_head.FeatureHead`) with norms folded into the following
 matrices; `PublishedLayer` runs a published one (`head.EagleHead`) as it is. A level of drafting is `join` (the layer's
 input), `project` (queries, keys, values), attention by whoever holds keys and values, `after_attention` (the rest of
 the layer) and `logits`.
 
-Shapes: B rows, T elements, N = B * T, H heads, K heads of keys, E head size, C rotations, d hidden size, F features,
-V vocabulary.
+Row b of a `FeatureMemory` has slots [0, lengths[b]) for elements with the target's features; drafted elements are
+written after them and overwritten in the next round. Row lengths may differ and are stored on the host, so nothing
+synchronises.
+
+Shapes: B rows, T elements, N = B * T, S slots, H heads, K heads of keys, E head size, C rotations, W frontier width,
+M drafted tree nodes, d hidden size, F features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,13 +24,170 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.models.drafting.memory import FeatureMemory
+from visspec.cache import first_room, more_room, move_rows, to_device, widen_store
+from visspec.models.drafting.memory import PendingInputs
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import TINY, over_vocabulary, rotate, unit
+from visspec.models.runner.buffer_pool import BufferLease
 
 FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
+
+
+class FeatureMemory(PendingInputs):
+    """State of one request.
+
+    heads: of keys, and as many of values. first: the position, by row, of the first element after the prompt's read.
+    answer: elements that will follow, for which there is room from the start as in `cache.SlotCache`.
+    """
+
+    def __init__(self, heads: int, first: list[int], answer: int = 0):
+        super().__init__()
+        self.heads, self.answer = heads, answer
+        self.positions = first  # position of each row's next element
+        self.lengths: list[int] = [0] * len(first)
+        self.image_bias: Tensor | None = None  # (B, d) term of the last global vector in a layer input
+        self.kv = torch.empty(0)
+        self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
+        self.lease: BufferLease | None = None  # what keeps a store that was lent from others
+        self.table = torch.empty(0)  # rotations by position, as far as this draft goes
+
+    def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:
+        """Store the prompt's keys and values, packed to the left, (B, T, 2H, E); those of its elements from `start` on.
+        lengths: of whole prompts.
+        """
+        end = start + kv_BTHE.shape[1]
+        if start == 0:
+            room = first_room(max(end, *lengths), self.answer)
+            self.move_storage(kv_BTHE.new_zeros(kv_BTHE.shape[0], room, *kv_BTHE.shape[2:]), 0)
+            self.lengths = list(lengths)
+            self._measure()
+        self.kv[:, start:end] = kv_BTHE
+
+    def move_storage(self, kv_BSHE: Tensor, spare: int) -> None:
+        """Go on in another store, which holds what this one does, with `spare` rows behind."""
+        self.kv, self.spare = kv_BSHE, spare
+        self._keys = self.kv[:, :, : self.heads].transpose(1, 2)
+        self._values = self.kv[:, :, self.heads :].transpose(1, 2)
+
+    def _measure(self) -> None:
+        """Update data derived from the rows' lengths and positions."""
+        device = self.kv.device
+        self.even = min(self.lengths) == max(self.lengths) and min(self.positions) == max(self.positions)
+        self.end = max(self.lengths)
+        if not self.even:
+            self._length_B = to_device(self.lengths, device)
+            self._position_B = to_device(self.positions, device)
+            self._row_B = torch.arange(len(self.lengths), device=device)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for this many slots."""
+        if self.kv.shape[1] < slots:
+            self._enlarge(len(self.kv), more_room(slots, self.kv.shape[1]))
+
+    def _enlarge(self, rows: int, room: int) -> None:
+        """Go on in a larger store."""
+        grown = self.kv.new_zeros(rows, room, *self.kv.shape[2:])
+        grown[: len(self.kv), : self.end] = self.kv[:, : self.end]
+        self.move_storage(grown, 0)
+
+    def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
+        """Store elements to be processed later: counts[b] in row b, padded on the right."""
+        self.pending_inputs.append((token_BT, feature_BTF, counts))
+
+    def rope(self, rope_table_PC: Tensor, width: int, offset: int = 0) -> Tensor:
+        """Rotations of `width` elements, `offset` behind the last one read, (1|B, T, C)."""
+        if self.even:
+            first = self.positions[0] + offset
+            return rope_table_PC[None, first : first + width]
+        ahead = torch.arange(offset, offset + width, device=rope_table_PC.device)
+        return rope_table_PC[self._position_B[:, None] + ahead]
+
+    def context_bias(self, width: int, offset: int = 0) -> Tensor | None:
+        """Context term of the layer inputs of the same elements, (1|B, 1|T, d)."""
+        return None if self.image_bias is None else self.image_bias[:, None]
+
+    def write(self, kv_BTHE: Tensor, offset: int = 0) -> None:
+        """Write a block `offset` slots after the processed elements. Padding is written to unused slots."""
+        width = kv_BTHE.shape[1]
+        if self.even:
+            self.kv[:, self.end + offset : self.end + offset + width] = kv_BTHE
+        else:
+            slot = self._length_B[:, None] + torch.arange(offset, offset + width, device=kv_BTHE.device)
+            self.kv[self._row_B[:, None], slot] = kv_BTHE
+
+    def advance(self, counts: list[int]) -> None:
+        """Mark the first counts[b] elements of the block just written as processed."""
+        self.lengths = [n + c for n, c in zip(self.lengths, counts)]
+        self.positions = [p + c for p, c in zip(self.positions, counts)]
+        self._measure()
+
+    def attend(self, query_BHE: Tensor, part: int | None = None, drafted: int = 0) -> Tensor:
+        """Attention of one query per row over processed elements and `drafted` further ones, (B, H * E). part: the half
+        of the keys and values, by number, if queries have two kinds of them.
+        """
+        extent = self.end + drafted
+        mask = None
+        if not self.even:
+            slot = torch.arange(extent, device=query_BHE.device)
+            mask = (slot < (self._length_B + drafted)[:, None])[:, None, None]
+        return self._attended(query_BHE[:, :, None], part, extent, mask).reshape(query_BHE.shape[0], -1)
+
+    def _attended(self, query_BHWE: Tensor, part: int | None, extent: int, mask: Tensor | None) -> Tensor:
+        keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
+        if part is not None:
+            keys, values = keys.chunk(2, dim=1)[part], values.chunk(2, dim=1)[part]
+        grouped = query_BHWE.shape[1] > keys.shape[1]
+        return F.scaled_dot_product_attention(query_BHWE, keys, values, attn_mask=mask, enable_gqa=grouped)
+
+    def attend_tree(self, query_NHE: Tensor, part: int | None = None, *, seen_BWM: Tensor) -> Tensor:
+        """Attention of a frontier's queries, N = B * W, over processed elements and their ancestors in the tree,
+        (N, H * E). part: as of `attend`.
+        """
+        rows, width, nodes = seen_BWM.shape
+        extent = self.end + nodes
+        if self.even:
+            mask = torch.cat([seen_BWM.new_ones(rows, width, self.end), seen_BWM], dim=2)
+        else:
+            behind = torch.arange(extent, device=seen_BWM.device) - self._length_B[:, None]
+            inside = (behind >= 0) & (behind < nodes)
+            index = behind.clamp(0, nodes - 1)[:, None].expand(rows, width, extent)
+            mask = (behind < 0)[:, None] | (seen_BWM.gather(2, index) & inside[:, None])
+        query_BHWE = query_NHE.unflatten(0, (rows, width)).transpose(1, 2)
+        return self._attended(query_BHWE, part, extent, mask[:, None]).transpose(1, 2).reshape(rows * width, -1)
+
+    def select(self, keep: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        spare = self.spare + len(self.lengths) - len(keep)
+        self.move_storage(move_rows(self.kv, keep, self.kv[:, : self.end]), spare)
+        self.lengths, self.positions = ([x[b] for b in keep] for x in (self.lengths, self.positions))
+        self.image_bias = None if self.image_bias is None else self.image_bias[keep]
+        self.select_pending(keep)
+        self._measure()
+
+    def join(self, other: FeatureMemory, take: list[int]) -> None:
+        """Add rows of another request's memory, in the room that is spare."""
+        rows, wanted = len(self.lengths), len(self.lengths) + len(take)
+        longest = max(other.lengths[b] for b in take)
+        if self.spare >= len(take) and self.kv.shape[1] >= longest:
+            self.move_storage(widen_store(self.kv, wanted), self.spare - len(take))
+        else:
+            self._enlarge(wanted, max(self.kv.shape[1], other.kv.shape[1]))
+        self.kv[rows:, :longest] = other.kv[:, :longest][take]
+        if self.image_bias is not None or other.image_bias is not None:
+            self.image_bias = torch.cat([self._image_bias_like(other), other._image_bias_like(self)[take]])
+        self.lengths = self.lengths + [other.lengths[b] for b in take]
+        self.positions = self.positions + [other.positions[b] for b in take]
+        self.join_pending(other, take)
+        self._measure()
+
+    def _image_bias_like(self, other: FeatureMemory) -> Tensor:
+        """The rows' shift, or zeros if none of them has an image."""
+        if self.image_bias is not None:
+            return self.image_bias
+        assert other.image_bias is not None
+        return other.image_bias.new_zeros(len(self.lengths), other.image_bias.shape[1])
 
 
 class DraftLayer(nn.Module):
@@ -57,6 +219,24 @@ class DraftLayer(nn.Module):
         """The layer behind its queries: the predicted feature (N, d). attend: of queries to keys and values."""
         raise NotImplementedError
 
+    def read(
+        self,
+        memory: FeatureMemory,
+        token_BT: Tensor,
+        feature_BTd: Tensor,
+        bias: Tensor | None,
+        turn_BTC: Tensor,
+        offset: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values of elements, `offset` slots behind the processed ones: layer inputs (N, ...), and
+        queries (B, T, H, E).
+        """
+        x_N = self.join(token_BT, feature_BTd, bias)
+        rows, width = token_BT.shape
+        qkv = self.project(x_N, rows, width, turn_BTC)
+        memory.write(qkv[:, :, self.heads :], offset)
+        return x_N, qkv[:, :, : self.heads]
+
     def step(
         self,
         memory: FeatureMemory,
@@ -67,10 +247,8 @@ class DraftLayer(nn.Module):
         level: int,
     ) -> Tensor:
         """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
-        x_B = self.join(token_B[:, None], feature_Bd[:, None], bias_B1d)
-        qkv = self.project(x_B, len(x_B), 1, turn_B1C)
-        memory.write(qkv[:, :, self.heads :], level)
-        return self.after_attention(x_B, qkv[:, 0, : self.heads], partial(memory.attend, drafted=level + 1))
+        x_B, query_B1HE = self.read(memory, token_B[:, None], feature_Bd[:, None], bias_B1d, turn_B1C, level)
+        return self.after_attention(x_B, query_B1HE[:, 0], partial(memory.attend, drafted=level + 1))
 
     def logits(self, feature: Tensor) -> Tensor:
         """(..., d) -> (..., V)."""
@@ -101,13 +279,7 @@ class FoldedLayer(DraftLayer):
     table: Tensor | None  # (V, d) embedding half of fc for every token, bias included; None for large vocabularies
 
     @torch.no_grad()
-    def __init__(
-        self,
-        head: FeatureHead,
-        embed: nn.Embedding,
-        lm_head: nn.Module,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, head: FeatureHead, embed: nn.Embedding, lm_head: nn.Module, dtype: torch.dtype):
         """Fold a network, in float32."""
         super().__init__(head.config.heads, dtype)
         self.embed, self.lm_head = embed, lm_head

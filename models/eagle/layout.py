@@ -26,6 +26,7 @@ from visspec.io.checkpoint import CONFIG, check_shapes, check_wholes, load_stric
 from visspec.models.decoder.target import content_ids, vocabulary
 from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import (
+    check_ids,
     check_verifier,
     entry,
     list_of,
@@ -110,7 +111,8 @@ def read(
         context_bias = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
         tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], context_bias])
     load_strictly(head, {own: tensors[name] for own, name in names.items()}, folder, named)
-    check_ids(head, folder)
+    if head.ids is not None:
+        check_ids(folder, head.ids, head.t2d, config.vocab)
     return EagleDrafter(head, model, **options)
 
 
@@ -137,17 +139,6 @@ def _padding(data: dict, model: PreTrainedModel) -> int:
     count = data.get("vocab_size")
     missing = vocabulary(model) - count if type(count) is int and LLAVA in list_of(data.get("architectures")) else 0
     return missing if 0 < missing <= PADDED else 0
-
-
-def check_ids(head: EagleHead, folder: Path) -> None:
-    """Raises ValueError if the ids of a head of its own are not some of the target's, named the same way twice."""
-    if head.ids is None:
-        return
-    vocab, ids = head.config.vocab, head.ids
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
-        raise ValueError(f"drafter: d2t of {folder} names ids out of order or beyond {vocab}, expected ascending ones")
-    if not torch.equal(head.t2d.nonzero()[:, 0], ids):
-        raise ValueError(f"drafter: t2d of {folder} marks {int(head.t2d.sum())} ids, expected those that d2t names")
 
 
 # --- the configuration ------------------------------------------------------------------------------------------------

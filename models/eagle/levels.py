@@ -20,9 +20,8 @@ from torch.nn import functional as F
 
 from visspec.cache import contiguous_copy, to_device
 from visspec.kernels.common import next_power_of_2
-from visspec.models.drafting.memory import FeatureMemory
 from visspec.models.eagle.feature_drafting import FeatureDrafting
-from visspec.models.eagle.layer import DraftLayer
+from visspec.models.eagle.layer import DraftLayer, FeatureMemory
 from visspec.models.runner.buffer_pool import GraphBufferPool, one_line
 from visspec.models.runner.compiled import CompiledFunctions, close
 from visspec.replay import REPLAYING, Recording, stream

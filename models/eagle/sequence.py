@@ -9,6 +9,7 @@ d hidden size, F features.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +30,7 @@ class PromptLayout:
     image: Tensor  # 1 + index of the last run before the element, or 0
     last_image: Tensor  # (B,) the same for generated tokens
     runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
-    prompt: int = 0  # tokens of the prompts
+    prompt: int  # tokens of the prompts
 
     def part(self, start: int, size: int) -> PromptLayout:
         """Elements from `start` on, at most `size`."""
@@ -37,68 +38,49 @@ class PromptLayout:
         return replace(self, **own)
 
 
-def plan(ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], latents: int) -> PromptLayout:
+def plan(
+    ids_BL: Tensor,
+    attention_BL: Tensor | None,
+    image_ids: Collection[int],
+    latents: int,
+    images: str = "latents",
+    ahead: int = 0,
+) -> PromptLayout:
     """The elements of prompts, except the last, which needs the first generated token.
 
-    ids: prompts of equal length. real: false at padding. With latents 0 image slots have no elements.
+    attention: false at padding. images: as in `eagle.config.IMAGES`; with latents 0 image slots
+    have no elements. "embeddings": `latent` is 1 + the index of the slot in the batch. ahead: 1 for published drafters,
+    which count the element of tokens t and t + 1 to an image if t + 1 is a slot, 0 if t is.
     """
+    ids, real = ids_BL.tolist(), None if attention_BL is None else attention_BL.tolist()
     runs: list[tuple[int, int, int]] = []
     rows, newest = [], []
     for b, row in enumerate(ids):
         entries, start, image = [], None, 0
-        for t, token in enumerate(row):
+        for spot, token in enumerate(row[ahead:], start=ahead):
+            t = spot - ahead  # the element is that of t and t + 1
             if real is not None and not real[b][t]:
                 continue
-            if token in image_ids:
-                start = t if start is None else start
-                if t + 1 == len(row) or row[t + 1] not in image_ids:
-                    if latents:
-                        count = len(runs)
-                        runs.append((b, start, t + 1))
-                        image = count + 1
-                        spots = range(t + 1 - latents, t + 1)
-                        entries += [(0, max(s, start), 1 + count * latents + q, image) for q, s in enumerate(spots)]
-                    start = None
-            elif t + 1 < len(row):
-                entries.append((t, t, 0, image))
-        rows.append(entries)
-        newest.append(image)
-    return packed_rows(rows, newest, runs, len(ids[0]))
-
-
-def shift_published(
-    ids: list[list[int]], real: list[list[bool]] | None, image_ids: frozenset[int], images: str, latents: int
-) -> PromptLayout:
-    """The same for published drafters, which count the element of tokens t and t + 1 to an image if t + 1 is a slot.
-
-    images: as in `eagle.config.IMAGES`. "embeddings": `latent` is 1 + the index of slot t + 1 in the batch.
-    """
-    runs: list[tuple[int, int, int]] = []
-    rows, newest = [], []
-    for b, row in enumerate(ids):
-        entries, start, image = [], None, 0
-        for t, after in enumerate(row[1:], start=1):  # the element of t - 1 and t
-            if real is not None and not real[b][t - 1]:
-                continue
-            if after not in image_ids or images in ("slots", "placeholders"):
-                entries.append((t - 1, t - 1, 0, image))
+            if token not in image_ids or images in ("slots", "placeholders"):
+                if t + 1 < len(row):
+                    entries.append((t, t, 0, image))
             elif images == "embeddings":
-                entries.append((t - 1, t - 1, 1 + b * len(row) + t, 0))
+                entries.append((t, t, 1 + b * len(row) + spot, 0))
             elif latents:
-                start = t if start is None else start
-                if t + 1 == len(row) or row[t + 1] not in image_ids:
-                    first, count = start - 1, len(runs)
-                    runs.append((b, start, t + 1))
+                start = spot if start is None else start
+                if spot + 1 == len(row) or row[spot + 1] not in image_ids:
+                    first, count = start - ahead, len(runs)
+                    runs.append((b, start, spot + 1))
                     image, start = count + 1, None
-                    spots = range(t - latents, t)
-                    entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(spots)]
+                    places = range(t + 1 - latents, t + 1)
+                    entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(places)]
         rows.append(entries)
         newest.append(image)
     return packed_rows(rows, newest, runs, len(ids[0]))
 
 
 def packed_rows(
-    rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int = 0
+    rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int
 ) -> PromptLayout:
     """A layout of rows of (token, slot, latent, image)."""
     width = max(map(len, rows), default=0)
@@ -127,15 +109,13 @@ def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> Prom
         return torch.where(new, value, torch.nn.functional.pad(x, (0, width - x.shape[1])))
 
     lengths = [n + max(m - 1, 0) for n, m in zip(layout.lengths, answers)]
-    return PromptLayout(
-        lengths,
-        grown(layout.token, step),
-        grown(layout.slot, step),
-        grown(layout.latent, 0),
-        grown(layout.image, layout.last_image[:, None]),
-        layout.last_image,
-        layout.runs,
-        layout.prompt,
+    return replace(
+        layout,
+        lengths=lengths,
+        token=grown(layout.token, step),
+        slot=grown(layout.slot, step),
+        latent=grown(layout.latent, 0),
+        image=grown(layout.image, layout.last_image[:, None]),
     )
 
 

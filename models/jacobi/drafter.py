@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.cache import to_device
+from visspec.cache import gather_rows, to_device
 from visspec.distributions import Categorical, categorical, draw, residual
 from visspec.grammar import fixed_ids
-from visspec.sampling import BufferedNoise, Gumbel, Uniform, child_generator
+from visspec.sampling import BufferedNoise, Gumbel, Uniform, child_generator, warp
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
@@ -36,6 +36,7 @@ STARTS = ("random", "left", "above")
 NARROWEST = 4  # minimum window, for any number of rows
 MOST_NODES = 512  # of a proactive tree
 UNKNOWN = -1
+LEAST = -100.0  # of a logarithm that is multiplied: top-k and top-p of the two may have no token in common
 
 
 @dataclass
@@ -144,12 +145,13 @@ class Jacobi(Drafter):
         at_BW = verdict.length[:, None] + torch.arange(width, device=verdict.length.device)
         judged_BW, stands_BW = at_BW <= draft.levels, at_BW < width
         tokens = old.tokens.gather(1, at_BW.clamp(max=width - 1))
-        logp_BWV = _take(categorical(scores.distribution).logits, at_BW)
+        logits_BNV = categorical(scores.distribution).logits
+        logp_BWV = gather_rows(logits_BNV, at_BW.clamp(max=logits_BNV.shape[1] - 1))
         if old.q is None:
             window = Window(torch.where(judged_BW, self._coupled_tokens(logp_BWV, state), tokens), None, None)
         else:
             assert old.noise is not None  # it comes with q
-            p_BWV, q_BWV = logp_BWV.softmax(dim=-1), _take(old.q, at_BW)
+            p_BWV, q_BWV = logp_BWV.softmax(dim=-1), gather_rows(old.q, at_BW.clamp(max=width - 1))
             if self.redraw == "gumbel":  # noise is indexed by position
                 old.noise.advance([len(t) for t in outcome.tokens])
             drawn = self._redraw(p_BWV, tokens, q_BWV, stands_BW, old.noise)
@@ -262,6 +264,49 @@ class Jacobi(Drafter):
         return to_device(found, state.pending.device)
 
 
+class Front:
+    """Builds the first places of a window by a trained drafter, level by level, as `drafting.structure.Chain` builds a
+    chain: the drafter's distributions and the window's, multiplied.
+
+    Behind a rejected code a window's first guess is the weakest: it was made for the code that was rejected. A trained
+    head has seen the code that took its place, but not what stands behind. The two are mixed as q in proportion to
+    own^weight * window^(1 - weight), place by place, until a place keeps its token: those behind it were drafted for
+    that token, and stay. Tokens are drawn with the numbers of their positions, the target's own under the rule `exact`.
+    weight: of the logits that are added, 0 to 1.
+    """
+
+    def __init__(self, state: State, window: Window, depth: int, weight: float):
+        self.pending, self.sampling, self.window, self.weight = state.pending, state.request.sampling, window, weight
+        noise = window.noise or state.noise
+        self.numbers = None if noise is None else noise.window(depth)
+        self.tokens = list(window.tokens[:, :depth].unbind(1))
+        self.q = None if window.q is None else list(window.q[:, :depth].unbind(1))
+        self.open_B = torch.ones_like(self.pending, dtype=torch.bool)  # no place has kept its token yet
+        self.level = 0
+
+    def add(self, logits_BV: Tensor) -> Tensor:
+        """Mix the next place with these logits of the drafter. Returns its tokens (B,)."""
+        level, window = self.level, self.window
+        self.level += 1
+        logp_BV = warp(logits_BV, self.sampling).log_softmax(dim=-1)
+        if window.logp is not None and window.judged is not None:
+            known_BV = window.logp[:, level].clamp(min=LEAST)
+            mixed_BV = self.weight * logp_BV.clamp(min=LEAST) + (1 - self.weight) * known_BV
+            logp_BV = torch.where(window.judged[:, level, None], mixed_BV, logp_BV)
+        scores_BV = logp_BV if self.numbers is None else logp_BV + self.numbers[:, level, : logp_BV.shape[-1]]
+        old_B = self.tokens[level]
+        token_B = torch.where(self.open_B, scores_BV.argmax(dim=-1), old_B)
+        self.tokens[level] = token_B
+        if self.q is not None:
+            self.q[level] = torch.where(self.open_B[:, None], logp_BV.softmax(dim=-1), self.q[level])
+        self.open_B = self.open_B & (token_B != old_B)
+        return token_B
+
+    def finish(self) -> Draft:
+        q = None if self.q is None else Categorical(p=torch.stack([self.q[0], *self.q], dim=1))  # the root's is unused
+        return trees.chain_draft(self.pending, torch.stack(self.tokens, dim=1), q)
+
+
 @lru_cache(maxsize=256)
 def proactive(depth: int, deep: int, branch: int, device: str) -> tuple[Tree, Tensor]:
     """A window of `depth` nodes, followed by the nodes that complete its first `deep` levels to a full tree; and the
@@ -280,9 +325,3 @@ def proactive(depth: int, deep: int, branch: int, device: str) -> tuple[Tree, Te
                 pick.append((d - 1) * branch + rank)
         level = below
     return trees.static(tuple(parents), device), torch.tensor(pick, dtype=torch.long, device=device)
-
-
-def _take(laws_BNV: Tensor, at_BW: Tensor) -> Tensor:
-    """Rows of a stack of distributions, the last one if the index is out of range: (B, W, V)."""
-    index = at_BW.clamp(max=laws_BNV.shape[1] - 1)[..., None]
-    return laws_BNV.gather(1, index.expand(-1, -1, laws_BNV.shape[-1]))

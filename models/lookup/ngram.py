@@ -28,45 +28,36 @@ class NGram(Drafter):
         self.longest, self.shortest = longest, shortest
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = _Histories(state.request.prompt.tolist(), self.longest)
+        state.memory = [_History(prompt, self.longest) for prompt in state.request.prompt.tolist()]
 
     def propose(self, state: State, depth: int) -> Draft:
-        for row in state.rows:
-            state.memory.extend(row, state.tokens[row])
         most = PATIENCE if state.doubted else None
-        found = [state.memory.continuation(r, depth, self.shortest, most) for r in state.rows]
+        found = []
+        for row in state.rows:
+            history: _History = state.memory[row]
+            history.append(state.tokens[row][len(history.ids) - history.prompt :])
+            found.append(history.continuation(depth, self.shortest, most))
         return trees.ragged_draft(state.pending, found)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         for b, row in zip(take, state.rows[-len(take) :]):
-            state.memory.place(row, other.memory, other.rows[b])
+            state.memory[row : row + 1] = [other.memory[other.rows[b]]]
 
 
-class _Histories:
-    """Per row: prompt + output, for every n-gram where its newest continuation starts, and for every n how often in
+class _History:
+    """Prompt and output of a row, for every n-gram where its newest continuation starts, and for every n how often in
     turn the continuation was wrong (before any was right: `PATIENCE`).
     """
 
-    def __init__(self, prompts: list[list[int]], longest: int):
-        self.longest = longest
-        self.ids: list[list[int]] = [[] for _ in prompts]
-        self.prompt = [len(p) for p in prompts]
-        self.seen: list[dict[tuple[int, ...], int]] = [{} for _ in prompts]
-        self.wrong = [[PATIENCE] * (longest + 1) for _ in prompts]
-        for row, prompt in enumerate(prompts):
-            self._append(row, prompt)
+    def __init__(self, prompt: list[int], longest: int):
+        self.longest, self.prompt = longest, len(prompt)
+        self.ids: list[int] = []
+        self.seen: dict[tuple[int, ...], int] = {}
+        self.wrong = [PATIENCE] * (longest + 1)
+        self.append(prompt)
 
-    def place(self, row: int, other: _Histories, theirs: int) -> None:
-        """Row `theirs` of other histories becomes this row, which may be the next one."""
-        for name in ("ids", "prompt", "seen", "wrong"):
-            mine, new = getattr(self, name), getattr(other, name)
-            mine[row : row + 1] = new[theirs : theirs + 1]
-
-    def extend(self, row: int, tokens: list[int]) -> None:
-        self._append(row, tokens[len(self.ids[row]) - self.prompt[row] :])
-
-    def _append(self, row: int, tokens: list[int]) -> None:
-        ids, seen, wrong = self.ids[row], self.seen[row], self.wrong[row]
+    def append(self, tokens: list[int]) -> None:
+        ids, seen, wrong = self.ids, self.seen, self.wrong
         for token in tokens:
             for n in range(1, min(self.longest, len(ids)) + 1):
                 gram = tuple(ids[-n:])
@@ -75,11 +66,10 @@ class _Histories:
                 seen[gram] = len(ids)
             ids.append(token)
 
-    def continuation(self, row: int, limit: int, shortest: int, most: int | None = None) -> list[int]:
+    def continuation(self, limit: int, shortest: int, most: int | None) -> list[int]:
         """Up to `limit` ids; most: only by lengths that were wrong fewer times in turn."""
-        ids, seen, wrong = self.ids[row], self.seen[row], self.wrong[row]
-        for n in range(min(self.longest, len(ids)), shortest - 1, -1):
-            start = seen.get(tuple(ids[-n:]))
-            if start is not None and (most is None or wrong[n] < most):
-                return ids[start : start + limit]
+        for n in range(min(self.longest, len(self.ids)), shortest - 1, -1):
+            start = self.seen.get(tuple(self.ids[-n:]))
+            if start is not None and (most is None or self.wrong[n] < most):
+                return self.ids[start : start + limit]
         return []

@@ -14,10 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import categorical
-from visspec.models.drafting.static_tree import likeliest
+from visspec.models.drafting.static_tree import likeliest, plan
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
 
 FIRST, FALL = 0.6, 0.35  # how often the best candidate is right, and each further one relative to the one before
@@ -125,13 +124,6 @@ def _shape(depth: int, nodes: int, width: int, device: str) -> tuple[Tree, list[
     every level each node's parent within the level above and its rank among the candidates.
     """
     rates = [(FIRST * FALL**rank, rank) for rank in range(width)]
-    found = likeliest(nodes, lambda above: rates if above < depth else [])
-    place = {(): 0} | {path: n for n, path in enumerate(found, 1)}
-    parent = [-1, *(place[path[:-1]] for path in found)]
-    levels, first = [], 0
-    for level in range(1, max(map(len, found)) + 1):
-        here = [path for path in found if len(path) == level]
-        above = torch.tensor([place[path[:-1]] - first for path in here], device=device)
-        levels.append((above, torch.tensor([path[-1] for path in here], device=device)))
-        first = place[here[0]]
-    return trees.static(tuple(parent), device), levels
+    tree, levels = plan(likeliest(nodes, lambda above: rates if above < depth else []), device)
+    parents = [below.parent if n == 0 else levels[n - 1].open[below.parent] for n, below in enumerate(levels)]
+    return tree, [(parent, level.rank) for parent, level in zip(parents, levels)]

@@ -77,7 +77,7 @@ NAMED = [  # name, file, what it replaces, by what
     ("a token too many is kept", "models/decoder/small_model.py",
      "self.drafted) for path", "self.drafted + 1) for path"),
     ("positions one early", "models/decoder/small_model.py", "self.own.position + 1", "self.own.position"),
-    ("joined rows with keys of others", "models/drafting/memory.py",
+    ("joined rows with keys of others", "models/eagle/layer.py",
      "other.kv[:, :longest][take]", "other.kv[:, :longest][: len(take)]"),
     ("laws of rows that left", "models/randar/ahead.py", "state.memory[keep]", "state.memory[: len(keep)]"),
 ]  # fmt: skip
