@@ -7,11 +7,9 @@ Records are frozen; `State` is the only mutable object of a request.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
@@ -377,13 +375,6 @@ class Trace:
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
     kept: list[Tensor] = field(default_factory=list)  # by scale, of a pruned target: (B, M) tokens through its blocks
-
-    @contextmanager
-    def stage(self, name: str):
-        start = time.perf_counter()
-        yield
-        self.latest[name] = time.perf_counter() - start
-        self.times[name] = self.times.get(name, 0.0) + self.latest[name]
 
 
 @dataclass

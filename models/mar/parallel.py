@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from visspec.distributions import Denoising
+from visspec.loop.decode import stage
 from visspec.loop.output import VectorBuffer
 from visspec.models.mar.target import MARTarget, revealed_counts, revealing
 from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
@@ -46,7 +47,7 @@ class ParallelMAR(Order):
         steps = revealing(target, known, noise, self.iterations, request.sampling, trace.calls)
         trace.origin = [[] for _ in rows]
         for step in range(self.iterations):
-            with trace.stage("verify" if step else "prefill"):
+            with stage(trace, "verify" if step else "prefill"):
                 numbers = next(steps)
             for row in rows:
                 assert isinstance(state.output, VectorBuffer)

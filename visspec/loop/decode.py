@@ -9,6 +9,9 @@ memory, which does not block. A request's processors, stop function and grammar 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, TypeVar
 
@@ -57,7 +60,7 @@ def start(target: Target, drafter: Drafter | None, rule: Acceptance, request: Re
     """Prefill, the first token of every row, and the drafter's own prefill."""
     state, scores = open_request(target, rule, request)
     if drafter is not None and state.live:
-        with state.trace.stage("draft_prefill"):
+        with stage(state.trace, "draft_prefill"):
             drafter.start(state, scores)
     return state
 
@@ -67,7 +70,7 @@ def advance(
 ) -> Outcome:
     """One round of all live rows."""
     trace = state.trace
-    with trace.stage("draft"):
+    with stage(trace, "draft"):
         forced = grammar.draft_forced(state)
         depth = length_policy.depth(state) if forced is None and drafter is not None and state.drafting else 0
         draft = (
@@ -75,25 +78,34 @@ def advance(
             if drafter is not None and depth
             else forced or trees.empty_draft(state.pending, own=True)
         )
-    with trace.stage("verify"):
+    with stage(trace, "verify"):
         scores = target.verify(state, draft)
-    with trace.stage("accept"):
+    with stage(trace, "accept"):
         verdict = rule(draft, scores, state.noise)
         outcome = apply_verdict(state, draft, scores, verdict)
-    with trace.stage("commit"):
+    with stage(trace, "commit"):
         target.commit(state, draft, outcome)
     if drafter is not None:
-        with trace.stage("observe"):
+        with stage(trace, "observe"):
             drafter.observe(state, draft, scores, verdict, outcome)
         if forced is None:
             length_policy.observe(trace)
     return outcome
 
 
+@contextmanager
+def stage(trace: Trace, name: str) -> Iterator[None]:
+    """Measure the host seconds of a stage."""
+    start = time.perf_counter()
+    yield
+    trace.latest[name] = time.perf_counter() - start
+    trace.times[name] = trace.times.get(name, 0.0) + trace.latest[name]
+
+
 def open_request(target: Target, rule: Acceptance, request: Request) -> tuple[State, Scores]:
     """Prefill, and the first token of every row: the acceptance of an empty draft below the prompt's last token."""
     trace = Trace()
-    with trace.stage("prefill"):
+    with stage(trace, "prefill"):
         state, scores = target.prefill(request)
         trace.calls, trace.origin = state.trace.calls, [[] for _ in state.rows]
         state.trace = trace

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from visspec.accept.exact import Exact
 from visspec.accept.local import Local, sampled_distributions
-from visspec.loop.decode import decode
+from visspec.loop.decode import decode, stage
 from visspec.loop.out_of_order import OutOfOrder, OutOfOrderDecoder, Places
 from visspec.types import Acceptance, Drafter, Order
 
@@ -89,7 +89,7 @@ class RejectedRegions(OutOfOrder):
     def schedule(self, decoder: OutOfOrderDecoder) -> None:
         assert self.rule is not None
         state, columns = decoder.state, decoder.columns
-        with state.trace.stage("draft"):
+        with stage(state.trace, "draft"):
             drafted_BN, real_BN = self._draft_codes(decoder)
         high = len(decoder.free) // columns
         step = self.rule.rows or high
@@ -110,7 +110,7 @@ class RejectedRegions(OutOfOrder):
         assert self.rule is not None
         logits_BNV = decoder.score_block(places, drafted_BN)
         state, greedy = decoder.state, decoder.noise_BTV is None
-        with state.trace.stage("accept"):
+        with stage(state.trace, "accept"):
             p_BNV = logits_BNV.softmax(-1)
             again_BN = self.rule.again(p_BNV, drafted_BN, real_BN, decoder.columns)
             costs = self.rule.cost(sampled_distributions(p_BNV, greedy), drafted_BN, ~again_BN)

@@ -21,6 +21,7 @@ from torch import Tensor
 from visspec.accept.local import sampled_distributions
 from visspec.cache import to_device
 from visspec.distributions import categorical
+from visspec.loop.decode import stage
 from visspec.sampling import Gumbel
 from visspec.types import FREE, Acceptance, Drafter, DraftLengthPolicy, Order, Request, Round, State, Target, Trace
 
@@ -58,7 +59,7 @@ def decode_wavefront(target: Target, order: OutOfOrder, request: Request) -> Sta
     """
     _check(request)
     trace = Trace()
-    with trace.stage("prefill"):
+    with stage(trace, "prefill"):
         state, scores = target.prefill(request)
         state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
@@ -68,7 +69,7 @@ def decode_wavefront(target: Target, order: OutOfOrder, request: Request) -> Sta
         decoder.step([[place]] * decoder.rows)
     order.schedule(decoder)
     if order.audit:
-        with trace.stage("audit"):
+        with stage(trace, "audit"):
             state.meters["drift"] = audit(decoder)
     decoder.finish()
     return state
@@ -189,7 +190,7 @@ class OutOfOrderDecoder:
         """Sample the tokens of (row, position) pairs from their distributions, with the noise of each position."""
         if not pairs:
             return
-        with self.state.trace.stage("accept"):
+        with stage(self.state.trace, "accept"):
             b_F, u_F = (to_device(x, logits_FV.device) for x in zip(*pairs))
             noise_FV = 0.0 if self.noise_BTV is None else self.noise_BTV[b_F, u_F]
             self.tokens_BT[b_F, u_F] = (logits_FV + noise_FV).argmax(-1)
@@ -211,7 +212,7 @@ class OutOfOrderDecoder:
         where_BN = to_device([[*t, *[NOWHERE] * (width - len(t))] for t in tables], device)
         source_BN = to_device([[*t.values(), *[0] * (width - len(t))] for t in tables], device)
         seen_BT = to_device(self.cached, device)
-        with self.state.trace.stage("verify"):
+        with stage(self.state.trace, "verify"):
             scores = self.target.revise(self.state, self.tokens_BT.gather(1, source_BN), where_BN, seen_BT)
         return categorical(scores.distribution).logits, [{t: n for n, t in enumerate(table)} for table in tables]
 
