@@ -25,7 +25,7 @@ from visspec.toys.recipes.animals import GRID, PROMPT, ClassStage, Telling, buil
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_score import draw_pictures, pictures_of, to_uint8
 from visspec.toys.recipes.painter_vq import latents, nearest
-from visspec.toys.recipes.recipe import Coder, PairOptions, Recipe, coding_stage, mixed_precision, training_stage
+from visspec.toys.recipes.recipe import Coder, PairOptions, Recipe, mixed_precision, write_coded
 from visspec.toys.world.suite import Metadata
 
 NAME, SEED = "painter-any-order", 0
@@ -184,6 +184,6 @@ PAINTER = Recipe(
     NAME,
     "Train the any-order painter.",
     PairOptions,
-    {"tokens": coding_stage(coders), "draw": training_stage(AnyOrderStage), "finish": finish},
+    {"tokens": partial(write_coded, coders), "draw": AnyOrderStage, "finish": finish},
     {"pairs": 12_000, "steps": 3000, "every": 600},
 )

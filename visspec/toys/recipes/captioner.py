@@ -32,8 +32,7 @@ from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor
 from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
-from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, mixed_precision, training_stage
+from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, mixed_precision
 from visspec.toys.world.captions import REQUESTS
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.worlds import WORLDS, World, world
@@ -290,9 +289,7 @@ class CaptionStage(TrainingStage):
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
         batch = self.waiting.pop(0)
         with torch.no_grad(), mixed_precision():
-            features = patch_features(
-                self.model.model.vision_tower, pixels(batch.scenes, self.world.side, self.world.draw)
-            ).float()
+            features = patch_features(self.model.model.vision_tower, self.world.pixels(batch.scenes)).float()
         return caption_loss(self.model, batch, features, self.encoder.first_image, self.naming)
 
     def figures(self) -> dict:
@@ -363,8 +360,8 @@ class CaptionerOptions(Options):
     rate: float = option("peak learning rate of the text model", 1.5e-3)
 
 
-DESCRIBING = {"caption": training_stage(CaptionStage), "finish": finish}
-STAGES = {"vision": training_stage(VisionStage)} | DESCRIBING
+DESCRIBING = {"caption": CaptionStage, "finish": finish}
+STAGES = {"vision": VisionStage} | DESCRIBING
 CAPTIONER = Recipe("captioner", "Train the captioner of shapes.", CaptionerOptions, STAGES, threads=2)
 SMALL = Recipe(
     "captioner-small",

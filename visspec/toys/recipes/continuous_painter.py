@@ -45,7 +45,7 @@ from visspec.toys.recipes.continuous_autoencoder import (
 )
 from visspec.toys.recipes.painter_build import without_words
 from visspec.toys.recipes.painter_score import to_uint8
-from visspec.toys.recipes.recipe import PairOptions, Recipe, coding_stage, training_stage
+from visspec.toys.recipes.recipe import PairOptions, Recipe, write_coded
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {
@@ -312,10 +312,10 @@ PAINTER = Recipe(
     "Train the continuous painter and its drafter.",
     ContinuousOptions,
     {
-        "autoencoder": training_stage(AutoencoderStage),
-        "tokens": coding_stage(coders),
-        "draw": training_stage(ContinuousStage),
-        "draft": training_stage(ContinuousDraftStage),
+        "autoencoder": AutoencoderStage,
+        "tokens": partial(write_coded, coders),
+        "draw": ContinuousStage,
+        "draft": ContinuousDraftStage,
         "finish": finish,
     },
     DEFAULTS | {"steps": 2500, "every": 500},

@@ -47,12 +47,11 @@ from visspec.toys.recipes.recipe import (
     CodedOptions,
     Coder,
     Recipe,
-    coding_stage,
     evaluating,
     in_batches,
     read_coded,
     shards,
-    training_stage,
+    write_coded,
 )
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
@@ -60,6 +59,7 @@ from visspec.toys.world.suite import Metadata
 from visspec.toys.world.worlds import world
 
 NAME, OF, SIDE = "painter-emoji", "emoji", 96
+EMOJI = world(OF)
 SIBLING = "painter-emoji-lowres"
 DRAWN = {False: "draw.pt", True: "draw-lowres.pt"}
 PROMPT = 16  # ids of the longest prompt
@@ -96,15 +96,10 @@ def paint_scene(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
 def pair(seed: int) -> tuple[Metadata, EmojiScene]:
     """Prompt and scene number `seed`; every second prompt names no ground."""
     rng = np.random.default_rng(seed)
-    metadata = world(OF).prompt(rng)
+    metadata = EMOJI.prompt(rng)
     if rng.random() < 0.5:
-        metadata = world(OF).suite.make("single_object", metadata["include"])
+        metadata = EMOJI.suite.make("single_object", metadata["include"])
     return metadata, paint_scene(metadata, rng)
-
-
-def pixels(scenes: list[EmojiScene], side: int = SIDE) -> torch.Tensor:
-    """Rendered pictures in -1..1, float32 (B, 3, side, side)."""
-    return painter_data.pixels(scenes, side, world(OF).draw)
 
 
 def side_of(vq: JanusVQVAE) -> int:
@@ -127,7 +122,7 @@ def take_vq(options: argparse.Namespace) -> None:
 @torch.no_grad()
 def codes_of(vq: JanusVQVAE, scenes: list[EmojiScene], batch: int = 16) -> torch.Tensor:
     """Codes int64 (B, rows, columns) of rendered scenes."""
-    parts = [pixels(scenes[i : i + batch], side_of(vq)) for i in range(0, len(scenes), batch)]
+    parts = [EMOJI.pixels(scenes[i : i + batch], side_of(vq)) for i in range(0, len(scenes), batch)]
     return torch.cat([nearest(vq, latents(vq, part)) for part in parts])
 
 
@@ -135,8 +130,8 @@ def reconstruction(vq: JanusVQVAE, rows: list[Metadata]) -> dict:
     """Pixel error and codes in use on held-out scenes, and the detector's verdict on the decoded pictures."""
     scenes = held_out(rows, paint_scene)
     with evaluating(vq):
-        made, figures = redrawn(vq, codes_of(vq, scenes), pixels(scenes, side_of(vq)), 16)
-    right = verdicts(made, rows, world(OF).detector())
+        made, figures = redrawn(vq, codes_of(vq, scenes), EMOJI.pixels(scenes, side_of(vq)), 16)
+    right = verdicts(made, rows, OF)
     return {"right": sum(right) / len(right), "prompts": len(rows)} | figures
 
 
@@ -147,7 +142,7 @@ class EmojiVQStage(PainterVQStage):
         """This worker's pictures of this step: a pure function of step, rank and workers."""
         whole, rows = self.step >= CUT_OUT * self.steps, self.options.vq_rows
         first = FIRST_SEED["vq"] + (self.step * self.workers + self.rank) * 2 * rows
-        made = pixels([pair(first + i)[1] for i in range(rows if whole else 2 * rows)])
+        made = EMOJI.pixels([pair(first + i)[1] for i in range(rows if whole else 2 * rows)], SIDE)
         if whole:
             return made
         corners = np.random.default_rng(first).integers(8, SIDE - WINDOW - 7, size=(len(made), 2))
@@ -155,7 +150,7 @@ class EmojiVQStage(PainterVQStage):
 
     def figures(self) -> dict:
         """Figures of the reconstructions."""
-        return reconstruction(self.vq, world(OF).prompts()[:: 8 * self.options.every_prompt])
+        return reconstruction(self.vq, EMOJI.prompts()[:: 8 * self.options.every_prompt])
 
 
 def files(folder: Path, low: bool, count: int) -> dict[Path, range]:
@@ -204,8 +199,8 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
 def drawing(
     model: JanusForConditionalGeneration, processor: JanusProcessor, seed: int = SEED
 ) -> Callable[..., dict[str, Any]]:
-    """`score` of the pictures that a painter draws, by the world's detector: of prompts and a guidance."""
-    return partial(score, partial(draw, model, processor, seed=seed), detector=world(OF).detector())
+    """`score` of the pictures that a painter draws, of prompts and a guidance."""
+    return partial(score, partial(draw, model, processor, seed=seed), of=OF)
 
 
 class EmojiDrawStage(DrawStage):
@@ -234,14 +229,14 @@ class EmojiDrawStage(DrawStage):
 
     def figures(self) -> dict:
         """The distribution on held-out scenes, and verdicts on a few pictures."""
-        rows = world(OF).prompts()[:: 8 * self.options.every_prompt]
+        rows = EMOJI.prompts()[:: 8 * self.options.every_prompt]
         return law(self.model, rows) | {"drawn": drawing(self.model, self.processor)(rows, guidance=2.0)}
 
 
 def finish(options: argparse.Namespace) -> None:
     """Write the painter's folder from the last checkpoints, read it back, measure it and describe it."""
     low = options.lowres
-    name, rows = SIBLING if low else NAME, world(OF).prompts()[:: options.every_prompt]
+    name, rows = SIBLING if low else NAME, EMOJI.prompts()[:: options.every_prompt]
     folder = options.out / name
     saved, stages = cards.read_stages(options.out, {"draw": DRAWN[low], "vq": "vq.pt"})
     model = build_model(load_vq(options.out, low).state_dict(), low, of=OF)
@@ -279,7 +274,7 @@ def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) 
         side=painter_data.SIDE[low],
         codes=codes,
         text=TEXT[low],
-        animals=len(world(OF).suite.alone()),
+        animals=len(EMOJI.suite.alone()),
         prompts=record["measured"]["law"]["codes"] // codes,
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
         shared=", the same weights as `painter-emoji`'s" if low else "",
@@ -288,10 +283,8 @@ def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) 
     )
 
 
-STAGES = {"tokens": coding_stage(coders), "draw": training_stage(EmojiDrawStage), "finish": finish}
-PAINTER = Recipe(
-    NAME, "Train the painter of emoji.", EmojiOptions, {"vq": training_stage(EmojiVQStage), **STAGES}, {"every": 250}
-)
+STAGES = {"tokens": partial(write_coded, coders), "draw": EmojiDrawStage, "finish": finish}
+PAINTER = Recipe(NAME, "Train the painter of emoji.", EmojiOptions, {"vq": EmojiVQStage, **STAGES}, {"every": 250})
 LOWRES = Recipe(
     SIBLING,
     "Train its low-resolution sibling.",

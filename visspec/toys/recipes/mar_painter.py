@@ -34,7 +34,7 @@ from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.continuous_autoencoder import CONFIG, SIZE, measure
 from visspec.toys.recipes.continuous_painter import DEFAULTS, NEARNESS, TokenStage, VectorOptions
 from visspec.toys.recipes.painter_score import to_uint8
-from visspec.toys.recipes.recipe import Coder, Recipe, coding_stage, training_stage
+from visspec.toys.recipes.recipe import Coder, Recipe, write_coded
 from visspec.types import Sampling
 
 NAMES = {"painter": "painter-mar", "drafter": "painter-mar-drafter"}
@@ -268,9 +268,9 @@ PAINTER = Recipe(
     "Train the MAR painter and its drafter.",
     VectorOptions,
     {
-        "tokens": coding_stage(coders),
-        "draw": training_stage(MARStage),
-        "draft": training_stage(MARDraftStage),
+        "tokens": partial(write_coded, coders),
+        "draw": MARStage,
+        "draft": MARDraftStage,
         "finish": finish,
     },
     DEFAULTS | {"drafter_steps": 3000, "steps": 3000, "rate": 1e-3},

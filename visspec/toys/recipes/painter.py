@@ -50,7 +50,7 @@ from visspec.toys.recipes.painter_vq import (
     load_vq,
     measure,
 )
-from visspec.toys.recipes.recipe import CodedOptions, Recipe, coding_stage, training_stage
+from visspec.toys.recipes.recipe import CodedOptions, Recipe, write_coded
 from visspec.toys.world.suite import TASKS, suite
 
 NAMES = {False: "painter", True: "painter-lowres"}
@@ -177,13 +177,13 @@ def remeasure(options: argparse.Namespace) -> None:
 
 
 CODING = {
-    "vq": training_stage(PainterVQStage),
-    "composed": training_stage(ComposedStage),
-    "decoder": training_stage(VQDecoderStage),
+    "vq": PainterVQStage,
+    "composed": ComposedStage,
+    "decoder": VQDecoderStage,
 }
 DRAWING = {
-    "tokens": coding_stage(coders),
-    "draw": training_stage(PainterStage),
+    "tokens": partial(write_coded, coders),
+    "draw": PainterStage,
     "finish": finish,
     "remeasure": remeasure,
 }

@@ -47,10 +47,9 @@ from visspec.toys.recipes.recipe import (
     Options,
     Recipe,
     TrainingStage,
-    coding_stage,
     concatenate,
     mixed_precision,
-    training_stage,
+    write_coded,
 )
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
@@ -121,7 +120,7 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
     return {options.out / HELD_OUT: held, **others}
 
 
-write_pictures = coding_stage(coders, keep=True)
+write_pictures = partial(write_coded, coders, keep=True)
 
 
 def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
@@ -376,5 +375,5 @@ DRAFTER = Recipe(
     NAME,
     "Train the distilled drafter of the included painter.",
     DistilledOptions,
-    {"pictures": write_pictures, "draw": training_stage(DistilStage), "finish": finish},
+    {"pictures": write_pictures, "draw": DistilStage, "finish": finish},
 )

@@ -32,7 +32,7 @@ from visspec.models.var.target import ScalePrompt
 from visspec.toys.recipes import animals, cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_score import pictures_of, to_uint8
-from visspec.toys.recipes.recipe import PairOptions, Recipe, coding_stage, training_stage
+from visspec.toys.recipes.recipe import PairOptions, Recipe, write_coded
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.suite import Metadata
 
@@ -239,12 +239,12 @@ PAINTER = Recipe(
     "Train the next-scale painters.",
     ScaleOptions,
     {
-        "features": coding_stage(scale_codes.feature_coders),
-        "vq": training_stage(scale_codes.QuantiserStage),
-        "codes": coding_stage(scale_codes.code_coders, keep=False),
-        "draw": training_stage(scale_draw.ScaleStage),
-        "small": training_stage(scale_draw.SmallStage),
-        "refine": training_stage(scale_draw.RefineStage),
+        "features": partial(write_coded, scale_codes.feature_coders),
+        "vq": scale_codes.QuantiserStage,
+        "codes": partial(write_coded, scale_codes.code_coders, keep=False),
+        "draw": scale_draw.ScaleStage,
+        "small": scale_draw.SmallStage,
+        "refine": scale_draw.RefineStage,
         "finish": finish,
     },
     {"pairs": 12_000, "steps": 1500, "rows": 16, "rate": 2e-3, "every": 500},
