@@ -136,7 +136,6 @@ class AnyOrderStage(ClassStage):
         return losses.mean() + TOLD * self.fading(*FADE) * told
 
     def figures(self) -> dict:
-        """Right animals of a few prompts, drawn by the pipeline."""
         asked = animals.rows(4 * self.options.every_prompt)
         return score(self.model, self.processor, asked, 2.0, drafter="none")
 
@@ -160,22 +159,18 @@ def finish(options: argparse.Namespace) -> None:
     drawn = {o: score(model, processor, rows, guidance, SEED, order=o, drafter="none") for o in ORDERS}
     taken = {order: passes(order) for order in ORDERS}
     cells = {o: [f"{drawn[o]['images']:.3f}", *(f"{taken[o][drafter]:.3f}" for drafter in DRAFTERS)] for o in ORDERS}
-    rows_a_step = options.rows * options.workers
     measured = {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "few": len(few), "passes": taken}
-    about = {"draw": stage, "seeds": {"draw": 6, "measured": SEED}, "rows": rows_a_step, "pairs": options.pairs}
     cards.describe(
         options,
         NAME,
         model,
         measured,
-        about,
+        {"draw": stage, "seeds": {"draw": 6, "measured": SEED}},
         globals(),
         places=model.net.config.grid**2,
         prompts=len(rows),
         rows=cards.table([order, *cells[order]] for order in ORDERS),
         drafters=[f"`{drafter}`" for drafter in DRAFTERS],
-        guidance=guidance,
-        seen=stage["steps"] * rows_a_step,
     )
     cards.say(folder, draw=stage, guidance=guidance)
 

@@ -293,7 +293,6 @@ class CaptionStage(TrainingStage):
         return caption_loss(self.model, batch, features, self.encoder.first_image, self.naming)
 
     def figures(self) -> dict:
-        """Captions of held-out scenes."""
         torch.set_num_threads(self.workers)
         record = score_captions(self.model, self.processor, self.world)
         torch.set_num_threads(1)
@@ -319,11 +318,11 @@ def finish(options: argparse.Namespace) -> None:
     stages["vision"]["accuracy"] = seen_in(saved["vision"], place)
     about = stages | {"seeds": {"vision": 0, "caption": 1}, "world": place.name, "cores": options.workers}
     record = cards.origin(model, f"visspec.toys {folder.name}", folder, measured, **about)
-    cards.publish(folder, card(place, small, model, len(processor.tokenizer), record))
+    cards.publish(folder, card(place, small, model, record))
     cards.say(folder, **measured)
 
 
-def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabulary: int, record: dict) -> str:
+def card(place: World, small: bool, model: LlavaForConditionalGeneration, record: dict) -> str:
     """The model card's text, from the provenance of the weights."""
     return cards.fill(
         "captioner",
@@ -334,9 +333,7 @@ def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabu
         of=place.name,
         side=place.side,
         role=ROLES[small],
-        tower=model.config.vision_config,
         text=TEXT[small],
-        vocabulary=vocabulary,
         after=" after that of `captioner` into the same folder" if small else "",
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vision", "caption")),
         cores=cards.cores(record.get("cores")),
@@ -346,8 +343,6 @@ def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabu
 
 @dataclass
 class CaptionerOptions(Options):
-    """Options of the recipes."""
-
     world: str = option("whose scenes it describes", "shapes", choices=WORLDS)
     small: bool = option("the two-layer sibling, on the same vision tower", False)
     vision_steps: int = option("steps of the vision tower", 2400)

@@ -124,5 +124,4 @@ class VisionStage(TrainingStage, OneCycleStage):
         return torch.stack(losses).sum()
 
     def figures(self) -> dict:
-        """Shares of right labels."""
         return accuracy(self.tower, self.heads, self.world)

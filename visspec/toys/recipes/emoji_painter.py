@@ -27,32 +27,12 @@ from visspec.api import zoo
 from visspec.api.loading import load_image_model
 from visspec.io.checkpoint import read_json
 from visspec.io.options import option
-from visspec.toys.recipes import cards, painter_data
+from visspec.toys.recipes import cards, painter_build, painter_data, recipe
 from visspec.toys.recipes.painter import sheet
-from visspec.toys.recipes.painter_build import (
-    PATCH,
-    TEXT,
-    build_model,
-    build_processor,
-    build_tokenizer,
-    generation_config,
-    grid,
-    prompt_ids,
-)
 from visspec.toys.recipes.painter_data import held_out
 from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, draw_codes
 from visspec.toys.recipes.painter_score import score, verdicts
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, latents, load_vq, nearest, redrawn
-from visspec.toys.recipes.recipe import (
-    CodedOptions,
-    Coder,
-    Recipe,
-    evaluating,
-    in_batches,
-    read_coded,
-    shards,
-    write_coded,
-)
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.suite import Metadata
@@ -77,9 +57,7 @@ ROLES = {
 
 
 @dataclass
-class EmojiOptions(CodedOptions):
-    """Options of the recipe."""
-
+class EmojiOptions(recipe.CodedOptions):
     lowres: bool = option("the 48-pixel sibling, on the VQ model in --out or that of the included painter", False)
 
 
@@ -104,7 +82,7 @@ def pair(seed: int) -> tuple[Metadata, EmojiScene]:
 
 def side_of(vq: JanusVQVAE) -> int:
     """Pixels along a side of a VQ model's pictures."""
-    return PATCH * vq.config.num_patches
+    return painter_build.PATCH * vq.config.num_patches
 
 
 def take_vq(options: argparse.Namespace) -> None:
@@ -129,7 +107,7 @@ def codes_of(vq: JanusVQVAE, scenes: list[EmojiScene], batch: int = 16) -> torch
 def reconstruction(vq: JanusVQVAE, rows: list[Metadata]) -> dict:
     """Pixel error and codes in use on held-out scenes, and the detector's verdict on the decoded pictures."""
     scenes = held_out(rows, paint_scene)
-    with evaluating(vq):
+    with recipe.evaluating(vq):
         made, figures = redrawn(vq, codes_of(vq, scenes), EMOJI.pixels(scenes, side_of(vq)), 16)
     right = verdicts(made, rows, OF)
     return {"right": sum(right) / len(right), "prompts": len(rows)} | figures
@@ -149,27 +127,26 @@ class EmojiVQStage(PainterVQStage):
         return torch.stack([part[:, y : y + WINDOW, x : x + WINDOW] for part, (y, x) in zip(made, corners)])
 
     def figures(self) -> dict:
-        """Figures of the reconstructions."""
         return reconstruction(self.vq, EMOJI.prompts()[:: 8 * self.options.every_prompt])
 
 
 def files(folder: Path, low: bool, count: int) -> dict[Path, range]:
     """Files of so many coded pairs, and the pairs in each."""
-    return shards(folder, "tokens-lowres" if low else "tokens", range(count), SHARD)
+    return recipe.shards(folder, "tokens-lowres" if low else "tokens", range(count), SHARD)
 
 
-def coders(options: argparse.Namespace) -> dict[Path, Coder]:
+def coders(options: argparse.Namespace) -> dict[Path, recipe.Coder]:
     """What makes the files: `ids` (N, PROMPT), `codes` (N, positions) and `animal` (N), int16."""
-    vq, tokenizer = load_vq(options.out, options.lowres), build_tokenizer(OF)
+    vq, tokenizer = load_vq(options.out, options.lowres), painter_build.build_tokenizer(OF)
 
     def coded(numbers: range) -> dict[str, torch.Tensor]:
         rows, scenes = zip(*(pair(FIRST_SEED["tokens"] + i) for i in numbers))
-        ids = prompt_ids(tokenizer, [row["prompt"] for row in rows], PROMPT)
+        ids = painter_build.prompt_ids(tokenizer, [row["prompt"] for row in rows], PROMPT)
         animal = torch.tensor([subjects().index(row["include"][0]["class"]) for row in rows])
         return {"ids": ids.short(), "codes": codes_of(vq, list(scenes)).flatten(1).short(), "animal": animal.short()}
 
     return {
-        file: partial(in_batches, coded, numbers, 16)
+        file: partial(recipe.in_batches, coded, numbers, 16)
         for file, numbers in files(options.out, options.lowres, options.pairs).items()
     }
 
@@ -180,7 +157,7 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
     top-100 mass, and loss.
     """
     codes = codes_of(model.model.vqmodel, held_out(rows, paint_scene)).flatten(1)
-    ids = prompt_ids(build_tokenizer(OF), [row["prompt"] for row in rows], PROMPT)
+    ids = painter_build.prompt_ids(painter_build.build_tokenizer(OF), [row["prompt"] for row in rows], PROMPT)
     pad = model.config.get_text_config().pad_token_id
     sums, count = torch.zeros(5), 0
     for start in range(0, len(rows), batch):
@@ -210,7 +187,7 @@ class EmojiDrawStage(DrawStage):
         self.name = DRAWN[options.lowres]
         self.begin(options, options.lowres, OF)
         self.telling = nn.Linear(self.model.config.text_config.hidden_size, len(subjects()))
-        self.data = read_coded(files(options.out, options.lowres, options.pairs))
+        self.data = recipe.read_coded(files(options.out, options.lowres, options.pairs))
         return {"model": self.model, "telling": self.telling}
 
     def loss(self) -> torch.Tensor:
@@ -239,14 +216,14 @@ def finish(options: argparse.Namespace) -> None:
     name, rows = SIBLING if low else NAME, EMOJI.prompts()[:: options.every_prompt]
     folder = options.out / name
     saved, stages = cards.read_stages(options.out, {"draw": DRAWN[low], "vq": "vq.pt"})
-    model = build_model(load_vq(options.out, low).state_dict(), low, of=OF)
+    model = painter_build.build_model(load_vq(options.out, low).state_dict(), low, of=OF)
     model.load_state_dict(saved["draw"]["model"])
-    model = cards.half_precision_copy(model, build_processor(low, OF), folder, attention="eager")
+    model = cards.half_precision_copy(model, painter_build.build_processor(low, OF), folder, attention="eager")
     processor = JanusProcessor.from_pretrained(folder)
     half = drawing(model, processor, SEED + 1)
     sweep = [half(rows[::2], guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
-    generation_config(low, guidance, of=OF).save_pretrained(folder)
+    painter_build.generation_config(low, guidance, of=OF).save_pretrained(folder)
     measured = {
         "sweep": sweep,
         "law": law(model, rows),
@@ -263,7 +240,7 @@ def finish(options: argparse.Namespace) -> None:
 
 def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) -> str:
     """The model card's text, from the provenance of the weights."""
-    codes = grid(low) ** 2
+    codes = painter_build.grid(low) ** 2
     return cards.fill(
         NAME,
         record,
@@ -273,19 +250,20 @@ def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) 
         role=ROLES[low],
         side=painter_data.SIDE[low],
         codes=codes,
-        text=TEXT[low],
+        text=painter_build.TEXT[low],
         animals=len(EMOJI.suite.alone()),
         prompts=record["measured"]["law"]["codes"] // codes,
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
         shared=", the same weights as `painter-emoji`'s" if low else "",
         cores=cards.cores(record["cores"]),
-        vocabulary=model.config.get_text_config().vocab_size,
     )
 
 
-STAGES = {"tokens": partial(write_coded, coders), "draw": EmojiDrawStage, "finish": finish}
-PAINTER = Recipe(NAME, "Train the painter of emoji.", EmojiOptions, {"vq": EmojiVQStage, **STAGES}, {"every": 250})
-LOWRES = Recipe(
+STAGES = {"tokens": partial(recipe.write_coded, coders), "draw": EmojiDrawStage, "finish": finish}
+PAINTER = recipe.Recipe(
+    NAME, "Train the painter of emoji.", EmojiOptions, {"vq": EmojiVQStage, **STAGES}, {"every": 250}
+)
+LOWRES = recipe.Recipe(
     SIBLING,
     "Train its low-resolution sibling.",
     EmojiOptions,

@@ -147,8 +147,6 @@ def drafters(options: argparse.Namespace) -> None:
 
 @dataclass
 class FlipbookOptions(Options):
-    """Options of the recipe."""
-
     steps: int = option("steps of the target's text model", 400)
     rows: int = option("clips in a batch", 8)
     rate: float = option("peak learning rate of the text model", 6e-4)

@@ -40,17 +40,8 @@ from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
 from visspec.sampling import Gumbel
-from visspec.toys.recipes import cards
+from visspec.toys.recipes import cards, recipe
 from visspec.toys.recipes.painter_drafter import Pictures, held_out, painter, request_of, temperature_of
-from visspec.toys.recipes.recipe import (
-    Coder,
-    Options,
-    Recipe,
-    TrainingStage,
-    concatenate,
-    mixed_precision,
-    write_coded,
-)
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
 from visspec.train.capture import capture
@@ -102,7 +93,7 @@ def files(count: int) -> list[str]:
     return [f"pictures-{number}.pt" for number in range(-(-count // BATCH))]
 
 
-def coders(options: argparse.Namespace) -> dict[Path, Coder]:
+def coders(options: argparse.Namespace) -> dict[Path, recipe.Coder]:
     """What draws the held-out pictures and `options.pictures` others."""
     family, seen = painter(options.target), world("shapes")
     guidance = family.default_guidance
@@ -120,7 +111,7 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
     return {options.out / HELD_OUT: held, **others}
 
 
-write_pictures = partial(write_coded, coders, keep=True)
+write_pictures = partial(recipe.write_coded, coders, keep=True)
 
 
 def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
@@ -131,7 +122,7 @@ def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
         missing = longest - part["words"].shape[1]
         part["words"] = F.pad(part["words"], (missing, 0))
         part["prompt"] = F.pad(part["prompt"], (0, 0, missing, 0))
-    return concatenate(parts)
+    return recipe.concatenate(parts)
 
 
 @torch.no_grad()
@@ -167,7 +158,7 @@ def adjacent(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-class DistilStage(TrainingStage):
+class DistilStage(recipe.TrainingStage):
     """Training of a `DistilledHead` for a painter."""
 
     name, seed, decay = "distilled.pt", 7, 0.02
@@ -188,7 +179,7 @@ class DistilStage(TrainingStage):
         """Cross-entropy with the painter's distributions; later total variation, and a little of it."""
         rng = np.random.default_rng((7, self.step, self.rank))
         batch = self.batch()
-        with mixed_precision():
+        with recipe.mixed_precision():
             logits, weight_BT = read_batch(self.head, self.drafter.table, batch, rng)
         cross_BT, apart_BT = distances(logits.float() / self.head.config.temperature, batch)
         sure = weight_BT == 1
@@ -257,9 +248,7 @@ def distances(logits_BTV: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 @dataclass
-class DistilledOptions(Options):
-    """Options of the recipe."""
-
+class DistilledOptions(recipe.Options):
     target: str = option("the painter that draws: an included one, or a folder", "painter")
     pictures: int = option("pictures to learn from", 1664)
     steps: int = option("steps of the draw stage", 600)
@@ -371,7 +360,7 @@ def card(head: DistilledHead, family: Janus, record: dict[str, Any]) -> str:
     )
 
 
-DRAFTER = Recipe(
+DRAFTER = recipe.Recipe(
     NAME,
     "Train the distilled drafter of the included painter.",
     DistilledOptions,

@@ -197,8 +197,6 @@ def export(run: Path, folder: Path, family: Janus, world: World, count: int) -> 
 
 @dataclass
 class PainterDrafterOptions(DrafterOptions):
-    """Options of the recipe."""
-
     target: str = option("included name or folder of the target", "painter")
     world: str = option("whose prompts the painter draws", "shapes", choices=WORLDS)
     start: Path | None = option("drafter folder whose weights the run starts from", None)

@@ -332,6 +332,5 @@ class PainterStage(DrawStage):
         return total + fade * (WRONG_WEIGHT * bound + READING_WEIGHT * (read + also))
 
     def figures(self) -> dict:
-        """GenEval on a quarter of the suite."""
         rows = suite()[:: 4 * self.options.every_prompt]
         return score(partial(draw, self.model, self.processor, seed=0), rows, guidance=GUIDANCES[1], temperature=1.0)

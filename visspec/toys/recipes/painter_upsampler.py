@@ -28,8 +28,6 @@ PAIRS = {"shapes": 64_000, "emoji": 16_000}
 
 @dataclass
 class UpsamplerOptions(PairOptions):
-    """Options of the recipe."""
-
     tokens: Path = option("folder of the painters' recipes, both tokens stages", Path("runs/painter"))
     world: str = option("what the pictures show", "shapes", choices=tuple(PAINTERS))
 
@@ -75,13 +73,11 @@ class UpsamplerStage(TrainingStage, OneCycleStage):
         return {"model": self.model}
 
     def loss(self) -> torch.Tensor:
-        """Cross-entropy of the next batch."""
         rows = torch.randint(len(self.data["small"]), (self.options.rows,))
         logits = self.model(self.data["small"][rows])
         return F.cross_entropy(logits.flatten(0, 2), self.data["large"][rows].flatten())
 
     def figures(self) -> dict:
-        """Shares of codes named rightly in pictures kept out of training."""
         return score(self.model, self.held)
 
 

@@ -143,7 +143,6 @@ class CodesStage(animals.ClassStage):
                 self.notes[name] = round(part.mean().item(), 3)
 
     def loss(self) -> Tensor:
-        """Cross-entropy of the next batch."""
         classes, codes, read = self.batch()
         short = np.random.default_rng((self.seed, self.step)).random() < self.short
         maps = FIRST if short else len(SCALES)
@@ -155,7 +154,6 @@ class CodesStage(animals.ClassStage):
         return (losses @ weights(maps)).mean()
 
     def figures(self) -> dict:
-        """Right animals of a fourth of the prompts."""
         asked = animals.rows(4 * self.options.every_prompt)
         return animals.score(partial(pictures, self.taught.fold_classes(), seed=0), asked, guidance=2.0)
 

@@ -48,8 +48,6 @@ REFERENCES = 4  # renders of each prompt that the distance is taken to
 
 @dataclass
 class ScaleOptions(PairOptions):
-    """Options of the recipe."""
-
     vq_steps: int = option("steps of the quantiser", 600)
     vq_rows: int = option("pictures in a batch of the quantiser's training", 32)
     small_steps: int = option("steps of the small one on codes", 500)
@@ -184,7 +182,7 @@ def finish(options: argparse.Namespace) -> None:
             NAMES[name],
             model,
             measured,
-            stages | {"pairs": options.pairs, "rows": options.rows, "seeds": seeds},
+            stages | {"rows": options.rows, "seeds": seeds},
             vars(scale_codes) | vars(scale_draw) | globals(),
             swept=len(rows),
             training=sum(seconds.values()),
