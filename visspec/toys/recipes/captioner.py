@@ -202,7 +202,7 @@ class Encoder:
     """Turns sampled rows into ids and weights by one table look-up a word."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, world: World):
-        self.world, self.fact_words = world, world.captions.fact_words()
+        self.world, self.fact_words = world, world.captions.read_words
         self.table = tokenizer.get_vocab()
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.first_image = 3  # after "<s> user :"

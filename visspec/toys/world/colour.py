@@ -30,10 +30,3 @@ def to_palette(pixels_lab: np.ndarray) -> np.ndarray:
     """Lab distance of every pixel (..., 3) to the ten colours, float32 (..., 10) in the order of COLOURS."""
     squares = (pixels_lab**2).sum(-1)[..., None] + (PALETTE_LAB**2).sum(-1) - 2 * pixels_lab @ PALETTE_LAB.T
     return np.sqrt(np.maximum(squares, 0))
-
-
-def nearest(pixels_lab: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the nearest colour and its Lab distance, each (...)."""
-    distance = to_palette(pixels_lab)
-    index = distance.argmin(-1)
-    return index, np.take_along_axis(distance, index[..., None], -1)[..., 0]

@@ -14,6 +14,7 @@ Shapes below: P places, T templates, K rivals, R = FINE pixels a side.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -127,11 +128,7 @@ class DetectedEmoji:
         return self.x - half, self.y - half, self.x + half, self.y + half
 
 
-PLACE = ("x", "y", "side", "whole", "gain")
-
-
-@dataclass
-class Places:
+class Places(NamedTuple):
     """Results of the first step at P places of all scales: centre and side in pixels, and what pictures explain."""
 
     x: torch.Tensor
@@ -186,7 +183,7 @@ def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
     parts = [part for side in sides if (part := _glimpse(pixels, side)) is not None]
     if not parts:
         return None
-    return Places(*(torch.cat([getattr(part, name) for part in parts]) for name in PLACE))
+    return Places(*map(torch.cat, zip(*parts)))
 
 
 class _PoseFit:
@@ -204,10 +201,9 @@ class _PoseFit:
         if scale < 1:  # more pixels than are compared
             pixels = F.interpolate(pixels[None], scale_factor=scale, mode="bilinear", antialias=True)[0]
         self.window = F.grid_sample(pixels[None], grid[None], padding_mode="border", align_corners=False)[0]
-        inside = ((grid.abs() <= 1).all(-1)).float()
-        self.inside = inside
-        self.slope = torch.stack([torch.ones_like(self.u), self.u, self.v]) * inside  # (3, R, R)
-        self.window = self.window * inside
+        self.inside = (grid.abs() <= 1).all(-1).float()
+        self.slope = torch.stack([torch.ones_like(self.u), self.u, self.v]) * self.inside  # (3, R, R)
+        self.window = self.window * self.inside
         self.alone = self._left(self.window[None], self.slope[None])[0]
         self.soft = 0
 
@@ -286,7 +282,7 @@ class EmojiDetector(WorldDetector):
                 far = ((places.x - found.x).abs() > reach) | ((places.y - found.y).abs() > reach)
             else:
                 far = ~_around(places, at)
-            places = Places(*(getattr(places, name)[far] for name in PLACE))
+            places = Places(*(part[far] for part in places))
         return tuple(sorted(out, key=lambda seen: -seen.score))
 
     def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> DetectedEmoji:
@@ -294,10 +290,8 @@ class EmojiDetector(WorldDetector):
         x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
         index = _around(places, at).nonzero()[:, 0]
         found, places_of = [], []
-        for worth in (
-            places.gain[index],
-            places.gain[index] / places.whole[index, None],
-        ):  # a small one's share is high
+        gain = places.gain[index]
+        for worth in (gain, gain / places.whole[index, None]):  # a small one's share is high
             most, where = worth.max(0)
             found.append(most.topk(RIVALS // 2).indices)
             places_of.append(index[where[found[-1]]])
@@ -315,12 +309,9 @@ class EmojiDetector(WorldDetector):
                 # smooth tiles fit the ground between pictures half well
                 if other[2] < left and float(fit.alone) - other[2] > LEAST_SOFT * there:
                     chosen, best, left = other
-        pose, score = best, (float(fit.alone) - left) / there
-        scale = float(pose[2].exp())
-        turn = float(torch.rad2deg(pose[3]))
-        return DetectedEmoji(
-            names()[chosen], score, x + float(pose[0]) * side, y + float(pose[1]) * side, side * scale, turn
-        )
+        score, scale, turn = (float(fit.alone) - left) / there, float(best[2].exp()), float(torch.rad2deg(best[3]))
+        centre = x + float(best[0]) * side, y + float(best[1]) * side
+        return DetectedEmoji(names()[chosen], score, *centre, side * scale, turn)
 
     def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
         """All pictures of the image; none is ever refused."""
