@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from visspec.eval.metrics.detection import UNKNOWN, Detection, DetectionResult, digest
-from visspec.toys.world.colour import CANVAS_RGB, NAMES, PALETTE_RGB, lab, to_palette
-from visspec.toys.world.palette import CLASSES
+from visspec.toys.world.palette import CANVAS_RGB, CLASSES, NAMES, PALETTE_RGB, lab, to_palette
 from visspec.toys.world.render import coverage, inside
 
 STEPS = 4  # templates are fitted on a grid of a quarter of a pixel, in centre and in radius
