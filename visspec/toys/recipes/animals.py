@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from visspec.toys.recipes import emoji_painter, painter_build, painter_data, painter_score
 from visspec.toys.recipes.painter_draw import DROPPED
@@ -126,8 +125,3 @@ class Telling(nn.Linear):
         animals = (classes // (len(ROWS) // self.out_features)).masked_fill(dropped, -100)
         told = self(hidden.float()).transpose(1, 2)
         return F.cross_entropy(told, animals[:, None].expand(-1, told.shape[-1]), ignore_index=-100)
-
-
-def class_ids(tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Ids (classes, PROMPT) of every class's prompt."""
-    return prompt_ids(tokenizer, LABELS)

@@ -111,7 +111,7 @@ class AnyOrderStage(ClassStage):
         self.model = build(included_vq()).train()
         self.model.vqmodel.eval()
         self.processor, self.telling = build_processor(), Telling(self.model.net.config.hidden_size)
-        self.ids = animals.class_ids(self.processor.tokenizer)
+        self.ids = animals.prompt_ids(self.processor.tokenizer, animals.LABELS)
         self.read(options)
         return {"model": self.model, "telling": self.telling}
 

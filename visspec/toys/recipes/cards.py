@@ -62,7 +62,7 @@ def table(rows: Iterable[Iterable[str]]) -> str:
 
 
 def score_row(name: str, found: Mapping[str, Any], tasks: Iterable[str] = ()) -> list[str]:
-    """Cells of a table of `painter_score.summary`: GenEval, share of prompts, and tasks."""
+    """Cells of a table of `painter_score.geneval`: GenEval, share of prompts, and tasks."""
     shares = [f"{found['tasks'].get(tag, float('nan')):.2f}" for tag in tasks]
     return [name, f"**{found['geneval']:.3f}**", f"{found['images']:.3f}", *shares]
 

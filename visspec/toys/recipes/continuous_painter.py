@@ -146,7 +146,7 @@ class WordStage(TokenStage):
     def take(self, options: argparse.Namespace, autoencoder: AutoencoderKL) -> None:
         super().take(options, autoencoder)
         self.tokenizer = build_tokenizer()
-        self.ids = animals.class_ids(self.tokenizer)
+        self.ids = prompt_ids(self.tokenizer, animals.LABELS)
 
 
 class ContinuousStage(WordStage):

@@ -36,16 +36,14 @@ def verdicts(pictures: np.ndarray, rows: Sequence[Metadata], of: str = "shapes")
     return out
 
 
-def summary(right: Sequence[bool], rows: Sequence[Metadata]) -> dict:
-    """Right verdicts by task, their unweighted mean (GenEval's overall score), and the share of all prompts."""
+def geneval(pictures: np.ndarray, rows: Sequence[Metadata], of: str = "shapes") -> dict:
+    """Right ones of pictures, uint8 (B, S, S, 3), of these prompts by task, their unweighted mean (GenEval's overall
+    score), and the share of all prompts.
+    """
+    right = verdicts(pictures, rows, of)
     found = summarise({"tag": row["tag"], "metadata": row["prompt"], "correct": ok} for ok, row in zip(right, rows))
     tasks = {tag: round(task["score"], 4) for tag, task in found["tasks"].items()}
     return {"geneval": round(found["overall"], 4), "images": round(found["correct_images"], 4), "tasks": tasks}
-
-
-def geneval(pictures: np.ndarray, rows: Sequence[Metadata], of: str = "shapes") -> dict:
-    """`summary` of pictures, uint8 (B, S, S, 3), of these prompts."""
-    return summary(verdicts(pictures, rows, of), rows)
 
 
 def score(
