@@ -23,7 +23,7 @@ from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor
 from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
-from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, mixed_precision
+from visspec.toys.recipes.recipe import Options, Recipe, Stages, TrainingStage, mixed_precision
 from visspec.toys.world.captions import REQUESTS
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.worlds import WORLDS, World, world
@@ -344,8 +344,8 @@ class CaptionerOptions(Options):
     rate: float = option("peak learning rate of the text model", 1.5e-3)
 
 
-DESCRIBING = {"caption": CaptionStage, "finish": finish}
-STAGES = {"vision": VisionStage} | DESCRIBING
+DESCRIBING: Stages = {"caption": CaptionStage, "finish": finish}
+STAGES: Stages = {"vision": VisionStage} | DESCRIBING
 CAPTIONER = Recipe("captioner", "Train the captioner of shapes.", CaptionerOptions, STAGES, threads=2)
 SMALL = Recipe(
     "captioner-small",

@@ -259,7 +259,7 @@ def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) 
     )
 
 
-STAGES = {"tokens": partial(recipe.write_coded, coders), "draw": EmojiDrawStage, "finish": finish}
+STAGES: recipe.Stages = {"tokens": partial(recipe.write_coded, coders), "draw": EmojiDrawStage, "finish": finish}
 PAINTER = recipe.Recipe(
     NAME, "Train the painter of emoji.", EmojiOptions, {"vq": EmojiVQStage, **STAGES}, {"every": 250}
 )

@@ -40,7 +40,7 @@ from visspec.toys.recipes.painter_build import TEXT, build_model, build_processo
 from visspec.toys.recipes.painter_data import SIDE
 from visspec.toys.recipes.painter_draw import GUIDANCES, TEMPERATURES, PainterStage, draw
 from visspec.toys.recipes.painter_score import score
-from visspec.toys.recipes.recipe import CodedOptions, Recipe, write_coded
+from visspec.toys.recipes.recipe import CodedOptions, Recipe, Stages, write_coded
 from visspec.toys.world.suite import TASKS, suite
 
 NAMES = {False: "painter", True: "painter-lowres"}
@@ -163,12 +163,12 @@ def remeasure(options: argparse.Namespace) -> None:
     cards.say(folder, **measured)
 
 
-CODING = {
+CODING: Stages = {
     "vq": painter_vq.PainterVQStage,
     "composed": painter_vq.ComposedStage,
     "decoder": painter_vq.VQDecoderStage,
 }
-DRAWING = {
+DRAWING: Stages = {
     "tokens": partial(write_coded, painter_vq.coders),
     "draw": PainterStage,
     "finish": finish,

@@ -19,7 +19,7 @@ from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.toys.recipes import cards, emoji_painter
 from visspec.toys.recipes.painter_build import CODES, grid
 from visspec.toys.recipes.painter_vq import read_tokens
-from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, read_coded
+from visspec.toys.recipes.recipe import PairOptions, Recipe, Stages, TrainingStage, read_coded
 from visspec.train.stages import OneCycleStage
 
 PAINTERS = {"shapes": "painter", "emoji": "painter-emoji"}
@@ -98,7 +98,7 @@ def finish(options: argparse.Namespace) -> None:
     cards.say(options.out, **measured)
 
 
-STAGES = {"train": UpsamplerStage, "finish": finish}
+STAGES: Stages = {"train": UpsamplerStage, "finish": finish}
 DEFAULTS = {"steps": 900, "rows": 64, "rate": 2e-3, "every": 100}
 OF_SHAPES, OF_EMOJI = (
     Recipe(

@@ -52,6 +52,8 @@ RECIPES = {
 ALL = "all"
 BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # others emulate it, forty times slower
 
+Stages = dict[str, type[Stage] | Callable[[argparse.Namespace], object]]  # in their order
+
 
 @dataclass
 class Options:
@@ -116,7 +118,7 @@ class Recipe:
     name: str
     about: str
     options: type  # a dataclass
-    stages: Mapping[str, type[Stage] | Callable[[argparse.Namespace], object]]
+    stages: Stages
     defaults: Mapping[str, Any] = field(default_factory=dict)  # other than those of `options`
     extra: tuple[str, ...] = ()
     threads: int = 1  # of stages without workers
