@@ -14,6 +14,7 @@ Shapes below: P places, T templates, K rivals, R = FINE pixels a side.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ from PIL import Image
 from visspec.eval.metrics.detection import Detection, DetectionResult, digest
 from visspec.toys.world.detector import WorldDetector, pixels_of
 from visspec.toys.world.emoji.atlas import DIGEST, names, premultiplied_tiles
-from visspec.toys.world.emoji.render import stamp
+from visspec.toys.world.emoji.render import stamp_on
 
 GLIMPSE, WINDOW = 10, 12  # pixels a side of a tile, and of what is compared, in the first step
 TURNS = (-7.5, 7.5)
@@ -62,13 +63,9 @@ class Bank:
 def _windows() -> np.ndarray:
     """Every picture at both turns in the middle of a window, premultiplied, float32 (T, WINDOW, WINDOW, 4)."""
     out = np.zeros((len(names()) * len(TURNS), WINDOW, WINDOW, 4), np.float32)
-    for i, name in enumerate(names()):
-        for j, turn in enumerate(TURNS):
-            pixels, left, top = stamp(name, WINDOW / 2, WINDOW / 2, GLIMPSE, turn)
-            n = len(pixels)
-            rows, columns = (slice(max(0, at), min(WINDOW, at + n)) for at in (top, left))
-            part = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
-            out[i * len(TURNS) + j, rows, columns] = part
+    for window, (name, turn) in zip(out, product(names(), TURNS)):
+        part, there = stamp_on(WINDOW, name, WINDOW / 2, WINDOW / 2, GLIMPSE, turn)
+        window[there] = part
     return out
 
 
