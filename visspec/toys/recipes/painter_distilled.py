@@ -51,7 +51,6 @@ from visspec.types import Acceptance, Request, State
 FIRST_SEED = 7 << 27  # noise and prompts of no other recipe, below the held-out ones
 BATCH = 64  # pictures in a file
 LIKELY = 32  # codes of a distribution that are stored
-HELD_OUT = "held-out.pt"
 LAYERS = (0, 1, 7)  # of the painter's, that the drafter begins as
 MIXTURE = (0.15, 0.2)  # shares of pictures with missing codes, and with guesses
 FADE = 0.9  # weight of a place behind known codes, of that before it
@@ -94,21 +93,14 @@ def files(count: int) -> list[str]:
 
 
 def coders(options: argparse.Namespace) -> dict[Path, recipe.Coder]:
-    """What draws the held-out pictures and `options.pictures` others."""
-    family, seen = painter(options.target), world("shapes")
-    guidance = family.default_guidance
-    draw = Pictures(family, seen, BATCH, guidance, FIRST_SEED)
+    """What draws `options.pictures` pictures."""
+    family = painter(options.target)
+    draw = Pictures(family, world("shapes"), BATCH, family.default_guidance, FIRST_SEED)
 
     def drawn(number: int) -> dict[str, Tensor]:
         return record_pictures(family, draw(number), FIRST_SEED + number * BATCH)
 
-    def held() -> dict[str, Tensor]:
-        return record_pictures(
-            family, request_of(family, held_out(seen, BATCH), HELD_OUT_SEED, guidance), HELD_OUT_SEED
-        )
-
-    others = {options.out / file: partial(drawn, number) for number, file in enumerate(files(options.pictures))}
-    return {options.out / HELD_OUT: held, **others}
+    return {options.out / file: partial(drawn, number) for number, file in enumerate(files(options.pictures))}
 
 
 write_pictures = partial(recipe.write_coded, coders, keep=True)
