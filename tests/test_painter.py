@@ -20,7 +20,6 @@ from tests import children
 from visspec.api import zoo
 from visspec.toys.recipes import (
     captioner,
-    captioner_build,
     painter,
     painter_build,
     painter_data,
@@ -265,7 +264,7 @@ def test_cards_of_captioners_are_what_the_recipe_writes_up_to_their_training(sma
     record = json.loads((folder / "provenance.json").read_text())
     with torch.device("meta"):
         model = LlavaForConditionalGeneration(LlavaConfig.from_pretrained(folder))
-    text = captioner.card(shapes, small, model, len(captioner_build.build_tokenizer(shapes)), record)
+    text = captioner.card(shapes, small, model, record)
     written, stored = (card.partition("## Training")[0] for card in (text, (folder / "README.md").read_text()))
     if small:
         added = re.search(r"Greedy captions that equal .*\n\n", stored)[0]

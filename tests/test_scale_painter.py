@@ -24,6 +24,7 @@ from visspec.models.var.model import VARImageConfig, VARImageModel, load
 from visspec.toys.recipes import animals, scale_codes, scale_draw, scale_painter
 from visspec.toys.recipes.any_order_painter import included_vq
 from visspec.toys.recipes.captioner_build import save
+from visspec.toys.recipes.painter_score import draw_pictures
 from visspec.toys.recipes.recipe import write_coded
 from visspec.toys.scenes import scenes_of
 from visspec.toys.world.suite import suite
@@ -282,7 +283,7 @@ def test_a_whole_picture_is_taught_as_it_is_drawn(codec, maps):
 
 def test_distances_by_scale(codec):
     model, other = (tiny(codec, seed=seed).fold_classes().eval() for seed in (0, 0))
-    out = scale_draw.draw(scale_draw.pipeline(model), animals.LABELS[:2], 1.0, 0)
+    out = draw_pictures(ImagePipeline(model, None), animals.LABELS[:2], 1.0, 0, 2)
     same = scale_painter.apart(model, other, out)
     assert same["kl"] == same["tv"] == [0.0] * 8 and min(same["entropy"]) > 0
     with torch.no_grad():

@@ -169,7 +169,7 @@ def test_the_interface_holds_in_both_worlds(name):
     assert scene == each.captioned(2**30) and each.to_image(scene).size == (each.side, each.side)
     text = each.captions.caption(scene)
     assert each.captions.score(text, scene)[0] == len(each.captions.facts(scene))
-    assert each.captions.fact_words() <= set(each.captions.vocabulary()) | {"zero", "seven", "eight", "nine"}
+    assert each.captions.read_words <= set(each.captions.vocabulary()) | {"zero", "seven", "eight", "nine"}
     held = [thing for cell in range(9) if (thing := scene.at(cell))]
     assert all(getattr(thing, kind) in words for thing in held for kind, words in each.facts.items())
     assert all(getattr(scene, kind) in words for kind, words in each.settings.items()) and len(held) in each.counts

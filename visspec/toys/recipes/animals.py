@@ -5,7 +5,7 @@ on are never trained on.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
 
 from visspec.toys.recipes import emoji_painter, painter_build, painter_data, painter_score
 from visspec.toys.recipes.painter_draw import DROPPED
@@ -23,10 +22,12 @@ from visspec.toys.world.emoji.scene import EmojiScene
 from visspec.toys.world.suite import Metadata
 from visspec.toys.world.worlds import world
 
-OF, SIDE, PATCH = "animals", 64, 8
-GRID = SIDE // PATCH
+OF = "animals"
+WORLD = world(OF)
+SUITE = WORLD.suite
+SIDE, GRID = WORLD.side, WORLD.side // painter_build.PATCH
 PROMPT = 13  # ids of the longest prompt
-ROWS = list(world(OF).suite.every("single_object"))  # a class each
+ROWS = list(SUITE.every("single_object"))  # a class each
 LABELS = [row["prompt"] for row in ROWS]
 BARE = 0.25  # share of the pictures whose prompt names no ground
 BATCH = 32
@@ -35,27 +36,23 @@ build_tokenizer = partial(painter_build.build_tokenizer, OF)
 build_processor = partial(painter_build.build_processor, of=OF, side=SIDE)
 prompt_ids = partial(painter_build.prompt_ids, length=PROMPT)
 detector = partial(EmojiDetector, sides=(0.5, 0.8))
+geneval, score = partial(painter_score.geneval, of=OF), partial(painter_score.score, of=OF)
+pixels = WORLD.pixels
 
 
 def paint_scene(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
     """The animal near the middle, on the prompt's ground or a random one of the suite's."""
-    grounds = world(OF).suite.grounds
-    ground = metadata.get("ground", grounds[int(rng.integers(len(grounds)))])
+    ground = metadata.get("ground", SUITE.grounds[int(rng.integers(len(SUITE.grounds)))])
     return emoji_painter.paint_scene(metadata | {"ground": ground}, rng)
 
 
 def pair(seed: int) -> tuple[int, EmojiScene]:
     """Class and scene number `seed`."""
     rng = np.random.default_rng(seed)
-    number, each = int(rng.integers(len(ROWS))), 1 + len(world(OF).suite.grounds)
+    number, each = int(rng.integers(len(ROWS))), 1 + len(SUITE.grounds)
     if rng.random() < BARE:
         number -= number % each
     return number, paint_scene(ROWS[number], rng)
-
-
-def pixels(scenes: Sequence[EmojiScene]) -> Tensor:
-    """Rendered pictures in -1..1, float32 (B, 3, SIDE, SIDE)."""
-    return painter_data.pixels(scenes, SIDE, world(OF).draw)
 
 
 def pictures(numbers: range) -> Tensor:
@@ -65,22 +62,12 @@ def pictures(numbers: range) -> Tensor:
 
 def rows(every: int = 1) -> list[Metadata]:
     """The suite's prompts [::every]."""
-    return world(OF).prompts()[::every]
+    return WORLD.prompts()[::every]
 
 
 def held_out(asked: list[Metadata]) -> Tensor:
     """A picture of each prompt, with seeds no training pair has."""
     return pixels(painter_data.held_out(asked, paint_scene))
-
-
-def geneval(drawn: np.ndarray, asked: Sequence[Metadata]) -> dict:
-    """Right animals of pictures uint8 (B, S, S, 3), by the emoji's detector."""
-    return painter_score.geneval(drawn, asked, world(OF).detector())
-
-
-def score(draw: Callable[..., np.ndarray], asked: Sequence[Metadata], **settings: float) -> dict:
-    """The settings, right animals of one picture a prompt, and the seconds it took."""
-    return painter_score.score(draw, asked, world(OF).detector(), **settings)
 
 
 def coders(
@@ -97,8 +84,8 @@ def coders(
 
 def facts() -> Tensor:
     """(classes + 1, facts) float: the animal, the ground's texture and tint or none; the last row is no class."""
-    texture, tint = (list(dict.fromkeys(part)) for part in zip(*world(OF).suite.grounds))
-    names = [*world(OF).suite.names(), *texture, *tint]
+    texture, tint = (list(dict.fromkeys(part)) for part in zip(*SUITE.grounds))
+    names = [*SUITE.names(), *texture, *tint]
     table = torch.zeros(len(ROWS) + 1, len(names) + 1)
     for number, row in enumerate(ROWS):
         for fact in (row["include"][0]["class"], *row.get("ground", ())):
@@ -129,7 +116,7 @@ class Telling(nn.Linear):
     """
 
     def __init__(self, width: int):
-        super().__init__(width, len(world(OF).suite.names()))
+        super().__init__(width, len(SUITE.names()))
 
     def loss(self, hidden: Tensor, classes: Tensor, dropped: Tensor) -> Tensor:
         """Cross-entropy of the animals of classes (B,) in hidden states (B, T, width); rows that are `dropped` do not
@@ -138,8 +125,3 @@ class Telling(nn.Linear):
         animals = (classes // (len(ROWS) // self.out_features)).masked_fill(dropped, -100)
         told = self(hidden.float()).transpose(1, 2)
         return F.cross_entropy(told, animals[:, None].expand(-1, told.shape[-1]), ignore_index=-100)
-
-
-def class_ids(tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    """Ids (classes, PROMPT) of every class's prompt."""
-    return prompt_ids(tokenizer, LABELS)

@@ -25,7 +25,7 @@ from visspec.toys.recipes.animals import GRID, PROMPT, ClassStage, Telling, buil
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.painter_score import draw_pictures, pictures_of, to_uint8
 from visspec.toys.recipes.painter_vq import latents, nearest
-from visspec.toys.recipes.recipe import Coder, PairOptions, Recipe, coding_stage, mixed_precision, training_stage
+from visspec.toys.recipes.recipe import Coder, PairOptions, Recipe, mixed_precision, write_coded
 from visspec.toys.world.suite import Metadata
 
 NAME, SEED = "painter-any-order", 0
@@ -111,7 +111,7 @@ class AnyOrderStage(ClassStage):
         self.model = build(included_vq()).train()
         self.model.vqmodel.eval()
         self.processor, self.telling = build_processor(), Telling(self.model.net.config.hidden_size)
-        self.ids = animals.class_ids(self.processor.tokenizer)
+        self.ids = animals.prompt_ids(self.processor.tokenizer, animals.LABELS)
         self.read(options)
         return {"model": self.model, "telling": self.telling}
 
@@ -136,7 +136,6 @@ class AnyOrderStage(ClassStage):
         return losses.mean() + TOLD * self.fading(*FADE) * told
 
     def figures(self) -> dict:
-        """Right animals of a few prompts, drawn by the pipeline."""
         asked = animals.rows(4 * self.options.every_prompt)
         return score(self.model, self.processor, asked, 2.0, drafter="none")
 
@@ -160,22 +159,18 @@ def finish(options: argparse.Namespace) -> None:
     drawn = {o: score(model, processor, rows, guidance, SEED, order=o, drafter="none") for o in ORDERS}
     taken = {order: passes(order) for order in ORDERS}
     cells = {o: [f"{drawn[o]['images']:.3f}", *(f"{taken[o][drafter]:.3f}" for drafter in DRAFTERS)] for o in ORDERS}
-    rows_a_step = options.rows * options.workers
     measured = {"sweep": sweep, "swept": len(rows[::2]), "pictures": drawn, "few": len(few), "passes": taken}
-    about = {"draw": stage, "seeds": {"draw": 6, "measured": SEED}, "rows": rows_a_step, "pairs": options.pairs}
     cards.describe(
         options,
         NAME,
         model,
         measured,
-        about,
+        {"draw": stage, "seeds": {"draw": 6, "measured": SEED}},
         globals(),
         places=model.net.config.grid**2,
         prompts=len(rows),
         rows=cards.table([order, *cells[order]] for order in ORDERS),
         drafters=[f"`{drafter}`" for drafter in DRAFTERS],
-        guidance=guidance,
-        seen=stage["steps"] * rows_a_step,
     )
     cards.say(folder, draw=stage, guidance=guidance)
 
@@ -184,6 +179,6 @@ PAINTER = Recipe(
     NAME,
     "Train the any-order painter.",
     PairOptions,
-    {"tokens": coding_stage(coders), "draw": training_stage(AnyOrderStage), "finish": finish},
+    {"tokens": partial(write_coded, coders), "draw": AnyOrderStage, "finish": finish},
     {"pairs": 12_000, "steps": 3000, "every": 600},
 )

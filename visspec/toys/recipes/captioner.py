@@ -6,15 +6,6 @@ one has a text model of two layers on the same tower: run it in the folder of `c
 
 Data: scenes of the world, rendered as they are needed; batch t always holds the same scenes, and seeds from 2^30 on are
 never trained on. Seeds: 0 (vision), 1 (captions). Two CPU cores, no accelerator.
-
-| stage | scenes | wall clock, with half a core to a core taken by other work |
-|---|---|---|
-| vision | 2,400 batches of 128 | 24 minutes measured, most of it before eager attention (then 0.2 s a step) |
-| caption | 2,500 batches of 2 x 16 | 33 minutes measured |
-| caption, small | 2,500 batches of 2 x 16 | 5 minutes measured |
-
-Measured on 512 held-out scenes: captioner 100.0 % of 10,641 stated facts right, captioner-small 99.8 %; the model
-cards that `finish` writes say more.
 """
 
 import argparse
@@ -32,8 +23,7 @@ from visspec.io.options import option
 from visspec.toys.recipes import cards
 from visspec.toys.recipes.captioner_build import TEXT, build_model, build_processor
 from visspec.toys.recipes.captioner_vision import SIDE, VisionStage, patch_features, patch_labels, seen_in
-from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, mixed_precision, training_stage
+from visspec.toys.recipes.recipe import Options, Recipe, Stages, TrainingStage, mixed_precision
 from visspec.toys.world.captions import REQUESTS
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.worlds import WORLDS, World, world
@@ -72,9 +62,9 @@ ROLES = {
     True: "It is the assistant (draft model) of `captioner`: the same words, the same eyes, two text layers. "
     "It is what an ideal\nassistant looks like: nearly always of the same opinion, at a fraction of the cost.",
 }
-# Weight of `Naming` by world. Captions alone teach a few words to be read from the picture, but not hundreds: after
-# 1,200 steps of 16 captions, 57 % of the facts were right and every picture of the emoji had the same name.
-NAMING = {"shapes": 0.0, "emoji": 1.0}
+# World whose captioner learns by `Naming`, too. Captions alone teach a few words to be read from the picture, but not
+# hundreds: after 1,200 steps of 16 captions, 57 % of the facts were right and every picture had the same name.
+NAMED = "emoji"
 
 
 class Naming:
@@ -136,23 +126,22 @@ def score_captions(
     Returns facts right, stated and missing, accuracy = right / stated, captions without any error or omission,
     lengths in tokens (end mark included), seconds, one caption, and for sampling the mean entropy in nats a token.
     """
-    begun, right, stated, absent, perfect = time.time(), 0, 0, 0, 0
-    lengths: list[int] = []
+    begun, text = time.time(), ""
+    counts: list[tuple[int, int, int, int]] = []  # of each caption: facts right, stated and missing, and tokens
     nats: list[float] = []
-    text = ""
     for start in range(first, first + n, batch):
         scenes = world.scenes(min(batch, first + n - start), start)
         requests = [REQUESTS[i % len(REQUESTS)] for i in range(len(scenes))]
         new, entropies = _generate(model, processor, [world.to_image(s) for s in scenes], requests, sample)
         for row, scene, entropy in zip(new, scenes, entropies):
             text = processor.tokenizer.decode(row, skip_special_tokens=True)
-            good, said = world.captions.score(text, scene)
-            lost = world.captions.missing(text, scene)
-            right, stated, absent = right + good, stated + said, absent + lost
-            perfect += good == said and not lost
-            lengths.append(int((row != model.generation_config.pad_token_id).sum()))
+            length = int((row != model.generation_config.pad_token_id).sum())
+            counts.append((*world.captions.score(text, scene), world.captions.missing(text, scene), length))
             nats += entropy
-    record: dict[str, Any] = {"scenes": n, "right": right, "stated": stated, "missing": absent}
+    *facts, lengths = zip(*counts)
+    right, stated, missing = map(sum, facts)
+    perfect = sum(good == said and not lost for good, said, lost, _ in counts)
+    record: dict[str, Any] = {"scenes": n, "right": right, "stated": stated, "missing": missing}
     record |= {"accuracy": round(right / max(1, stated), 4), "perfect_captions": perfect}
     record |= {"tokens_mean": round(sum(lengths) / n, 1), "tokens_range": [min(lengths), max(lengths)]}
     if sample:
@@ -203,7 +192,7 @@ class Encoder:
     """Turns sampled rows into ids and weights by one table look-up a word."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, world: World):
-        self.world, self.fact_words = world, world.captions.fact_words()
+        self.world, self.fact_words = world, world.captions.read_words
         self.table = tokenizer.get_vocab()
         self.pad, self.eos = tokenizer.pad_token_id, tokenizer.eos_token_id
         self.first_image = 3  # after "<s> user :"
@@ -248,11 +237,11 @@ def caption_loss(
     batch: CaptionBatch,
     features: torch.Tensor,
     first: int,
-    naming: tuple[float, Naming] | None = None,
+    naming: Naming | None = None,
 ) -> torch.Tensor:
     """Weighted mean cross-entropy of a batch; `features` (B, patches, vision hidden) fill ids first..first+patches.
 
-    naming: a weight, and the loss on projected patches that is added with it.
+    naming: a loss on projected patches that is added.
     """
     inner, length = model.model, features.shape[1]
     with mixed_precision():
@@ -261,7 +250,7 @@ def caption_loss(
         embeds = torch.cat([embeds[:, :first], seen, embeds[:, first + length :]], 1)
         hidden = inner.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
         logits = model.lm_head(hidden[:, first + length - 1 : -1])
-        named = 0.0 if naming is None else naming[0] * naming[1](model, batch.scenes, seen)
+        named = 0.0 if naming is None else naming(model, batch.scenes, seen)
     losses = F.cross_entropy(logits.float().flatten(0, 1), batch.ids[:, first + length :].flatten(), reduction="none")
     weight = batch.weight[:, first + length :].flatten()
     return (losses * weight).sum() / weight.sum() + named
@@ -278,8 +267,7 @@ class CaptionStage(TrainingStage):
         self.world = world(options.world)
         self.processor = build_processor(self.world)
         self.encoder, self.waiting = Encoder(self.processor.tokenizer, self.world), list[CaptionBatch]()
-        share = NAMING[self.world.name]
-        self.naming = (share, Naming(self.world, self.encoder.table)) if share else None
+        self.naming = Naming(self.world, self.encoder.table) if self.world.name == NAMED else None
         self.model = build_model(tower, self.world, options.small).train()
         self.model.set_attn_implementation("eager")
         self.model.model.vision_tower.requires_grad_(False)
@@ -290,13 +278,10 @@ class CaptionStage(TrainingStage):
         self.waiting = self.waiting or self.encoder.batches(self.step, self.options.rows, self.rank, self.workers)
         batch = self.waiting.pop(0)
         with torch.no_grad(), mixed_precision():
-            features = patch_features(
-                self.model.model.vision_tower, pixels(batch.scenes, self.world.side, self.world.draw)
-            ).float()
+            features = patch_features(self.model.model.vision_tower, self.world.pixels(batch.scenes)).float()
         return caption_loss(self.model, batch, features, self.encoder.first_image, self.naming)
 
     def figures(self) -> dict:
-        """Captions of held-out scenes."""
         torch.set_num_threads(self.workers)
         record = score_captions(self.model, self.processor, self.world)
         torch.set_num_threads(1)
@@ -322,11 +307,11 @@ def finish(options: argparse.Namespace) -> None:
     stages["vision"]["accuracy"] = seen_in(saved["vision"], place)
     about = stages | {"seeds": {"vision": 0, "caption": 1}, "world": place.name, "cores": options.workers}
     record = cards.origin(model, f"visspec.toys {folder.name}", folder, measured, **about)
-    cards.publish(folder, card(place, small, model, len(processor.tokenizer), record))
+    cards.publish(folder, card(place, small, model, record))
     cards.say(folder, **measured)
 
 
-def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabulary: int, record: dict) -> str:
+def card(place: World, small: bool, model: LlavaForConditionalGeneration, record: dict) -> str:
     """The model card's text, from the provenance of the weights."""
     return cards.fill(
         "captioner",
@@ -337,9 +322,7 @@ def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabu
         of=place.name,
         side=place.side,
         role=ROLES[small],
-        tower=model.config.vision_config,
         text=TEXT[small],
-        vocabulary=vocabulary,
         after=" after that of `captioner` into the same folder" if small else "",
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vision", "caption")),
         cores=cards.cores(record.get("cores")),
@@ -349,8 +332,6 @@ def card(place: World, small: bool, model: LlavaForConditionalGeneration, vocabu
 
 @dataclass
 class CaptionerOptions(Options):
-    """Options of the recipes."""
-
     world: str = option("whose scenes it describes", "shapes", choices=WORLDS)
     small: bool = option("the two-layer sibling, on the same vision tower", False)
     vision_steps: int = option("steps of the vision tower", 2400)
@@ -363,8 +344,8 @@ class CaptionerOptions(Options):
     rate: float = option("peak learning rate of the text model", 1.5e-3)
 
 
-DESCRIBING = {"caption": training_stage(CaptionStage), "finish": finish}
-STAGES = {"vision": training_stage(VisionStage)} | DESCRIBING
+DESCRIBING: Stages = {"caption": CaptionStage, "finish": finish}
+STAGES: Stages = {"vision": VisionStage} | DESCRIBING
 CAPTIONER = Recipe("captioner", "Train the captioner of shapes.", CaptionerOptions, STAGES, threads=2)
 SMALL = Recipe(
     "captioner-small",

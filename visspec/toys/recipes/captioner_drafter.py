@@ -73,8 +73,6 @@ def export(run: Path, folder: Path, model, levels: int) -> None:
 
 @dataclass
 class CaptionerDrafterOptions(DrafterOptions):
-    """Options of the recipe."""
-
     world: str = option("whose scenes the captioner describes", "shapes", choices=WORLDS)
     latents: int = option("elements that an image run is compressed to; 0 drafts without the image", 8)
     greedy: int = option("one batch of so many is answered greedily", 8)

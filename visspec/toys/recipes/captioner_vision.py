@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
-from visspec.toys.recipes.painter_data import pixels
 from visspec.toys.recipes.recipe import TrainingStage, mixed_precision
 from visspec.toys.world.scene import GRID
 from visspec.toys.world.worlds import World, world
@@ -85,7 +84,7 @@ def heads_of(world: World) -> nn.ModuleDict:
 def accuracy(tower: CLIPVisionModel, heads: nn.ModuleDict, world: World, count: int = 256) -> dict[str, float]:
     """Share of right labels on held-out scenes, by head."""
     scenes = world.scenes(count)
-    features, labels = patch_features(tower, pixels(scenes, world.side, world.draw)), patch_labels(scenes, world)
+    features, labels = patch_features(tower, world.pixels(scenes)), patch_labels(scenes, world)
     shares = {name: (head(features).argmax(-1) == labels[name]).float().mean() for name, head in heads.items()}
     return {name: round(float(share), 4) for name, share in shares.items()}
 
@@ -117,7 +116,7 @@ class VisionStage(TrainingStage, OneCycleStage):
         scenes = [self.world.lesson(first + i) for i in range(self.rank, rows, self.workers)]
         labels = patch_labels(scenes, self.world)
         with mixed_precision():
-            features = patch_features(self.tower, pixels(scenes, self.world.side, self.world.draw))
+            features = patch_features(self.tower, self.world.pixels(scenes))
         flat = features.float()
         losses = [
             F.cross_entropy(head(flat).flatten(0, 1), labels[name].flatten()) for name, head in self.heads.items()
@@ -125,5 +124,4 @@ class VisionStage(TrainingStage, OneCycleStage):
         return torch.stack(losses).sum()
 
     def figures(self) -> dict:
-        """Shares of right labels."""
         return accuracy(self.tower, self.heads, self.world)

@@ -62,7 +62,7 @@ def table(rows: Iterable[Iterable[str]]) -> str:
 
 
 def score_row(name: str, found: Mapping[str, Any], tasks: Iterable[str] = ()) -> list[str]:
-    """Cells of a table of `painter_score.summary`: GenEval, share of prompts, and tasks."""
+    """Cells of a table of `painter_score.geneval`: GenEval, share of prompts, and tasks."""
     shares = [f"{found['tasks'].get(tag, float('nan')):.2f}" for tag in tasks]
     return [name, f"**{found['geneval']:.3f}**", f"{found['images']:.3f}", *shares]
 
@@ -125,12 +125,27 @@ def publish(folder: Path, card: str) -> None:
 def describe(
     options: argparse.Namespace, name: str, model: nn.Module, measured: dict, about: dict, constants: dict, **figures
 ) -> None:
-    """Write the provenance and the card of `options.out / name`; `about` is of the provenance, `constants` those of the
-    recipe's module, `figures` what else the card says.
+    """Write the provenance and the card of `options.out / name`; `about` is of the provenance, beside pairs and rows a
+    step, `constants` those of the recipe's module, `figures` what else the card says.
     """
-    folder = options.out / name
+    folder, about = options.out / name, {"rows": options.rows * options.workers, "pairs": options.pairs} | about
     record = origin(model, f"visspec.toys {constants['PAINTER'].name}", folder, measured, **about)
-    publish(folder, fill(name, record, model, constants, options=options, **figures))
+    seen = about["draw"]["steps"] * about["rows"]
+    publish(folder, fill(name, record, model, constants, options=options, seen=seen, **figures))
+
+
+def describe_drafter(
+    options: argparse.Namespace,
+    name: str,
+    drafter: PreTrainedModel,
+    load: Callable[[Path], nn.Module],
+    about: dict,
+    constants: dict,
+) -> None:
+    """Write a drafter that was taught in a painter's recipe, in half precision, and describe it."""
+    save(drafter, None, options.out / name, torch.float16)
+    measured = {"distance": about["drafter"]["loss"]}
+    describe(options, name, load(options.out / name), measured, about, constants)
 
 
 def say(folder: Path, **figures) -> None:

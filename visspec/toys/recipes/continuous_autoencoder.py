@@ -78,7 +78,6 @@ class AutoencoderStage(TrainingStage):
         return picture_loss(made, true)
 
     def figures(self) -> dict:
-        """Figures of the reconstructions."""
         return measure(normalize_latents(self.model), self.options.every_prompt * (8 if self.step < self.steps else 1))
 
 

@@ -45,7 +45,7 @@ from visspec.toys.recipes.continuous_autoencoder import (
 )
 from visspec.toys.recipes.painter_build import without_words
 from visspec.toys.recipes.painter_score import to_uint8
-from visspec.toys.recipes.recipe import PairOptions, Recipe, coding_stage, training_stage
+from visspec.toys.recipes.recipe import PairOptions, Recipe, write_coded
 
 SIZES: dict[str, dict[str, Any]] = {
     "painter": {
@@ -146,7 +146,7 @@ class WordStage(TokenStage):
     def take(self, options: argparse.Namespace, autoencoder: AutoencoderKL) -> None:
         super().take(options, autoencoder)
         self.tokenizer = build_tokenizer()
-        self.ids = animals.class_ids(self.tokenizer)
+        self.ids = prompt_ids(self.tokenizer, animals.LABELS)
 
 
 class ContinuousStage(WordStage):
@@ -176,7 +176,6 @@ class ContinuousStage(WordStage):
         return losses + TOLD * self.fading(*FADE) * told
 
     def figures(self) -> dict:
-        """Right animals of a fourth of the prompts."""
         painter = assemble(self.options.out, self.model)
         asked = animals.rows(4 * self.options.every_prompt)
         return animals.score(partial(draw, painter, seed=SEED), asked, guidance=2.0, temperature=1.0)
@@ -246,8 +245,6 @@ class VectorOptions(PairOptions):
 
 @dataclass
 class ContinuousOptions(VectorOptions):
-    """Those of this one."""
-
     autoencoder_steps: int = option("steps of the autoencoder", 1000)
 
 
@@ -275,9 +272,7 @@ def finish(options: argparse.Namespace) -> None:
     decoded = measure(model.autoencoder, options.every_prompt)
     shown = {f"drawn, guidance {guidance}": drawn, "decoded tokens": decoded}
     deviation = decoded["posterior_deviation"]
-    rows_a_step = options.rows * options.workers
-    coding = stages["autoencoder"]["seconds"]
-    about = {"compute_dtype": "float32", "rows": rows_a_step, "times": TIMES, "pairs": options.pairs}
+    about = {"compute_dtype": "float32", "times": TIMES}
     own = {part: stage for part, stage in stages.items() if part != "drafter"}
     cards.describe(
         options,
@@ -288,21 +283,11 @@ def finish(options: argparse.Namespace) -> None:
         globals(),
         prompts=len(rows),
         rows=cards.table([name, f"{found['images']:.3f}"] for name, found in shown.items()),
-        guidance=guidance,
         deviations=(min(deviation), max(deviation)),
-        coding=coding,
-        training=coding + stages["draw"]["seconds"],
-        seen=stages["draw"]["steps"] * rows_a_step,
+        training=stages["autoencoder"]["seconds"] + stages["draw"]["seconds"],
     )
-    save(drafter, None, options.out / NAMES["drafter"], torch.float16)
-    cards.describe(
-        options,
-        NAMES["drafter"],
-        load(options.out / NAMES["drafter"]),
-        {"distance": stages["drafter"]["loss"]},
-        {"seeds": {"draft": 2}} | stages | about,
-        globals(),
-    )
+    about |= stages | {"seeds": {"draft": 2}}
+    cards.describe_drafter(options, NAMES["drafter"], drafter, load, about, globals())
     cards.say(options.out, sweep=sweep, swept=len(rows[::2]), pictures=drawn, decoded=decoded)
 
 
@@ -312,10 +297,10 @@ PAINTER = Recipe(
     "Train the continuous painter and its drafter.",
     ContinuousOptions,
     {
-        "autoencoder": training_stage(AutoencoderStage),
-        "tokens": coding_stage(coders),
-        "draw": training_stage(ContinuousStage),
-        "draft": training_stage(ContinuousDraftStage),
+        "autoencoder": AutoencoderStage,
+        "tokens": partial(write_coded, coders),
+        "draw": ContinuousStage,
+        "draft": ContinuousDraftStage,
         "finish": finish,
     },
     DEFAULTS | {"steps": 2500, "every": 500},

@@ -71,8 +71,6 @@ def choose_tiles(font: ImageFont.FreeTypeFont) -> dict[str, Image.Image]:
 
 @dataclass
 class AtlasOptions:
-    """Options of the command line."""
-
     font: Path = field(metadata={"help": "NotoColorEmoji.ttf"})
     out: Path = option("folder of the atlas", FOLDER)
 

@@ -27,39 +27,19 @@ from visspec.api import zoo
 from visspec.api.loading import load_image_model
 from visspec.io.checkpoint import read_json
 from visspec.io.options import option
-from visspec.toys.recipes import cards, painter_data
+from visspec.toys.recipes import cards, painter_build, painter_data, recipe
 from visspec.toys.recipes.painter import sheet
-from visspec.toys.recipes.painter_build import (
-    PATCH,
-    TEXT,
-    build_model,
-    build_processor,
-    build_tokenizer,
-    generation_config,
-    grid,
-    prompt_ids,
-)
 from visspec.toys.recipes.painter_data import held_out
 from visspec.toys.recipes.painter_draw import GUIDANCES, DrawStage, draw, draw_codes
 from visspec.toys.recipes.painter_score import score, verdicts
 from visspec.toys.recipes.painter_vq import CUT_OUT, PainterVQStage, latents, load_vq, nearest, redrawn
-from visspec.toys.recipes.recipe import (
-    CodedOptions,
-    Coder,
-    Recipe,
-    coding_stage,
-    evaluating,
-    in_batches,
-    read_coded,
-    shards,
-    training_stage,
-)
 from visspec.toys.world.emoji.scene import EmojiScene, PlacedEmoji, sample_ground
 from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.suite import Metadata
 from visspec.toys.world.worlds import world
 
 NAME, OF, SIDE = "painter-emoji", "emoji", 96
+EMOJI = world(OF)
 SIBLING = "painter-emoji-lowres"
 DRAWN = {False: "draw.pt", True: "draw-lowres.pt"}
 PROMPT = 16  # ids of the longest prompt
@@ -77,9 +57,7 @@ ROLES = {
 
 
 @dataclass
-class EmojiOptions(CodedOptions):
-    """Options of the recipe."""
-
+class EmojiOptions(recipe.CodedOptions):
     lowres: bool = option("the 48-pixel sibling, on the VQ model in --out or that of the included painter", False)
 
 
@@ -96,20 +74,15 @@ def paint_scene(metadata: Metadata, rng: np.random.Generator) -> EmojiScene:
 def pair(seed: int) -> tuple[Metadata, EmojiScene]:
     """Prompt and scene number `seed`; every second prompt names no ground."""
     rng = np.random.default_rng(seed)
-    metadata = world(OF).prompt(rng)
+    metadata = EMOJI.prompt(rng)
     if rng.random() < 0.5:
-        metadata = world(OF).suite.make("single_object", metadata["include"])
+        metadata = EMOJI.suite.make("single_object", metadata["include"])
     return metadata, paint_scene(metadata, rng)
-
-
-def pixels(scenes: list[EmojiScene], side: int = SIDE) -> torch.Tensor:
-    """Rendered pictures in -1..1, float32 (B, 3, side, side)."""
-    return painter_data.pixels(scenes, side, world(OF).draw)
 
 
 def side_of(vq: JanusVQVAE) -> int:
     """Pixels along a side of a VQ model's pictures."""
-    return PATCH * vq.config.num_patches
+    return painter_build.PATCH * vq.config.num_patches
 
 
 def take_vq(options: argparse.Namespace) -> None:
@@ -127,16 +100,16 @@ def take_vq(options: argparse.Namespace) -> None:
 @torch.no_grad()
 def codes_of(vq: JanusVQVAE, scenes: list[EmojiScene], batch: int = 16) -> torch.Tensor:
     """Codes int64 (B, rows, columns) of rendered scenes."""
-    parts = [pixels(scenes[i : i + batch], side_of(vq)) for i in range(0, len(scenes), batch)]
+    parts = [EMOJI.pixels(scenes[i : i + batch], side_of(vq)) for i in range(0, len(scenes), batch)]
     return torch.cat([nearest(vq, latents(vq, part)) for part in parts])
 
 
 def reconstruction(vq: JanusVQVAE, rows: list[Metadata]) -> dict:
     """Pixel error and codes in use on held-out scenes, and the detector's verdict on the decoded pictures."""
     scenes = held_out(rows, paint_scene)
-    with evaluating(vq):
-        made, figures = redrawn(vq, codes_of(vq, scenes), pixels(scenes, side_of(vq)), 16)
-    right = verdicts(made, rows, world(OF).detector())
+    with recipe.evaluating(vq):
+        made, figures = redrawn(vq, codes_of(vq, scenes), EMOJI.pixels(scenes, side_of(vq)), 16)
+    right = verdicts(made, rows, OF)
     return {"right": sum(right) / len(right), "prompts": len(rows)} | figures
 
 
@@ -147,34 +120,33 @@ class EmojiVQStage(PainterVQStage):
         """This worker's pictures of this step: a pure function of step, rank and workers."""
         whole, rows = self.step >= CUT_OUT * self.steps, self.options.vq_rows
         first = FIRST_SEED["vq"] + (self.step * self.workers + self.rank) * 2 * rows
-        made = pixels([pair(first + i)[1] for i in range(rows if whole else 2 * rows)])
+        made = EMOJI.pixels([pair(first + i)[1] for i in range(rows if whole else 2 * rows)], SIDE)
         if whole:
             return made
         corners = np.random.default_rng(first).integers(8, SIDE - WINDOW - 7, size=(len(made), 2))
         return torch.stack([part[:, y : y + WINDOW, x : x + WINDOW] for part, (y, x) in zip(made, corners)])
 
     def figures(self) -> dict:
-        """Figures of the reconstructions."""
-        return reconstruction(self.vq, world(OF).prompts()[:: 8 * self.options.every_prompt])
+        return reconstruction(self.vq, EMOJI.prompts()[:: 8 * self.options.every_prompt])
 
 
 def files(folder: Path, low: bool, count: int) -> dict[Path, range]:
     """Files of so many coded pairs, and the pairs in each."""
-    return shards(folder, "tokens-lowres" if low else "tokens", range(count), SHARD)
+    return recipe.shards(folder, "tokens-lowres" if low else "tokens", range(count), SHARD)
 
 
-def coders(options: argparse.Namespace) -> dict[Path, Coder]:
+def coders(options: argparse.Namespace) -> dict[Path, recipe.Coder]:
     """What makes the files: `ids` (N, PROMPT), `codes` (N, positions) and `animal` (N), int16."""
-    vq, tokenizer = load_vq(options.out, options.lowres), build_tokenizer(OF)
+    vq, tokenizer = load_vq(options.out, options.lowres), painter_build.build_tokenizer(OF)
 
     def coded(numbers: range) -> dict[str, torch.Tensor]:
         rows, scenes = zip(*(pair(FIRST_SEED["tokens"] + i) for i in numbers))
-        ids = prompt_ids(tokenizer, [row["prompt"] for row in rows], PROMPT)
+        ids = painter_build.prompt_ids(tokenizer, [row["prompt"] for row in rows], PROMPT)
         animal = torch.tensor([subjects().index(row["include"][0]["class"]) for row in rows])
         return {"ids": ids.short(), "codes": codes_of(vq, list(scenes)).flatten(1).short(), "animal": animal.short()}
 
     return {
-        file: partial(in_batches, coded, numbers, 16)
+        file: partial(recipe.in_batches, coded, numbers, 16)
         for file, numbers in files(options.out, options.lowres, options.pairs).items()
     }
 
@@ -185,7 +157,7 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
     top-100 mass, and loss.
     """
     codes = codes_of(model.model.vqmodel, held_out(rows, paint_scene)).flatten(1)
-    ids = prompt_ids(build_tokenizer(OF), [row["prompt"] for row in rows], PROMPT)
+    ids = painter_build.prompt_ids(painter_build.build_tokenizer(OF), [row["prompt"] for row in rows], PROMPT)
     pad = model.config.get_text_config().pad_token_id
     sums, count = torch.zeros(5), 0
     for start in range(0, len(rows), batch):
@@ -204,8 +176,8 @@ def law(model: JanusForConditionalGeneration, rows: list[Metadata], batch: int =
 def drawing(
     model: JanusForConditionalGeneration, processor: JanusProcessor, seed: int = SEED
 ) -> Callable[..., dict[str, Any]]:
-    """`score` of the pictures that a painter draws, by the world's detector: of prompts and a guidance."""
-    return partial(score, partial(draw, model, processor, seed=seed), detector=world(OF).detector())
+    """`score` of the pictures that a painter draws, of prompts and a guidance."""
+    return partial(score, partial(draw, model, processor, seed=seed), of=OF)
 
 
 class EmojiDrawStage(DrawStage):
@@ -215,7 +187,7 @@ class EmojiDrawStage(DrawStage):
         self.name = DRAWN[options.lowres]
         self.begin(options, options.lowres, OF)
         self.telling = nn.Linear(self.model.config.text_config.hidden_size, len(subjects()))
-        self.data = read_coded(files(options.out, options.lowres, options.pairs))
+        self.data = recipe.read_coded(files(options.out, options.lowres, options.pairs))
         return {"model": self.model, "telling": self.telling}
 
     def loss(self) -> torch.Tensor:
@@ -234,24 +206,24 @@ class EmojiDrawStage(DrawStage):
 
     def figures(self) -> dict:
         """The distribution on held-out scenes, and verdicts on a few pictures."""
-        rows = world(OF).prompts()[:: 8 * self.options.every_prompt]
+        rows = EMOJI.prompts()[:: 8 * self.options.every_prompt]
         return law(self.model, rows) | {"drawn": drawing(self.model, self.processor)(rows, guidance=2.0)}
 
 
 def finish(options: argparse.Namespace) -> None:
     """Write the painter's folder from the last checkpoints, read it back, measure it and describe it."""
     low = options.lowres
-    name, rows = SIBLING if low else NAME, world(OF).prompts()[:: options.every_prompt]
+    name, rows = SIBLING if low else NAME, EMOJI.prompts()[:: options.every_prompt]
     folder = options.out / name
     saved, stages = cards.read_stages(options.out, {"draw": DRAWN[low], "vq": "vq.pt"})
-    model = build_model(load_vq(options.out, low).state_dict(), low, of=OF)
+    model = painter_build.build_model(load_vq(options.out, low).state_dict(), low, of=OF)
     model.load_state_dict(saved["draw"]["model"])
-    model = cards.half_precision_copy(model, build_processor(low, OF), folder, attention="eager")
+    model = cards.half_precision_copy(model, painter_build.build_processor(low, OF), folder, attention="eager")
     processor = JanusProcessor.from_pretrained(folder)
     half = drawing(model, processor, SEED + 1)
     sweep = [half(rows[::2], guidance=guidance) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
-    generation_config(low, guidance, of=OF).save_pretrained(folder)
+    painter_build.generation_config(low, guidance, of=OF).save_pretrained(folder)
     measured = {
         "sweep": sweep,
         "law": law(model, rows),
@@ -268,7 +240,7 @@ def finish(options: argparse.Namespace) -> None:
 
 def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) -> str:
     """The model card's text, from the provenance of the weights."""
-    codes = grid(low) ** 2
+    codes = painter_build.grid(low) ** 2
     return cards.fill(
         NAME,
         record,
@@ -278,21 +250,20 @@ def card(model: JanusForConditionalGeneration, record: dict, low: bool = False) 
         role=ROLES[low],
         side=painter_data.SIDE[low],
         codes=codes,
-        text=TEXT[low],
-        animals=len(world(OF).suite.alone()),
+        text=painter_build.TEXT[low],
+        animals=len(EMOJI.suite.alone()),
         prompts=record["measured"]["law"]["codes"] // codes,
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
         shared=", the same weights as `painter-emoji`'s" if low else "",
         cores=cards.cores(record["cores"]),
-        vocabulary=model.config.get_text_config().vocab_size,
     )
 
 
-STAGES = {"tokens": coding_stage(coders), "draw": training_stage(EmojiDrawStage), "finish": finish}
-PAINTER = Recipe(
-    NAME, "Train the painter of emoji.", EmojiOptions, {"vq": training_stage(EmojiVQStage), **STAGES}, {"every": 250}
+STAGES: recipe.Stages = {"tokens": partial(recipe.write_coded, coders), "draw": EmojiDrawStage, "finish": finish}
+PAINTER = recipe.Recipe(
+    NAME, "Train the painter of emoji.", EmojiOptions, {"vq": EmojiVQStage, **STAGES}, {"every": 250}
 )
-LOWRES = Recipe(
+LOWRES = recipe.Recipe(
     SIBLING,
     "Train its low-resolution sibling.",
     EmojiOptions,

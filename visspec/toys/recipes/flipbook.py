@@ -28,8 +28,7 @@ from visspec.toys.recipes.captioner import FIRST_SEED, CaptionBatch, Encoder, ca
 from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.captioner_drafter import MAX_NEW_TOKENS, SceneBatches
 from visspec.toys.recipes.captioner_vision import patch_features
-from visspec.toys.recipes.painter_data import pixels
-from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, mixed_precision, training_stage
+from visspec.toys.recipes.recipe import Options, Recipe, TrainingStage, mixed_precision
 from visspec.toys.world.captions import FIRST, PLACES, REQUESTS, pick
 from visspec.toys.world.emoji.captions import EmojiCaptions
 from visspec.toys.world.emoji.scene import EmojiScene, sample_scene
@@ -83,7 +82,7 @@ class FlipbookStage(TrainingStage):
         batch: CaptionBatch = self.encoder.collate(coded)
         frames = [frame for scene in scenes for frame in stages_of(scene)]
         with torch.no_grad(), mixed_precision():
-            seen = patch_features(self.model.model.vision_tower, pixels(frames, EMOJI.side, EMOJI.draw)).float()
+            seen = patch_features(self.model.model.vision_tower, EMOJI.pixels(frames)).float()
         seen = seen.unflatten(0, (rows, THINGS)).repeat_interleave(FRAMES // THINGS, dim=1).flatten(1, 2)
         return caption_loss(self.model, batch, seen, self.encoder.first_image)
 
@@ -148,8 +147,6 @@ def drafters(options: argparse.Namespace) -> None:
 
 @dataclass
 class FlipbookOptions(Options):
-    """Options of the recipe."""
-
     steps: int = option("steps of the target's text model", 400)
     rows: int = option("clips in a batch", 8)
     rate: float = option("peak learning rate of the text model", 6e-4)
@@ -161,5 +158,5 @@ FLIPBOOK = Recipe(
     "flipbook",
     "Train a captioner of flip-books and three drafters of it, and measure tau.",
     FlipbookOptions,
-    {"target": training_stage(FlipbookStage), "drafters": drafters},
+    {"target": FlipbookStage, "drafters": drafters},
 )

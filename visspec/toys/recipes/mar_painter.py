@@ -34,7 +34,7 @@ from visspec.toys.recipes.captioner_build import save
 from visspec.toys.recipes.continuous_autoencoder import CONFIG, SIZE, measure
 from visspec.toys.recipes.continuous_painter import DEFAULTS, NEARNESS, TokenStage, VectorOptions
 from visspec.toys.recipes.painter_score import to_uint8
-from visspec.toys.recipes.recipe import Coder, Recipe, coding_stage, training_stage
+from visspec.toys.recipes.recipe import Coder, Recipe, write_coded
 from visspec.types import Sampling
 
 NAMES = {"painter": "painter-mar", "drafter": "painter-mar-drafter"}
@@ -164,7 +164,6 @@ class MARStage(MaskedStage):
         super().checkpoint(loss)
 
     def figures(self) -> dict:
-        """Right animals of a fourth of the prompts."""
         painter, asked = assemble(self.model, self.autoencoder), animals.rows(4 * self.options.every_prompt)
         return animals.score(partial(draw, painter, seed=SEED), asked, guidance=2.0, iterations=GRID**2)
 
@@ -218,18 +217,14 @@ def coders(options: argparse.Namespace) -> dict[Path, Coder]:
 def finish(options: argparse.Namespace) -> None:
     """Write both folders from the last checkpoints, read the painter back, measure it and describe them."""
     saved, stages = cards.read_stages(options.out, {"draw": "mar.pt", "drafter": "mar-drafter.pt"})
-    rows_a_step = options.rows * options.workers
-    about = stages | {"compute_dtype": "float32", "rows": rows_a_step, "times": TIMES, "pairs": options.pairs}
+    about = stages | {"compute_dtype": "float32", "times": TIMES}
     made, drafter = build("painter"), build("drafter")
     made.load_state_dict(saved["draw"]["model"])
     drafter.load_state_dict(saved["drafter"]["model"])
     folder = options.out / NAMES["painter"]
     save(assemble(made, included_autoencoder()), None, folder, torch.float16)
     model, rows = load(folder), animals.rows(options.every_prompt)
-    half, tokens = (
-        partial(animals.score, partial(draw, model, seed=SEED + 1), rows[::2]),
-        model.config.network["tokens"],
-    )
+    half, tokens = partial(animals.score, partial(draw, model, seed=SEED + 1), rows[::2]), GRID**2
     sweep = [half(guidance=guidance, iterations=tokens) for guidance in GUIDANCES]
     guidance = cards.best_guidance(sweep)
     GenerationConfig(do_sample=True, temperature=1.0, guidance_scale=guidance).save_pretrained(folder)
@@ -245,21 +240,12 @@ def finish(options: argparse.Namespace) -> None:
         model,
         {"sweep": sweep, "swept": len(rows[::2]), "pictures": [one, *fewer], "decoded": decoded},
         about | {"seeds": {"draw": 4, "measured": SEED}},
-        vars(continuous_autoencoder) | globals(),
+        globals(),
         prompts=len(rows),
         rows=cards.table([name, f"{found['images']:.3f}"] for name, found in shown.items()),
-        guidance=guidance,
-        seen=stages["draw"]["steps"] * rows_a_step,
     )
-    save(drafter, None, options.out / NAMES["drafter"], torch.float16)
-    cards.describe(
-        options,
-        NAMES["drafter"],
-        load(options.out / NAMES["drafter"]),
-        {"distance": stages["drafter"]["loss"]},
-        about | {"seeds": {"draft": 5}},
-        vars(continuous_autoencoder) | globals(),
-    )
+    about |= {"seeds": {"draft": 5}}
+    cards.describe_drafter(options, NAMES["drafter"], drafter, load, about, globals())
     cards.say(options.out, stages=stages)
 
 
@@ -268,9 +254,9 @@ PAINTER = Recipe(
     "Train the MAR painter and its drafter.",
     VectorOptions,
     {
-        "tokens": coding_stage(coders),
-        "draw": training_stage(MARStage),
-        "draft": training_stage(MARDraftStage),
+        "tokens": partial(write_coded, coders),
+        "draw": MARStage,
+        "draft": MARDraftStage,
         "finish": finish,
     },
     DEFAULTS | {"drafter_steps": 3000, "steps": 3000, "rate": 1e-3},

@@ -35,22 +35,12 @@ from visspec.api.grid import grid as pictures_in_grid
 from visspec.io.checkpoint import read_json
 from visspec.io.files import write_json
 from visspec.io.options import option
-from visspec.toys.recipes import cards
+from visspec.toys.recipes import cards, painter_vq
 from visspec.toys.recipes.painter_build import TEXT, build_model, build_processor, generation_config, grid
 from visspec.toys.recipes.painter_data import SIDE
 from visspec.toys.recipes.painter_draw import GUIDANCES, TEMPERATURES, PainterStage, draw
 from visspec.toys.recipes.painter_score import score
-from visspec.toys.recipes.painter_vq import (
-    SHARES,
-    VQ_FILES,
-    ComposedStage,
-    PainterVQStage,
-    VQDecoderStage,
-    coders,
-    load_vq,
-    measure,
-)
-from visspec.toys.recipes.recipe import CodedOptions, Recipe, coding_stage, training_stage
+from visspec.toys.recipes.recipe import CodedOptions, Recipe, Stages, write_coded
 from visspec.toys.world.suite import TASKS, suite
 
 NAMES = {False: "painter", True: "painter-lowres"}
@@ -64,8 +54,6 @@ ROLES = {
 
 @dataclass
 class PainterOptions(CodedOptions):
-    """Options of the recipe."""
-
     lowres: bool = option("the 48-pixel sibling, on the VQ model in --out", False)
     composed_steps: int = option("steps of it on scenes coded piece by piece", 500)
     decoder_steps: int = option("steps of its decoder alone", 700)
@@ -105,7 +93,6 @@ def card(low: bool, every_prompt: int, note: str, model: JanusForConditionalGene
         sweep=[f"{r['guidance']} at {r['temperature']} {r['images']:.3f}" for r in measured["sweep"]],
         sizes=[sum(row["tag"] == tag for row in rows) for tag in TASKS],
         text=TEXT[low],
-        vocabulary=model.config.get_text_config().vocab_size,
         after=" after that of `painter` into the same folder" if low else "",
         minutes=sum(round(record[part]["seconds"] / 60) for part in ("vq", "draw")),
         shared=", the same weights as `painter`'s" if low else "",
@@ -119,9 +106,9 @@ def finish(options: argparse.Namespace) -> None:
     low = options.lowres
     folder = options.out / NAMES[low]
     text, stage = cards.read_stage(options.out / ("draw-lowres.pt" if low else "draw.pt"))
-    model = build_model(load_vq(options.out, low).state_dict(), low)
+    model = build_model(painter_vq.load_vq(options.out, low).state_dict(), low)
     model.load_state_dict(text["model"])
-    model.model.vqmodel.load_state_dict(load_vq(options.out, low).state_dict())  # its decoder may be newer
+    model.model.vqmodel.load_state_dict(painter_vq.load_vq(options.out, low).state_dict())  # its decoder may be newer
     model = cards.half_precision_copy(model, build_processor(low), folder)
     processor = JanusProcessor.from_pretrained(folder)
     rows = suite()[:: options.every_prompt]
@@ -137,7 +124,7 @@ def finish(options: argparse.Namespace) -> None:
     shown = [rows[int(i)]["prompt"] for i in np.linspace(0, len(rows) - 1, 16)]
     drawn = draw(model, processor, shown, guidance, SEED + 2, temperature)
     sheet(drawn, shown, options.out / f"{folder.name}.png")
-    vq = {name: cards.read_stage(file)[1] for name in VQ_FILES if (file := options.out / name).exists()}
+    vq = {name: cards.read_stage(file)[1] for name in painter_vq.VQ_FILES if (file := options.out / name).exists()}
     about = {
         "seeds": {"vq": 0, "draw": 1, "measured": SEED},
         "vq": {
@@ -151,7 +138,7 @@ def finish(options: argparse.Namespace) -> None:
             "steps": stage["steps"] + options.earlier[0],
             "seconds": stage["seconds"] + options.earlier[1],
             "rows": options.rows * options.workers,
-            "pairs": int((options.first + options.pairs) * sum(SHARES.values())),
+            "pairs": int((options.first + options.pairs) * sum(painter_vq.SHARES.values())),
             "loss": stage["loss"],
         },
     }
@@ -170,20 +157,20 @@ def remeasure(options: argparse.Namespace) -> None:
     measured = record["measured"]
     drawing = partial(draw, model, processor, seed=SEED)
     measured["pictures"] = score(drawing, rows, guidance=own.guidance_scale, temperature=own.temperature)
-    measured["decoded"] = measure(model.model.vqmodel, low, options.every_prompt)
+    measured["decoded"] = painter_vq.measure(model.model.vqmodel, low, options.every_prompt)
     write_json(folder / cards.PROVENANCE, record)
     cards.publish(folder, card(low, options.every_prompt, options.note, model, record))
     cards.say(folder, **measured)
 
 
-CODING = {
-    "vq": training_stage(PainterVQStage),
-    "composed": training_stage(ComposedStage),
-    "decoder": training_stage(VQDecoderStage),
+CODING: Stages = {
+    "vq": painter_vq.PainterVQStage,
+    "composed": painter_vq.ComposedStage,
+    "decoder": painter_vq.VQDecoderStage,
 }
-DRAWING = {
-    "tokens": coding_stage(coders),
-    "draw": training_stage(PainterStage),
+DRAWING: Stages = {
+    "tokens": partial(write_coded, painter_vq.coders),
+    "draw": PainterStage,
     "finish": finish,
     "remeasure": remeasure,
 }

@@ -40,18 +40,8 @@ from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
 from visspec.sampling import Gumbel
-from visspec.toys.recipes import cards
+from visspec.toys.recipes import cards, recipe
 from visspec.toys.recipes.painter_drafter import Pictures, held_out, painter, request_of, temperature_of
-from visspec.toys.recipes.recipe import (
-    Coder,
-    Options,
-    Recipe,
-    TrainingStage,
-    coding_stage,
-    concatenate,
-    mixed_precision,
-    training_stage,
-)
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.worlds import world
 from visspec.train.capture import capture
@@ -61,7 +51,6 @@ from visspec.types import Acceptance, Request, State
 FIRST_SEED = 7 << 27  # noise and prompts of no other recipe, below the held-out ones
 BATCH = 64  # pictures in a file
 LIKELY = 32  # codes of a distribution that are stored
-HELD_OUT = "held-out.pt"
 LAYERS = (0, 1, 7)  # of the painter's, that the drafter begins as
 MIXTURE = (0.15, 0.2)  # shares of pictures with missing codes, and with guesses
 FADE = 0.9  # weight of a place behind known codes, of that before it
@@ -103,25 +92,18 @@ def files(count: int) -> list[str]:
     return [f"pictures-{number}.pt" for number in range(-(-count // BATCH))]
 
 
-def coders(options: argparse.Namespace) -> dict[Path, Coder]:
-    """What draws the held-out pictures and `options.pictures` others."""
-    family, seen = painter(options.target), world("shapes")
-    guidance = family.default_guidance
-    draw = Pictures(family, seen, BATCH, guidance, FIRST_SEED)
+def coders(options: argparse.Namespace) -> dict[Path, recipe.Coder]:
+    """What draws `options.pictures` pictures."""
+    family = painter(options.target)
+    draw = Pictures(family, world("shapes"), BATCH, family.default_guidance, FIRST_SEED)
 
     def drawn(number: int) -> dict[str, Tensor]:
         return record_pictures(family, draw(number), FIRST_SEED + number * BATCH)
 
-    def held() -> dict[str, Tensor]:
-        return record_pictures(
-            family, request_of(family, held_out(seen, BATCH), HELD_OUT_SEED, guidance), HELD_OUT_SEED
-        )
-
-    others = {options.out / file: partial(drawn, number) for number, file in enumerate(files(options.pictures))}
-    return {options.out / HELD_OUT: held, **others}
+    return {options.out / file: partial(drawn, number) for number, file in enumerate(files(options.pictures))}
 
 
-write_pictures = coding_stage(coders, keep=True)
+write_pictures = partial(recipe.write_coded, coders, keep=True)
 
 
 def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
@@ -132,7 +114,7 @@ def read_pictures(folder: Path, names: list[str]) -> dict[str, Tensor]:
         missing = longest - part["words"].shape[1]
         part["words"] = F.pad(part["words"], (missing, 0))
         part["prompt"] = F.pad(part["prompt"], (0, 0, missing, 0))
-    return concatenate(parts)
+    return recipe.concatenate(parts)
 
 
 @torch.no_grad()
@@ -168,7 +150,7 @@ def adjacent(weight: Tensor, heads: int) -> Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
-class DistilStage(TrainingStage):
+class DistilStage(recipe.TrainingStage):
     """Training of a `DistilledHead` for a painter."""
 
     name, seed, decay = "distilled.pt", 7, 0.02
@@ -189,7 +171,7 @@ class DistilStage(TrainingStage):
         """Cross-entropy with the painter's distributions; later total variation, and a little of it."""
         rng = np.random.default_rng((7, self.step, self.rank))
         batch = self.batch()
-        with mixed_precision():
+        with recipe.mixed_precision():
             logits, weight_BT = read_batch(self.head, self.drafter.table, batch, rng)
         cross_BT, apart_BT = distances(logits.float() / self.head.config.temperature, batch)
         sure = weight_BT == 1
@@ -258,9 +240,7 @@ def distances(logits_BTV: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 
 
 @dataclass
-class DistilledOptions(Options):
-    """Options of the recipe."""
-
+class DistilledOptions(recipe.Options):
     target: str = option("the painter that draws: an included one, or a folder", "painter")
     pictures: int = option("pictures to learn from", 1664)
     steps: int = option("steps of the draw stage", 600)
@@ -372,9 +352,9 @@ def card(head: DistilledHead, family: Janus, record: dict[str, Any]) -> str:
     )
 
 
-DRAFTER = Recipe(
+DRAFTER = recipe.Recipe(
     NAME,
     "Train the distilled drafter of the included painter.",
     DistilledOptions,
-    {"pictures": write_pictures, "draw": training_stage(DistilStage), "finish": finish},
+    {"pictures": write_pictures, "draw": DistilStage, "finish": finish},
 )

@@ -21,6 +21,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.api import loading as targets
 from visspec.api.train_drafter import fresh_or_resumed, plan_of, train
+from visspec.eval.bench.paired import geometric_mean
 from visspec.io.files import write_json
 from visspec.io.options import option
 from visspec.io.provenance import provenance
@@ -148,10 +149,9 @@ def time_pair(family: Janus, drafter, texts: list[str], guidance: float) -> dict
             decode(target, used, Rejection(), request, FixedLength(drafter.traits.levels))
             pair.append(time.perf_counter() - begun)
         seconds.append(pair)
-    ratios = [math.log(a / b) for a, b in seconds[1:]]
     plainly, fast = (sorted(column)[len(column) // 2] for column in zip(*seconds[1:]))
     return {
-        "ratio": round(math.exp(sum(ratios) / len(ratios)), 2),
+        "ratio": round(geometric_mean([slow / fast for slow, fast in seconds[1:]]), 2),
         "plain_seconds": round(plainly, 2),
         "drafted_seconds": round(fast, 2),
     }
@@ -197,8 +197,6 @@ def export(run: Path, folder: Path, family: Janus, world: World, count: int) -> 
 
 @dataclass
 class PainterDrafterOptions(DrafterOptions):
-    """Options of the recipe."""
-
     target: str = option("included name or folder of the target", "painter")
     world: str = option("whose prompts the painter draws", "shapes", choices=WORLDS)
     start: Path | None = option("drafter folder whose weights the run starts from", None)

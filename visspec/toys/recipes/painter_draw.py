@@ -24,11 +24,10 @@ from visspec.toys.recipes.painter_data import FIRST_SEED
 from visspec.toys.recipes.painter_score import score, to_uint8
 from visspec.toys.recipes.painter_vq import KINDS, load_vq, read_tokens
 from visspec.toys.recipes.recipe import TrainingStage, mixed_precision
-from visspec.toys.world.palette import CLASSES, COLOURS
+from visspec.toys.world.palette import CLASSES, COLOURS, NAMES
 from visspec.toys.world.scene import Scene
 from visspec.toys.world.suite import NUMBERS, RELATIONS, Metadata, every, make, required_objects, suite
 
-HUES = tuple(COLOURS)
 DROPPED = 0.1  # share of rows whose prompt is replaced by padding, for classifier-free guidance
 READING_WEIGHT = 0.2  # of the throw-away heads' loss
 NEAR_WEIGHT = 2.0  # in the loss, of codes beside shapes that are drawn already
@@ -139,7 +138,7 @@ def progress(metadata: Metadata, scene: Scene, shown: np.ndarray) -> np.ndarray:
     count = sum((place > start).astype(np.int8) for start in starts)
     following, newest = np.zeros((len(place), 2)), np.zeros((len(place), 2))
     order = sorted(
-        (start, 1 + CLASSES.index(s.kind), 1 + HUES.index(s.colour)) for start, s in zip(starts, scene.things)
+        (start, 1 + CLASSES.index(s.kind), 1 + NAMES.index(s.colour)) for start, s in zip(starts, scene.things)
     )
     for start, *what in reversed(order):
         following[place <= start] = what
@@ -332,6 +331,5 @@ class PainterStage(DrawStage):
         return total + fade * (WRONG_WEIGHT * bound + READING_WEIGHT * (read + also))
 
     def figures(self) -> dict:
-        """GenEval on a quarter of the suite."""
         rows = suite()[:: 4 * self.options.every_prompt]
         return score(partial(draw, self.model, self.processor, seed=0), rows, guidance=GUIDANCES[1], temperature=1.0)

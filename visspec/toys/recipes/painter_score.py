@@ -1,4 +1,4 @@
-"""GenEval of pictures in memory: the shape world's detector and colours, GenEval's own judgement."""
+"""GenEval of pictures in memory: a world's detector and colours, GenEval's own judgement."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 
 from visspec.api.images import ImageOutput, ImagePipeline
-from visspec.eval.metrics.detection import DetectedColours, Detector
+from visspec.eval.metrics.detection import DetectedColours
 from visspec.eval.metrics.geneval import judge, select_detections, summarise
-from visspec.toys.world.detector import ShapeDetector
 from visspec.toys.world.suite import Metadata
+from visspec.toys.world.worlds import world
 
 JUDGED_AT = 96  # smaller pictures are enlarged to this side before the detector sees them
 
@@ -23,9 +23,9 @@ def to_uint8(pictures: torch.Tensor) -> np.ndarray:
     return grey.permute(0, 2, 3, 1).numpy()
 
 
-def verdicts(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector | None = None) -> list[bool]:
-    """Whether each picture, uint8 (B, S, S, 3), shows what its prompt asks for; the shapes' detector unless given."""
-    detector, colours = detector or ShapeDetector(), DetectedColours()
+def verdicts(pictures: np.ndarray, rows: Sequence[Metadata], of: str = "shapes") -> list[bool]:
+    """Whether each picture, uint8 (B, S, S, 3), shows what its prompt asks for, by the detector of a world."""
+    detector, colours = world(of).detector(), DetectedColours()
     out = []
     for picture, row in zip(pictures, rows):
         image = Image.fromarray(picture)
@@ -36,24 +36,22 @@ def verdicts(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector 
     return out
 
 
-def summary(right: Sequence[bool], rows: Sequence[Metadata]) -> dict:
-    """Right verdicts by task, their unweighted mean (GenEval's overall score), and the share of all prompts."""
+def geneval(pictures: np.ndarray, rows: Sequence[Metadata], of: str = "shapes") -> dict:
+    """Right ones of pictures, uint8 (B, S, S, 3), of these prompts by task, their unweighted mean (GenEval's overall
+    score), and the share of all prompts.
+    """
+    right = verdicts(pictures, rows, of)
     found = summarise({"tag": row["tag"], "metadata": row["prompt"], "correct": ok} for ok, row in zip(right, rows))
     tasks = {tag: round(task["score"], 4) for tag, task in found["tasks"].items()}
     return {"geneval": round(found["overall"], 4), "images": round(found["correct_images"], 4), "tasks": tasks}
 
 
-def geneval(pictures: np.ndarray, rows: Sequence[Metadata], detector: Detector | None = None) -> dict:
-    """`summary` of pictures, uint8 (B, S, S, 3), of these prompts."""
-    return summary(verdicts(pictures, rows, detector), rows)
-
-
 def score(
-    draw: Callable[..., np.ndarray], rows: Sequence[Metadata], detector: Detector | None = None, **settings: float
+    draw: Callable[..., np.ndarray], rows: Sequence[Metadata], of: str = "shapes", **settings: float
 ) -> dict[str, Any]:
     """The settings, GenEval of one picture a prompt, and the seconds it took; draw(prompts, **settings)."""
     begun = time.time()
-    found = geneval(draw([row["prompt"] for row in rows], **settings), rows, detector)
+    found = geneval(draw([row["prompt"] for row in rows], **settings), rows, of)
     return settings | found | {"seconds": round(time.time() - begun, 1)}
 
 

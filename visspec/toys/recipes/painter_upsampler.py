@@ -19,7 +19,7 @@ from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 from visspec.toys.recipes import cards, emoji_painter
 from visspec.toys.recipes.painter_build import CODES, grid
 from visspec.toys.recipes.painter_vq import read_tokens
-from visspec.toys.recipes.recipe import PairOptions, Recipe, TrainingStage, read_coded, training_stage
+from visspec.toys.recipes.recipe import PairOptions, Recipe, Stages, TrainingStage, read_coded
 from visspec.train.stages import OneCycleStage
 
 PAINTERS = {"shapes": "painter", "emoji": "painter-emoji"}
@@ -28,8 +28,6 @@ PAIRS = {"shapes": 64_000, "emoji": 16_000}
 
 @dataclass
 class UpsamplerOptions(PairOptions):
-    """Options of the recipe."""
-
     tokens: Path = option("folder of the painters' recipes, both tokens stages", Path("runs/painter"))
     world: str = option("what the pictures show", "shapes", choices=tuple(PAINTERS))
 
@@ -75,13 +73,11 @@ class UpsamplerStage(TrainingStage, OneCycleStage):
         return {"model": self.model}
 
     def loss(self) -> torch.Tensor:
-        """Cross-entropy of the next batch."""
         rows = torch.randint(len(self.data["small"]), (self.options.rows,))
         logits = self.model(self.data["small"][rows])
         return F.cross_entropy(logits.flatten(0, 2), self.data["large"][rows].flatten())
 
     def figures(self) -> dict:
-        """Shares of codes named rightly in pictures kept out of training."""
         return score(self.model, self.held)
 
 
@@ -102,7 +98,7 @@ def finish(options: argparse.Namespace) -> None:
     cards.say(options.out, **measured)
 
 
-STAGES = {"train": training_stage(UpsamplerStage), "finish": finish}
+STAGES: Stages = {"train": UpsamplerStage, "finish": finish}
 DEFAULTS = {"steps": 900, "rows": 64, "rate": 2e-3, "every": 100}
 OF_SHAPES, OF_EMOJI = (
     Recipe(

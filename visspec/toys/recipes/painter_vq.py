@@ -277,7 +277,6 @@ class PainterVQStage(TrainingStage):
         return picture_loss(decode_codes(self.vq, chosen), true) + commitment
 
     def figures(self) -> dict:
-        """Figures of the reconstructions."""
         return measure(self.vq, False, self.options.every_prompt * (1 if self.step == self.steps else 4))
 
 

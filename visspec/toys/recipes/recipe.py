@@ -2,8 +2,8 @@
 
 `python -m visspec.toys NAME --out FOLDER [--stage STAGE ...] [--resume] [options of its own]` runs one of `RECIPES`.
 Its options are the fields of a dataclass: `steps: int = option("...", 800)` is `--steps`. A stage is a function of the
-parsed options, of one of three kinds: `coding_stage` writes what is learnt from, `training_stage` runs a
-`TrainingStage`, and the last one finishes the folder (`cards`). The first two use `options.workers` processes.
+parsed options, or a `TrainingStage`, which is run; `write_coded` writes what is learnt from, and the last one finishes
+the folder (`cards`). The first two use `options.workers` processes.
 """
 
 import argparse
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -52,6 +51,8 @@ RECIPES = {
 }
 ALL = "all"
 BFLOAT16 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")  # others emulate it, forty times slower
+
+Stages = dict[str, type[Stage] | Callable[[argparse.Namespace], object]]  # in their order
 
 
 @dataclass
@@ -117,7 +118,7 @@ class Recipe:
     name: str
     about: str
     options: type  # a dataclass
-    stages: Mapping[str, Callable[[argparse.Namespace], object]]
+    stages: Stages
     defaults: Mapping[str, Any] = field(default_factory=dict)  # other than those of `options`
     extra: tuple[str, ...] = ()
     threads: int = 1  # of stages without workers
@@ -143,17 +144,15 @@ class Recipe:
         for name, stage in self.stages.items():
             if name in options.stage or (ALL in options.stage and name not in self.extra):
                 torch.set_num_threads(self.threads)
-                stage(options)
+                if isinstance(stage, type):
+                    in_workers(stage, options)
+                else:
+                    stage(options)
 
 
 def mixed_precision(enabled: bool = True) -> torch.autocast:
     """Matrix products in bfloat16, on processors that have them."""
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled and BFLOAT16)
-
-
-def training_stage(stage: Callable[[argparse.Namespace, int], Stage]) -> Callable[[argparse.Namespace], None]:
-    """A recipe's stage that trains."""
-    return partial(in_workers, stage)
 
 
 class TrainingStage(Stage):
@@ -223,15 +222,10 @@ Coder = Callable[[], dict[str, Tensor]]  # makes the tensors of one file, a row 
 Coders = Callable[[argparse.Namespace], dict[Path, Coder]]
 
 
-def coding_stage(coders: Coders, keep: bool | None = None) -> Callable[[argparse.Namespace], None]:
-    """A recipe's stage that writes files: `coders` says of the options what makes each. keep: those that are there;
-    default where the options say `resume`.
-    """
-    return partial(write_coded, coders, keep=keep)
-
-
 def write_coded(coders: Coders, options: argparse.Namespace, keep: bool | None = None) -> None:
-    """Write the files in `options.workers` processes, in this one if there is one."""
+    """Write the files that `coders` makes of the options, in `options.workers` processes, in this one if there is one.
+    keep: files that are there; default where the options say `resume`.
+    """
     keep = options.resume if keep is None else keep
     if options.workers == 1:
         _write(0, coders, options, keep)

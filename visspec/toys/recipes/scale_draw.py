@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import GenerationConfig
 
-from visspec.api.images import ImageOutput, ImagePipeline
+from visspec.api.images import ImagePipeline
 from visspec.models.scales.multiscale import MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.models.var.network import VAR
@@ -35,6 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
 FIRST, FIRST_SHARE = 6, 0.5  # maps of a short batch, and the share of the large model's batches that are short
 LATE = 3.0  # weight of the maps behind FIRST in the distillation
 DEVIATION = 0.02  # of initial weights
+BATCH = 44  # pictures that are drawn together
 
 
 def build(name: str, codec: MultiScaleVAE, sizes: dict | None = None) -> VARImageModel:
@@ -143,7 +144,6 @@ class CodesStage(animals.ClassStage):
                 self.notes[name] = round(part.mean().item(), 3)
 
     def loss(self) -> Tensor:
-        """Cross-entropy of the next batch."""
         classes, codes, read = self.batch()
         short = np.random.default_rng((self.seed, self.step)).random() < self.short
         maps = FIRST if short else len(SCALES)
@@ -155,7 +155,6 @@ class CodesStage(animals.ClassStage):
         return (losses @ weights(maps)).mean()
 
     def figures(self) -> dict:
-        """Right animals of a fourth of the prompts."""
         asked = animals.rows(4 * self.options.every_prompt)
         return animals.score(partial(pictures, self.taught.fold_classes(), seed=0), asked, guidance=2.0)
 
@@ -199,24 +198,13 @@ class RefineStage(CodesStage):
         return (losses @ weights(len(SCALES), LATE)).mean()
 
 
-def load_stage(taught: SharedClassEmbedding, file: Path) -> dict:
-    """Load a stage's model from its checkpoint, which is returned."""
+def load_stage(taught: SharedClassEmbedding, file: Path) -> None:
+    """Load a stage's model from its checkpoint."""
     saved = torch.load(file, weights_only=True)
     taught.model.load_state_dict(saved["model"])
     taught.parts.load_state_dict(saved["classes"])
-    return saved
-
-
-def pipeline(model: VARImageModel, levels: int | None = None, **parts: object) -> ImagePipeline:
-    """One that draws with the parts."""
-    return ImagePipeline(model, None, levels=levels, parts=parts)
-
-
-def draw(pipe: ImagePipeline, prompts: list[str], guidance: float | None, seed: int, **options: Any) -> ImageOutput:
-    """Pictures of prompts as the pipeline draws them, floats (B, 3, S, S); `options` are its own."""
-    return draw_pictures(pipe, prompts, guidance, seed, 44, **options)
 
 
 def pictures(model: VARImageModel, prompts: list[str], guidance: float, seed: int) -> np.ndarray:
     """Pictures uint8 (B, S, S, 3) of plain decoding."""
-    return to_uint8(pictures_of(draw(pipeline(model), prompts, guidance, seed)))
+    return to_uint8(pictures_of(draw_pictures(ImagePipeline(model, None), prompts, guidance, seed, BATCH)))

@@ -31,8 +31,8 @@ from visspec.models.var.model import VARImageModel, load
 from visspec.models.var.target import ScalePrompt
 from visspec.toys.recipes import animals, cards, scale_codes, scale_draw
 from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_score import pictures_of, to_uint8
-from visspec.toys.recipes.recipe import PairOptions, Recipe, coding_stage, training_stage
+from visspec.toys.recipes.painter_score import draw_pictures, pictures_of, to_uint8
+from visspec.toys.recipes.recipe import PairOptions, Recipe, write_coded
 from visspec.toys.world.scene import HELD_OUT_SEED
 from visspec.toys.world.suite import Metadata
 
@@ -48,8 +48,6 @@ REFERENCES = 4  # renders of each prompt that the distance is taken to
 
 @dataclass
 class ScaleOptions(PairOptions):
-    """Options of the recipe."""
-
     vq_steps: int = option("steps of the quantiser", 600)
     vq_rows: int = option("pictures in a batch of the quantiser's training", 32)
     small_steps: int = option("steps of the small one on codes", 500)
@@ -63,22 +61,21 @@ class PainterScores:
         self.rows, self.extractor = rows, RandomConv()
         rng = np.random.default_rng(HELD_OUT_SEED)
         scenes = [animals.paint_scene(row, rng) for row in rows for _ in range(REFERENCES)]
-        features = [self.extractor(part) for part in self._uint8(animals.pixels(scenes)).split(32)]
-        self.reference = references.from_features(torch.cat(features), self.extractor)
+        self.reference = references.from_features(self.features(animals.pixels(scenes)), self.extractor)
 
     def __call__(self, out: ImageOutput) -> dict[str, Any]:
         """`images` (share of right ones) and `fd`."""
         pictures = pictures_of(out)
         right = animals.geneval(to_uint8(pictures), self.rows)
-        features = torch.cat([self.extractor(part) for part in self._uint8(pictures).split(32)])
-        stats = fid.GaussianStats(self.extractor.dim).update(features)
+        stats = fid.GaussianStats(self.extractor.dim).update(self.features(pictures))
         found = fid.compare(stats, self.reference, self.extractor)
         distance = {"fd": round(found.value, 4), "fd_floor": round(found.noise_floor_here, 4)}
         return {"images": right["images"], **distance, "n": len(self.rows)}
 
-    @staticmethod
-    def _uint8(pictures: Tensor) -> Tensor:
-        return torch.from_numpy(to_uint8(pictures)).permute(0, 3, 1, 2)
+    def features(self, pictures: Tensor) -> Tensor:
+        """Those of pictures (B, 3, S, S) in -1..1."""
+        stored = torch.from_numpy(to_uint8(pictures)).permute(0, 3, 1, 2)
+        return torch.cat([self.extractor(part) for part in stored.split(32)])
 
 
 def row(
@@ -98,8 +95,8 @@ def row(
     if small is not None:
         drafter = SmallVAR(small.var)
         drafter.traits = replace(drafter.traits, adaptive_depth=False)  # by the clock
-    pipe = scale_draw.pipeline(model, drafted or None, **parts)
-    out = scale_draw.draw(pipe, [one["prompt"] for one in judge.rows], guidance, SEED, drafter=drafter, acceptance=rule)
+    pipe, texts = ImagePipeline(model, None, levels=drafted or None, parts=parts), [one["prompt"] for one in judge.rows]
+    out = draw_pictures(pipe, texts, guidance, SEED, scale_draw.BATCH, drafter=drafter, acceptance=rule)
     passes = [int(numbers.max()) + 1 for numbers in out.passes]
     first = out.traces[0].memory
     found = judge(out) | {"passes": round(sum(passes) / len(passes), 3), "guarantee": out.stats[0].guarantee}
@@ -184,7 +181,7 @@ def finish(options: argparse.Namespace) -> None:
             NAMES[name],
             model,
             measured,
-            stages | {"pairs": options.pairs, "rows": options.rows, "seeds": seeds},
+            stages | {"rows": options.rows, "seeds": seeds},
             vars(scale_codes) | vars(scale_draw) | globals(),
             swept=len(rows),
             training=sum(seconds.values()),
@@ -239,12 +236,12 @@ PAINTER = Recipe(
     "Train the next-scale painters.",
     ScaleOptions,
     {
-        "features": coding_stage(scale_codes.feature_coders),
-        "vq": training_stage(scale_codes.QuantiserStage),
-        "codes": coding_stage(scale_codes.code_coders, keep=False),
-        "draw": training_stage(scale_draw.ScaleStage),
-        "small": training_stage(scale_draw.SmallStage),
-        "refine": training_stage(scale_draw.RefineStage),
+        "features": partial(write_coded, scale_codes.feature_coders),
+        "vq": scale_codes.QuantiserStage,
+        "codes": partial(write_coded, scale_codes.code_coders, keep=False),
+        "draw": scale_draw.ScaleStage,
+        "small": scale_draw.SmallStage,
+        "refine": scale_draw.RefineStage,
         "finish": finish,
     },
     {"pairs": 12_000, "steps": 1500, "rows": 16, "rate": 2e-3, "every": 500},

@@ -148,10 +148,6 @@ class WorldCaptions:
         """Number of facts of the scene that the caption doesn't state."""
         return len(self.facts(scene).keys() - dict(self.parse(text)).keys())
 
-    def fact_words(self) -> frozenset[str]:
-        """Words that must be read from the picture."""
-        return self.read_words
-
     def vocabulary(self) -> list[str]:
         """Every word and mark that captions, questions, answers and requests can use, sorted."""
         tables = (self.opening, self.ground, FIRST, *self.same_row, *self.lower_row, *self.tables, REQUESTS, PLACES)

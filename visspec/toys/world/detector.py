@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from visspec.eval.metrics.detection import UNKNOWN, Detection, DetectionResult, digest
-from visspec.toys.world.colour import CANVAS_RGB, NAMES, PALETTE_RGB, lab, nearest, to_palette
-from visspec.toys.world.palette import CLASSES
+from visspec.toys.world.palette import CANVAS_RGB, CLASSES, NAMES, PALETTE_RGB, lab, to_palette
 from visspec.toys.world.render import coverage, inside
 
 STEPS = 4  # templates are fitted on a grid of a quarter of a pixel, in centre and in radius
@@ -107,6 +106,12 @@ def grow(mask: np.ndarray) -> np.ndarray:
 def shrink(mask: np.ndarray) -> np.ndarray:
     """A mask eroded by one pixel in eight directions; outside the image counts as outside the mask."""
     return ~_largest(np.pad(~mask, 1, constant_values=True))[1:-1, 1:-1].astype(bool)
+
+
+def _core(mask: np.ndarray) -> np.ndarray:
+    """The interior pixels of a mask; all of it if these are few."""
+    inner = shrink(mask)
+    return inner if inner.sum() >= 6 else mask
 
 
 @lru_cache(maxsize=8192)
@@ -259,17 +264,14 @@ class ShapeDetector(WorldDetector):
         from_ground = self._ground_distance(pixels)
         front = distance.min(-1) < from_ground
         side = min(rgb.shape[:2])
-        shapes, templates, parts = [], [], self._parts(front, distance, side)
-        for mask, colour in parts:
-            found = self._explain(rgb, mask, colour, sigma, side)
-            if found is not None:
-                shapes.append(found[0])
-                templates.append(found[1])
-        shapes, templates = self._coloured(shapes, templates, pixels)
-        stack = np.stack(templates) if templates else np.zeros((0, *front.shape), np.float32)
-        return Analysis(
-            tuple(shapes), self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), stack
+        explained = (
+            self._explain(rgb, mask, colour, sigma, side) for mask, colour in self._parts(front, distance, side)
         )
+        found = [(self._coloured(*one, pixels), one[1]) for one in explained if one is not None]
+        found.sort(key=lambda pair: -pair[0].score)
+        shapes = tuple(shape for shape, _ in found)
+        stack = np.stack([template for _, template in found]) if found else np.zeros((0, *front.shape), np.float32)
+        return Analysis(shapes, self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), stack)
 
     @staticmethod
     def _ground_distance(pixels: np.ndarray) -> np.ndarray:
@@ -290,7 +292,7 @@ class ShapeDetector(WorldDetector):
             if sizes[i] < least:
                 continue
             mask = labels == i
-            votes = self._votes(mask, nearest_colour)
+            votes = np.bincount(nearest_colour[_core(mask)], minlength=len(NAMES))
             first, second = np.argsort(votes)[::-1][:2]
             if votes[second] < 0.25 * votes.sum():
                 out.append((mask, int(first)))
@@ -301,14 +303,6 @@ class ShapeDetector(WorldDetector):
                 counts = np.bincount(pieces.ravel(), minlength=m + 1)
                 out += [(pieces == j, int(colour)) for j in range(1, m + 1) if counts[j] >= least]
         return out
-
-    @staticmethod
-    def _votes(mask: np.ndarray, nearest_colour: np.ndarray) -> np.ndarray:
-        """Number of interior pixels of a component for each of the ten colours; of all its pixels if it has few."""
-        core = shrink(mask)
-        if core.sum() < 6:
-            core = mask
-        return np.bincount(nearest_colour[core], minlength=len(NAMES))
 
     def _explain(
         self, rgb: np.ndarray, mask: np.ndarray, colour: int, sigma: float, side: int
@@ -346,21 +340,14 @@ class ShapeDetector(WorldDetector):
         return shape, coverage(kind, float(px), float(py), r, *mask.shape)
 
     @staticmethod
-    def _coloured(
-        shapes: list[Shapelike], templates: list[np.ndarray], pixels: np.ndarray
-    ) -> tuple[list[Shapelike], list[np.ndarray]]:
-        """Shapes by falling score, their colour measured again: the median over the fully covered pixels."""
-        out = []
-        for shape, template in zip(shapes, templates):
-            solid = template > 0.999
-            core = shrink(solid)
-            core = core if core.sum() >= 6 else solid
-            if core.any():
-                index, distance = nearest(np.median(pixels[core], axis=0))
-                shape = replace(shape, colour=NAMES[int(index)], off_palette=float(distance))
-            out.append((shape, template))
-        out.sort(key=lambda pair: -pair[0].score)
-        return [shape for shape, _ in out], [template for _, template in out]
+    def _coloured(shape: Shapelike, template: np.ndarray, pixels: np.ndarray) -> Shapelike:
+        """A shape with its colour measured again: the median over the fully covered pixels."""
+        core = _core(template > 0.999)
+        if not core.any():
+            return shape
+        distance = to_palette(np.median(pixels[core], axis=0))
+        index = int(distance.argmin())
+        return replace(shape, colour=NAMES[index], off_palette=float(distance[index]))
 
     @staticmethod
     def _unexplained(

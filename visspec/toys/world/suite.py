@@ -262,15 +262,10 @@ class ShapeSuite(Suite):
     ) -> Scene:
         """A scene that matches a prompt exactly, with FREE_GAP between boxes."""
         items, placed = required_objects(metadata), placements(metadata, rng, FREE_RADIUS, 1.0, FREE_GAP)
-        colours = colours_for(rng, items)
+        colours = [colour or list(COLOURS)[int(rng.integers(len(COLOURS)))] for _, colour in items]
         shapes = [Shape(kind, c, *where) for (kind, _), c, where in zip(items, colours, placed)]
         ground = grounds[int(rng.integers(len(grounds)))]
         return Scene(tuple(sorted(shapes, key=lambda s: (s.y, s.x))), ground, int(rng.integers(1 << 31)))
-
-
-def colours_for(rng: np.random.Generator, items: list[tuple[str, str | None]]) -> list[str]:
-    """A colour for each wanted object: the given one, else a uniform one."""
-    return [colour or list(COLOURS)[int(rng.integers(len(COLOURS)))] for _, colour in items]
 
 
 SHAPES = ShapeSuite()

@@ -4,12 +4,13 @@
 takes a `World` works with each: for a bench it is `io.included.Scenes`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from visspec.eval.metrics.detection import Detector
@@ -65,6 +66,11 @@ class World:
         """A random picture of what a prompt says, uint8 (side, side, 3)."""
         scene = load(self.painted) if self.painted else self.suite.free_scene
         return self.draw(scene(prompt, rng), side)
+
+    def pixels(self, scenes: Sequence[Scene], side: int | None = None) -> torch.Tensor:
+        """Pictures in -1..1, float32 (B, 3, side, side), as models read and write them; default the world's side."""
+        batch = torch.from_numpy(np.stack([self.draw(scene, side or self.side) for scene in scenes]))
+        return batch.permute(0, 3, 1, 2).float() / 127.5 - 1
 
     def to_image(self, scene: Scene) -> Image.Image:
         """A captioned scene as a PIL image."""

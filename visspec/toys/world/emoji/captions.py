@@ -15,8 +15,8 @@ from visspec.toys.world.captions import NUMBERS, Fact, Phrasings, WorldCaptions,
 from visspec.toys.world.emoji.atlas import names
 from visspec.toys.world.emoji.scene import COUNTS, GROUNDS, SIZES, TINTS
 from visspec.toys.world.scene import GRID, PlacedThing, Scene
+from visspec.toys.world.suite import RELATIONS
 
-RELATIONS = ("left of", "right of", "above", "below")
 INVERSE = {"right of": "left of", "below": "above"}
 
 

@@ -14,6 +14,8 @@ Shapes below: P places, T templates, K rivals, R = FINE pixels a side.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from PIL import Image
 from visspec.eval.metrics.detection import Detection, DetectionResult, digest
 from visspec.toys.world.detector import WorldDetector, pixels_of
 from visspec.toys.world.emoji.atlas import DIGEST, names, premultiplied_tiles
-from visspec.toys.world.emoji.render import stamp
+from visspec.toys.world.emoji.render import stamp_on
 
 GLIMPSE, WINDOW = 10, 12  # pixels a side of a tile, and of what is compared, in the first step
 TURNS = (-7.5, 7.5)
@@ -61,13 +63,9 @@ class Bank:
 def _windows() -> np.ndarray:
     """Every picture at both turns in the middle of a window, premultiplied, float32 (T, WINDOW, WINDOW, 4)."""
     out = np.zeros((len(names()) * len(TURNS), WINDOW, WINDOW, 4), np.float32)
-    for i, name in enumerate(names()):
-        for j, turn in enumerate(TURNS):
-            pixels, left, top = stamp(name, WINDOW / 2, WINDOW / 2, GLIMPSE, turn)
-            n = len(pixels)
-            rows, columns = (slice(max(0, at), min(WINDOW, at + n)) for at in (top, left))
-            part = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
-            out[i * len(TURNS) + j, rows, columns] = part
+    for window, (name, turn) in zip(out, product(names(), TURNS)):
+        part, there = stamp_on(WINDOW, name, WINDOW / 2, WINDOW / 2, GLIMPSE, turn)
+        window[there] = part
     return out
 
 
@@ -127,11 +125,7 @@ class DetectedEmoji:
         return self.x - half, self.y - half, self.x + half, self.y + half
 
 
-PLACE = ("x", "y", "side", "whole", "gain")
-
-
-@dataclass
-class Places:
+class Places(NamedTuple):
     """Results of the first step at P places of all scales: centre and side in pixels, and what pictures explain."""
 
     x: torch.Tensor
@@ -186,7 +180,7 @@ def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
     parts = [part for side in sides if (part := _glimpse(pixels, side)) is not None]
     if not parts:
         return None
-    return Places(*(torch.cat([getattr(part, name) for part in parts]) for name in PLACE))
+    return Places(*map(torch.cat, zip(*parts)))
 
 
 class _PoseFit:
@@ -204,10 +198,9 @@ class _PoseFit:
         if scale < 1:  # more pixels than are compared
             pixels = F.interpolate(pixels[None], scale_factor=scale, mode="bilinear", antialias=True)[0]
         self.window = F.grid_sample(pixels[None], grid[None], padding_mode="border", align_corners=False)[0]
-        inside = ((grid.abs() <= 1).all(-1)).float()
-        self.inside = inside
-        self.slope = torch.stack([torch.ones_like(self.u), self.u, self.v]) * inside  # (3, R, R)
-        self.window = self.window * inside
+        self.inside = (grid.abs() <= 1).all(-1).float()
+        self.slope = torch.stack([torch.ones_like(self.u), self.u, self.v]) * self.inside  # (3, R, R)
+        self.window = self.window * self.inside
         self.alone = self._left(self.window[None], self.slope[None])[0]
         self.soft = 0
 
@@ -286,7 +279,7 @@ class EmojiDetector(WorldDetector):
                 far = ((places.x - found.x).abs() > reach) | ((places.y - found.y).abs() > reach)
             else:
                 far = ~_around(places, at)
-            places = Places(*(getattr(places, name)[far] for name in PLACE))
+            places = Places(*(part[far] for part in places))
         return tuple(sorted(out, key=lambda seen: -seen.score))
 
     def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> DetectedEmoji:
@@ -294,10 +287,8 @@ class EmojiDetector(WorldDetector):
         x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
         index = _around(places, at).nonzero()[:, 0]
         found, places_of = [], []
-        for worth in (
-            places.gain[index],
-            places.gain[index] / places.whole[index, None],
-        ):  # a small one's share is high
+        gain = places.gain[index]
+        for worth in (gain, gain / places.whole[index, None]):  # a small one's share is high
             most, where = worth.max(0)
             found.append(most.topk(RIVALS // 2).indices)
             places_of.append(index[where[found[-1]]])
@@ -315,12 +306,9 @@ class EmojiDetector(WorldDetector):
                 # smooth tiles fit the ground between pictures half well
                 if other[2] < left and float(fit.alone) - other[2] > LEAST_SOFT * there:
                     chosen, best, left = other
-        pose, score = best, (float(fit.alone) - left) / there
-        scale = float(pose[2].exp())
-        turn = float(torch.rad2deg(pose[3]))
-        return DetectedEmoji(
-            names()[chosen], score, x + float(pose[0]) * side, y + float(pose[1]) * side, side * scale, turn
-        )
+        score, scale, turn = (float(fit.alone) - left) / there, float(best[2].exp()), float(torch.rad2deg(best[3]))
+        centre = x + float(best[0]) * side, y + float(best[1]) * side
+        return DetectedEmoji(names()[chosen], score, *centre, side * scale, turn)
 
     def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
         """All pictures of the image; none is ever refused."""

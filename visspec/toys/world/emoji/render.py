@@ -60,14 +60,22 @@ def stamp(name: str, x: float, y: float, side: float, turn: float) -> tuple[np.n
     return pixels, left, top
 
 
+def stamp_on(
+    size: int, name: str, x: float, y: float, side: float, turn: float
+) -> tuple[np.ndarray, tuple[slice, slice]]:
+    """What of a stamp lies on a canvas of `size` pixels a side, and its rows and columns there."""
+    pixels, left, top = stamp(name, x, y, side, turn)
+    n = len(pixels)
+    rows, columns = (slice(max(0, at), min(size, at + n)) for at in (top, left))
+    return pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left], (rows, columns)
+
+
 def render(scene: EmojiScene, size: int = 120) -> np.ndarray:
     """Pixels of a scene, uint8 (size, size, 3), sRGB; later pictures lie over earlier ones."""
     check(scene)
     image = ground(scene.ground, scene.tint, size, np.random.default_rng(scene.texture_seed))
     for picture in scene.things:
-        pixels, left, top = stamp(picture.name, picture.x * size, picture.y * size, picture.side * size, picture.turn)
-        n = len(pixels)
-        rows, columns = (slice(max(0, at), min(size, at + n)) for at in (top, left))
-        part = pixels[rows.start - top : rows.stop - top, columns.start - left : columns.stop - left]
-        image[rows, columns] = image[rows, columns] * (1 - part[..., 3:]) + part[..., :3]
+        lengths = (picture.x * size, picture.y * size, picture.side * size)
+        part, there = stamp_on(size, picture.name, *lengths, picture.turn)
+        image[there] = image[there] * (1 - part[..., 3:]) + part[..., :3]
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
