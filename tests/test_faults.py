@@ -9,7 +9,7 @@ import torch
 
 import visspec
 from tests.doubles import NEW, Double, Oracle, compact, drafted, fast, new_tokens, stock
-from tests.tables import Table, TableDrafter, TableTarget, decoded
+from tests.tables import Steady, Table, TableDrafter, TableTarget, decoded
 from tests.tiny import IMAGE, VOCAB, llama, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.exact import Exact
@@ -336,6 +336,20 @@ def test_every_id_can_be_banned(banned):
     draft_lengths = [compact(draft)[:, 1:].unique(dim=0).tolist() for draft in target.drafts if draft.tree.size > 1]
     assert len(draft_lengths) > 1 and state.trace.faults == 0
     assert all(tokens == [[-1 if i == banned else i for i in range(4)]] for tokens in draft_lengths)
+
+
+def test_nodes_below_the_levels_of_a_draft_are_never_judged():
+    class Deeper(TableDrafter):
+        def propose(self, state, depth):
+            draft = super().propose(state, 3)
+            parts = (getattr(draft.tree, name).clone() for name in ("parent", "depth", "ancestor"))
+            return drafted(draft.value, Tree(*parts, depth, chain=False), draft.q)
+
+    target = Seen(Table(4, 0))
+    state = decoded(target, Deeper(target.table), Exact(), 2, 24, length_policy=Steady(1))
+    judged = [draft for draft in target.drafts if draft.tree.size > 1]
+    assert judged and int(state.refused) == 2 * sum(len(draft.real) for draft in judged)
+    assert all(draft.real.tolist() == [[True, True, False, False]] * len(draft.real) for draft in judged)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -152,9 +152,14 @@ def json_tokenizer(
 def random_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=8,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+    )
     return LlamaForCausalLM(config).eval()
 
 

@@ -88,9 +88,13 @@ def measure(fast: Accelerated, requests: Sequence[dict[str, Any]], arguments: Op
 def random_model() -> LlavaForConditionalGeneration:
     """1,024 slots an image; a decoder of 7 million parameters and a tower of one, embeddings aside."""
     vision = CLIPVisionConfig(
-        image_size=SIDE, patch_size=PATCH, hidden_size=128, intermediate_size=512, num_hidden_layers=5,
+        image_size=SIDE,
+        patch_size=PATCH,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=5,
         num_attention_heads=4,
-    )  # fmt: skip
+    )
     text = LlamaConfig(
         vocab_size=IMAGE + 1, hidden_size=256, intermediate_size=768, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=4, eos_token_id=None,
