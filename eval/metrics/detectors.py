@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch.nn.functional import normalize
-from torchvision.ops import clip_boxes_to_image
 
 from visspec.eval.metrics.clipscore import ClipScorer
 from visspec.eval.metrics.detection import Detection, DetectionResult, digest, file_digest
@@ -144,8 +143,9 @@ def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
 
 def boxes_found(labels: Sequence[str | None], result: dict[str, torch.Tensor], image: Image.Image) -> DetectionResult:
     """Scores and boxes of a processor's result, cut to the image, with these labels; those without one are left out."""
-    boxes = clip_boxes_to_image(result["boxes"], image.size[::-1]).tolist()
-    found = zip(labels, result["scores"].tolist(), boxes)
+    boxes = result["boxes"].clamp(min=0)
+    cut = boxes.minimum(boxes.new_tensor(image.size * 2)).tolist()
+    found = zip(labels, result["scores"].tolist(), cut)
     return DetectionResult(tuple(Detection(label, score, tuple(box)) for label, score, box in found if label))
 
 

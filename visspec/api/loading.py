@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def load(
     spec: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
 ):
-    """(model, processor), for `accelerate`. spec: an included model (None: the captioner), a folder or a hub id.
+    """(model, processor), for `accelerate`. spec: an included model (None: one that captions), a folder or a hub id.
 
     device: of torch, "auto" (`device_map`: layers over all devices), "tp" (`tp_plan`: each over torchrun's processes).
 
