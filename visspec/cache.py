@@ -254,19 +254,19 @@ def widen_store(store: Tensor, rows: int) -> Tensor:
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int] | Tensor, padding_BS: Tensor | None, extent: int) -> Tensor:
-    """Attention mask of the draft nodes: (B, N, extent) bool, true where a node attends to a slot.
+    """Attention mask of W of N draft nodes: (B, W, extent) bool, true where a node attends to a slot.
 
     Committed slots of its row that are not padding (`padding_BS`: true for real prompt slots, S prompt slots), and its
-    ancestors and itself among the slots written in this pass. tree_ancestor is (1|B, N, N), lengths (B,).
+    ancestors and itself among the slots behind them. tree_ancestor is (1|B, W, N), lengths (B,).
     """
-    device, size = tree_ancestor.device, tree_ancestor.shape[-1]
+    device, (width, size) = tree_ancestor.device, tree_ancestor.shape[-2:]
     length_B = to_device(lengths, device)
     slot = torch.arange(extent, device=device)
     seen = slot < length_B[:, None]
     if padding_BS is not None:
         seen[:, : padding_BS.shape[1]] &= padding_BS
     rows = len(lengths)
-    node_B1S = (slot - length_B[:, None])[:, None].expand(rows, size, extent)
-    inside = (node_B1S >= 0) & (node_B1S < size)
-    drafted = tree_ancestor.expand(rows, size, size).gather(2, node_B1S.clamp(0, size - 1)) & inside
+    node_BWS = (slot - length_B[:, None])[:, None].expand(rows, width, extent)
+    inside = (node_BWS >= 0) & (node_BWS < size)
+    drafted = tree_ancestor.expand(rows, width, size).gather(2, node_BWS.clamp(0, size - 1)) & inside
     return seen[:, None] | drafted

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.cache import first_room, more_room, move_rows, to_device, widen_store
+from visspec.cache import first_room, more_room, move_rows, to_device, visibility, widen_store
 from visspec.models.drafting.memory import PendingInputs
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.feature_head import FeatureHead
@@ -150,10 +150,7 @@ class FeatureMemory(PendingInputs):
         if self.even:
             mask = torch.cat([seen_BWM.new_ones(rows, width, self.end), seen_BWM], dim=2)
         else:
-            behind = torch.arange(extent, device=seen_BWM.device) - self._length_B[:, None]
-            inside = (behind >= 0) & (behind < nodes)
-            index = behind.clamp(0, nodes - 1)[:, None].expand(rows, width, extent)
-            mask = (behind < 0)[:, None] | (seen_BWM.gather(2, index) & inside[:, None])
+            mask = visibility(seen_BWM, self._length_B, None, extent)
         query_BHWE = query_NHE.unflatten(0, (rows, width)).transpose(1, 2)
         return self._attended(query_BHWE, part, extent, mask[:, None]).transpose(1, 2).reshape(rows * width, -1)
 
