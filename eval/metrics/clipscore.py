@@ -113,6 +113,7 @@ def from_folder(
     captions: Mapping[str, str],
     scorer: ClipScorer,
     dialect: Dialect = PRESETS["torchmetrics"],
+    batch_size: int = 32,
     results: str | Path | None = None,
 ) -> dict:
     """Mean score of a folder's images with captions keyed by file name; broken or unpaired files are problems.
@@ -128,7 +129,7 @@ def from_folder(
         row = {"id": digest(path.name, text, file_digest(path)), "image": path.name, "text": text}
         pairs.append(ScoredPair(path, text, row))
     done = ResultFile(results, digest(scorer.fingerprint, dialect.prefix))
-    cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size=32)
+    cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size)
     problems += map(str, broken.values())
     if not cosines:
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")

@@ -24,6 +24,7 @@ def evaluate(
     prompts: Mapping[str, Sequence[str]],
     scorer: Scorer,
     version: str,
+    batch_size: int = 16,
     results: str | Path | None = None,
     model: str = "",
 ) -> dict:
@@ -46,7 +47,7 @@ def evaluate(
             path = next(filter(Path.is_file, names), names[0])
             key = digest(style, i, text, path.read_bytes() if path.is_file() else b"")
             pairs.append(ScoredPair(path, text, {"id": key, "style": style, "index": i}))
-        values, broken = resumed_cosines(pairs, scorer, done, batch_size=16)
+        values, broken = resumed_cosines(pairs, scorer, done, batch_size)
         problems += [f"{style}/{i:05d}: {error}" for i, error in broken.items()]
         if not values:
             raise ValueError(f"no image of {Path(root) / style} can be read")

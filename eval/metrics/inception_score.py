@@ -14,14 +14,16 @@ SPLITS = 10
 SEED = 2020
 
 
-def from_logits(logits: torch.Tensor, splits: int = SPLITS, shuffle: bool = True) -> tuple[float, float]:
+def from_logits(
+    logits: torch.Tensor, splits: int = SPLITS, shuffle: bool = True, seed: int = SEED
+) -> tuple[float, float]:
     """Mean and standard deviation of the score over splits of logits (n, classes)."""
     n = len(logits)
     if n < splits:
         raise ValueError(f"{splits} splits need at least {splits} images, not {n}")
     from torch_fidelity.metric_isc import isc_features_to_metric
 
-    found = isc_features_to_metric(logits.double(), splits, shuffle, SEED)
+    found = isc_features_to_metric(logits.double(), splits, shuffle, seed)
     return found["inception_score_mean"], found["inception_score_std"]
 
 

@@ -14,7 +14,7 @@ SEED = 2020
 
 
 def from_features(
-    first: torch.Tensor, second: torch.Tensor, subsets: int = SUBSETS, subset_size: int = SUBSET_SIZE
+    first: torch.Tensor, second: torch.Tensor, subsets: int = SUBSETS, subset_size: int = SUBSET_SIZE, seed: int = SEED
 ) -> tuple[float, float]:
     """Mean and standard deviation of the estimate over subsets; ValueError if a side is smaller than a subset."""
     if min(len(first), len(second)) < subset_size:
@@ -24,7 +24,7 @@ def from_features(
         raise ValueError(f"the unbiased estimate needs at least 2 images on each side, not {subset_size}")
     from torch_fidelity.metric_kid import kid_features_to_metric
 
-    settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": SEED, "verbose": False}
+    settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": seed, "verbose": False}
     found = kid_features_to_metric(first.double(), second.double(), **settings)
     return found["kernel_inception_distance_mean"], found["kernel_inception_distance_std"]
 

@@ -93,12 +93,14 @@ def textvqa(questions: str | Path, images: str | Path) -> Iterator[Sample]:
 
 
 @reader("vqav2", 16, tasks.vqa, suffix=SHORT)
-def vqav2(questions: str | Path, annotations: str | Path, images: str | Path) -> Iterator[Sample]:
+def vqav2(
+    questions: str | Path, annotations: str | Path, images: str | Path, prefix: str = "COCO_val2014_"
+) -> Iterator[Sample]:
     """`v2_OpenEnded_mscoco_val2014_questions.json`, `v2_mscoco_val2014_annotations.json` and the image folder."""
     asked, answered = read_json(questions), read_json(annotations)
     answers = {row["question_id"]: tuple(a["answer"] for a in row["answers"]) for row in answered["annotations"]}
     for row in asked["questions"]:
-        path = inside(images, f"COCO_val2014_{int(row['image_id']):012d}.jpg")
+        path = inside(images, f"{prefix}{int(row['image_id']):012d}.jpg")
         yield Sample(str(row["question_id"]), path, row["question"], answers[row["question_id"]])
 
 
@@ -110,12 +112,12 @@ def gqa(questions: str | Path, images: str | Path) -> Iterator[Sample]:
 
 
 @reader("scienceqa", 16, tasks.multiple_choice, suffix=LETTER)
-def scienceqa(problems: str | Path, images: str | Path) -> Iterator[Sample]:
-    """`problems.json` and the folder with `test/<id>/image.png`; questions without an image are not used."""
+def scienceqa(problems: str | Path, images: str | Path, split: str = "test") -> Iterator[Sample]:
+    """`problems.json` and the folder with `<split>/<id>/image.png`; questions without an image are not used."""
     for key, row in read_json(problems).items():
-        if row["split"] == "test" and row["image"]:
+        if row["split"] == split and row["image"]:
             text = f"{row['hint']}\n{row['question']}" if row.get("hint") else row["question"]
-            path = inside(images, f"test/{key}/{row['image']}")
+            path = inside(images, f"{split}/{key}/{row['image']}")
             yield Sample(str(key), path, text, (chr(65 + row["answer"]),), tuple(row["choices"]))
 
 

@@ -60,9 +60,9 @@ class DrafterConfig:
         check_fields(self, "vocab", "hidden", "heads", "intermediate")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "float":
+            if field.type in ("float", float):
                 check_positive(field.name, value)
-            elif field.type == "bool" and not isinstance(value, bool):
+            elif field.type in ("bool", bool) and not isinstance(value, bool):
                 raise ValueError(f"{field.name}: got {shorten(value)}, expected true or false")
 
     def check_layers(self, low: int, high: int) -> None:

@@ -124,6 +124,9 @@ def test_textvqa_vqav2_and_gqa(tmp_path: Path):
     told = {"question_id": 5, "answers": [{"answer": "2", "answer_confidence": "yes"}] * 10}
     task = readers.vqav2(asked, write(tmp_path / "a.json", {"annotations": [told]}), tmp_path)
     assert task.score(task.samples[0], "two") == 1.0
+    (tmp_path / "COCO_val2014_000000000042.jpg").rename(tmp_path / "COCO_test2015_000000000042.jpg")
+    task = readers.vqav2(asked, tmp_path / "a.json", tmp_path, prefix="COCO_test2015_")
+    assert [s.id for s in task.samples] == ["5"]
     rows = {"77": {"imageId": "abc", "question": "colour?", "answer": "red", "semantic": []}}
     task = readers.gqa(write(tmp_path / "g.json", rows), tmp_path)
     assert (task.score(task.samples[0], "Red."), task.score(task.samples[0], "blue")) == (1.0, 0.0)
@@ -142,6 +145,8 @@ def test_scienceqa_and_mmmu(tmp_path: Path):
     source = write(tmp_path / "p.json", {"3": row, "4": row | {"image": None}, "5": row | {"split": "val"}})
     task = readers.scienceqa(source, tmp_path)
     assert [s.id for s in task.samples] == ["3"]
+    picture(tmp_path / "val" / "5" / "image.png")
+    assert [s.id for s in readers.scienceqa(source, tmp_path, split="val").samples] == ["5"]
     assert task.prompt(task.samples[0]).startswith("look\nwhich?\nA. cat\nB. dog\nAnswer with")
     assert (task.score(task.samples[0], "B."), task.score(task.samples[0], "A.")) == (1.0, 0.0)
 

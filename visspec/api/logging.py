@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import warnings
-from functools import partial
 from logging import CRITICAL, DEBUG, ERROR, INFO, WARNING
 
 VARIABLE = "VISSPEC_VERBOSITY"
@@ -54,10 +53,20 @@ def set_verbosity(verbosity: int | str) -> None:
         enable_default_handler()
 
 
-set_verbosity_debug = partial(set_verbosity, DEBUG)
-set_verbosity_info = partial(set_verbosity, INFO)
-set_verbosity_warning = partial(set_verbosity, WARNING)
-set_verbosity_error = partial(set_verbosity, ERROR)
+def set_verbosity_debug() -> None:
+    set_verbosity(DEBUG)
+
+
+def set_verbosity_info() -> None:
+    set_verbosity(INFO)
+
+
+def set_verbosity_warning() -> None:
+    set_verbosity(WARNING)
+
+
+def set_verbosity_error() -> None:
+    set_verbosity(ERROR)
 
 
 def enable_default_handler() -> None:
