@@ -235,7 +235,7 @@ def _draw_by_blocks(weights, law, draw):
     return 128 * block + place
 
 
-@jit
+@jit("parent_stride N D branch")
 def _accept_tree_kernel(  # noqa: C901
     tokens, parent, p, q, uniforms, draw, mass, neighbours, scratch, marks, path, length, next_token, drift, gain,
     parent_stride, N, V, K, D, branch, delta, lam,

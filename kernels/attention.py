@@ -76,7 +76,7 @@ def tree_attention_torch(
     return out.reshape(B, H, N, v.shape[3])
 
 
-@jit
+@jit("N lb sb ab an SPLITS", unaligned="length start ancestors")
 def _tree_attention_kernel(
     q, k, v, length, start, ancestors, part, high, mass,
     H, G, N, F, scale, kb, kg, ks, vb, vg, vs, lb, sb, ab, an, SPLITS,
@@ -140,7 +140,7 @@ def _tree_attention_kernel(
     tl.store(part + slot[:, None] * F + f[None, :], acc, mask=live[:, None] & (f[None, :] < F))
 
 
-@jit
+@jit("rows SPLITS")
 def _merge_kernel(part, high, mass, out, rows, F, SPLITS, BLOCK_F: tl.constexpr):
     """One program per output row: the shares, weighted by their maxima."""
     bg = tl.program_id(0).to(tl.int64)

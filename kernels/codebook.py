@@ -46,7 +46,7 @@ def codebook_neighbours_torch(codebook: Tensor, k: int, normalise: bool, chunk: 
     return table
 
 
-@jit
+@jit()
 def _distance_key_kernel(
     codes, squared, keys, first, count, V, F,
     BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr,

@@ -43,7 +43,7 @@ def commit_kv_torch(kv: Sequence[Tensor], length: Tensor, path: Tensor, count: T
         t[batch, :, target] = t[batch, :, source]
 
 
-@jit
+@jit("D")
 def _commit_kernel(
     pointers, like, length, path, count, D, F, stride_b, stride_h, stride_s,
     ALIGNED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr,

@@ -32,9 +32,13 @@ LOW = 0xFFFFFFFF
 Result = TypeVar("Result")
 
 
-def jit(fn: Callable) -> Any:
-    """`triton.jit` where Triton is installed, else the plain function (never launched)."""
-    return fn if triton is None else triton.jit(fn)
+def jit(varying: str = "", unaligned: str = "") -> Callable[[Callable], Any]:
+    """`triton.jit` where Triton is installed, else the plain function (never launched). varying: integers that change
+    from call to call; Triton compiles anew, for a second or so, where another one is 1, or divisible by 16. unaligned:
+    pointers of which the same is true.
+    """
+    options = {"do_not_specialize": varying.split(), "do_not_specialize_on_alignment": unaligned.split()}
+    return lambda fn: fn if triton is None else triton.jit(fn, **options)
 
 
 def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:

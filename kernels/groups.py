@@ -107,7 +107,7 @@ def _window(p, token, half):
     return (LOW - (found & LOW)).clamp(0, p.shape[1] - 1), (found != ends.max) & (found != ends.min)
 
 
-@jit
+@jit()
 def _cluster_kernel(p, q, token, clusters, p_mass, q_mass, V, BLOCK_V: tl.constexpr):
     """One program per row: sum over the tokens with the cluster id of x; an x outside the vocabulary has none."""
     r = tl.program_id(0).to(tl.int64)
@@ -125,7 +125,7 @@ def _cluster_kernel(p, q, token, clusters, p_mass, q_mass, V, BLOCK_V: tl.conste
     tl.store(q_mass + r, in_q.to(tl.float32))
 
 
-@jit
+@jit()
 def _window_kernel(
     p, q, token, embedding, p_mass, q_mass, V, F, half, max_gap, reach,
     GAP: tl.constexpr, NEAR: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr,

@@ -78,7 +78,7 @@ def _first(row, keep):
     return at[np.argsort(-row[at], kind="stable")]
 
 
-@jit
+@jit()
 def _children_kernel(score, logp, token, best, V, KEEP: tl.constexpr, BLOCK_V: tl.constexpr):
     """One program per frontier node: its KEEP best children, one scan of the distribution each."""
     node = tl.program_id(0).to(tl.int64)
@@ -103,7 +103,7 @@ def _children_kernel(score, logp, token, best, V, KEEP: tl.constexpr, BLOCK_V: t
         last_at = top_at
 
 
-@jit
+@jit("M K")
 def _best_kernel(total, best, M, K, BLOCK_M: tl.constexpr):
     """One program per row: the rank of a proposal is the number of those before it."""
     row = tl.program_id(0).to(tl.int64)
@@ -171,7 +171,7 @@ def ancestors_host(parent: Tensor, levels: int) -> Tensor:
     return torch.from_numpy(mask[:, :, :N].copy())
 
 
-@jit
+@jit("N levels")
 def _ancestors_kernel(parent, mask, N, levels, BLOCK_N: tl.constexpr):
     """One program per node: follow the parents to the root."""
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1)

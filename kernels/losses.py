@@ -80,7 +80,7 @@ def draft_losses_backward_torch(
     return grad
 
 
-@jit
+@jit()
 def _losses_kernel(draft, target, tv, kl, soft_ce, sum_d, sum_t, slope, V, BLOCK_V: tl.constexpr):
     """One program per row: running log-sums of both rows, then the three sums."""
     r = tl.program_id(0).to(tl.int64)
@@ -126,7 +126,7 @@ def _losses_kernel(draft, target, tv, kl, soft_ce, sum_d, sum_t, slope, V, BLOCK
     tl.store(slope + r, lean)
 
 
-@jit
+@jit()
 def _losses_backward_kernel(
     draft, target, sum_d, sum_t, slope, grad_tv, grad_kl, grad_ce, grad, V, BLOCK_V: tl.constexpr
 ):

@@ -127,7 +127,7 @@ def table_on_host(neighbours: Tensor) -> np.ndarray:
     return stored.view(np.uint32) if stored.dtype == np.int32 else stored
 
 
-@jit
+@jit("laws")
 def _neighbour_mass_kernel(
     p, token, neighbours, row, out, laws, V, K, delta, lam,
     ROW: tl.constexpr, LAM: tl.constexpr, BLOCK_K: tl.constexpr,

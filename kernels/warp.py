@@ -99,26 +99,26 @@ def _cut(z, temperature, top_k, top_p):
     return z
 
 
-@jit
+@jit()
 def _rank(x):
     """int32 whose order is the order of x (adding zero maps -0.0 to 0.0)."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@jit
+@jit()
 def _value(rank):
     """The inverse of `_rank`."""
     return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
 
 
-@jit
+@jit()
 def _store_ranks(out, at, V):
     """Ranks of a block; beyond the row the minimum, which is the rank of no float."""
     return tl.where(at < V, _rank(tl.load(out + at, mask=at < V, other=0.0)), -2147483648)
 
 
-@jit
+@jit()
 def _scale_block(
     logits, uncond, at, V, guidance, temperature, GUIDED: tl.constexpr, GREEDY: tl.constexpr, BLOCK_V: tl.constexpr
 ):
@@ -133,7 +133,7 @@ def _scale_block(
     return z
 
 
-@jit
+@jit()
 def _guided_warp_kernel(  # noqa: C901
     logits, uncond, out, V, guidance, temperature, top_k, rest,
     GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCORES: tl.constexpr,

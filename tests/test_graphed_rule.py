@@ -150,6 +150,7 @@ def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
     seen, device = [], [0]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, device[0]))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # on a GPU its current stream is of this class
     monkeypatch.setattr(torch.cuda, "Stream", lambda: f"stream of {device[0]}")
     monkeypatch.setattr("visspec.replay.cuda_graph", lambda call, *shared: seen.append(shared) or rerun(call))
     captured = GraphedRule(zoo.acceptance("exact"))

@@ -22,10 +22,14 @@ from tests.test_recurrent import model_of as recurrent
 from tests.test_threads import hurried as hurried
 from tests.test_threads import together
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
+from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.api.images import ImagePipeline
+from visspec.models.attention import ragged
+from visspec.models.attention.masks import Masks
 from visspec.models.attention.slot_layers import CACHE
+from visspec.models.decoder import probe
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead
@@ -70,6 +74,35 @@ def test_greedy_tokens(kind, standin):
         recorder = model.target.recorder
         assert recorder.graphs > 0 and not recorder.refused
         assert standin.replays > len(model.last_state.trace.rounds)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+@pytest.mark.parametrize("kind", ["none", "chain", "tree a row"])
+def test_recordings_tell_attention_the_tree_where_passes_do(kind, shape, standin, monkeypatch):
+    """On a GPU, in 16 bits: no mask over the slots of the stores. Padding in front of prompts is told by first slots."""
+    told, plain, answers = [], kernels.tree_attention, stock("llama", shape)
+    monkeypatch.setattr(ragged, "of_device", lambda device, dtype: (ragged.TREE, ""))
+    monkeypatch.setattr(probe, "_answers", {})
+    monkeypatch.setattr(Masks, "whole", lambda *args: pytest.fail("a mask was made"))
+    monkeypatch.setattr(kernels, "tree_attention", lambda *args: told.append(args[1].shape[2]) or plain(*args))
+    model = fast("llama", DRAFTERS[kind](answers))
+    assert greedy(model, "llama", shape) == answers
+    recorder = model.target.recorder
+    assert recorder.graphs > 0 and not recorder.refused
+    assert set(recorder.buckets) & set(told)  # over whole stores: in a recording
+
+
+@pytest.mark.filterwarnings("error")
+def test_drafts_of_similar_size_share_a_recording(standin):
+    answers = stock("llama", "one")
+    model = fast("llama", Oracle(answers))
+    assert greedy(model, "llama", "one") == answers
+    for levels in (6, 4, 3, 2):
+        model.setup.length_policy.levels = levels
+        assert greedy(model, "llama", "one") == answers
+    recorder = model.target.recorder
+    assert {key[2] for key in recorder.recordings} == {2, 4, 8}
 
 
 RECORDED = sorted(set(FAMILIES) - {"gemma2"})
@@ -165,7 +198,7 @@ def test_rows_leave_one_after_the_other(standin):
     for drafter in (None, "ngram", TreeOracle(answers, wrong=0.2, per_row=True)):
         quick = fast("llama", drafter)
         assert torch.equal(quick.generate(**options), model_of("llama").generate(**options))
-        assert len({key[2][0] for key in quick.target.recorder.recordings}) > 1  # other numbers of rows
+        assert len({key[1] for key in quick.target.recorder.recordings}) > 1  # other numbers of rows
 
 
 def test_rows_join(standin):

@@ -36,8 +36,7 @@ def cuda_graph(
     stash, now = stash or torch.cuda.Stream(), torch.cuda.current_stream()
     stash.wait_stream(now)
     with torch.cuda.stream(stash):
-        call()  # compiles kernels, opens libraries
-        check_waits(call)
+        check_waits(call)  # and compiles kernels, opens libraries
     now.wait_stream(stash)
     graph = torch.cuda.CUDAGraph()
     with (
@@ -90,9 +89,10 @@ class Recording:
     replay: Callable[[], None]
 
     def fill(self, given: Sequence[Tensor]) -> None:
-        """Copy inputs into the buffers."""
+        """Copy inputs into the buffers, to the front of those that are larger."""
         for buffer, value in zip(self.inputs, given):
-            buffer.copy_(value)
+            front = buffer if buffer.shape == value.shape else buffer[tuple(map(slice, value.shape))]
+            front.copy_(value)
 
 
 class Recordings:

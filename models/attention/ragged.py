@@ -69,13 +69,20 @@ class Backend:
         """What the layers of a pass are given in place of a mask, after `slots.open`; None where they need a mask:
         padding inside prompts, and compiled passes.
         """
-        if self.name == MASK or slots.steady or (start_B := starts(slots)) is None:
+        if slots.steady or (start_B := self.starts(slots)) is None:
             return None
-        _here.backend = self
         if self.name == VARLEN and tree.chain and ("seqused_k" in takes(varlen_attn) or len(start_B) == 1):
             room = slots.keys[0].shape[2] if slots.keys else extent
             return encode_chain(slots.lengths, start_B, tree.size, room * self.keys, tree.depth.device)
-        return encode_tree(slots.lengths, start_B, tree)
+        told_B2 = to_device(list(zip(slots.lengths, start_B)), tree.ancestor.device)
+        return encode_tree(told_B2, tree.ancestor)
+
+    def starts(self, slots: SlotCache) -> list[int] | None:
+        """Each row's first slot that attention sees; None where it needs a mask."""
+        if self.name == MASK:
+            return None
+        _here.backend = self
+        return starts(slots)
 
 
 def starts(slots: SlotCache) -> list[int] | None:
@@ -99,12 +106,14 @@ def encode_chain(lengths: list[int], start_B: list[int], nodes: int, pitch: int,
     return to_device(table, device, torch.int32).expand(1, pitch, -1, -1)
 
 
-def encode_tree(lengths: list[int], start_B: list[int], tree: Tree) -> Tensor:
-    """(B, 1, N + 1, W) uint8, W being N or the next numbers that take two int32 and are aligned."""
-    device, size = tree.ancestor.device, tree.size
-    attn_metadata = tree.ancestor.new_zeros(len(lengths), 1, size + 1, max(8, -(-size // 4) * 4), dtype=torch.uint8)
-    attn_metadata[:, 0, 0, :8] = to_device(list(zip(lengths, start_B)), device, torch.int32).view(torch.uint8)
-    attn_metadata[:, 0, 1:, :size] = tree.ancestor
+def encode_tree(told_B2: Tensor, ancestor_BNN: Tensor) -> Tensor:
+    """(B, 1, N + 1, W) uint8, W being N or the next numbers that take two int32 and are aligned. told_B2: each row's
+    length and first slot.
+    """
+    size = ancestor_BNN.shape[2]
+    attn_metadata = ancestor_BNN.new_zeros(len(told_B2), 1, size + 1, max(8, -(-size // 4) * 4), dtype=torch.uint8)
+    attn_metadata[:, 0, 0, :8] = told_B2.int().view(torch.uint8)
+    attn_metadata[:, 0, 1:, :size] = ancestor_BNN
     return attn_metadata
 
 

@@ -399,10 +399,11 @@ class ImageAR(RunningTarget):
             twice, index = _twice(state), state.position[:, None] + draft.tree.depth
             tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeat_tree(draft.tree, twice)
             embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
-            return tree, (embeds, self.family.places(index.repeat(twice, 1), state))
+            places = self.family.places(index.repeat(twice, 1), state)
+            return tree, (embeds, places.movedim((-2, -1), (0, 1)))
 
         def forward(cache: SlotLayers, mask: Mask, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
-            return (self._run(embeds, mask, places, cache),)
+            return (self._run(embeds, mask, places.movedim((0, 1), (-2, -1)), cache),)
 
         found = self.replayed(state, given, forward, lambda: self._eager(state, draft))
         return None if found is None else found[0]

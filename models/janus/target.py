@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import DynamicCache, StaticCache
 
+from visspec.models.attention.slot_layers import CACHE
 from visspec.models.image_codes.chat_prompt import ChatPromptFamily
 from visspec.models.image_codes.target import ImageLayout, generate_options
 from visspec.types import Processor, Sampling
@@ -23,10 +25,12 @@ class Janus(ChatPromptFamily):
         self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
-        scale, own = sampling.guidance, generate_options(sampling)
-        return self.model.generate(
-            **self._tokenize(texts), generation_mode="image", guidance_scale=scale, **own, **options
-        )
+        scale, own, given = sampling.guidance, generate_options(sampling), self._tokenize(texts)
+        room = {"config": self.decoder.config, "max_cache_len": given["input_ids"].shape[1] + layout.positions}
+        static = options.pop("cache_implementation", "static") == "static"  # which 5.17's `generate` fails to make
+        cache = StaticCache(**room) if static else DynamicCache(config=self.decoder.config)
+        own |= {CACHE: cache, "guidance_scale": scale, "generation_mode": "image"}
+        return self.model.generate(**given, **own, **options)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(tokens)

@@ -1,19 +1,18 @@
 """Draft passes recorded as CUDA graphs: a whole pass of the stock model, head included, is one launch.
 
-A recording is made for so many cache rows, nodes and slots. All else is in tensors that it reads from buffers: ids,
-positions, the rows' lengths, the tree and the padding, of which it makes the slots to write and the mask over all slots
-of the stores, which are lent (`lending`): before its first pass a request's keys and values move into some. Beyond the
-largest bucket passes run eager.
-
-Not yet run on a GPU: tested with a stand-in that replays the operators of a call. What can't be recorded runs eager,
-which a warning says once. Shapes: R cache rows, N nodes, S slots.
+A recording is made for so many cache rows, nodes and slots, and runs drafts of fewer nodes too: what it computes of the
+others is dropped. All else is in tensors that it reads from buffers: ids, positions, the rows' lengths, the tree and
+the padding, of which it makes the slots to write and what attention is told: lengths and tree (`ragged`), or a mask
+over all slots of the stores. These are lent (`buffer_pool`): before its first pass a request's keys and values move
+into some. Beyond the largest bucket passes run eager. What can't be recorded runs eager, which a warning says once.
+Shapes: R cache rows, N nodes, S slots.
 """
 
 from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +22,10 @@ from transformers import PreTrainedModel
 
 from visspec import replay
 from visspec.cache import SlotCache, to_device
-from visspec.models.attention import rotary
-from visspec.models.attention.masks import Masks
+from visspec.models.attention import ragged, rotary
+from visspec.models.attention.masks import Mask, Masks
 from visspec.models.attention.slot_layers import SlotLayers
-from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, one_line
+from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity, one_line
 from visspec.models.runner.compiled import close, foreign, form
 from visspec.replay import REPLAYING, Call, Recording, stream
 from visspec.types import State, Tree
@@ -67,7 +66,8 @@ class GraphedForward(GraphBufferPool):
         eager, as `eager` does, which a new recording is compared with.
         """
         slots: SlotCache = state.cache.slots
-        wanted = self.bucket(slots.length + tree.size)
+        nodes = capacity(tree.size)
+        wanted = self.bucket(slots.length + nodes)
         record = self.recorder(given[0].device)
         if self.refused or record is None or wanted is None or not (self.recordings or self.due(state.request)):
             return None
@@ -76,23 +76,22 @@ class GraphedForward(GraphBufferPool):
         with REPLAYING, torch.cuda.device_of(given[0]):
             try:
                 stores = self._stores(slots, wanted, stream(given[0].device))
-                attn_metadata = self._attn_metadata(slots, stores, tree, given)
-                key = (stores.number, tree.size, *((tuple(x.shape), x.dtype) for x in attn_metadata))
+                attn_metadata = [*given, *self._attn_metadata(slots, stores, tree, given[0].device)]
+                last, kinds = attn_metadata[-1], [(x.shape[2:], x.dtype) for x in given]
+                key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), last.dtype, *kinds)
                 held = self.recordings.pop(key, None)
                 if held is not None:
                     held.fill(attn_metadata)
                     held.replay()
                 elif self.due(state.request):
-                    held = self._record(
-                        record, state.cache, stores, tree.size, attn_metadata, len(given), forward, eager
-                    )
+                    held = self._record(record, state.cache, stores, nodes, attn_metadata, len(given), forward, eager)
                 else:
                     return None
             except Exception as error:
                 self.refuse(f"passes of {self.name} are not recorded, it runs eager: {one_line(error)}")
                 return None
             self.recordings[key] = held  # the newest are the last
-            return [None if x is None else x.clone() for x in held.output]
+            return [None if x is None else x[:, : tree.size].clone() for x in held.output]
 
     def finish(self, slots: SlotCache, keep: bool) -> None:
         """A request has ended: its stores go back. keep: what it holds is copied, because it is used further."""
@@ -112,16 +111,16 @@ class GraphedForward(GraphBufferPool):
             slots.spare, slots.lean = slots.lease.stores.kind[0] - rows, False
         return slots.lease.stores
 
-    def _attn_metadata(self, slots: SlotCache, stores: KVBuffers, tree: Tree, given: Sequence[Tensor]) -> list[Tensor]:
-        """All that a recording reads: what is given, lengths (R,), depths (R, N), ancestors (R, N, N), and where there
-        is padding, which slots are none (R, S).
+    def _attn_metadata(self, slots: SlotCache, stores: KVBuffers, tree: Tree, device: torch.device) -> Iterator[Tensor]:
+        """All else that a recording reads: depths (R, N), ancestors (R, N, N) and lengths (R,); and where attention
+        takes them, the rows' first slots (R,) int32, else where there is padding, which slots are none (R, S) bool.
         """
-        rows, device = len(slots.lengths), given[0].device
-        depth, ancestor = tree.depth.expand(rows, -1), tree.ancestor.expand(rows, -1, -1)
-        attn_metadata = [*given, to_device(slots.lengths, device), depth, ancestor]
-        if slots.padding is not None:
-            attn_metadata.append(F.pad(slots.padding, (0, stores.slots - slots.padding.shape[1]), value=True))
-        return attn_metadata
+        rows = len(slots.lengths)
+        yield from (tree.depth.expand(rows, -1), tree.ancestor.expand(rows, -1, -1), to_device(slots.lengths, device))
+        if (start_R := self.masks.backend.starts(slots)) is not None:
+            yield to_device(start_R, device, torch.int32)
+        elif slots.padding is not None:
+            yield F.pad(slots.padding, (0, stores.slots - slots.padding.shape[1]), value=True)
 
     def _record(
         self,
@@ -137,21 +136,29 @@ class GraphedForward(GraphBufferPool):
         """A recording, replayed once. Raises ValueError if it gives anything else than an eager pass."""
         want = eager().float()
         self.make_room()
-        inputs = [x.clone(memory_format=torch.contiguous_format) for x in attn_metadata]
+        *by_node, ancestor = attn_metadata[: count + 2]
+        more = nodes - ancestor.shape[1]
+        inputs = [F.pad(x, (*[0, 0] * (x.dim() - 2), 0, more)) for x in by_node]
+        inputs += [F.pad(ancestor, (0, more, 0, more)), *attn_metadata[count + 2 :]]
+        inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         rows = len(cache.slots.lengths)
         # a cache of its own, whose length on the host is not the request's: what depends on that differs below
         scratch = cache.over(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
 
         def call() -> Sequence[Tensor | None]:
-            given, (length, depth, ancestor, *padding) = inputs[:count], inputs[count:]
+            given, (depth, ancestor, length, *rest) = inputs[:count], inputs[count:]
             # what is made outside of the call, other than inputs and stores, would be freed behind the recording
             scratch.slots.open_at(length[:, None] + torch.arange(nodes, device=length.device), stores.slots)
-            real = padding[0] if padding else None
-            return forward(scratch, self.masks.whole(ancestor, depth, length, real, stores.slots), *given)
+            last: Any = rest[0] if rest else None
+            if last is not None and last.dtype == torch.int32:
+                mask: Mask = ragged.encode_tree(torch.stack([length, last], dim=1), ancestor)
+            else:
+                mask = self.masks.whole(ancestor, depth, length, last, stores.slots)
+            return forward(scratch, mask, *given)
 
         held = Recording(inputs, *record(call))
         held.replay()
-        close(held.output[0].float(), want, scratch.slots.keys[0].dtype)
+        close(held.output[0][:, : want.shape[1]].float(), want, scratch.slots.keys[0].dtype)
         self.graphs += 1
         return held
 
