@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # the names of _HOME, for tools that read the source
     from visspec.kernels.accept import accept_tree as accept_tree
     from visspec.kernels.attention import tree_attention as tree_attention
-    from visspec.kernels.codebook import codebook_neighbours as codebook_neighbours
     from visspec.kernels.commit import commit_kv as commit_kv
     from visspec.kernels.groups import grouped_mass as grouped_mass
     from visspec.kernels.growth import ancestors as ancestors
@@ -28,7 +27,6 @@ _HOME = {
     "accept_tree": "accept",
     "neighbour_mass": "neighbours",
     "grouped_mass": "groups",
-    "codebook_neighbours": "codebook",
     "commit_kv": "commit",
     "draft_topk": "growth",
     "ancestors": "growth",

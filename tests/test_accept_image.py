@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import published_walk
 from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.doubles import compact, drafted
 from tests.kernels.test_accept_law import first_token_law
@@ -316,8 +317,8 @@ def test_the_meter_of_the_published_rule_is_its_true_total_variation():
     assert (found.diagonal() - f).abs().max() < 1e-7  # equal acceptance: a rejected code cannot come back
     assert (drift - 0.5 * (found - p).abs().sum(1)).abs().max() < 1e-6 and float(drift.max()) > 0.1
     rule = bound(LanternPlus(3, 2.5, compat="repository"))
-    lend = partial(published._borrowed_mass, rule.wide_Vk.long(), 3, K, None, 2.5)
-    trials = [published._draw_correction(torch.tensor(x), p, q, lend) for x in range(K)]
+    lend = partial(published_walk.borrowed_mass, rule.wide_Vk.long(), 3, K, None, 2.5)
+    trials = [published_walk.draw_correction(torch.tensor(x), p, q, lend) for x in range(K)]
     output = sum(q[x] * (f * torch.eye(K).double()[x] + (1 - f) * rest) for x, (f, rest, _) in enumerate(trials))
     assert abs(float(trials[0][2]) - total_variation(output, p)) < 1e-12
     assert (meters(rule, p, q)[0] - trials[0][2]).abs().max() < 1e-6
@@ -404,6 +405,17 @@ def test_greedy_limits_and_the_rules_that_stay_exact_there(shape):
     differs = (taken != wanted) & (loose.path > 0)
     assert torch.equal(loose.drift, differs.sum(1).float()) and float(loose.drift.sum()) > 0
     assert ((taken != -1) | (loose.path < 0)).all()
+
+
+@pytest.mark.parametrize("codes, k, chunk", [(40, 7, 16), (130, 9, 100), (3, 2, 256), (60, 59, 7)])
+def test_the_nearest_codes_are_those_of_the_definition(codes, k, chunk):
+    """Equal distances, of which there are many, by index."""
+    for ties in (False, True):
+        drawn = torch.randn(codes, 5, generator=torch.Generator().manual_seed(codes))
+        e = drawn.round() if ties else drawn
+        far = (e.double()[:, None] - e.double()).square().sum(2).fill_diagonal_(float("inf"))
+        wanted = far.sort(dim=1, stable=True).indices[:, :k]
+        assert torch.equal(codebook.nearest(e, k, chunk), wanted)
 
 
 def test_grammar_ids_lend_nothing_and_lie_nowhere():
@@ -541,7 +553,7 @@ def test_later_siblings_borrow_from_what_is_left(kind, value):
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
 @pytest.mark.parametrize("kind", [Lantern, LanternPlus])
-def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn, monkeypatch):
+def test_the_published_walk_is_that_of_all_nodes(kind, drawn, monkeypatch):
     """Also where the walk looks at few neighbours first and at few codes at a time."""
     for shape, few in ((tree.chain(4), 32), (TREE, 32), (TREE, 2)):
         monkeypatch.setattr(published, "FEW", few)
@@ -554,6 +566,6 @@ def test_the_published_rule_on_a_device_is_that_of_the_walk(kind, drawn, monkeyp
         found = rule.judge(draft, scores.distribution.logits, uniforms, draw, logs=True)
         limits = {"delta": None, "lam": None, rule.bound: rule.value}
         bounds = published.Bounds(rule.wide_Vk, rule.k, K, **limits)
-        wanted = published.walk_batch(draft, scores.distribution.p, uniforms, draw, bounds)
+        wanted = published_walk.walk_batch(draft, scores.distribution.p, uniforms, draw, bounds)
         assert same(found, wanted) and torch.allclose(found.drift, wanted.drift, atol=1e-6)
         assert float(found.drift.sum()) > 0

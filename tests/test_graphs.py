@@ -80,7 +80,7 @@ def test_greedy_tokens(kind, standin):
 @pytest.mark.parametrize("shape", ["one", "ragged"])
 @pytest.mark.parametrize("kind", ["none", "chain", "tree a row"])
 def test_recordings_tell_attention_the_tree_where_passes_do(kind, shape, standin, monkeypatch):
-    """On a GPU, in 16 bits: no mask over the slots of the stores. Padding in front of prompts is told by first slots."""
+    """On a GPU, in 16 bits: no mask over the slots of the stores. Padding before prompts is told by first slots."""
     told, plain, answers = [], kernels.tree_attention, stock("llama", shape)
     monkeypatch.setattr(ragged, "of_device", lambda device, dtype: (ragged.TREE, ""))
     monkeypatch.setattr(probe, "_answers", {})

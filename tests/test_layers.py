@@ -257,8 +257,10 @@ def test_results_travel_as_values():
     assert latest_read(ast.parse("x = fast.last_stats")) and not latest_read(ast.parse("fast.last_stats = x"))
 
 
-HOST_READS = {  # the one synchronisation of a round, the slow general road for processors, and after a head's pass
+HOST_READS = {  # the one synchronisation of a round, processors, after a head's pass, and a rule judged on the host
     "visspec/accept/denoise.py": ["run"],
+    "visspec/accept/lantern.py": ["bind"],  # of the same rule
+    "visspec/accept/published.py": ["walk", "walk", "_read"],
     "visspec/loop/decode.py": ["apply_verdict"],
     "visspec/sampling.py": ["process", "_reachable_nodes"],
 }
@@ -285,7 +287,7 @@ def test_host_reads_are_where_they_should_be():
 
 HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "visspec/cache.py": ["to_device", "to_device"],
-    "visspec/accept/published.py": ["walk_rows"],  # the body for a CPU
+    "visspec/accept/published.py": ["walk"],  # on the host
     "visspec/tree.py": ["static", "static"],  # of each shape once, as the next three
     "models/drafting/static_tree.py": ["plan"],
     "models/jacobi/drafter.py": ["proactive"],

@@ -1,8 +1,7 @@
 """Calls recorded as CUDA graphs and replayed: one launch, whatever the call consists of.
 
 A recording reads its inputs from buffers of its own and writes its outputs to others. Recordings of one stream share a
-pool of memory, so that outputs are copied before the next replay, by one thread at a time. Not yet run on a GPU:
-buffers, keys and copies are tested with a stand-in for `cuda_graph`.
+pool of memory, so that outputs are copied before the next replay, by one thread at a time.
 """
 
 from __future__ import annotations

@@ -646,6 +646,7 @@ class RuleTraits:
     whole_images: bool = False  # can verify all positions of a drafted image at once
     distribution: type[Distribution] = Categorical  # of the nodes it verifies
     remembers: bool = False  # its verdict depends on earlier rounds, by its noise
+    on_host: bool = False  # it judges on the host, for which each round waits for the device once more
     whole_chains: bool = False  # what it accepts depends on drafts behind: they have to be drawn afresh in each round
     unmetered: str = ""  # of a rule that reports no drift though it is approximate: why, in words
 

@@ -23,7 +23,7 @@ from visspec.kernels import accept
 NOT_MEASURED = "not measured"
 WEIGHTS_7B = 2 * 7_000_000_000  # bytes, bf16: minimum read by a pass of a 7B target
 TIMES = ("time_us", "time_us_quartiles", "host_us", "eager_us", "eager_host_us", "timed", "eager_timed")
-SHARES = ("share_of_copy_bandwidth", "flops", "share_of_matrix_rate", "share_of_reading_14_gb")
+SHARES = ("share_of_copy_bandwidth", "share_of_reading_14_gb")
 MEASURED = (*TIMES, *SHARES, "ratio_to_eager", "ratio_ci95")
 
 
@@ -55,19 +55,6 @@ def copy_bandwidth(device, clock):
     return 2 * source.numel() / _median_time(lambda _: target.copy_(source), clock)
 
 
-def matrix_rate(device, clock):
-    """(operations per second of torch's product of large float32 matrices, a description of it)."""
-    side = 8192 if device.type == "cuda" else 1024
-    left, right = torch.randn(2, side, side, device=device)
-    out, before = torch.empty_like(left), torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        seconds = _median_time(lambda _: torch.mm(left, right, out=out), clock)
-    finally:
-        torch.set_float32_matmul_precision(before)
-    return 2 * side**3 / seconds, f"float32 product of {side} x {side} matrices, no TF32"
-
-
 class _Count(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -95,8 +82,8 @@ def count_dispatches(case):
     return count.calls, count.waits
 
 
-def measure_row(job, clock, repeats, bandwidth, rate):
-    """The figures of one row; `rate` is the matrix rate. In inference mode, as in the engine."""
+def measure_row(job, clock, repeats, bandwidth):
+    """The figures of one row. In inference mode, as in the engine."""
     with torch.inference_mode(not job.trains):
         ours, eager = job.build()
         (mine, how), (theirs, eager_how) = time_pair(ours, eager, clock, repeats, job.draws)
@@ -106,8 +93,7 @@ def measure_row(job, clock, repeats, bandwidth, rate):
     row = {"time_us": seconds * 1e6, "time_us_quartiles": [low * 1e6, high * 1e6], "eager_us": median(theirs) * 1e6}
     row |= {"host_us": median(host) * 1e6 if host else None, "timed": how, "eager_timed": eager_how}
     row |= {"eager_host_us": median(eager_host) * 1e6 if eager_host else None, "ratio_to_eager": ratio}
-    row |= {"share_of_copy_bandwidth": job.bytes / seconds / bandwidth, "ratio_ci95": ends, "flops": job.flops or None}
-    row["share_of_matrix_rate"] = job.flops / seconds / rate if job.flops else None
+    row |= {"share_of_copy_bandwidth": job.bytes / seconds / bandwidth, "ratio_ci95": ends}
     whole = job.whole_round and host is not None
     return row | {"share_of_reading_14_gb": seconds / (WEIGHTS_7B / bandwidth) if whole else None}
 
@@ -131,13 +117,13 @@ def run(device="cpu", json_path=None, quick=False):
 
 def _measured_on(device, quick):
     clock = clock_of(device)
-    bandwidth, (rate, product) = copy_bandwidth(device, clock), matrix_rate(device, clock)
+    bandwidth = copy_bandwidth(device, clock)
     calls, waits = count_dispatches(verification_case(device, draws=1))
     rows, repeats = [], clock.fewest if quick else clock.repeats
     for job in jobs(device, quick):
         row = row_description(job, device, repeats)
         try:
-            row |= measure_row(job, clock, repeats, bandwidth, rate)
+            row |= measure_row(job, clock, repeats, bandwidth)
         except Exception as error:  # continue with the other rows if a kernel fails
             row |= {"repeats": 0, "failure": f"{type(error).__name__}: {error}"}
         rows.append(row)
@@ -146,7 +132,6 @@ def _measured_on(device, quick):
     reading = WEIGHTS_7B / bandwidth * 1e3 if device.type == "cuda" else None
     record = {"bench": "kernels", "host_syncs_per_round": waits, "dispatched_ops_per_verification": calls}
     record |= {"copy_bandwidth_gb_s": bandwidth / 1e9, "ms_to_read_14_gb_at_copy_bandwidth": reading}
-    record |= {"matrix_rate_gflop_s": rate / 1e9, "matrix_rate_of": product}
     record["failures"] = [f"{row['kernel']} {row['shape']}: {row['failure']}" for row in rows if "failure" in row]
     return record | {"rows": rows, "provenance": provenance(device=device)}
 
@@ -155,8 +140,7 @@ def table(result):
     """The rows as text; a ratio below 1 is marked as a slowdown."""
     where = result["provenance"]
     lines = [
-        f"kernels on {where['device']}, {where['date']}, copy {result['copy_bandwidth_gb_s']:.1f} GB/s,"
-        f" {result['matrix_rate_of']} {result['matrix_rate_gflop_s']:.1f} GFLOP/s",
+        f"kernels on {where['device']}, {where['date']}, copy {result['copy_bandwidth_gb_s']:.1f} GB/s",
         f"a relaxed verification: {result['dispatched_ops_per_verification']} dispatched calls,"
         f" {result['host_syncs_per_round']} host waits",
     ]
@@ -174,8 +158,6 @@ def _line(row):
     if row["host_us"] is not None:
         parts.append(f"host {row['host_us']:.1f} us ({row['timed']})")
     parts.append(f"{row['share_of_copy_bandwidth']:.1%} of copy")
-    if row["share_of_matrix_rate"] is not None:
-        parts.append(f"{row['share_of_matrix_rate']:.1%} of the matrix rate")
     if row["share_of_reading_14_gb"] is not None:
         parts.append(f"{row['share_of_reading_14_gb']:.2%} of the time to read 14 GB at the measured copy bandwidth")
     low, high = row["ratio_ci95"]

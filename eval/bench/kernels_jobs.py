@@ -39,7 +39,6 @@ class KernelJob:
     build: Callable[[], tuple]
     bytes: int
     against: str
-    flops: int = 0  # of its matrix product, if that dominates
     draws: int = 1  # period of the inputs in the index; 1: they don't depend on it
     whole_round: bool = False
     trains: bool = False  # needs autograd
@@ -201,19 +200,6 @@ def _group_job(device, R, V=65536, group=14):
     return KernelJob("grouped_mass dynamic", f"{R}x{V} G={group}", "float32", build, R * V * 4, "loop with a sort")
 
 
-def _codebook_job(device, V, F, k):
-    def build():
-        e = torch.randn(V, F, device=device)
-
-        def eager(_):
-            return torch.cdist(e, e).fill_diagonal_(float("inf")).sort(dim=1).indices[:, :k]
-
-        return lambda _: kernels.codebook_neighbours(e, k), eager
-
-    name, moved = f"{V}x{F} k={k}", V * F * 4 + V * k * 8
-    return KernelJob("codebook_neighbours", name, "float32", build, moved, "cdist and sort", flops=2 * V * V * F)
-
-
 def _cache_dtype(device):
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
@@ -313,7 +299,6 @@ def jobs(device, quick):
     """The rows of the table; `quick`, or a CPU, reduces the sizes that take seconds on a CPU."""
     small = quick or device.type == "cpu"
     rounds = [(LEVELS, VOCABULARY)] + ([] if small else [(LEVELS_64, 32768)])
-    codebooks = [(1024, 8, 100)] if small else [(16384, 8, 1000), (8192, 256, 1000)]  # LlamaGen's; Chameleon's
     return [
         *_verification_jobs(device),
         *_rule_jobs(device),
@@ -322,7 +307,6 @@ def jobs(device, quick):
         *(_warp_job(device, sum(levels) + 1, V) for levels, V in rounds),
         _neighbour_job(device),
         _group_job(device, 4 if small else 16),
-        *(_codebook_job(device, *sizes) for sizes in codebooks),
         _commit_job(device, layers=4 if small else 32),
         _growth_job(device),
         *_attention_jobs(device, prefix=512 if small else 4096),

@@ -10,7 +10,6 @@ from visspec.eval.report.data import Section, interval, number, positive
 
 FIELDS = (  # field of a record -> label
     ("copy_bandwidth_gb_s", "copy bandwidth, GB/s"),
-    ("matrix_rate_gflop_s", "rate of a large float32 product, GFLOP/s"),
     ("ms_to_read_14_gb_at_copy_bandwidth", "time to read 14 GB at the measured copy bandwidth, ms"),
     ("host_syncs_per_round", "host waits in a relaxed verification"),
     ("dispatched_ops_per_verification", "dispatched operations in a relaxed verification"),
@@ -19,7 +18,6 @@ NUMBERS = {  # name on the page -> field of a row
     "time": "time_us",
     "host": "host_us",
     "share": "share_of_copy_bandwidth",
-    "matrix": "share_of_matrix_rate",
     "reading": "share_of_reading_14_gb",
 }
 MOST = 60  # maximum number of fields shown for an unknown bench

@@ -378,12 +378,12 @@ def test_kernels_have_a_table_and_bars(page):
 
 def test_a_gpu_row_of_a_kernel_shows_both_times_and_what_they_are_shares_of(page):
     gpu = {"device": "cuda", "time_us": 12.34, "time_us_quartiles": [12.0, 13.0], "host_us": 61.0}
-    gpu |= {"timed": "a CUDA graph", "share_of_matrix_rate": 0.5, "share_of_reading_14_gb": 0.0037}
-    record = kernel_bench(matrix_rate_gflop_s=50000.0, ms_to_read_14_gb_at_copy_bandwidth=3.3)
+    gpu |= {"timed": "a CUDA graph", "share_of_reading_14_gb": 0.0037}
+    record = kernel_bench(ms_to_read_14_gb_at_copy_bandwidth=3.3)
     record["rows"] = [record["rows"][0] | gpu, record["rows"][3] | {"failure": "RuntimeError: <no> shared memory"}]
     text = Reader(page(record)).text
     assert "12.3 µs [12.0, 13.0] n=40 , host 61.0 µs (a CUDA graph)" in text
-    assert "50.0 % of the matrix rate; 0.37 % of the time to read 14 GB at the measured copy bandwidth" in text
+    assert "0.37 % of the time to read 14 GB at the measured copy bandwidth" in text
     assert "time to read 14 GB at the measured copy bandwidth, ms: 3.3" in text and "for the ratios" not in text
     assert "failed: RuntimeError: <no> shared memory" in text
 

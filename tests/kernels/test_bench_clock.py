@@ -105,19 +105,18 @@ def test_a_row_has_device_time_host_time_and_shares():
     clock = Simulated(waits=("eager",))
     job = KernelJob(
         "verification round", "s", "bfloat16", lambda: (clock.call("ours"), clock.call("eager")), 4000, "a loop",
-        flops=2000, whole_round=True,
+        whole_round=True,
     )  # fmt: skip
     row = bench.row_description(job, torch.device("cuda", 0), 30)
     assert row["device"] == "cuda" and row["time_us"] == "not measured"
-    row |= bench.measure_row(job, clock, 30, bandwidth=4e12, rate=1e9)
+    row |= bench.measure_row(job, clock, 30, bandwidth=4e12)
     assert set(row) == {*bench.MEASURED, "kernel", "shape", "dtype", "device", "bytes", "eager", "repeats"}
     assert row["time_us"] == pytest.approx(10) and row["time_us_quartiles"] == pytest.approx([10, 10])
     assert row["eager_us"] == pytest.approx(50) and row["host_us"] >= 0 and row["eager_host_us"] >= 0
     assert row["share_of_copy_bandwidth"] == pytest.approx(4000 / 10e-6 / 4e12)
-    assert row["share_of_matrix_rate"] == pytest.approx(2000 / 10e-6 / 1e9)
     assert row["share_of_reading_14_gb"] == pytest.approx(10e-6 / 3.5e-3)
     where = {"device": "a GPU", "date": "2026-01-02", "driver": "1.2.3", "cuda": "13", "triton": "3"}
-    top = {"copy_bandwidth_gb_s": 4000.0, "matrix_rate_of": "product", "matrix_rate_gflop_s": 1.0, "provenance": where}
+    top = {"copy_bandwidth_gb_s": 4000.0, "provenance": where}
     said = bench.table(top | {"dispatched_ops_per_verification": 1, "host_syncs_per_round": 0, "rows": [row]})
     assert "a GPU, 2026-01-02" in said and "driver 1.2.3, CUDA 13, Triton 3" in said
     assert "0.29% of the time to read 14 GB at the measured copy bandwidth" in said

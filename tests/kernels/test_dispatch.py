@@ -11,7 +11,6 @@ from tests.doubles import drafted
 from tests.kernels.test_accept import KINDS
 from visspec import kernels, sampling
 from visspec import tree as trees
-from visspec.accept import published
 from visspec.accept.cool import Cool
 from visspec.accept.exact import Exact
 from visspec.accept.grouped import Grouped
@@ -19,7 +18,7 @@ from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
 from visspec.distributions import Categorical
-from visspec.kernels import accept, attention, codebook, commit, displacement, groups, growth, losses, warp
+from visspec.kernels import accept, attention, commit, displacement, groups, growth, losses, warp
 from visspec.kernels import neighbours as nearest
 from visspec.types import Capabilities, Sampling, Scores
 
@@ -117,19 +116,6 @@ def test_a_rule_dispatches_at_most_sixty_operations(name, kind):
     assert moved > 0 or rule.traits.guarantee == "exact"
 
 
-@pytest.mark.parametrize("body", [published.walk, published.walk_batch], ids=["cpu", "device"])
-@pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
-def test_the_published_residuals_do_not_wait_either(drawn, body, monkeypatch):
-    rule = Lantern(k=20, delta=0.3, compat="repository")
-    rule.bind(Capabilities(vocab=V, codebook=torch.randn(V, 4, generator=torch.Generator().manual_seed(0))))
-    _, _, p, draft = round_of(0, drawn, shared=True)
-    noise = rule.make_noise([torch.Generator().manual_seed(0)], V)
-    monkeypatch.setattr(published, "walk", body if body is published.walk else lambda *given: body(*given[:-1]))
-    with Count() as count:
-        rule(draft, Scores(Categorical(p.log())), noise)
-    assert not count.waits
-
-
 def displaced(seed=0, drawn=True, shared=True, features=4):
     """A relaxed verification with its displacement: three rows, some codes of the vocabulary without a vector."""
     g = torch.Generator().manual_seed(seed)
@@ -219,7 +205,7 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch):
                 launched += 1
     with pytest.raises(Entered, match="meta"):
         accept.accept_tree_device(away)
-    assert launched == 10
+    assert launched == 9
 
 
 def test_opcheck_of_the_other_operators():
@@ -235,7 +221,6 @@ def test_opcheck_of_the_other_operators():
         (ops.neighbour_mass, (near["p"], near["token"], near["neighbours"], 0.1, None, None)),
         (ops.guided_warp, (torch.randn(2, 9), torch.randn(2, 9), 2.0, 0.5, 3, 0.9, False)),
         (ops.grouped_mass, (group["p"], group["q"], group["token"], *blank)),
-        (ops.codebook_neighbours, (codebook.random_case(0)["codebook"], 3, True, 16)),
         (ops.commit_kv, tuple(moves.values())),
         (ops.draft_topk, tuple(growth.random_case(0).values())),
         (ops.ancestors, (tree["parent"], 4)),

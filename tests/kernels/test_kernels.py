@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from visspec import kernels, sampling
-from visspec.kernels import attention, codebook, commit, groups, growth, losses, neighbours, warp
+from visspec.kernels import attention, commit, groups, growth, losses, neighbours, warp
 from visspec.types import Sampling
 
 SEEDS = range(10)
@@ -59,14 +59,6 @@ def test_grouped_mass(case):
         arguments = groups.random_case(seed, **case)
         found = torch.stack(kernels.grouped_mass(**arguments), 1)
         assert torch.allclose(found.double(), groups.reference(**arguments), atol=1e-6)
-
-
-@cases(codebook)
-def test_codebook_neighbours(case):
-    for seed in SEEDS:
-        arguments = codebook.random_case(seed, **case)
-        wanted = codebook.reference(arguments["codebook"], arguments["k"], arguments["normalise"])
-        assert torch.equal(kernels.codebook_neighbours(**arguments), wanted)
 
 
 @cases(commit)
@@ -246,7 +238,6 @@ KV = torch.zeros(2, 1, 8, 4)
         (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, lam=0.5), ValueError, "lam"),
         (lambda: kernels.grouped_mass(LAW, None, IDS), ValueError, "group"),
         (lambda: kernels.grouped_mass(LAW, None, IDS, group=2, max_distance=1.0), ValueError, "max_distance"),
-        (lambda: kernels.codebook_neighbours(LAW, 2), ValueError, "k:"),
         (lambda: kernels.commit_kv([], IDS, IDS, IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv([KV, KV[:, :, :4]], IDS, TABLE[:2], IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv([KV, KV.to("meta")], IDS, TABLE[:2], IDS), ValueError, "kv"),

@@ -14,6 +14,7 @@ this adds nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Lantern(Rejection):
         if compat not in (None, "repository"):
             raise ValueError(f"compat: got {compat!r}, expected None or 'repository'")
         self.k, self.value, self.compat = k, value, compat
+        self.traits = replace(self.traits, on_host=compat is not None)
         self.table_Vk: Tensor | None = None
         self.wide_Vk: Tensor | None = None
 
@@ -57,7 +59,7 @@ class Lantern(Rejection):
         super().bind(capabilities)
         self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
         if self.compat is not None:  # the published code zeroes one more code than it uses
-            self.wide_Vk = codebook.neighbours(codes, min(self.k + 1, len(codes) - 1), capabilities.vocab)
+            self.wide_Vk = codebook.neighbours(codes, min(self.k + 1, len(codes) - 1), capabilities.vocab).cpu()
 
     def table(self) -> Tensor:
         if self.table_Vk is None:
