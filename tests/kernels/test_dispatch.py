@@ -20,6 +20,7 @@ from visspec.accept.typical import Typical
 from visspec.distributions import Categorical
 from visspec.kernels import accept, attention, commit, displacement, groups, growth, losses, warp
 from visspec.kernels import neighbours as nearest
+from visspec.models.attention import ragged
 from visspec.types import Capabilities, Sampling, Scores
 
 
@@ -206,6 +207,60 @@ def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch):
     with pytest.raises(Entered, match="meta"):
         accept.accept_tree_device(away)
     assert launched == 9
+
+
+class Launches:
+    """Stands for a kernel: what Triton would compile it for at each launch, sizes of blocks aside."""
+
+    def __init__(self, kernel):
+        triton = pytest.importorskip("triton")
+        backend = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
+        bind = import_module("triton.runtime.jit").create_function_from_signature
+        self.binder, self.seen = bind(kernel.signature, kernel.params, backend), set()
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.seen.add(
+            tuple(kind for kind in self.binder(*args, **options)[1] if kind[0] != "constexpr")
+        )
+
+
+LAUNCHES = {  # the kernels of a draft's round, for nodes of a draft and shares of the slots
+    "_tree_attention_kernel _merge_kernel": (
+        attention,
+        lambda nodes, parts: attention.tree_attention_triton(
+            *(torch.zeros(1, 4, n, 64) for n in (nodes, 256, 256)),
+            *ragged.parts(ragged.encode_tree(torch.tensor([[9, 1]]), torch.ones(1, nodes, nodes).bool()))[::2],
+            torch.zeros(1).int(), None, splits=parts,
+        ),
+    ),
+    "_accept_tree_kernel": (
+        accept,
+        lambda nodes, parts: accept.accept_tree_triton(
+            *accept.random_case(0, rows=1, nodes=nodes, vocabulary=64).values(), *[None] * 4, nodes - 1, parts
+        ),
+    ),
+    "_ancestors_kernel": (
+        growth, lambda nodes, parts: growth.ancestors_triton(torch.zeros(1, nodes).long(), parts),
+    ),
+    "_commit_kernel": (
+        commit,
+        lambda nodes, parts: commit.commit_kv_triton(
+            [torch.zeros(1, 2, 64, 16)], torch.ones(1).long(), torch.zeros(1, nodes).long(), torch.ones(1).long()
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("names", LAUNCHES)
+def test_a_kernel_is_compiled_once_for_drafts_of_any_size(names, monkeypatch):
+    """Or a generation waits for Triton, for a second or two, at its first draft of 1, of 16, of 17 nodes."""
+    file, launch = LAUNCHES[names]
+    stands = {name: Launches(getattr(file, name)) for name in names.split()}
+    for name, stand in stands.items():
+        monkeypatch.setattr(file, name, stand)
+    for nodes, parts in ((1, 1), (2, 16), (5, 2), (8, 3), (9, 32), (16, 4), (17, 1), (32, 16)):
+        launch(nodes, parts)
+    assert {name: len(stand.seen) for name, stand in stands.items()} == dict.fromkeys(stands, 1)
 
 
 def test_opcheck_of_the_other_operators():
