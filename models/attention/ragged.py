@@ -74,7 +74,7 @@ class Backend:
         if self.name == VARLEN and tree.chain and ("seqused_k" in takes(varlen_attn) or len(start_B) == 1):
             room = slots.keys[0].shape[2] if slots.keys else extent
             return encode_chain(slots.lengths, start_B, tree.size, room * self.keys, tree.depth.device)
-        told_B2 = to_device(list(zip(slots.lengths, start_B)), tree.ancestor.device)
+        told_B2 = to_device(list(zip(slots.lengths, start_B)), tree.ancestor.device, torch.int32)
         return encode_tree(told_B2, tree.ancestor)
 
     def starts(self, slots: SlotCache) -> list[int] | None:
