@@ -29,15 +29,17 @@ STEPS = 6
 
 
 class Words:
-    """A tokenizer: a letter is an id, padded on the left."""
+    """A tokenizer: a letter is an id."""
 
     bos_token = None
 
-    def __call__(self, texts, padding=False, padding_side="left", return_tensors="pt"):
+    def __call__(self, texts, padding=False, padding_side="right", return_tensors="pt"):
         rows = [[ord(c) % 30 for c in text] for text in ([texts] if isinstance(texts, str) else texts)]
         width = max(map(len, rows))
-        ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], dtype=torch.long).view(len(rows), width)
-        real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]).view(len(rows), width)
+        blank = [[0] * (width - len(row)) for row in rows]
+        pairs = [(n, row) if padding_side == "left" else (row, n) for n, row in zip(blank, rows)]
+        ids = torch.tensor([a + b for a, b in pairs], dtype=torch.long).view(len(rows), width)
+        real = torch.tensor([[int(part is not n) for part in pair for _ in part] for pair, n in zip(pairs, blank)])
         return {"input_ids": ids, "attention_mask": real}
 
 

@@ -188,7 +188,7 @@ def test_a_tuple_instead_of_an_output(pipe):
     out = pipe(PROMPTS[:2], seed=1, output_type="np")
     found = pipe(PROMPTS[:2], seed=1, output_type="np", return_dict=False)
     assert isinstance(found, tuple) and len(found) == 1 and (found[0] == out.images).all()
-    assert pipe.last_output.seeds == [1, 2]
+    assert pipe.last_output.seeds == [1, 2] and "Trace" not in repr(out)
 
 
 def test_arguments_that_mean_nothing_here(monkeypatch):

@@ -62,7 +62,7 @@ DONE: dict[str, tuple[dict, Callable]] = {  # a request, and what is true of its
     "max_tokens": ({"max_tokens": 2}, lambda a: a.usage.completion_tokens == 2),
     "n": ({"n": 2}, lambda a: [c.index for c in a.choices] == [0, 1]),
     "stop": ({"stop": "three"}, lambda a: words(a) == ["this", "picture", "shows"]),
-    "seed": ({"seed": 3, "temperature": 3}, lambda a: words(a) != BEGUN),
+    "seed": ({"seed": 2**61, "temperature": 3}, lambda a: words(a) != BEGUN),
     "temperature": ({"temperature": 3, "seed": 3}, lambda a: words(a) != BEGUN),
     "top_p": ({"temperature": 3, "seed": 3, "top_p": 0.01}, lambda a: words(a) == BEGUN),
     "stream": (
