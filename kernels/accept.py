@@ -45,8 +45,6 @@ from visspec.kernels.common import (
 from visspec.kernels.displacement import batched_displacement, mean_distance
 from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_prefix, table_on_host
 
-BLOCK, WARPS = 2048, 8  # of a program: ids at a time, and warps
-
 
 def reference(
     tokens, parent, p, q, uniforms, draw, mass=None, neighbours=None, delta=None, lam=None, depth=None, branch=None
@@ -423,9 +421,9 @@ def accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, d
         N if parent.dim() == 2 else 0, N, V, 0 if neighbours is None else neighbours.shape[1], D, branch,
         0.0 if delta is None else delta, 1.0 if lam is None else lam,
         DRAWN=q is not None, MASS=mass is not None, NEAR=neighbours is not None, LAM=delta is None, ONCE=once,
-        TINY=TINY, BLOCK_N=next_power_of_2(N), BLOCK_V=min(BLOCK, next_power_of_2(V)),
+        TINY=TINY, BLOCK_N=next_power_of_2(N), BLOCK_V=min(2048, next_power_of_2(V)),
         BLOCK_K=128 if neighbours is None else min(1024, next_power_of_2(neighbours.shape[1])),
-        num_warps=WARPS, enable_fp_fusion=False,
+        num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return path, length, next_token, drift, gain
 

@@ -90,8 +90,7 @@ class Recording:
     def fill(self, given: Sequence[Tensor]) -> None:
         """Copy inputs into the buffers, to the front of those that are larger."""
         for buffer, value in zip(self.inputs, given):
-            front = buffer if buffer.shape == value.shape else buffer[tuple(map(slice, value.shape))]
-            front.copy_(value)
+            buffer[tuple(map(slice, value.shape))].copy_(value)
 
 
 class Recordings:

@@ -69,7 +69,7 @@ class Backend:
         """What the layers of a pass are given in place of a mask, after `slots.open`; None where they need a mask:
         padding inside prompts, and compiled passes.
         """
-        if slots.steady or (start_B := self.starts(slots)) is None:
+        if slots.steady or (start_B := self.first_slots(slots)) is None:
             return None
         if self.name == VARLEN and tree.chain and ("seqused_k" in takes(varlen_attn) or len(start_B) == 1):
             room = slots.keys[0].shape[2] if slots.keys else extent
@@ -77,7 +77,7 @@ class Backend:
         told_B2 = to_device(list(zip(slots.lengths, start_B)), tree.ancestor.device, torch.int32)
         return encode_tree(told_B2, tree.ancestor)
 
-    def starts(self, slots: SlotCache) -> list[int] | None:
+    def first_slots(self, slots: SlotCache) -> list[int] | None:
         """Each row's first slot that attention sees; None where it needs a mask."""
         if self.name == MASK:
             return None

@@ -76,7 +76,7 @@ class GraphedForward(GraphBufferPool):
         with REPLAYING, torch.cuda.device_of(given[0]):
             try:
                 stores = self._stores(slots, wanted, stream(given[0].device))
-                attn_metadata = [*given, *self._attn_metadata(slots, stores, tree, given[0].device)]
+                attn_metadata = [*given, *self._attn_metadata(slots, stores, tree)]
                 last, kinds = attn_metadata[-1], [(x.shape[2:], x.dtype) for x in given]
                 key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), last.dtype, *kinds)
                 held = self.recordings.pop(key, None)
@@ -111,13 +111,13 @@ class GraphedForward(GraphBufferPool):
             slots.spare, slots.lean = slots.lease.stores.kind[0] - rows, False
         return slots.lease.stores
 
-    def _attn_metadata(self, slots: SlotCache, stores: KVBuffers, tree: Tree, device: torch.device) -> Iterator[Tensor]:
+    def _attn_metadata(self, slots: SlotCache, stores: KVBuffers, tree: Tree) -> Iterator[Tensor]:
         """All else that a recording reads: depths (R, N), ancestors (R, N, N) and lengths (R,); and where attention
         takes them, the rows' first slots (R,) int32, else where there is padding, which slots are none (R, S) bool.
         """
-        rows = len(slots.lengths)
+        rows, device = len(slots.lengths), tree.depth.device
         yield from (tree.depth.expand(rows, -1), tree.ancestor.expand(rows, -1, -1), to_device(slots.lengths, device))
-        if (start_R := self.masks.backend.starts(slots)) is not None:
+        if (start_R := self.masks.backend.first_slots(slots)) is not None:
             yield to_device(start_R, device, torch.int32)
         elif slots.padding is not None:
             yield F.pad(slots.padding, (0, stores.slots - slots.padding.shape[1]), value=True)
@@ -146,14 +146,13 @@ class GraphedForward(GraphBufferPool):
         scratch = cache.over(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
 
         def call() -> Sequence[Tensor | None]:
-            given, (depth, ancestor, length, *rest) = inputs[:count], inputs[count:]
+            given, (depth, ancestor, length, *last) = inputs[:count], inputs[count:]
             # what is made outside of the call, other than inputs and stores, would be freed behind the recording
             scratch.slots.open_at(length[:, None] + torch.arange(nodes, device=length.device), stores.slots)
-            last: Any = rest[0] if rest else None
-            if last is not None and last.dtype == torch.int32:
-                mask: Mask = ragged.encode_tree(torch.stack([length, last], dim=1), ancestor)
+            if last and last[0].dtype == torch.int32:
+                mask: Mask = ragged.encode_tree(torch.stack([length, *last], dim=1), ancestor)
             else:
-                mask = self.masks.whole(ancestor, depth, length, last, stores.slots)
+                mask = self.masks.whole(ancestor, depth, length, last[0] if last else None, stores.slots)
             return forward(scratch, mask, *given)
 
         held = Recording(inputs, *record(call))

@@ -95,8 +95,8 @@ def triton_device(cuda: ModuleType) -> tuple[str, int | None]:
 
 def on_device(name: str, place: str, room: int | None) -> str:
     """What is said of a kernel on a GPU."""
-    needs = SHARED.get(name)
-    if room is None or needs is None:
+    needs = SHARED[name]
+    if room is None:
         return place
     told = f"{needs / 1024:.1f} of {room / 1024:.0f} KB of shared memory"
     return f"{place}, {told}" if needs <= room else f"will not run in every form: it needs {told}"
