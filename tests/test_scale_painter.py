@@ -223,7 +223,8 @@ def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
     for folder in folders:
         record = json.loads((folder / "provenance.json").read_text())
         assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size
-        assert record["recipe"].endswith("at tag before-reduction") and "painter-var" in (folder / "README.md").read_text()
+        assert record["recipe"].endswith("at tag before-reduction")
+        assert "painter-var" in (folder / "README.md").read_text()
 
 
 @shipped
