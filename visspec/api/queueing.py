@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from visspec.api import requests
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stream import Answer, Stream
+from visspec.models.decoder import probe
 from visspec.models.decoder.prefix import PrefixCache, PrefixPlan, PromptKey
 from visspec.models.decoder.target import HFDecoder
 from visspec.types import Processor, Request, Tokenizer
 
 Entry = Mapping[str, Any] | tuple[Any, Exception]  # generate's arguments, or the id and error of what became none
 MOST_KNOWN = 256  # kinds of options
+MOST_UNCLEAR = 3  # groups of a kind that the probe is run on if it cannot tell
 ONE_PROMPT = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
 
 
@@ -85,6 +88,7 @@ class RequestBuilder:
         own = setup.target.model is not model  # a generate of its own around it, with options of its own
         self.named = frozenset(signature(cast(Callable, model.generate)).parameters) if own else frozenset()
         self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
+        self.unclear: Counter[Hashable] = Counter()  # kinds of inputs of which the probe could not tell
         self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
 
     def queue(self, entries: Iterable[Entry | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
@@ -171,10 +175,12 @@ class RequestBuilder:
         mask = request.inputs.get("attention_mask")
         return frozenset(shapes), sampling, length, None if mask is None else tuple(mask.flatten().tolist())
 
-    def together(self, group: Sequence[Request]) -> Request:
-        """One request with a row for each. Rows that begin as others do, or as prompts before them, share what the
-        target keeps of those.
+    def together(self, group: Sequence[Request]) -> Request | None:
+        """One request with a row for each; None if the model needs the rows one at a time. Rows that begin as others
+        do, or as prompts before them, share what the target keeps of those.
         """
+        if len(group) > 1 and not self._can_join(group):
+            return None
         cache = None if self.prefixes is None else self.prefixes.open(self.setup.target)
         keys = [] if cache is None else [key for r in group if (key := self._key(r)) is not None]
         if cache is None or len(keys) < len(group):
@@ -192,6 +198,27 @@ class RequestBuilder:
             plan.first = self._batch([_cut(group[b], key.length) for b, key in first.items()])
             plan.first.prefix = PrefixPlan(cache, list(first.values()))
         return found
+
+    def _can_join(self, group: Sequence[Request]) -> bool:
+        """Check that the model reads concatenated media as the batch that its processor would make. For some it does
+        not: Molmo2's patch indices count through the whole batch. The model is asked once for each kind of inputs.
+        """
+        shapes = [[value.shape for value in _media(request).values()] for request in group]
+        if not any(shapes):
+            return True
+        uneven = next((b for b, each in enumerate(shapes) if each != shapes[0]), 0)
+        target, kind = self.setup.target, (frozenset(group[0].inputs), uneven > 0)
+        if kind not in target.joins:
+            pair = group[0], group[uneven or 1]
+            changed = replace(
+                pair[1], inputs=pair[1].inputs | {k: probe.reflect(v) for k, v in _media(pair[1]).items()}
+            )
+            found = probe.joins(target, self._batch, *pair, changed)
+            self.unclear[kind] += found is None
+            if found is None and self.unclear[kind] < MOST_UNCLEAR:
+                return False
+            target.joins[kind] = bool(found)
+        return target.joins[kind]
 
     def _batch(self, group: Sequence[Request]) -> Request:
         """One request with a row for each."""
@@ -242,6 +269,12 @@ def _cut(request: Request, length: int) -> Request:
     whole = request.prompt.shape[1]
     parts = {k: v[:, :length] if isinstance(v, Tensor) and of_ids(v, whole) else v for k, v in request.inputs.items()}
     return replace(request, prompt=request.prompt[:, :length], inputs=parts)
+
+
+def _media(request: Request) -> dict[str, Tensor]:
+    """The tensors of a request that have no number for each id."""
+    length = request.prompt.shape[1]
+    return {k: v for k, v in request.inputs.items() if isinstance(v, Tensor) and not of_ids(v, length)}
 
 
 def _limit(group: Sequence[Request]) -> int:
