@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from inspect import signature
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -160,9 +160,12 @@ class RequestBuilder:
 
     def kind(self, request: Request) -> Hashable:
         """What requests share that can be prefilled together: the shapes of pixels, other arguments, temperature and
-        cuts, and the length of the prompt and its own padding if the target can't pad.
+        cuts, and the length of the prompt and its own padding if the target can't pad. A request with tensors inside
+        an argument, such as outputs of an image encoder, is prefilled alone.
         """
         length = request.prompt.shape[1]
+        if not all(isinstance(value, Tensor) or is_plain(value) for value in request.inputs.values()):
+            return id(request)
         shapes = [
             (name, value.dtype, None if of_ids(value, length) else value.shape[1:])
             if isinstance(value, Tensor)
@@ -243,20 +246,21 @@ class RequestBuilder:
         return inputs
 
     def _key(self, request: Request) -> PromptKey | None:
-        """What makes a prompt another's equal; None for one that has padding, or media and no ids that stand for it."""
+        """What makes a prompt another's equal; None for one that has padding, media and no ids that stand for it, or
+        arguments whose contents are unknown.
+        """
         length, digest, ids, media = request.prompt.shape[1], hashlib.sha256(), [], False
         for name, value in sorted(request.inputs.items()):
-            if not isinstance(value, Tensor):
-                digest.update(repr((name, value)).encode())
-            elif of_ids(value, length):
+            if isinstance(value, Tensor) and of_ids(value, length):
                 ids.append(value[0].cpu().numpy())
                 digest.update(name.encode())
                 if name == "attention_mask" and not ids[-1].all():
                     return None
-            else:
-                media = True
-                digest.update(repr((name, value.dtype, value.shape)).encode())
-                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                continue
+            digest.update(name.encode())
+            if not add_to_digest(digest, value):
+                return None
+            media = media or not is_plain(value)
         slots = torch.isin(request.prompt[0].cpu(), self.content).nonzero()
         if media and not len(slots):
             return None
@@ -289,3 +293,35 @@ def media_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
 def of_ids(value: Tensor, length: int) -> bool:
     """Whether a tensor of a request has a number for each id of the prompt."""
     return value.shape == (1, length) and not value.is_floating_point()
+
+
+def is_plain(value: Any) -> bool:
+    """Check that `repr` shows all of a value: numbers, strings, None, and lists, tuples and dictionaries of them."""
+    if isinstance(value, Mapping):
+        return all(is_plain(key) and is_plain(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, bytes, np.generic, torch.dtype, torch.device))
+
+
+def add_to_digest(digest: Any, value: Any) -> bool:
+    """Add all of a value to a digest, tensors and arrays by their bytes. False if some of it cannot be read."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            return False
+        digest.update(repr(("tensor", value.dtype, value.shape)).encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return True
+    if is_dataclass(value) and not isinstance(value, type):
+        # ModelOutput too, whose items leave out the fields that are None
+        value = {each.name: getattr(value, each.name) for each in fields(value)} | {"class": type(value).__name__}
+    if isinstance(value, Mapping):
+        digest.update(repr(("mapping", len(value))).encode())
+        return all(add_to_digest(digest, part) for item in value.items() for part in item)
+    if isinstance(value, (list, tuple)):
+        digest.update(repr((type(value).__name__, len(value))).encode())
+        return all(add_to_digest(digest, part) for part in value)
+    digest.update(repr(value).encode())
+    return is_plain(value)
