@@ -18,8 +18,7 @@ from visspec.api.shards import Shards
 from visspec.api.sources import Record, seed_of
 from visspec.cli import ray_shards
 from visspec.cli.main import main
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
+from visspec.io import included
 
 COLUMNS = {"id": "string", "text": "string", "error": "string"}
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
@@ -212,7 +211,7 @@ def test_prompts_are_lines_or_objects(tmp_path):
 def test_bad_input_is_a_sentence(argv, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     image = tmp_path / "i.png"
-    to_image(held_out_scenes(1)[0]).save(image)
+    included.scenes("shapes").images(1)[0].save(image)
     argv = [a.replace("IMAGE", str(image)).replace("TMP", str(tmp_path)) for a in argv]
     assert words in refused(capsys, *argv)
 
@@ -288,8 +287,8 @@ def test_captions_of_two_processes_are_those_of_one(cluster, tmp_path, capsys):
     parquet = pytest.importorskip("pyarrow.parquet")
     home, lines, out = tmp_path / "images", tmp_path / "c.jsonl", tmp_path / "out"
     home.mkdir()
-    for i, scene in enumerate(held_out_scenes(6)):
-        to_image(scene).save(home / f"{i}.png")
+    for i, image in enumerate(included.scenes("shapes").images(6)):
+        image.save(home / f"{i}.png")
     (home / "6.png").write_bytes(b"broken")
     sampled = ["--temperature", "0.9", "--seed", "3", *SHORT]
     assert main(["caption", str(home), "--out", str(lines), *sampled]) == 1

@@ -23,8 +23,7 @@ from visspec.api.answers import token_logprobs
 from visspec.api.captions import prepare
 from visspec.api.completions import RequestError, RequestLimits
 from visspec.api.penalties import GeneratedTokenPenalties
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
+from visspec.io import included
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def running(captioner, pipe):
 
 @pytest.fixture(scope="module")
 def picture():
-    return to_image(held_out_scenes(1)[0])
+    return included.scenes("shapes").images(1)[0]
 
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}

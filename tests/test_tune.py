@@ -15,10 +15,9 @@ from visspec.api.tuning import DrafterMeasurement, MeasuredBatch
 from visspec.cli import tune as command
 from visspec.cli import tune_image
 from visspec.cli.main import main
+from visspec.io import included
 from visspec.loop.draft_length import expected_tokens
 from visspec.models.drafting.structure import RANKS
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
 
 
 def simulated(
@@ -91,8 +90,8 @@ def test_a_preset_is_read_by_accelerate_and_belongs_to_its_model(tmp_path):
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     home = tmp_path_factory.mktemp("images")
-    for i, scene in enumerate(held_out_scenes(8)):
-        to_image(scene).save(home / f"{i}.png")
+    for i, image in enumerate(included.scenes("shapes").images(8)):
+        image.save(home / f"{i}.png")
     (home / "00.png").write_bytes(b"broken")
     return home
 
