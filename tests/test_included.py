@@ -22,7 +22,11 @@ def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
     targets = {row.target for row in INCLUDED.models.values()} - {""}
     assert targets | {INCLUDED.text_model, INCLUDED.image_model} <= set(INCLUDED.models)
     worlds = INCLUDED.worlds.values()
-    references = [INCLUDED.foreign, *(world.detects for world in worlds), *(world.paints for world in worlds)]
+    references = [
+        INCLUDED.foreign,
+        *(world.detector_reference for world in worlds),
+        *(world.render_reference for world in worlds),
+    ]
     assert all(callable(included.load(reference)) for reference in references)
 
 

@@ -57,8 +57,8 @@ class World:
 
     name: str
     folder: Path
-    detects: str  # of a function: () -> `eval.metrics.detection.Detector`
-    paints: str  # of a function: (prompt, generator, side) -> a random picture of it, uint8 (side, side, 3)
+    detector_reference: str  # of a function: () -> `eval.metrics.detection.Detector`
+    render_reference: str  # of a function: (prompt, generator, side) -> a random picture of it, uint8 (side, side, 3)
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
@@ -81,11 +81,11 @@ class World:
 
     def render(self, prompt: Mapping[str, Any], rng: np.random.Generator, side: int) -> np.ndarray:
         """A random picture of what a prompt says, uint8 (side, side, 3)."""
-        return load(self.paints)(prompt, rng, side)
+        return load(self.render_reference)(prompt, rng, side)
 
     def detector(self) -> Any:
         """A new `eval.metrics.detection.Detector` of the world."""
-        return load(self.detects)()
+        return load(self.detector_reference)()
 
     def known_to(self, processor: object, use: str) -> bool:
         """Whether a model has all prompts as classes, or its processor or tokenizer has all words of the captions and
