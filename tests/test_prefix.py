@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import visspec
 from tests.doubles import fast, one_sentence
+from tests.test_adapters import adapted
 from tests.test_eagle import make
 from tests.test_stream import widened
 from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
@@ -303,6 +304,49 @@ def test_prompts_are_kept_of_one_model_and_of_none_whose_rotations_depend_on_the
     streamed(fast("llama", None), entries, cache)
     cache.clear()
     assert cache.bytes == len(cache) == 0
+
+
+def changes(model):
+    """Names of changes of a model's weights, each made when its name is asked for."""
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(-1.5)
+    yield "in place"
+    model.load_state_dict(kept)
+    yield "loaded"
+    with torch.inference_mode():
+        model.get_input_embeddings().weight.mul_(-1.5)
+    yield "in place, in inference mode"
+    weight = model.get_input_embeddings().weight
+    weight.data = weight.data + 0.5
+    yield "other data"
+
+
+def adapters(model):
+    yield "first"
+    model.set_adapter("second")
+    yield "second"
+    with model.disable_adapter():
+        yield "off"
+    yield "second again"
+    model.merge_adapter()
+    model.set_adapter("first")
+    yield "second merged, first in use"
+
+
+@pytest.mark.parametrize("change", [changes, adapters])
+def test_prompts_of_other_weights_are_not_reused(change):
+    model = llama(seed=3)
+    model = adapted(model) if change is adapters else model
+    quick, entries, cache = visspec.accelerate(model, None, adaptive=False), questions("llama", 1)[:2], PrefixCache()
+    seen = []
+    for _ in change(model):
+        expected = [quick.run(**entry).state.tokens[0] for entry in entries]
+        answers, reused = streamed(quick, entries, cache)
+        assert [tokens for tokens, _ in answers] == expected and not reused[0]
+        assert all(streamed(quick, entries, cache)[1]), "of the same weights they are"
+        seen.append(expected)
+    assert len({str(each) for each in seen}) >= 3
 
 
 @pytest.mark.parametrize("room", [-1, True, "1GB"])
