@@ -242,6 +242,20 @@ def test_all_image_slots_have_to_be_shared(name):
     assert [bool(n) for n in reused] == [False, False, False, True, True] and not cache.refused
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_slots_of_a_later_image_are_never_read_as_text(name):
+    """Although most slots are shared: the prompts differ in front of the second of two images, close to their end."""
+    first = prompt(name, ["40 i 4 i 3"])
+    entries = [first | {"max_new_tokens": 6, "input_ids": first["input_ids"].clone()} for _ in range(2)]
+    slots = (first["input_ids"][0] == IMAGE).nonzero().flatten()
+    between = max(n for n in range(int(slots[0]), int(slots[-1])) if first["input_ids"][0, n] < min(IMAGE, 81))
+    entries[1]["input_ids"][0, between] = 88 - first["input_ids"][0, between] // 2
+    quick = fast(name, None)
+    found, reused = streamed(quick, entries, PrefixCache())
+    assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
+    assert reused == [0, 0]
+
+
 def test_positions_behind_an_image_go_on_from_the_largest_of_three():
     assert following(torch.tensor([9, 3, 4, 6])).tolist() == [10, 7, 7, 7] and following(
         torch.tensor([5])
