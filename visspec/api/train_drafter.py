@@ -5,7 +5,6 @@ The command behind `visspec train drafter --target FOLDER --data DATA --out FOLD
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -391,12 +390,6 @@ def what_is_seen(
         f"{options.steps:,} steps see {min(seen, count):,} of {count:,} items ({seen / count:.2g} epochs),"
         f" {held:,} validate; they train on {whose}"
     )
-
-
-def plan_of(options: argparse.Namespace) -> TrainingOptions:
-    """The plan of a parser's options, with the target ahead in a thread of its own."""
-    given = {f.name: getattr(options, f.name) for f in fields(TrainingOptions) if hasattr(options, f.name)}
-    return TrainingOptions(**given, autocast=True, ahead=True)
 
 
 def fresh_or_resumed(
