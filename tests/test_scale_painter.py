@@ -14,13 +14,12 @@ from visspec.api import presets, zoo
 from visspec.cli import bench_image, bench_others, bench_sweep
 from visspec.cli.main import main
 from visspec.distributions import Maps
+from visspec.io import included as held_out
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.reading import ConditionState
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import LabelledVARImages, calibrate_budget
 from visspec.models.var.model import VARImageConfig, VARImageModel
-from visspec.toys.scenes import scenes_of
-from visspec.toys.world.suite import suite
 from visspec.tree import empty_draft
 from visspec.types import Scores
 
@@ -189,12 +188,12 @@ def test_laws_of_maps_are_noted_without_padding(pipe):
 
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
-    assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
-    rows = scenes_of("animals", None, "prompts").prompts()
+    assert bench_others.taught(pipe.family, held_out.scenes("shapes").prompts()) is None, "no task is all of its four"
+    rows = held_out.scenes("animals").prompts()
     model = fresh(labels=[row["prompt"] for row in rows])
     assert len(rows) == 48 and bench_others.taught(LabelledVARImages(model), rows) == ["single_object"]
-    assert scenes_of(None, model, "prompts").prompts() == rows
-    assert scenes_of(None, pipe.model, "prompts").name == "shapes"
+    assert held_out.scenes(None, model, "prompts").prompts() == rows
+    assert held_out.scenes(None, pipe.model, "prompts").name == "shapes"
 
 
 def test_what_draws_no_scales_has_no_rows_of_them():
