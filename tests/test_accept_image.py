@@ -21,9 +21,8 @@ from visspec.accept.exact import Exact
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
-from visspec.accept.run_product import RunProduct
 from visspec.distributions import Categorical, residual
-from visspec.types import Capabilities, Draft, Scores
+from visspec.types import Capabilities, Scores
 
 K = 6
 CODES = torch.randn(K, 2, generator=torch.Generator().manual_seed(3))
@@ -44,7 +43,6 @@ def relaxed() -> dict:
         "grouped": Grouped(group=3),
         "static": Grouped(clusters=3),
         "cool": Cool(omega=1.5),
-        "run_product": RunProduct(alpha=0.125, base=Cool(omega=1.25)),
     }
 
 
@@ -55,7 +53,6 @@ def limits() -> dict:
         "grouped": Grouped(group=1),
         "static": Grouped(clusters=K),
         "cool": Cool(omega=1.0),
-        "run_product": RunProduct(alpha=1.0),
     }
 
 
@@ -182,16 +179,11 @@ def seeded(rule, rows=40, start=0):
 def test_at_their_limits_they_are_exact_bit_for_bit(name, shape, drawn):
     rule, exact = bound(limits()[name]), Rejection()
     draft, scores = random_round(shape, drawn)
-    if name == "run_product" and not shape.chain:
-        with pytest.raises(ValueError, match="expected chains"):
-            rule(draft, scores, seeded(rule))
-        return
     verdict = rule(draft, scores, seeded(rule))
     assert same(verdict, exact(draft, scores, seeded(exact)))
     assert float(verdict.drift.abs().max()) == 0.0 and float(verdict.displacement.abs().max()) == 0.0
     loose = bound(relaxed()[name])(draft, scores, seeded(rule))
-    if name != "run_product":
-        assert float(loose.drift.sum()) > 0 and float(loose.displacement.sum()) > 0  # the control
+    assert float(loose.drift.sum()) > 0 and float(loose.displacement.sum()) > 0  # the control
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
@@ -199,7 +191,7 @@ def test_at_their_limits_they_are_exact_bit_for_bit(name, shape, drawn):
 def test_rows_are_alone_and_absent_nodes_are_not_there(name, drawn):
     """A row's verdict is that of the row by itself; its absent nodes are never on a path."""
     rule = bound(relaxed()[name])
-    draft, scores = random_round(tree.chain(4) if name == "run_product" else TREE, drawn, rows=12)
+    draft, scores = random_round(TREE, drawn, rows=12)
     verdict = rule(draft, scores, seeded(rule, 12))
     on_path = compact(draft).gather(1, verdict.path.clamp(min=0))
     assert ((on_path != -1) | (verdict.path < 0)).all() and verdict.displacement.isfinite().all()
@@ -336,44 +328,6 @@ def test_the_published_walk_at_its_limit_is_exact(kind, shape, drawn):
     assert (compact(draft).gather(1, verdict.path.clamp(min=0)) != -1).all()
 
 
-def test_a_run_is_kept_as_one_uniform_number_would_keep_it():
-    """f against a walk with one u for each run: P(at least j kept) is the measure of the u that keep j."""
-    g = torch.Generator().manual_seed(5)
-    levels, rule = 7, RunProduct(alpha=0.3)
-    px = torch.tensor([0.1, 0.4, 0.5, 0.6, 0.5, 0.7, 0.2], dtype=torch.float64)
-    qx = torch.rand(levels, generator=g, dtype=torch.float64) * 0.8 + 0.15
-    p, q = torch.zeros(1, levels + 1, 2, dtype=torch.float64), torch.zeros(1, levels + 1, 2, dtype=torch.float64)
-    p[0, :levels, 1], q[0, 1:, 1] = px, qx
-    p[..., 0], q[..., 0] = 1 - p[..., 1], 1 - q[..., 1]
-    mass = rule.mass(drafted(torch.ones(1, levels + 1).long(), tree.chain(levels), q), p)[0, 1:]
-    ratio = px / qx
-    f = ratio.clamp(max=1) + mass / qx
-    reached = []  # P(at least j kept)
-    alive = 1.0
-    runs = [[0], [1, 2, 3], [4, 5], [6]]  # suffixes of tokens with p >= 0.3 along which p does not fall
-    for run in runs:
-        u = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-        kept = torch.zeros_like(u)
-        for j in range(len(run), 0, -1):
-            passes = u < ratio[run[:j]].prod()
-            kept = torch.where((kept == 0) & passes, float(j), kept)
-        reached += [alive * float((kept >= j + 1).double().mean()) for j in range(len(run))]
-        alive = reached[-1]
-    assert (f.cumprod(0) - torch.tensor(reached, dtype=torch.float64)).abs().max() < 1e-4
-    assert (f >= ratio.clamp(max=1) - 1e-12).all() and (f > ratio.clamp(max=1) + 1e-3).any()
-
-
-def test_a_run_ends_where_its_row_does():
-    """Beside a longer row, places without a node lift nothing before them, likely as their id would be."""
-    p = torch.tensor([[[0.9, 0.1], [0.2, 0.8], [0.9, 0.1], [0.1, 0.9]]], dtype=torch.float64)
-    q = torch.full_like(p, 0.5)
-    rule, tokens = RunProduct(alpha=0.1), torch.tensor([[0, 1, 1, -1]])
-    short = rule.mass(Draft(tokens[:, :3], tree.chain(2), Categorical(p=q[:, :3])), p[:, :3])
-    assert short[0, 1] > 0, "the second lifts the first"
-    assert torch.equal(rule.mass(drafted(tokens, tree.chain(3), q), p)[:, :3], short)
-    assert torch.equal(rule.mass(drafted(tokens[:, :3], tree.chain(2), q[:, :3]), p[:, :3]), short)
-
-
 def test_greedy_lantern_keeps_what_its_neighbours_lift_above_all_others():
     near = codebook.neighbours(CODES, 1, K)[:, 0].tolist()
     top, x = 0, next(x for x in range(1, K) if near[x] not in (0, x))
@@ -395,7 +349,7 @@ def test_greedy_limits_and_the_rules_that_stay_exact_there(shape):
     agreeing = scores.distribution.logits.argmax(-1).gather(1, shape.parent.clamp(min=0).expand(40, -1))
     draft = drafted(torch.where(torch.rand(40, shape.size) < 0.7, agreeing, draft.value), shape)
     exact = Exact()(draft, scores, None)
-    for rule in (*limits().values(), Grouped(group=3), Cool(), RunProduct()):
+    for rule in (*limits().values(), Grouped(group=3), Cool()):
         verdict = bound(rule)(draft, scores, None)
         assert same(verdict, exact) and (verdict.drift is None or float(verdict.drift.sum()) == 0.0)
     loose = bound(Lantern(k=5, delta=0.9))(draft, scores, None)
@@ -468,7 +422,7 @@ def test_a_gap_of_nothing_leaves_the_code_alone():
 
 def test_pairings_are_refused_before_any_step():
     text = Capabilities(vocab=K)
-    for rule in (Lantern(), LanternPlus(), Grouped(clusters=3), Grouped(max_distance=1.0), RunProduct(base=Lantern())):
+    for rule in (Lantern(), LanternPlus(), Grouped(clusters=3), Grouped(max_distance=1.0)):
         with pytest.raises(ValueError, match="codebook"):
             rule.bind(text)
     for rule, name in ((Lantern(k=K), "k"), (LanternPlus(k=K), "k"), (Grouped(clusters=K + 1), "clusters")):

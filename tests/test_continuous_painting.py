@@ -170,7 +170,7 @@ def test_callbacks_see_vectors(pipe):
     ({"acceptance": "exact"}, "acceptance: Exact judges Categorical"),
     ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical"),
     ({"drafter": "ngram"}, "drafter: NGram drafts for Categorical"),
-    ({"order": "zipar:window=2"}, "order: got ZipAR"),
+    ({"order": "islands"}, "order: got RejectedRegions"),
     ({"acceptance": "coupled:window=0"}, "window: got 0"),
     ({"acceptance": "surrogate:tries=0"}, "tries: got 0"),
     ({"acceptance": "legacy:softness=0"}, "softness: got 0"),

@@ -282,7 +282,7 @@ BATCHES = {
         "qwen2_5_vl",
     ),
     "image-eagle:tree=static": lambda: of_codes(tiny_drafter("image-eagle:tree=static,shape=3-3-3")),
-    "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal,branch=2")),
+    "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal")),
     "jacobi:redraw=gumbel": lambda: of_codes(tiny_drafter("jacobi:redraw=gumbel")),
     "ahead": lambda: of_any_order(test_any_order.Ahead(3), test_any_order.ORDERS["halton"]),
     "continuous": of_vectors, "mar": of_mar, "var": of_scales, "mtp": lambda: of_pair("mtp"),

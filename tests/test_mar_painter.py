@@ -129,8 +129,8 @@ def test_what_can_not_be_drawn_in_fewer_passes_is_refused(pipe):
     drafter = SmallMAR(LabelledMARImages(fresh()))
     with pytest.raises(ValueError, match="drafter: got one beside the order parallel"):
         pipe(PROMPTS[0], order=ParallelMAR(4), drafter=drafter)
-    with pytest.raises(ValueError, match="order: got ZipAR, which is of Categorical distributions"):
-        pipe(PROMPTS[0], order="zipar:window=2")
+    with pytest.raises(ValueError, match="order: got RejectedRegions, which is of Categorical distributions"):
+        pipe(PROMPTS[0], order="islands")
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

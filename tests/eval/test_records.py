@@ -29,7 +29,7 @@ from visspec.eval.report import page as report
 from visspec.eval.report import records
 from visspec.io import included
 from visspec.loop.draft_length import AdaptiveLength
-from visspec.loop.orders import Raster, ZipAR
+from visspec.loop.orders import Raster, RejectedRegions
 from visspec.loop.setup import DecodingSetup
 
 SEEDS = {"plain": "none/exact", "window": "jacobi:window=6/exact", "coins": "jacobi:redraw=maximal,window=6/rejection",
@@ -302,7 +302,7 @@ def test_who_promises_the_tokens_of_plain_decoding():
         return DecodingSetup(target, None, "", rule, AdaptiveLength(), order or Raster()).promises_tokens(greedy)
 
     assert promises(Exact(), False) and promises(Rejection(), True)
-    assert not promises(Rejection(), False) and not promises(Exact(), True, ZipAR())
+    assert not promises(Rejection(), False) and not promises(Exact(), True, RejectedRegions())
     assert not promises(Lantern(), False) and not promises(Lantern(), True)
 
 

@@ -69,7 +69,7 @@ class Lantern(Rejection):
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
         return self.borrowed_mass(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
 
-    def relaxation(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor) -> dict[str, Any]:
+    def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
         """The kernel sums the neighbours' mass itself, for the tested nodes only."""
         return {"neighbours": self.table(), self.bound: self.value}
 

@@ -75,9 +75,6 @@ def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: C
     for option, value in list(options.items()):
         parameter = signature(kind).parameters.get(option)
         annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""
-        if annotated == "Acceptance":
-            options[option] = acceptance(str(value), option)
-            continue
         types, words = VALUES.get(annotated, (object, "a finite number"))
         wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
@@ -94,10 +91,10 @@ def _pick(table: dict, what: str, name: str):
     return table[name]
 
 
-def acceptance(text: str, what: str = "acceptance") -> Any:
+def acceptance(text: str) -> Any:
     """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
-    return make(what, name, load(str(_pick(ACCEPTANCE, what, name).reference)), options)
+    return make("acceptance", name, load(str(_pick(ACCEPTANCE, "acceptance", name).reference)), options)
 
 
 def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = None) -> Preset:
@@ -151,7 +148,7 @@ def method(text: str) -> dict[str, str | None]:
 
 
 def order(spec: str | Order | Iterable[int] | None) -> Any:
-    """An order by name and options, "zipar:window=4", or an object; of any-order models a list of places, too. Raises
+    """An order by name and options, or an object; of any-order models a list of places, too. Raises
     ValueError as `acceptance` does.
     """
     if spec is None or isinstance(spec, Order):
