@@ -3,19 +3,16 @@
 K codes with vectors in the plane; V = K + 1 where a grammar id is wanted.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import published_walk
 from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.doubles import compact, drafted
 from tests.kernels.test_accept_law import first_token_law
 from visspec import tree
-from visspec.accept import codebook, published
+from visspec.accept import codebook
 from visspec.accept.cool import Cool
 from visspec.accept.exact import Exact
 from visspec.accept.grouped import Grouped
@@ -285,49 +282,6 @@ def test_the_drift_meter_is_unbiased(name):
     assert abs(float(drift.mean()) - expected) < 3 * float(drift.std()) / rows**0.5
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
-@pytest.mark.parametrize("kind", [Lantern, LanternPlus])
-def test_the_published_residual_costs_more_at_equal_acceptance(kind, drawn):
-    """Never less than ours and clearly more on some laws; without a neighbour within the bound, ours (the control)."""
-    for value, apart in ((0.25 if kind is Lantern else 3.5, True), (0.0 if kind is Lantern else 1.0, False)):
-        ours, theirs, dearer = bound(kind(3, value)), bound(kind(3, value, compat="repository")), 0.0
-        for seed in range(8):
-            p, q = distributions(seed, 1.0)
-            costs = [meters(rule, p, q if drawn else None)[0] for rule in (ours, theirs)]
-            more = (costs[1] - q @ costs[0]) if drawn else costs[1] - costs[0]
-            assert float(more.min()) > -1e-6
-            dearer = max(dearer, float(more.max()))
-        assert dearer > 0.003 if apart else dearer < 1e-6
-
-
-def test_the_meter_of_the_published_rule_is_its_true_total_variation():
-    """Point masses through the uniform numbers; draws from the rest that each rejected code leaves."""
-    p, q = distributions(4)
-    rule = bound(Lantern(3, 0.25, compat="repository"))
-    found, (drift, _) = enumerated(rule, p, None), meters(rule, p, None)
-    f = every_child(rule, p, None)[0]
-    assert (found.diagonal() - f).abs().max() < 1e-7  # equal acceptance: a rejected code cannot come back
-    assert (drift - 0.5 * (found - p).abs().sum(1)).abs().max() < 1e-6 and float(drift.max()) > 0.1
-    rule = bound(LanternPlus(3, 2.5, compat="repository"))
-    lend = partial(published_walk.borrowed_mass, rule.wide_Vk.long(), 3, K, None, 2.5)
-    trials = [published_walk.draw_correction(torch.tensor(x), p, q, lend) for x in range(K)]
-    output = sum(q[x] * (f * torch.eye(K).double()[x] + (1 - f) * rest) for x, (f, rest, _) in enumerate(trials))
-    assert abs(float(trials[0][2]) - total_variation(output, p)) < 1e-12
-    assert (meters(rule, p, q)[0] - trials[0][2]).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("kind", [Lantern, LanternPlus])
-@pytest.mark.parametrize("shape", [tree.chain(4), TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
-def test_the_published_walk_at_its_limit_is_exact(kind, shape, drawn):
-    """But for siblings that are point masses: there a rejected neighbour, whose p is 0, is always within the bound."""
-    draft, scores = random_round(shape, drawn)
-    rule, exact = bound(kind(3, 0.0 if kind is Lantern else 1.0, compat="repository")), Rejection()
-    verdict, plain = rule(draft, scores, seeded(rule)), exact(draft, scores, seeded(exact))
-    assert same(verdict, plain) or (not drawn and not shape.chain and verdict.path.shape == plain.path.shape)
-    assert (compact(draft).gather(1, verdict.path.clamp(min=0)) != -1).all()
-
-
 def test_greedy_lantern_keeps_what_its_neighbours_lift_above_all_others():
     near = codebook.neighbours(CODES, 1, K)[:, 0].tolist()
     top, x = 0, next(x for x in range(1, K) if near[x] not in (0, x))
@@ -428,7 +382,7 @@ def test_pairings_are_refused_before_any_step():
     for rule, name in ((Lantern(k=K), "k"), (LanternPlus(k=K), "k"), (Grouped(clusters=K + 1), "clusters")):
         with pytest.raises(ValueError, match=rf"{name}: got {K}?.*expected at most"):
             rule.bind(IMAGE)
-    for rule in (Lantern(k=3), Lantern(k=3, compat="repository"), Grouped(clusters=3)):
+    for rule in (Lantern(k=3), Grouped(clusters=3)):
         draft, scores = random_round(CHAIN, True)
         with pytest.raises(ValueError, match=r"expected bind\(capabilities\)"):
             rule(draft, scores, seeded(rule))
@@ -503,23 +457,3 @@ def test_later_siblings_borrow_from_what_is_left(kind, value):
         moved += total_variation(distribution[0], p)
         from_p += total_variation(siblings_by_formula(rule, p, tokens.tolist(), left=False)[0], p)
     assert moved < 0.95 * from_p or kind is LanternPlus
-
-
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
-@pytest.mark.parametrize("kind", [Lantern, LanternPlus])
-def test_the_published_walk_is_that_of_all_nodes(kind, drawn, monkeypatch):
-    """Also where the walk looks at few neighbours first and at few codes at a time."""
-    for shape, few in ((tree.chain(4), 32), (TREE, 32), (TREE, 2)):
-        monkeypatch.setattr(published, "FEW", few)
-        monkeypatch.setattr(published, "ROWS", few)
-        draft, scores = random_round(shape, drawn, vocab=K + 2)
-        wide = Capabilities(vocab=K + 2, codebook=CODES)
-        rule = bound(kind(3, 0.25 if kind is Lantern else 2.5, compat="repository"), wide)
-        g = torch.Generator().manual_seed(0)
-        uniforms, draw = torch.rand(40, shape.size, generator=g), torch.rand(40, generator=g)
-        found = rule.judge(draft, scores.distribution.logits, uniforms, draw, logs=True)
-        limits = {"delta": None, "lam": None, rule.bound: rule.value}
-        bounds = published.Bounds(rule.wide_Vk, rule.k, K, **limits)
-        wanted = published_walk.walk_batch(draft, scores.distribution.p, uniforms, draw, bounds)
-        assert same(found, wanted) and torch.allclose(found.drift, wanted.drift, atol=1e-6)
-        assert float(found.drift.sum()) > 0

@@ -145,9 +145,9 @@ def test_a_preset_draws(pipe, small, name):
     out = drawn(pipe, PROMPTS[:2], drafter=drafts, acceptance=preset.acceptance)
     assert all(bool(tokens.isfinite().all()) for tokens in out.tokens)
     stats = out.stats[0]
-    metered = stats.guarantee == "approximate" and name != "legacy"
-    assert metered == ("drift" in pipe.last_state.meters) and (stats.drift_per_token is None) == (name == "legacy")
-    assert ("drift per token not measured (vectors are judged" in str(stats)) == (name == "legacy")
+    assert (stats.guarantee == "approximate") == (
+        "drift" in pipe.last_state.meters
+    ) and stats.drift_per_token is not None
 
 
 def test_callbacks_see_vectors(pipe):
@@ -173,7 +173,6 @@ def test_callbacks_see_vectors(pipe):
     ({"order": "islands"}, "order: got RejectedRegions"),
     ({"acceptance": "coupled:window=0"}, "window: got 0"),
     ({"acceptance": "surrogate:tries=0"}, "tries: got 0"),
-    ({"acceptance": "legacy:softness=0"}, "softness: got 0"),
     ({"height": 32}, "height, width: got 32"),
 ])  # fmt: skip
 def test_what_can_not_be_is_refused_before_work_starts(pipe, options, message, monkeypatch):

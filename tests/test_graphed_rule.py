@@ -134,18 +134,6 @@ def test_trees_of_one_shape_and_other_content(drawn, monkeypatch):
     assert moved > 1.0 and rerun.count == len(captured.recordings) == 2  # the first and the last tree share one
 
 
-def test_a_rule_that_judges_on_the_host_is_not_captured():
-    rule = zoo.acceptance("lantern:k=2,delta=0.3,compat=repository")
-    rule.bind(Capabilities(vocab=6, codebook=torch.randn(6, 2, generator=torch.Generator().manual_seed(0))))
-    draft, scores = (
-        drafted(torch.tensor([[0, 1, 2]]), trees.static((-1, 0, 1))),
-        Scores(Categorical(torch.zeros(1, 3, 6))),
-    )
-    noise = rule.make_noise([torch.Generator().manual_seed(0)], 6)
-    found = GraphedRule(rule, record=lambda call: pytest.fail("captured"))(draft, scores, noise)
-    assert torch.equal(found.path, rule(draft, scores, noise).path)
-
-
 def on_a_device(*given, space, scores, **told):
     """The verification, with a displacement by the steps of a device."""
     tokens, parent, p, q, uniforms, draw = given

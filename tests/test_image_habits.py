@@ -398,7 +398,7 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
 
 RULES = st.one_of(
     st.builds(Exact), st.builds(Rejection),
-    st.builds(Lantern, st.integers(1, 1000), st.floats(0, 0.99), st.sampled_from([None, "repository"])),
+    st.builds(Lantern, st.integers(1, 1000), st.floats(0, 0.99)),
     st.builds(Grouped, st.integers(1, 50), st.one_of(st.none(), st.integers(1, 60))),
 )  # fmt: skip
 DRAFTERS = st.one_of(

@@ -112,8 +112,6 @@ class Verdict:
     next: Tensor  # (B, *X) bonus, residual or repaired value: the next pending node
     drift: Tensor | None = None  # (B,) estimate or bound of this round's total variation; None: exact, or not measured
     displacement: Tensor | None = None  # (B,) expected latent distance to the exact rule's result, summed
-    capped: Tensor | None = None  # (B,) number of residuals that were not drawn as the rule says
-    values: Tensor | None = None  # (B, N, *X) values in place of the drafted ones, of rules that keep what follows them
 
 
 @dataclass(frozen=True)
@@ -644,9 +642,7 @@ class RuleTraits:
     chains_only: bool = False  # trees are not supported
     whole_images: bool = False  # can verify all positions of a drafted image at once
     distribution: type[Distribution] = Categorical  # of the nodes it verifies
-    on_host: bool = False  # it judges on the host, for which each round waits for the device once more
     whole_chains: bool = False  # what it accepts depends on drafts behind: they have to be drawn afresh in each round
-    unmetered: str = ""  # of a rule that reports no drift though it is approximate: why, in words
 
 
 class Acceptance(Generic[NoiseT]):

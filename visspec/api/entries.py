@@ -44,11 +44,6 @@ ACCEPTANCE = {
     "surrogate": Entry(
         "visspec.accept.surrogate:Surrogate", "the published ratio (CSpD); drift is measured", "vectors"
     ),
-    "legacy": Entry(
-        "visspec.accept.legacy:Legacy",
-        "the published code of CSpD, for comparison only; drift is not measured",
-        "vectors",
-    ),
     "scales": Entry(
         "visspec.accept.scales:Scales", "scales of codes; exact, code for code as plain decoding draws them"
     ),

@@ -48,7 +48,6 @@ VECTORS = {  # of models of vectors; their drafters are smaller ones of the same
     "denoise": Preset("none", "coupled:window=32", "accelerated diffusion by speculative sampling, on every vector"),
     "coupled": Preset("continuous", "coupled:window=16", "drafted vectors, chains coupled step by step"),
     "surrogate": Preset("continuous", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
-    "legacy": Preset("continuous", "legacy", "CSpD, as its code does"),
 }
 MAPS = {  # of next-scale models; drafter and refiner are a smaller one
     "plain": Preset("none", "scales", "no drafting, a scale in a pass"),
