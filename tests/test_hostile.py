@@ -447,7 +447,7 @@ def test_sketches_of_whole_images_write_nothing_either():
         )
         rule.bind(target.capabilities)
         plan = RejectedRegions().bind(rule, SafeDrafter(drafter(), target.capabilities))
-        return decode_wavefront(target, plan, request).tokens
+        return decode_wavefront(target, request, plan.schedule).tokens
 
     def spoiling(state):
         for wish in IN_STATE.values():

@@ -105,7 +105,7 @@ def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
     assert {model.kind for model in zoo.SHIPPED.values()} <= set(zoo.KINDS.values()) <= set(zoo.DRAFTERS)
     families = {type(made(name).family) for name in CASES}
     listed = {zoo.load(reference) for reference in FAMILIES.values()}
-    # tests of their own have those of vectors (`test_continuous_painting`, `test_continuous_families`), of scales
+    # tests of their own have those of vectors (`test_vector_painting`, `test_continuous_families`), of scales
     # (`test_scales`) and of any order (`test_any_order`)
     codes = {family for family in listed if family.draws == "codes"}
     assert codes == families, "an image family without a tiny model"

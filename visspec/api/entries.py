@@ -118,12 +118,6 @@ DRAFTERS = {
         "images",
         "distilled_drafter",
     ),
-    "continuous": Entry(
-        "visspec.models.continuous.drafter:ContinuousDrafter",
-        "a small model of the target's form; its denoising chains are the drafts; trained",
-        "vectors",
-        "continuous_image",
-    ),
     "mar": Entry(
         "visspec.models.mar.drafter:SmallMAR", "a smaller MAR, in the order of the row; trained", "vectors", "mar_image"
     ),

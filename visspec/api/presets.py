@@ -43,11 +43,11 @@ CODES = {  # docs/presets.md compares them
         "LANTERN on Jacobi windows",
     ),
 }
-VECTORS = {  # of models of vectors; their drafters are smaller ones of the same type
+VECTORS = {  # of models of vectors
     "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),
     "denoise": Preset("none", "coupled:window=32", "accelerated diffusion by speculative sampling, on every vector"),
-    "coupled": Preset("continuous", "coupled:window=16", "drafted vectors, chains coupled step by step"),
-    "surrogate": Preset("continuous", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
+    "coupled": Preset("mar", "coupled:window=16", "drafted vectors, chains coupled step by step"),
+    "surrogate": Preset("mar", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
 }
 MAPS = {  # of next-scale models; drafter and refiner are a smaller one
     "plain": Preset("none", "scales", "no drafting, a scale in a pass"),

@@ -112,8 +112,6 @@ def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = 
 def _drafter_of(spec: str, model: ConfiguredModel) -> str:
     """`spec` with the included model that is made for `model` in place of each kind of one."""
     name, options = parse(spec)
-    if DRAFTERS[name].of == "vectors":  # their drafters are models of the same type
-        name = KINDS.get(kind_of(model), name)
     words = ",".join(f"{key}={made_for(str(value), model)}" for key, value in options.items())
     name = made_for(name, model) if DRAFTERS[name].checkpoint else name
     return f"{name}:{words}" if words else name
@@ -133,11 +131,6 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
 def training_preset(name: str) -> TrainedPreset:
     """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
     return _pick(TRAINED, "preset", name)
-
-
-def kind_of(model: nn.Module | ConfiguredModel) -> str:
-    """The `model_type` of a model's configuration; of a class without one, its name."""
-    return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
 
 
 def method(text: str) -> dict[str, str | None]:

@@ -43,7 +43,6 @@ RECIPES = {
     "painter-emoji-eagle": "painter_drafter:OF_EMOJI",
     "painter-distilled": "painter_distilled:DRAFTER",
     "painter-any-order": "any_order_painter:PAINTER",
-    "painter-continuous": "continuous_painter:PAINTER",
     "painter-mar": "mar_painter:PAINTER",
     "painter-var": "scale_painter:PAINTER",
     "emoji-atlas": "emoji_atlas:ATLAS",
