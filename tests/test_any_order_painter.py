@@ -30,7 +30,7 @@ def fresh(seed=0):
         embed_dim=4, num_embeddings=CODES, latent_channels=32, base_channels=32, channel_multiplier=[1, 1, 1, 1],
         num_res_blocks=1, num_patches=SIDE,
     )  # fmt: skip
-    vocab = len(painter_processor("painter-lowres").tokenizer)
+    vocab = len(painter_processor().tokenizer)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = RandARImageModel(RandARImageConfig(NETWORK, vocab, 12, 16, vq)).eval()
@@ -44,7 +44,7 @@ def fresh(seed=0):
 @pytest.fixture(scope="module")
 def pipe():
     with torch.inference_mode(False):
-        return ImagePipeline(fresh(), painter_processor("painter-lowres"))
+        return ImagePipeline(fresh(), painter_processor())
 
 
 # --- habits -----------------------------------------------------------------------------------------------------------
@@ -74,8 +74,8 @@ def test_orders_of_a_call(pipe):
     for order, said in (([0, 0, 1], "expected each of 0..2 once"), ([1, 0], "expected the 6 * 6 of the image")):
         with one_sentence(f"^order: got .*{re.escape(said)}"):
             pipe(TEXTS[0], order=order)
-    with pytest.raises(ValueError, match="order: got ZipAR, expected raster, spread, halton"):
-        pipe(TEXTS[0], order="zipar:window=2")
+    with pytest.raises(ValueError, match="order: got RejectedRegions, expected raster, spread, halton"):
+        pipe(TEXTS[0], order="islands")
 
 
 def test_guidance_temperature_and_negative_prompts_count(pipe):
