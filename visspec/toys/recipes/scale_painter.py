@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.api.images import ImageOutput, ImagePipeline
-from visspec.eval.metrics import fid, references
-from visspec.eval.metrics.features import RandomConv
+from visspec.eval.metrics import fid
+from visspec.eval.metrics.features import FeatureTable, RandomConv
 from visspec.io.options import option
 from visspec.loop.stats import acceptance_by_depth
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
@@ -61,15 +61,14 @@ class PainterScores:
         self.rows, self.extractor = rows, RandomConv()
         rng = np.random.default_rng(HELD_OUT_SEED)
         scenes = [animals.paint_scene(row, rng) for row in rows for _ in range(REFERENCES)]
-        self.reference = references.from_features(self.features(animals.pixels(scenes)), self.extractor)
+        self.reference = FeatureTable(self.features(animals.pixels(scenes)), [])
 
     def __call__(self, out: ImageOutput) -> dict[str, Any]:
         """`images` (share of right ones) and `fd`."""
         pictures = pictures_of(out)
         right = animals.geneval(to_uint8(pictures), self.rows)
-        stats = fid.GaussianStats(self.extractor.dim).update(self.features(pictures))
-        found = fid.compare(stats, self.reference, self.extractor)
-        distance = {"fd": round(found.value, 4), "fd_floor": round(found.noise_floor_here, 4)}
+        found = fid.compare(FeatureTable(self.features(pictures), []), self.reference, self.extractor)
+        distance = {"fd": round(found["value"], 4), "fd_floor": round(found["noise_floor_here"], 4)}
         return {"images": right["images"], **distance, "n": len(self.rows)}
 
     def features(self, pictures: Tensor) -> Tensor:
