@@ -58,7 +58,7 @@ def test_seeds_batches_and_drafters(pipe):
     together = pipe(TEXTS, num_images_per_prompt=2, seed=7)
     assert together.images[0].size == (PIXELS, PIXELS) and together.seeds == [7, 8, 9, 10]
     assert len({tuple(tokens.tolist()) for tokens in together.tokens}) == 4
-    for drafter in ("none", "ahead:levels=3", "neighbours", "jacobi:window=4", "ngram"):
+    for drafter in ("none", "ahead:levels=3", "jacobi:window=4", "ngram"):
         alone = pipe(TEXTS[1], seed=9, drafter=drafter, output_type="latent")
         assert torch.equal(alone.tokens[0], together.tokens[2]), drafter
         assert alone.stats[0].guarantee == "exact" and alone.stats[0].faults == 0

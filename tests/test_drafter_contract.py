@@ -285,7 +285,6 @@ BATCHES = {
     "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal,branch=2")),
     "jacobi:redraw=gumbel": lambda: of_codes(tiny_drafter("jacobi:redraw=gumbel")),
     "ahead": lambda: of_any_order(test_any_order.Ahead(3), test_any_order.ORDERS["halton"]),
-    "neighbours": lambda: of_any_order(test_any_order.Neighbours(3)),
     "continuous": of_vectors, "mar": of_mar, "var": of_scales, "mtp": lambda: of_pair("mtp"),
     "a block model": lambda: of_pair("dflash"), "a shared cache": lambda: of_pair("gemma4"),
     "a small model": lambda: texts(model_of("llava"), SmallModel(model_of("qwen2"), model_of("llava"))),
