@@ -22,7 +22,6 @@ from visspec.cache import to_device
 from visspec.distributions import Denoising, Trajectory
 from visspec.models.continuous.model import ContinuousImageModel, load
 from visspec.models.continuous.target import ContinuousImages
-from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.image_codes.target import EncodedPrompt
 from visspec.models.vectors.target import ContinuousAR
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Request, Scores, State, Verdict
@@ -61,7 +60,7 @@ class ContinuousDrafter(Drafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: ContinuousImageModel, **options: Any) -> ContinuousDrafter:
         """Load a checkpoint folder, strictly; `options` as in the constructor."""
-        small: Any = load(folder, empty=on_meta(target))
+        small: Any = load(folder)
         return cls(small.to(target.device), target, **options)
 
     def attach(self, target: ContinuousImages) -> None:

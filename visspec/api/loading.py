@@ -100,15 +100,11 @@ def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "a
 
 def without_weights(spec: str | None = None) -> Any:
     """The model of a folder, a hub id, a config.json or an included one by name, on `meta`: only its configuration is
-    read, and fetched; of an image model of ours the headers of its weights, too. Raises ValueError for one that
-    neither transformers nor we know.
+    read, and fetched. Raises ValueError for one that transformers does not know.
     """
     where, local = located(str(spec or included.text_model()))
     if not local and "/" not in where:
         raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model")
-    entries = checkpoint.read_json(Path(where), "config.json") if Path(where, "config.json").is_file() else {}
-    if reader := LOADERS.get(str(entries.get("model_type"))):
-        return zoo.load(reader)(where, empty=True)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     try:
         with quiet():

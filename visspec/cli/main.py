@@ -43,7 +43,6 @@ COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options`, if it
     "eval clipscore": "CLIPScore of images and their captions",
     "eval geneval": "GenEval of a folder in its own layout, or flat with --prompts",
     "report": "one HTML page from the JSON of benches",
-    "inspect": "what a drafter's checkpoint is, and whether it fits a target, before it is loaded",
     "list": "names of drafters, rules, checkpoints",
     "doctor": "versions, device, what will run and what will not",
 }
