@@ -56,7 +56,6 @@ class Included:
     scenes: str = ""  # of a function: (world, processor, use) -> Scenes
     detectors: Mapping[str, str] = field(default_factory=dict)  # of functions: () -> `eval.metrics.detection.Detector`
     parse: str = ""  # of a function: a prompt -> GenEval's metadata; ValueError for one that it can't read
-    scorer: str = ""  # of a function: (prompts) -> `api.best_of.Score`
     foreign: str = ""  # of a function: (files, most pixels) -> why `text_model` can't caption one of them, or None
 
 

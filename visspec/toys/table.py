@@ -40,6 +40,5 @@ INCLUDED = Included(
     scenes="visspec.toys.scenes:scenes_of",
     detectors={"shapes": "visspec.toys.world.detector:ShapeDetector"},
     parse="visspec.toys.world.suite:parse",
-    scorer="visspec.toys.judges:scorer",
     foreign="visspec.toys.judges:foreign",
 )
