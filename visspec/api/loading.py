@@ -29,6 +29,10 @@ SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
     "tp": {"tp_plan": "auto"},
 }
+HUB_IDS = {  # models in transformers' form, by `model_type` of the authors' own
+    "multi_modality": "deepseek-community/Janus-Pro-1B",
+    "Emu3": "BAAI/Emu3-Gen-hf",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -55,6 +59,8 @@ def load_image_model(
     folder = zoo.included_folder(where)
     config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
     named = config.get("architectures")
+    if name := HUB_IDS.get(str(config.get("model_type"))):
+        raise ValueError(f"model: {where} is in its authors' form, expected one in transformers' form, such as {name}")
     if reader := LOADERS.get(str(config.get("model_type"))):
         return _load_included(folder, reader, device, dtype)
     kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
