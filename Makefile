@@ -43,7 +43,7 @@ bench: $(VENV)/.ready
 
 # every class of transformers that generates, some ten minutes
 models: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -P tests/models_table.py --workers $(WORKERS) --out docs/models.md
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/sweep.py --workers $(WORKERS) --out docs/models.md
 
 # without dependencies: their pins of transformers and torch are not ours, and configurations need neither
 interop: $(VENV)/.ready
