@@ -170,3 +170,13 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
         {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, TREES,
     ),
 }  # fmt: skip
+TRAINED_IMAGES = {  # the same for image models that draw code after code; the first is the default
+    "image-eagle": TrainedPreset(
+        "EAGLE for image codes (LANTERN, arXiv 2410.03355): one layer, guided distributions from one stream",
+        "features of all codes", {"levels": 5}, {"unroll": 5}, {}, kind="image-eagle",
+    ),
+    "distilled": TrainedPreset(
+        "Distilled Decoding (arXiv 2412.17153) as a drafter: the noise of many places to their codes", "all codes",
+        {"layers": 3}, {"unroll": 1}, {}, kind="distilled",
+    ),
+}  # fmt: skip

@@ -133,9 +133,9 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
     return own if own and included.present(own) else None
 
 
-def training_preset(name: str) -> TrainedPreset:
+def training_preset(name: str, table: dict[str, TrainedPreset] = TRAINED) -> TrainedPreset:
     """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
-    return _pick(TRAINED, "preset", name)
+    return _pick(table, "preset", name)
 
 
 def kind_of(model: nn.Module | ConfiguredModel) -> str:
@@ -176,8 +176,8 @@ def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthP
     return partial(kind, **options)
 
 
-def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
-    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`."""
+def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) -> tuple[Any, str]:
+    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`; `family` drives an image model."""
     if spec is None or spec == "none":
         return None, "none"
     if isinstance(spec, nn.Module):
@@ -186,9 +186,9 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
         return spec, type(spec).__name__
     name, options = split(str(spec))
     if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
-        return from_folder(Path(name), model, options), Path(name).name
+        return from_folder(Path(name), model, options, family), Path(name).name
     if name not in ORDERS and hub.names(name):
-        return from_folder(hub.fetch(name), model, options), name.rpartition("/")[2]
+        return from_folder(hub.fetch(name), model, options, family), name.rpartition("/")[2]
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in KINDS.values():
@@ -203,7 +203,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
         if apart := included.difference(SHIPPED[name].target, model):
             where, value, found = apart
             raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
-        return from_folder(folder, model, options), name
+        return from_folder(folder, model, options, family), name
     if name in DRAFTERS:
         return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
@@ -218,14 +218,15 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any]) -> Any:
+def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], family: object = None) -> Any:
     """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
     config = read_json(folder, "config.json")
     if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
         kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     else:
         kind = load("visspec.models.published:reader")(folder)
-    read = partial(getattr(kind, "from_pretrained", kind), folder, model)
+    target = family if family is not None and getattr(kind, "of_family", False) else model
+    read = partial(getattr(kind, "from_pretrained", kind), folder, target)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
