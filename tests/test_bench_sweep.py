@@ -7,11 +7,10 @@ import torch
 
 from tests import tiny_images
 from visspec.api.images import ImagePipeline
-from visspec.cli import bench_image, bench_sweep
+from visspec.cli import bench_sweep
 from visspec.cli.main import main
 from visspec.distributions import Categorical
 from visspec.io import included
-from visspec.toys.world.worlds import known_to, world
 from visspec.tree import empty_draft
 from visspec.types import Capabilities, Scores
 
@@ -106,17 +105,3 @@ def test_bad_options_are_a_sentence(model, few, tmp_path, capsys, more, words):
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2 and words in capsys.readouterr().err
-
-
-def test_the_world_is_the_one_whose_words_the_model_knows(model):
-    class Known:
-        def __init__(self, words):
-            self.tokenizer = self
-            self.get_vocab = lambda: dict.fromkeys(words, 0)
-
-    def name(words):
-        return known_to(Known(words), lambda place: place.suite.vocabulary()).name
-
-    assert name(world("emoji").suite.vocabulary()) == "emoji"
-    assert name(world("shapes").suite.vocabulary()) == "shapes" == name(["x"])
-    assert {row["tag"] for row in bench_image.spread(included.scenes("emoji").prompts(), 9)} == {"single_object"}
