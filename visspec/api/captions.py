@@ -52,11 +52,10 @@ def chat_prompt(processor, request: str) -> str:
     return chat_text(processor, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": request}]}])
 
 
-def chat_text(processor, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
+def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
     """The prompt of a conversation, in the processor's chat template (plain text if it has none)."""
     if getattr(processor, "chat_template", None):
-        given = {"tools": list(tools)} if tools else {}
-        return processor.apply_chat_template(messages, add_generation_prompt=True, **given)
+        return processor.apply_chat_template(messages, add_generation_prompt=True)
     marks = {kind: getattr(processor, f"{kind}_token", f"<{kind}>") for kind in ("image", "video")}
     return " ".join(marks.get(p["type"]) or p["text"] for m in messages for p in m["content"])
 
