@@ -201,8 +201,8 @@ def test_each_request_has_its_own_settings(running, pictures):
     ],
 )
 def test_settings_are_those_of_generate(body, options):
-    given = body | {"model": "m", "messages": asked("x"), "max_tokens": 7, "max_completion_tokens": 5}
-    assert ChatBody.model_validate(given).options == options and ChatBody.model_validate(given).limit == 5
+    given = body | {"model": "m", "messages": asked("x")}
+    assert ChatBody.model_validate(given).options == options
 
 
 def test_choices_have_seeds_that_count_up_whoever_else_asks(running, pictures):
@@ -327,6 +327,8 @@ def test_images(running, pipe):
         with pytest.raises(openai.BadRequestError, match=name) as caught:
             create(prompt="a red ring", **{name: value})
         assert caught.value.param == name
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: set logprobs to true"):
+        ask(running.client(), asked("x"), top_logprobs=2)
     with pytest.raises(openai.BadRequestError, match="prompt: ") as caught:
         create(prompt="ring " * 500)
     assert caught.value.param == "prompt"
@@ -342,7 +344,7 @@ def schema_format(schema) -> dict:
 def test_answers_of_a_schema(captioner, monkeypatch):
     pytest.importorskip("xgrammar")
     with Running((json_model(), json_processor())) as found:
-        found.text.context = None
+        found.text.context = 10_000
 
         def answer(schema=None, **options):
             options |= {} if schema is None else {"response_format": schema_format(schema)}
@@ -435,7 +437,6 @@ REFUSED = [  # a body, and the argument that the error names
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usge": True}}, "stream_options.include_usge"),
     ({"logprobs": 1}, "logprobs"),
-    ({"top_logprobs": 2}, "top_logprobs"),  # without logprobs
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -460,10 +461,10 @@ def test_what_a_body_may_not_have(body, name):
 
 
 MESSAGES = [  # and what is found when they are read
-    (asked("x", "https://example.com/a.png"), "Send a data URL .* this server fetches nothing"),
-    (asked("x", "file:///etc/passwd"), "Send a data URL"),
-    (asked("x", "data:image/svg+xml;base64,AAAA"), "Send a data URL"),
-    (asked("x", "data:image/png;base64,A?"), "base64 of the image cannot be read"),
+    (asked("x", "https://example.com/a.png"), "send a data URL .* this server fetches nothing"),
+    (asked("x", "file:///etc/passwd"), "send a data URL"),
+    (asked("x", "data:image/svg+xml;base64,AAAA"), "send a data URL"),
+    (asked("x", "data:image/png;base64,A?"), "base64 of an image cannot be read"),
     (asked("x", "data:image/png;base64,AAAA"), "is not a readable PNG"),
     (asked("x", url(Image.new("L", (1001, 1000)))), "more than the limit of 1000000"),
     (asked("x", *[url(Image.new("L", (600, 1000)))] * 2), "the images have 1200000 pixels together, more than 1000000"),
@@ -508,7 +509,7 @@ def test_strangers_and_strange_bodies(running, captioner):
         ({"content": b"{}", "headers": {"content-type": "text/plain"}}, 400, "body: "),
         ({"content": b'{"\\ud800": 1}', "headers": kind}, 400, "body"),
         ({"json": {"x": "x" * 300_000}}, 413, "more than 200000 bytes"),
-        ({"content": (b"x" * 1000 for _ in range(300)), "headers": kind}, 400, "body"),  # its length was not told
+        ({"content": (b"x" * 1000 for _ in range(300)), "headers": kind}, 413, "body"),  # its length was not told
         ({"json": {}, "headers": {"host": "evil.example"}}, 403, "host: got 'evil.example'"),
     ):
         answer = running.http("POST", path, **options)

@@ -11,7 +11,7 @@ import re
 from typing import Annotated, Any, Literal
 
 from PIL.Image import Image
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from visspec.io.images import image_size, read_image
 
@@ -44,14 +44,14 @@ class Strict(BaseModel):
         return {name: value for name, value in given.items() if name == "model" or value not in (None, [], {})}
 
 
-class ImageURL(Strict):
-    url: str
-    detail: Literal["auto", "high"] = "auto"  # a model sees what its processor makes of the image
-
-
 class TextPart(Strict):
     type: Literal["text"]
     text: str
+
+
+class ImageURL(Strict):
+    url: str
+    detail: Literal["auto", "high"] = "auto"  # a model sees what its processor makes of the image
 
 
 class ImagePart(Strict):
@@ -59,13 +59,13 @@ class ImagePart(Strict):
     image_url: ImageURL
 
 
-def text_part(given: Any) -> Any:
-    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+AsPart = BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
 
 
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], BeforeValidator(text_part)]
+    content: Annotated[list[Part], AsPart]
 
 
 class StreamOptions(Strict):
@@ -98,6 +98,10 @@ class Body(Strict):
     store: Any = None
 
 
+Stop = Annotated[str, Field(min_length=1)]
+AsStop = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+
+
 class ChatBody(Body):
     """Arguments of a chat completion. Beyond OpenAI's own: top_k."""
 
@@ -107,24 +111,13 @@ class ChatBody(Body):
     top_k: int | None = Field(None, ge=0)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
-        Field(max_length=4),
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given),
-    ] = Field(default_factory=list)
+    stop: Annotated[list[Stop], AsStop] = Field(default_factory=list, max_length=4)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     response_format: Annotated[SchemaFormat | PlainFormat, Field(discriminator="type")] = PlainFormat()
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def check_logprobs(cls, given: int, info: ValidationInfo) -> int:
-        if given and not info.data.get("logprobs"):
-            raise ValueError("set logprobs to true as well")
-        return given
 
     @property
     def options(self) -> dict[str, Any]:
@@ -138,11 +131,6 @@ class ChatBody(Body):
         return found if self.temperature is None else found | {"do_sample": self.temperature > 0}
 
     @property
-    def limit(self) -> int | None:
-        """New tokens of an answer, if the client says."""
-        return min((n for n in (self.max_completion_tokens, self.max_tokens) if n is not None), default=None)
-
-    @property
     def json_schema(self) -> dict[str, Any] | None:
         """The schema of an answer; None for text."""
         if isinstance(self.response_format, SchemaFormat):
@@ -152,30 +140,23 @@ class ChatBody(Body):
     @property
     def chat(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them, without images."""
-        roles = {"developer": "system"}
-        return [
-            {
-                "role": roles.get(message.role, message.role),
-                "content": [p.model_dump() if isinstance(p, TextPart) else {"type": "image"} for p in message.content],
-            }
-            for message in self.messages
-        ]
+        found = []
+        for message in self.messages:
+            parts = [p.model_dump() if isinstance(p, TextPart) else {"type": "image"} for p in message.content]
+            found.append({"role": message.role.replace("developer", "system"), "content": parts})
+        return found
 
     def images(self, max_pixels: int) -> list[Image]:
         """The images, of so many pixels together at most. Raises RequestError before any is decoded."""
-        files = [
-            image_bytes(part.image_url.url, f"messages[{i}].content[{j}].image_url.url")
-            for i, message in enumerate(self.messages)
-            for j, part in enumerate(message.content)
-            if isinstance(part, ImagePart)
-        ]
+        parts = [part for message in self.messages for part in message.content]
         try:
-            pixels = sum(math.prod(image_size(data, "messages: an image", max_pixels)) for data in files)
+            files = [image_bytes(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
+            pixels = sum(math.prod(image_size(data, "an image", max_pixels)) for data in files)
             if pixels > max_pixels:
-                raise ValueError(f"messages: the images have {pixels} pixels together, more than {max_pixels}")
-            return [read_image(data, "messages: an image", max_pixels) for data in files]
+                raise ValueError(f"the images have {pixels} pixels together, more than {max_pixels}")
+            return [read_image(data, "an image", max_pixels) for data in files]
         except ValueError as error:
-            raise RequestError(str(error), param="messages") from None
+            raise RequestError(f"messages: {error}", param="messages") from None
 
 
 class DrawingBody(Body):
@@ -199,12 +180,12 @@ def refusal(error: dict[str, Any]) -> RequestError:
     return RequestError(f"{name}: {said}", param=name, code="unknown_parameter" if unknown else None)
 
 
-def image_bytes(url: str, where: str) -> bytes:
-    """The file in a data URL. Raises RequestError; nothing is fetched."""
+def image_bytes(url: str) -> bytes:
+    """The file in a data URL. Raises ValueError; nothing is fetched."""
     if (head := DATA_URL.match(url)) is None:
-        said = "Send a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...), this server fetches nothing"
-        raise RequestError(f"{where}: got {url[:40]!r}. {said}", param="messages")
+        form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...), this server fetches nothing"
+        raise ValueError(f"got {url[:40]!r} for an image, send {form}")
     try:
         return base64.b64decode(url[head.end() :], validate=True)
     except binascii.Error as error:
-        raise RequestError(f"{where}: the base64 of the image cannot be read ({error})", param="messages") from None
+        raise ValueError(f"the base64 of an image cannot be read ({error})") from None

@@ -20,6 +20,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types import ImagesResponse
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.datastructures import Headers
@@ -48,13 +49,13 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == "/health":
             return await self.app(scope, receive, send)
-        size = 0
+        left = self.max_body
 
         async def limited() -> Message:
-            nonlocal size
+            nonlocal left
             message = await receive()
-            size += len(message.get("body", b""))
-            if size > self.max_body:  # the length was not told before
+            left -= len(message.get("body", b""))
+            if left < 0:
                 raise RequestError(f"body: it has more than {self.max_body} bytes", 413)
             return message
 
@@ -75,8 +76,6 @@ class Guard:
         scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
         if self.key and not (hmac.compare_digest(given.strip(), self.key) and scheme.lower() == b"bearer"):
             raise RequestError("The API key is missing or wrong.", 401, code="invalid_api_key")
-        if int(headers.get("content-length", 0)) > self.max_body:
-            raise RequestError(f"body: it has more than {self.max_body} bytes", 413)
         if self.taken > self.places:
             raise RequestError(f"The server works on {self.places} requests. Try again later.", 429)
 
@@ -90,52 +89,48 @@ class Service:
         self.reader, self.painter = (ThreadPoolExecutor(1, f"visspec-{name}") for name in ("reader", "painter"))
 
     async def chat(self, body: ChatBody, request: Request) -> Any:
-        check_model(body.model, self.text.name)
-        parts = self._parts(request, body)
-        prompt, first = await anext(parts), await anext(parts)  # an error before the first token has its own status
-        frame = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.text.name}
+        chunks = self._chunks(body, request)
+        first = await anext(chunks)  # an error before the first token has its own status
         if body.stream:
-            chunks = stream_chunks(frame | {"object": "chat.completion.chunk"}, body, prompt, first, parts)
-            return StreamingResponse(chunks, media_type="text/event-stream", headers={"cache-control": "no-store"})
-        found = [first, *[part async for part in parts]]
-        choices = []
-        for index in range(body.n):
-            own = [part.choice for part in found if part.choice["index"] == index]
-            text = "".join(choice["delta"]["content"] for choice in own)
-            entries = [entry for choice in own if body.logprobs for entry in choice["logprobs"]["content"]]
-            logprobs = {"content": entries, "refusal": None} if body.logprobs else None
-            message = {"role": "assistant", "content": text, "refusal": None}
-            reason = own[-1]["finish_reason"]
-            choices.append({"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason})
-        return frame | {"object": "chat.completion", "choices": choices, "usage": usage(prompt, found)}
+            return StreamingResponse(server_sent(first, chunks), media_type="text/event-stream")
+        state = ChatCompletionStreamState()
+        state.handle_chunk(first)
+        async for chunk in chunks:
+            state.handle_chunk(chunk)
+        return state.current_completion_snapshot
 
-    async def _parts(self, request: Request, body: ChatBody) -> AsyncIterator[Any]:
-        """The length of the prompt, and the parts of its answers. Raises RequestError and ClientDisconnect."""
+    async def _chunks(self, body: ChatBody, request: Request) -> AsyncIterator[ChatCompletionChunk]:
+        """The answers to a chat, as they are streamed. Raises RequestError and ClientDisconnect."""
+        check_model(body.model, self.text.name)
         loop, queue, cancelled = asyncio.get_running_loop(), asyncio.Queue[Part | Exception](), threading.Event()
         watch = loop.create_task(disconnected(request, lambda: queue.put_nowait(ClientDisconnect())))
-        tell = partial(loop.call_soon_threadsafe, queue.put_nowait)
+        tell, counts, left = partial(loop.call_soon_threadsafe, queue.put_nowait), Counter[str](), body.n
+        frame = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.text.name}
+        chunk = partial(ChatCompletionChunk, **frame, object="chat.completion.chunk")
         try:
             async with self.unread:
                 rows, prompt = await loop.run_in_executor(self.reader, self.text.prepare, body, tell, cancelled)
                 for row in rows:
                     self.text.queue.put(row)
                 part = await queue.get()
-            yield prompt
-            left = body.n
-            while True:
-                if isinstance(part, ClientDisconnect | RequestError):
-                    raise part
-                if isinstance(part, Exception):
-                    status = 400 if isinstance(part, ValueError) else 500
-                    raise RequestError(f"{type(part).__name__}: {part}", status) from part
-                yield part
+            while not isinstance(part, Exception):
+                yield chunk(choices=[part.choice])
+                counts += part.counts
                 left -= part.choice["finish_reason"] is not None
                 if not left:
-                    return
+                    break
                 part = await queue.get()
+            else:
+                if isinstance(part, ClientDisconnect | RequestError):
+                    raise part
+                raise RequestError(f"{type(part).__name__}: {part}", 400 if isinstance(part, ValueError) else 500)
         finally:
             cancelled.set()
             watch.cancel()
+        if body.stream_options.include_usage or not body.stream:
+            new, details = counts["tokens"], {f"{n}_prediction_tokens": counts[n] for n in ("accepted", "rejected")}
+            usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+            yield chunk(choices=[], usage=usage | {"completion_tokens_details": details})
 
     async def images(self, body: DrawingBody, request: Request) -> Any:
         check_model(body.model or self.image_model, self.image_model)
@@ -184,39 +179,17 @@ class Service:
             pool.shutdown(cancel_futures=True)
 
 
-async def stream_chunks(
-    frame: dict[str, Any], body: ChatBody, prompt: int, first: Part, others: AsyncIterator[Part]
-) -> AsyncIterator[str]:
+async def server_sent(first: ChatCompletionChunk, others: AsyncIterator[ChatCompletionChunk]) -> AsyncIterator[str]:
     """Server-sent events of a chat."""
-
-    def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-        found = ChatCompletionChunk.model_validate(frame | {"choices": choices} | more)
-        return f"data: {found.model_dump_json(exclude_unset=True)}\n\n"
-
-    begin, parts = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}, [first]
     try:
-        for index in range(body.n):
-            yield chunk([begin | {"index": index}])
-        yield chunk([first.choice])
-        async for part in others:
-            parts.append(part)
-            yield chunk([part.choice])
-        if body.stream_options.include_usage:
-            yield chunk([], usage=usage(prompt, parts))
+        yield f"data: {first.model_dump_json(exclude_unset=True)}\n\n"
+        async for chunk in others:
+            yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
     except RequestError as error:  # the status was sent
         yield f"data: {json.dumps(error.body)}\n\n"
     except ClientDisconnect:
         return
     yield "data: [DONE]\n\n"
-
-
-def usage(prompt: int, parts: list[Part]) -> dict[str, Any]:
-    """Counts of a completion. The prompt counts once."""
-    counts = sum((part.counts for part in parts), Counter[str]())
-    details = {f"{name}_prediction_tokens": counts[name] for name in ("accepted", "rejected")}
-    new = counts["tokens"]
-    found = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-    return found | {"completion_tokens_details": details}
 
 
 def check_model(given: str | None, name: str | None) -> None:
@@ -243,6 +216,8 @@ async def failed(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # nobody reads it
     if isinstance(error, RequestValidationError):
         error = refusal(error.errors()[0])
+    if isinstance(error.__cause__, RequestError):  # of a body that FastAPI could not read
+        error = error.__cause__
     if isinstance(error, HTTPException):
         error = RequestError(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
     if not isinstance(error, RequestError):
@@ -251,12 +226,7 @@ async def failed(request: Request, error: Exception) -> Response:
 
 
 def application(
-    service: Service,
-    *,
-    key: str | None = None,
-    local: bool = True,
-    places: int = 64,
-    max_body: int = 20_000_000,
+    service: Service, *, key: str | None = None, local: bool = True, places: int = 64, max_body: int = 20_000_000
 ) -> FastAPI:
     """The application. It finishes what it has taken when it shuts down."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import logging
 import queue
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -51,6 +52,7 @@ class Row:
     cancelled: threading.Event
     explain: Callable[[str], str | None] | None
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # that were not told
+    begun: bool = False
 
     def entry(self) -> dict[str, Any]:
         """Arguments of the stream. Pixels are not kept behind it."""
@@ -83,9 +85,10 @@ class Row:
         self._tell(rest, reason, Counter(tokens=count, accepted=accepted, rejected=drafted - accepted))
 
     def _tell(self, text: str, reason: str | None = None, counts: Counter[str] | None = None) -> None:
-        given = {"content": self.logprobs, "refusal": None} if self.body.logprobs else None
-        self.logprobs = []
-        choice = {"index": self.index, "delta": {"content": text}, "logprobs": given, "finish_reason": reason}
+        logprobs = {"content": self.logprobs, "refusal": None} if self.body.logprobs else None
+        delta = {"content": text} | ({} if self.begun else {"role": "assistant"})
+        self.begun, self.logprobs = True, []
+        choice = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         self.tell(Part(choice, counts or Counter()))
 
 
@@ -108,7 +111,7 @@ class TextWorker:
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
         self.name, self.fast, self.processor, self.slots = name, fast, processor, slots
         self.max_new_tokens, self.max_pixels = max_new_tokens, max_pixels
-        self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)
+        self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
         self.prefixes = PrefixCache(prefix_cache)  # outlives a stream that fails
         tokenizer: Any = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
@@ -123,6 +126,8 @@ class TextWorker:
         """The rows of a chat, one a choice, and the length of its prompt. Not for several threads at once. Raises
         RequestError.
         """
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs: set logprobs to true as well", param="top_logprobs")
         images = body.images(self.max_pixels)
         try:
             inputs = process_chats(self.processor, [body.chat], [images])
@@ -147,10 +152,9 @@ class TextWorker:
 
     def _room(self, length: int, body: ChatBody) -> int:
         """How many tokens an answer may have behind a prompt of `length`. Raises RequestError beyond the context."""
-        most = self.max_new_tokens if body.limit is None else body.limit
-        if self.context is not None and body.limit is None:
-            most = max(1, min(most, self.context - length))
-        if self.context is not None and length + most > self.context:
+        left = self.context - length
+        most = body.max_completion_tokens or body.max_tokens or max(1, min(self.max_new_tokens, left))
+        if most > left:
             said = (
                 f"messages: a prompt of {length} tokens and {most} new ones exceed the model's context, {self.context}"
             )
