@@ -38,24 +38,19 @@ Making = Callable[[Iterable[Record]], Iterator[Any]]  # of one result for each r
 
 
 @dataclass(frozen=True)
-class WorkerPool:
-    """Actors of a run. threads: processors and torch threads of each; gpus: of each; group: records of a call."""
-
-    workers: int = 2
-    threads: int = 1
-    gpus: float = 0.0
-    group: int = 32
-
-
-@dataclass(frozen=True)
 class Job:
-    """A run. read, make: functions of `run`, pickled; done: ids of records that are there; home: of relative paths."""
+    """A run. read, make: functions of `run`, pickled; done: ids of records that are there; home: of relative paths.
+    threads: processors and torch threads of each worker; gpus: of each; group: records of a call.
+    """
 
     read: bytes
     make: bytes
-    pool: WorkerPool
     done: Collection[str]
     home: str
+    workers: int
+    threads: int = 1
+    gpus: float = 0.0
+    group: int = 32
 
 
 class Attempts:
@@ -79,7 +74,7 @@ class ReadTask:
         os.chdir(self.job.home)
         twice: list[str] = []
         records = new_records(pickle.loads(self.job.read)(), self.job.done, twice.append)
-        while (group := list(islice(records, self.job.pool.group))) or twice:
+        while (group := list(islice(records, self.job.group))) or twice:
             yield pack((group, list(twice)))
             twice.clear()
 
@@ -91,7 +86,7 @@ class RayWorker:
         os.chdir(job.home)
         self.attempts, self.making = attempts, pickle.loads(job.make)()
         if "torch" in sys.modules:  # importing it takes seconds of a worker that makes its records without
-            sys.modules["torch"].set_num_threads(job.pool.threads)
+            sys.modules["torch"].set_num_threads(job.threads)
 
     def __call__(self, batch: Table) -> Table:
         records, twice = pickle.loads(batch["pickled"][0].as_py())
@@ -120,18 +115,18 @@ def run(
     read: Callable[[], Iterator[Record]],
     make: Callable[[], Making],
     *,
-    pool: WorkerPool,
     done: Collection[str] = (),
     repeated: Callable[[str], None] = print,
+    **pool: Any,
 ) -> Iterator[Any]:
     """Results of all records that are not done, as they are ready. read: called in a task; make: in every actor, what
-    it returns makes results of records; repeated: with each id that came before.
+    it returns makes results of records; repeated: with each id that came before; pool: as `Job`.
 
     Raises ValueError with what an actor raised, or if Ray itself dies.
     """
     need("pyarrow", "--ray", EXTRA)
     dumps = need("ray", "--ray", EXTRA).cloudpickle.dumps  # of functions of any kind
-    job, count, found = Job(dumps(read), dumps(make), pool, done, str(Path.cwd())), 0, None
+    job, count, found = Job(dumps(read), dumps(make), done, str(Path.cwd()), **pool), 0, None
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=drive, args=(job, sender), name="visspec-ray")
@@ -158,20 +153,22 @@ def run(
 def drive(job: Job, sender: Connection) -> None:
     """In the child process: send results with ids that came before, and None at the end, or what went wrong."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    for stream in (1, 2):  # what Ray says of itself; its logs have it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     ray = importlib.import_module("ray")
     try:
-        start(job.pool)
+        start(job)
         for found in results(job):
             sender.send(found)
         sender.send(None)
-    except (ValueError, ray.exceptions.RayError) as error:
+    except Exception as error:
         sender.send(error_text(error))
     finally:
         ray.shutdown()
 
 
-def start(pool: WorkerPool) -> None:
-    """Connect to the Ray of RAY_ADDRESS, or start one. Raises ValueError if it has too little for the pool."""
+def start(job: Job) -> None:
+    """Connect to the Ray of RAY_ADDRESS, or start one. Raises ValueError if it has too little for the workers."""
     ray, there = importlib.import_module("ray"), os.environ.get("RAY_ADDRESS")
     for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_BACKEND_LOG_LEVEL", "fatal")):
         os.environ.setdefault(name, value)
@@ -179,12 +176,12 @@ def start(pool: WorkerPool) -> None:
     warnings.filterwarnings("ignore", "The minimum number of concurrent actors")  # one source gives many groups
     for name in ("ray", "ray.data"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are raised
-    own = {} if there else {"num_cpus": pool.workers * pool.threads + 1, "include_dashboard": False}
+    own = {} if there else {"num_cpus": job.workers * job.threads + 1, "include_dashboard": False}
     ray.init(address=there, logging_level="ERROR", log_to_driver=False, configure_logging=False, **own)
     has = ray.cluster_resources()
-    for what, each in (("CPU", pool.threads), ("GPU", pool.gpus)):
-        if pool.workers * each > has.get(what, 0):
-            found = f"got {pool.workers} of {each:g} {what} each"
+    for what, each in (("CPU", job.threads), ("GPU", job.gpus)):
+        if job.workers * each > has.get(what, 0):
+            found = f"got {job.workers} of {each:g} {what} each"
             raise ValueError(f"workers: {found}, expected at most the {has.get(what, 0):g} {what} that Ray has")
 
 
@@ -204,9 +201,9 @@ def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
             RayWorker,
             fn_constructor_args=(job, attempts),
             **whole,
-            compute=data.ActorPoolStrategy(size=job.pool.workers, max_tasks_in_flight_per_actor=2),
-            num_cpus=job.pool.threads,
-            num_gpus=job.pool.gpus or None,
+            compute=data.ActorPoolStrategy(size=job.workers, max_tasks_in_flight_per_actor=2),
+            num_cpus=job.threads,
+            num_gpus=job.gpus or None,
         )
     )
     return (pickle.loads(row["pickled"]) for row in made.iter_rows())

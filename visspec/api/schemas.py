@@ -46,21 +46,21 @@ class JsonGrammars:
         """
         from xgrammar.contrib.hf import LogitsProcessor
 
-        if (keyword := unenforced_keyword(schema)) is not None:
-            raise ValueError(f"{self.what}: the grammar does not enforce {keyword!r} here, leave it out of the schema")
         try:
             self.jsonschema.validators.validator_for(schema).check_schema(schema)
             grammar = self.compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
         except Exception as error:  # of either package, which raise what they like
             said = str(error).strip().split("\n")[0][:200]
             raise ValueError(f"{self.what}: got what can't be a grammar, expected a JSON schema ({said})") from None
+        if (keyword := unenforced_keyword(schema)) is not None:  # of what is a schema
+            raise ValueError(f"{self.what}: the grammar does not enforce {keyword!r} here, leave it out of the schema")
         return {"logits_processor": [LogitsProcessor(grammar)]}
 
     def explain(self, text: str, schema: Json) -> str | None:
         """Why a text is no JSON of a schema; None if it is."""
         try:
             self.jsonschema.validate(json.loads(text), schema)
-        except (ValueError, self.jsonschema.ValidationError) as error:
+        except Exception as error:  # of a reference that leads nowhere, too
             return str(error).split("\n")[0][:200]
         return None
 
@@ -72,27 +72,25 @@ class JsonGrammars:
         return replace(found, text=None, error=found.error or said)
 
 
-def unenforced_keyword(schema: Json) -> str | None:
+def unenforced_keyword(schema: Any) -> str | None:
     """The first keyword of a schema that xgrammar passes over, though an answer may break it."""
     if not isinstance(schema, dict):
         return None
     for name, value in schema.items():
         remote = name == "$ref" and value != "#" and not str(value).startswith("#/")
         ahead = name == "pattern" and LOOK_AHEAD.search(str(value)) is not None
-        several = name == "allOf" and isinstance(value, list) and len(value) > 1
+        several = name == "allOf" and len(value) > 1
         length = name in ("minLength", "maxLength") and "pattern" in schema
         if name in UNENFORCED or remote or ahead or several or length:
             return name
     own = [name for name in schema if name in CONSTRAINTS]
-    if own and (beside := [name for name in REPLACING if name in schema]):
-        return beside[0]  # of the two only one counts
-    if own and not {"type", "properties", "items", "prefixItems"} & schema.keys():
-        return own[0]
-    if set(schema.get("required") or ()) - set(schema.get("properties") or ()):
+    beside = [name for name in REPLACING if name in schema]
+    if own and (beside or not {"type", "properties", "items", "prefixItems"} & schema.keys()):
+        return (beside or own)[0]
+    if set(schema.get("required", ())) - set(schema.get("properties", ())):
         return "required"
-    below: list[Json] = [schema.get(name) for name in ("items", "additionalProperties", "propertyNames")]
-    for name in (*REPLACING, "prefixItems"):
-        below += schema[name] if isinstance(schema.get(name), list) else []
+    below = [schema.get(name) for name in ("items", "additionalProperties", "propertyNames")]
+    below += [one for name in (*REPLACING[1:], "prefixItems") for one in schema.get(name, ())]
     for name in ("properties", "patternProperties", "$defs", "definitions"):
-        below += schema[name].values() if isinstance(schema.get(name), dict) else []
+        below += schema.get(name, {}).values()
     return next((found for one in below if (found := unenforced_keyword(one)) is not None), None)

@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from visspec.api.completions import ChatBody, DrawingBody, RequestError, refusal
 from visspec.api.images import ImagePipeline
-from visspec.api.serving import Part, TextWorker
+from visspec.api.serving import Part, Tell, TextWorker
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
@@ -104,9 +104,10 @@ class Service:
         check_model(body.model, self.text.name)
         loop, queue, cancelled = asyncio.get_running_loop(), asyncio.Queue[Part | Exception](), threading.Event()
         watch = loop.create_task(disconnected(request, lambda: queue.put_nowait(ClientDisconnect())))
-        tell, counts, left = partial(loop.call_soon_threadsafe, queue.put_nowait), Counter[str](), body.n
-        frame = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.text.name}
-        chunk = partial(ChatCompletionChunk, **frame, object="chat.completion.chunk")
+        tell: Tell = lambda part: loop.call_soon_threadsafe(queue.put_nowait, part)  # noqa: E731
+        counts, left = Counter[str](), body.n
+        frame: Any = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.text.name}
+        chunk: Any = partial(ChatCompletionChunk, object="chat.completion.chunk", **frame)
         try:
             async with self.unread:
                 rows, prompt = await loop.run_in_executor(self.reader, self.text.prepare, body, tell, cancelled)

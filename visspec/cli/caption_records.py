@@ -127,8 +127,8 @@ class RecordRun:
     ) -> Iterator[Any]:
         """What the processes of --ray make, of so many records at a time."""
         gpus = 1.0 if arguments.device.startswith("cuda") else 0.0
-        pool = distributed.WorkerPool(arguments.workers, arguments.threads, gpus, group)
-        return distributed.run(read, make, pool=pool, done=self.journal.done, repeated=self.repeat)
+        pool = {"workers": arguments.workers, "threads": arguments.threads, "gpus": gpus, "group": group}
+        return distributed.run(read, make, done=self.journal.done, repeated=self.repeat, **pool)
 
     @property
     def tau(self) -> float:
