@@ -2,17 +2,23 @@
 bounded.
 """
 
+import dataclasses
 import functools
+import hashlib
+from inspect import signature
 
 import pytest
 import torch
+from transformers import LlavaForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import visspec
 from tests.doubles import fast, one_sentence
+from tests.test_adapters import adapted
 from tests.test_eagle import make
 from tests.test_stream import widened
 from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
-from visspec.api.queueing import RequestBuilder
+from visspec.api.queueing import RequestBuilder, add_to_digest
 from visspec.loop.decode import open_request
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.prefix import PrefixCache, following
@@ -161,6 +167,65 @@ def test_another_image_is_a_miss_and_so_is_one_that_differs_in_a_number():
     assert streamed(quick, entries[:1], cache)[1] == [entries[0]["input_ids"].shape[1] - 1]
 
 
+def encoded(seed):
+    """A prompt whose picture was encoded before, as others are but for numbers in the middle."""
+    inputs = prompt("llava", ["5 i 7"])
+    slots = int((inputs["input_ids"] == IMAGE).sum())
+    features = torch.zeros(1, slots, model_of("llava").config.text_config.hidden_size)
+    features[:, 1:-1, 1:-1] = torch.randn(features[:, 1:-1, 1:-1].shape, generator=torch.Generator().manual_seed(seed))
+    picture = BaseModelOutputWithPooling(pooler_output=tuple(features))
+    ids = torch.cat([inputs["input_ids"], torch.tensor([[8, 9]])], dim=1)
+    return {"input_ids": ids, "mm_encoder_outputs": {"image": picture}, "max_new_tokens": 6}
+
+
+@pytest.mark.skipif(
+    "mm_encoder_outputs" not in signature(LlavaForConditionalGeneration.forward).parameters, reason="transformers 5.24"
+)
+@pytest.mark.parametrize("room", [0, 1 << 24])
+def test_encoded_pictures_are_told_apart_by_all_of_their_numbers(room):
+    quick, cache, entries = fast("llava", None), PrefixCache(room), [encoded(seed) for seed in (1, 2, 1)]
+    expected = [quick.run(**entry).state.tokens[0] for entry in entries]
+    assert expected[0] == expected[2] != expected[1]
+    torch.set_printoptions(threshold=4, edgeitems=1)  # as of tensors of more than 1,000 numbers
+    try:
+        assert len({repr(entry["mm_encoder_outputs"]) for entry in entries}) == 1
+        found, reused = streamed(quick, entries, cache)
+    finally:
+        torch.set_printoptions(profile="default")
+    assert [tokens for tokens, _ in found] == expected
+    assert [bool(n) for n in reused] == [False, False, room > 0]
+
+
+class Opaque:
+    def __repr__(self):
+        return "Opaque()"
+
+
+def test_arguments_are_digested_whole_or_not_at_all():
+    @dataclasses.dataclass(repr=False)
+    class Parts:
+        values: list
+
+    def digest(value):
+        found = hashlib.sha256()
+        return found.hexdigest() if add_to_digest(found, value) else None
+
+    other = torch.zeros(2000)
+    other[1000] = 1e-6
+    for wrap in (
+        list,
+        tuple,
+        lambda x: {"a": x},
+        lambda x: Parts([x]),
+        lambda x: [x[0].numpy()],
+        lambda x: [{"b": (x,)}],
+    ):
+        same, equal, different = ([torch.zeros(2000)], [torch.zeros(2000)], [other])
+        assert digest(wrap(same)) == digest(wrap(equal)) != digest(wrap(different)) != None  # noqa: E711
+    assert digest(Opaque()) is digest([Opaque()]) is digest({"a": Opaque()}) is None
+    assert digest([[1], 2]) != digest([[1, 2]]) and digest("1") != digest(1)
+
+
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_all_image_slots_have_to_be_shared(name):
     """Of prompts of two images; another one differs in front of them, and a third between them."""
@@ -175,6 +240,20 @@ def test_all_image_slots_have_to_be_shared(name):
     found, reused = streamed(quick, entries, cache)
     assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
     assert [bool(n) for n in reused] == [False, False, False, True, True] and not cache.refused
+
+
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_slots_of_a_later_image_are_never_read_as_text(name):
+    """Although most slots are shared: the prompts differ in front of the second of two images, close to their end."""
+    first = prompt(name, ["40 i 4 i 3"])
+    entries = [first | {"max_new_tokens": 6, "input_ids": first["input_ids"].clone()} for _ in range(2)]
+    slots = (first["input_ids"][0] == IMAGE).nonzero().flatten()
+    between = max(n for n in range(int(slots[0]), int(slots[-1])) if first["input_ids"][0, n] < min(IMAGE, 81))
+    entries[1]["input_ids"][0, between] = 88 - first["input_ids"][0, between] // 2
+    quick = fast(name, None)
+    found, reused = streamed(quick, entries, PrefixCache())
+    assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
+    assert reused == [0, 0]
 
 
 def test_positions_behind_an_image_go_on_from_the_largest_of_three():
@@ -239,6 +318,49 @@ def test_prompts_are_kept_of_one_model_and_of_none_whose_rotations_depend_on_the
     streamed(fast("llama", None), entries, cache)
     cache.clear()
     assert cache.bytes == len(cache) == 0
+
+
+def changes(model):
+    """Names of changes of a model's weights, each made when its name is asked for."""
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(-1.5)
+    yield "in place"
+    model.load_state_dict(kept)
+    yield "loaded"
+    with torch.inference_mode():
+        model.get_input_embeddings().weight.mul_(-1.5)
+    yield "in place, in inference mode"
+    weight = model.get_input_embeddings().weight
+    weight.data = weight.data + 0.5
+    yield "other data"
+
+
+def adapters(model):
+    yield "first"
+    model.set_adapter("second")
+    yield "second"
+    with model.disable_adapter():
+        yield "off"
+    yield "second again"
+    model.merge_adapter()
+    model.set_adapter("first")
+    yield "second merged, first in use"
+
+
+@pytest.mark.parametrize("change", [changes, adapters])
+def test_prompts_of_other_weights_are_not_reused(change):
+    model = llama(seed=3)
+    model = adapted(model) if change is adapters else model
+    quick, entries, cache = visspec.accelerate(model, None, adaptive=False), questions("llama", 1)[:2], PrefixCache()
+    seen = []
+    for _ in change(model):
+        expected = [quick.run(**entry).state.tokens[0] for entry in entries]
+        answers, reused = streamed(quick, entries, cache)
+        assert [tokens for tokens, _ in answers] == expected and not reused[0]
+        assert all(streamed(quick, entries, cache)[1]), "of the same weights they are"
+        seen.append(expected)
+    assert len({str(each) for each in seen}) >= 3
 
 
 @pytest.mark.parametrize("room", [-1, True, "1GB"])

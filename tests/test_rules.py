@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.doubles import drafted
 from visspec import tree
+from visspec.accept.cool import Cool
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
@@ -55,7 +56,7 @@ def frequencies(tokens) -> torch.Tensor:
     return torch.bincount(tokens, minlength=V).double() / len(tokens)
 
 
-@pytest.mark.parametrize("seed", [0, 1])  # more pairs are enumerated in `test_multidraft`
+@pytest.mark.parametrize("seed", [0, 1])
 def test_rejection_keeps_the_law_and_accepts_as_often_as_it_can(seed):
     p, q = distributions(seed)
     drawn, verdict = one_step(Rejection(), p, q, ROWS, seed)
@@ -128,6 +129,21 @@ def test_a_node_at_the_threshold_is_plausible():
     p = torch.tensor([[[0.25, 0.5, 0.125, 0.125, 0.0, 0.0]] * 4])
     draft = drafted(torch.tensor([[0, 0, 1, 2]]), tree.static((-1, 0, 0, 0)))
     assert Typical(0.25, 1e9).mass(draft, p)[0, 1:].tolist() == [1, 1, 0]
+
+
+def test_the_threshold_is_of_the_distribution_that_a_token_is_drawn_from():
+    """A node's parent has it: min(0.5, exp(-H)) is 0.25 at the root, and 0.5 at the node below, which is certain."""
+    even, certain = [0.3, 0.3, 0.2, 0.2, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    draft = drafted(torch.tensor([[0, 1, 3, 2]]), tree.static((-1, 0, 1, 2)))
+    mass = Typical(0.5, 1.0).mass(draft, torch.tensor([[even, certain, even, certain]]))
+    assert mass[0, 1:].tolist() == [1, 1, 0]
+
+
+def test_cool_decays_from_the_second_level_on():
+    p = distributions(4)[0].expand(1, 4, V)
+    draft = drafted(torch.tensor([[0, 1, 2, 3]]), tree.chain(3))
+    excess = Cool(omega=1.5, nu=0.5).mass(draft, p) / p[0, 0, draft.value]
+    torch.testing.assert_close(excess[0, 1:], torch.tensor([0.5, 0.25, 0.125], dtype=p.dtype))
 
 
 def test_absent_nodes_are_never_accepted_and_leave_the_law_alone():

@@ -152,7 +152,7 @@ class ImagePipeline:
         """Write model, processor, drafter, acceptance, levels and parts that are texts, for `from_pretrained`.
         `options` go to the model's own. Raises ValueError, before anything is written, for what can't be written so.
         """
-        saving.save(folder, self.components, **options)
+        saving.save(folder, self.components, self.family, **options)
 
     def to(self, *args, **kwargs) -> ImagePipeline:
         """Move or cast the model and its parts; drafters and rules are rebuilt at the next call."""
@@ -343,7 +343,7 @@ class ImagePipeline:
                 " 'lowres:model=FOLDER'"
             )
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
-            return zoo.drafter(spec, self.model)
+            return zoo.drafter(spec, self.model, self.family)
         name, options = zoo.parse(spec)
         dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared
         own = options.pop("model", included.made_for("lowres", self.model))

@@ -79,7 +79,6 @@ ANY_ORDER = {  # of models that draw in any order, beside those of `CODES` that 
         "ahead:levels=4", "exact", "ASSD (ICLR 2026), one pass a round; codes far from each other first", "spread"
     ),
     "assd-raster": Preset("ahead:levels=4", "exact", "the same row by row", "raster"),
-    "assd-ngram": Preset("neighbours", "exact", "ASSD with a context n-gram as drafter", "spread"),
 }
 IMAGES = {"codes": CODES, "any order": CODES | ANY_ORDER, "vectors": VECTORS, "maps": MAPS}  # by what a family draws
 
@@ -169,5 +168,15 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
     "blind": TrainedPreset(
         "a control: neither image tokens nor features of the target", "nothing",
         {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, TREES,
+    ),
+}  # fmt: skip
+TRAINED_IMAGES = {  # the same for image models that draw code after code; the first is the default
+    "image-eagle": TrainedPreset(
+        "EAGLE for image codes (LANTERN, arXiv 2410.03355): one layer, guided distributions from one stream",
+        "features of all codes", {"levels": 5}, {"unroll": 5}, {}, kind="image-eagle",
+    ),
+    "distilled": TrainedPreset(
+        "Distilled Decoding (arXiv 2412.17153) as a drafter: the noise of many places to their codes", "all codes",
+        {"layers": 3}, {"unroll": 1}, {}, kind="distilled",
     ),
 }  # fmt: skip

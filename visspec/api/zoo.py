@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -23,7 +23,7 @@ from visspec.io.included import load
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.types import ConfiguredModel, Drafter, Order
 
-DrafterSpec = str | Path | Drafter | nn.Module | Sequence[Any] | None  # what `accelerate` takes as its drafter
+DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
 SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
 SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
@@ -133,9 +133,9 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
     return own if own and included.present(own) else None
 
 
-def training_preset(name: str) -> TrainedPreset:
+def training_preset(name: str, table: dict[str, TrainedPreset] = TRAINED) -> TrainedPreset:
     """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
-    return _pick(TRAINED, "preset", name)
+    return _pick(table, "preset", name)
 
 
 def kind_of(model: nn.Module | ConfiguredModel) -> str:
@@ -176,8 +176,8 @@ def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthP
     return partial(kind, **options)
 
 
-def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
-    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`."""
+def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) -> tuple[Any, str]:
+    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`; `family` drives an image model."""
     if spec is None or spec == "none":
         return None, "none"
     if isinstance(spec, nn.Module):
@@ -186,9 +186,9 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
         return spec, type(spec).__name__
     name, options = split(str(spec))
     if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
-        return from_folder(Path(name), model, options), Path(name).name
+        return from_folder(Path(name), model, options, family), Path(name).name
     if name not in ORDERS and hub.names(name):
-        return from_folder(hub.fetch(name), model, options), name.rpartition("/")[2]
+        return from_folder(hub.fetch(name), model, options, family), name.rpartition("/")[2]
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in KINDS.values():
@@ -201,7 +201,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
     if name in SHIPPED:
         folder = included.check("drafter", name)
         check_included(name, model)
-        return from_folder(folder, model, options), name
+        return from_folder(folder, model, options, family), name
     if name in DRAFTERS:
         return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
@@ -223,7 +223,9 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], **known: object) -> Any:
+def from_folder(
+    folder: Path, model: ConfiguredModel, options: dict[str, Any], family: object = None, **known: object
+) -> Any:
     """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class. known:
     further arguments of its `from_pretrained`.
     """
@@ -232,7 +234,8 @@ def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], *
         kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     else:
         kind = load("visspec.models.published:reader")(folder)
-    read = partial(getattr(kind, "from_pretrained", kind), folder, model, **known)
+    target = family if family is not None and getattr(kind, "of_family", False) else model
+    read = partial(getattr(kind, "from_pretrained", kind), folder, target, **known)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
