@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -105,8 +105,11 @@ def xgrammar_matcher(compiled: Any) -> Matcher:
     import xgrammar
 
     own, info = xgrammar.GrammarMatcher(compiled), compiled.tokenizer_info
-    words = xgrammar.allocate_token_bitmask(1, info.vocab_size)
-    texts: list[bytes] = []
+    words, ends = xgrammar.allocate_token_bitmask(1, info.vocab_size), frozenset(own.stop_token_ids)
+
+    @cache
+    def texts() -> Sequence[bytes]:  # the public property makes a list, in seconds for 150,000 tokens
+        return info._handle.decoded_vocab() if hasattr(info, "_handle") else info.decoded_vocab
 
     def mask() -> Tensor | None:
         if own.is_terminated():  # its own processor goes on with the last mask
@@ -115,9 +118,7 @@ def xgrammar_matcher(compiled: Any) -> Matcher:
         return words[0].clone()
 
     def text(token: int) -> bytes | None:
-        if not texts:
-            texts.extend(info._handle.decoded_vocab())  # the public property takes seconds for 150,000 tokens
-        return None if token in own.stop_token_ids else bytes(texts[token])
+        return None if token in ends else bytes(texts()[token])
 
     return Matcher(own.accept_token, own.rollback, mask, own.is_terminated, text, beyond=True)
 
@@ -189,10 +190,10 @@ class Grammar(RowProcessor):
         found = [] if words is None else unpack(words).nonzero()[: SPELLINGS + 1].flatten().tolist()
         if len(found) == 1:
             return found[0]
-        texts = [matcher.text(token) or b"" for token in found]
-        longest = max(zip(map(len, texts), found, texts), default=(0, 0, b""))
-        alike = len(found) <= SPELLINGS and all(text and longest[2].startswith(text) for text in texts)
-        return longest[1] if found and alike else None
+        texts = {token: text for token in found[:SPELLINGS] if (text := matcher.text(token)) is not None}
+        longest = max(texts, key=lambda token: (len(texts[token]), token), default=None)
+        alike = len(texts) == len(found) and all(texts[longest].startswith(text) for text in texts.values())
+        return longest if alike else None
 
 
 class PrefixFunction(RowProcessor):
