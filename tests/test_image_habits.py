@@ -27,10 +27,9 @@ from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
-from visspec.accept.run_product import RunProduct
 from visspec.api import image_call, presets, saving, zoo
 from visspec.api.images import ImagePipeline
-from visspec.loop.orders import ZipAR
+from visspec.loop.orders import RejectedRegions
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of, prompt_of
 from visspec.models.image_codes.target import Family
@@ -336,7 +335,6 @@ class Unknown(Rejection):
 @pytest.mark.parametrize("change, words", [
     ({"acceptance": Unknown()}, "acceptance: got a Unknown that no name"),
     ({"acceptance": GraphedRule(Exact())}, "acceptance: got a GraphedRule that no name"),
-    ({"acceptance": RunProduct(0.8, Lantern(10, 0.1))}, "acceptance: got a RunProduct that no name"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing', expected one of exact"),
     ({"acceptance": "lantern:k=5000"}, "k: got 5000"), ({"levels": 0}, "levels: got 0"),
     ({"drafter": "nothing"}, "drafter: got 'nothing', expected one of none"),
@@ -399,15 +397,15 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
 
 
 RULES = st.one_of(
-    st.builds(Exact), st.builds(Rejection), st.builds(RunProduct, st.floats(0.1, 1)),
-    st.builds(Lantern, st.integers(1, 1000), st.floats(0, 0.99), st.sampled_from([None, "repository"])),
+    st.builds(Exact), st.builds(Rejection),
+    st.builds(Lantern, st.integers(1, 1000), st.floats(0, 0.99)),
     st.builds(Grouped, st.integers(1, 50), st.one_of(st.none(), st.integers(1, 60))),
 )  # fmt: skip
 DRAFTERS = st.one_of(
     st.builds(Jacobi, st.integers(2, 40), st.sampled_from(["auto", "maximal", "gumbel"]),
               st.sampled_from(["left", "above", "random"]), nodes=st.integers(1, 90)),
 )  # fmt: skip
-ORDERS = st.builds(ZipAR, st.integers(1, 9), st.booleans())
+ORDERS = st.builds(RejectedRegions, audit=st.booleans())
 
 
 @settings(max_examples=60)
@@ -434,12 +432,12 @@ def test_presets_can_be_saved():
         assert preset.order is None or saving.portable_name("order", preset.order) == preset.order
 
 
-@pytest.mark.parametrize("order", [None, "zipar:window=2", ZipAR(3, audit=False)])
+@pytest.mark.parametrize("order", [None, "islands", RejectedRegions(audit=False)])
 def test_the_order_is_kept(pipe, tmp_path, order):
     other = ImagePipeline(**pipe.components | {"order": order, "parts": None})
     other.save_pretrained(tmp_path)
     again = saving.read(str(tmp_path), {})["order"]
-    assert again == (None if order is None else order if isinstance(order, str) else "zipar:window=3,audit=false")
+    assert again == (None if order is None else order if isinstance(order, str) else "islands:audit=false")
     with pytest.raises(ValueError, match=r"^order: got 'spiral', expected one of raster, "):
         saving._order(tmp_path, "spiral")
 

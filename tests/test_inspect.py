@@ -130,7 +130,6 @@ def test_drafters_of_ours_and_models_of_transformers(tmp_path, targets, monkeypa
 
 @pytest.mark.parametrize(("drafter", "target", "form", "refused"), [
     ("painter-mar-drafter", "painter-mar", "mar", None), ("painter-var-small", "painter-var", "var", None),
-    ("painter-continuous-drafter", "painter-continuous", "continuous", None),
     ("painter-lowres", "painter", "lowres", None), ("painter-emoji-lowres", "painter-emoji", "lowres", None),
     ("painter", "painter-lowres", "lowres", "got a sibling with a grid of (12, 12)"),
     ("painter-lowres", "painter-emoji", "lowres", "got a sibling with another tokenizer"),
@@ -157,11 +156,7 @@ def test_a_sibling_of_as_many_other_words_is_refused(tmp_path):
 
 
 def test_an_image_model_of_other_steps_or_sizes_is_refused(tmp_path):
-    for name, entry, value, sentence in (
-        ("painter-mar", "denoising_steps", 7, "denoising steps, expected"),
-        ("painter-continuous", "denoising_steps", 7, "got denoising_steps 7, expected"),
-        ("painter-continuous", "token", 9, "has shape"),
-    ):
+    for name, entry, value, sentence in (("painter-mar", "denoising_steps", 7, "denoising steps, expected"),):
         folder = shutil.copytree(included.folder(f"{name}-drafter"), tmp_path / f"{name}-{entry}")
         data = json.loads((folder / "config.json").read_text()) | {entry: value}
         (folder / "config.json").write_text(json.dumps(data))

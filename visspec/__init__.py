@@ -22,8 +22,6 @@ _PUBLIC = {
     "LanternPlus": "visspec.accept.lantern",
     "Grouped": "visspec.accept.grouped",
     "Cool": "visspec.accept.cool",
-    "Budget": "visspec.accept.budget",
-    "RunProduct": "visspec.accept.run_product",
     "Local": "visspec.accept.local",
     "Captions": "visspec.api.captions",
     "ImagePipeline": "visspec.api.images",

@@ -24,8 +24,6 @@ DRAWS = 8  # sets of uniforms of a captured verification
 RULES = (  # name, rule, whether drafts are sampled with a distribution
     ("rule lantern", partial(Lantern, k=1000, delta=0.1), False),
     ("rule lantern_plus", partial(LanternPlus, k=1000, lam=2.0), True),
-    ("rule lantern published", partial(Lantern, k=1000, delta=0.1, compat="repository"), False),
-    ("rule lantern_plus published", partial(LanternPlus, k=1000, lam=2.0, compat="repository"), True),
 )
 
 

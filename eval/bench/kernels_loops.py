@@ -1,7 +1,7 @@
 """Eager implementations of a relaxed tree verification for `bench kernels`, and the tree for timing them.
 
 The first two give the decisions of `accept_tree` for the same uniforms (tested), so the same rule is timed. The last
-one is the rule of LANTERN's published code, with the decisions of `compat="repository"` (tested); `rule_and_loop` has
+one is the rule of LANTERN's published code; `rule_and_loop` has
 it beside the rule as called by the engine.
 P paths, D levels, N draft nodes, V vocabulary, K neighbours, E features of a code.
 """
@@ -119,7 +119,7 @@ def published_loop(tokens, paths, scores, q, neighbours, k, uniforms, draw, delt
     """Our implementation of the acceptance of LANTERN's published code, from warped logits, on the host.
 
     As `loop_over_paths`, but from log-distributions scores (P, D, V), already copied to the paths: a softmax of each
-    reached node, and the published residuals, see `visspec.accept.published`. tokens (N,), q (N, V) or None for point
+    reached node, and the published residuals. tokens (N,), q (N, V) or None for point
     masses, neighbours (V, k + 1) a numpy array, uniform numbers a list of N floats.
     """
 

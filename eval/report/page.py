@@ -113,7 +113,6 @@ def summary(method: Method) -> dict[str, Any]:
     found = {"method": method, "kind_of": overview.kind_of(record), "words": warning(method), "quality": quality}
     found |= {
         "guarantee": str(record.get("guarantee") or "not stated"),
-        "unmetered": str(record.get("unmetered") or ""),
     }
     found |= {"identical": same, "compared": compared, "other_tokens": by_law, "near_ties": ties}
     found["identical_to"] = str(record.get("identical_to") or "plain decoding").replace("_", " ")

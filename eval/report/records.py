@@ -36,7 +36,7 @@ METHOD = {
     "acceptance_map_n": GRID,
     # equality
     "guarantee": TEXT, "promises_tokens": FLAG, "identical": NUMBER, "compared": NUMBER, "identical_to": TEXT,
-    "equality": OBJECT, "drift_per_token": NUMBER, "unmetered": TEXT, "latent_displacement": NUMBER,
+    "equality": OBJECT, "drift_per_token": NUMBER, "latent_displacement": NUMBER,
     # quality
     "quality_n": NUMBER, "right": NUMBER, "geneval": NUMBER, "geneval_ci95": INTERVAL, "strict": NUMBER,
     "strict_ci95": INTERVAL, "fd": NUMBER, "fd_ratio": NUMBER, "fd_name": TEXT, "fd_noise_floor": NUMBER,
@@ -47,6 +47,7 @@ METHOD = {
 FORMER = {  # fields that are no longer written, read for compatibility with older and external files
     "method": "a label given by hand stands before `name`",
     "verdicts": "one of each image, as its `verdict`",
+    "unmetered": "why the drift was not measured",
 }
 
 

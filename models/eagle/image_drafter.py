@@ -122,7 +122,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         )
         self.ahead, self.warned = levels, False
         if window:
-            self.window = Jacobi(window, redraw="gumbel", deep=1)
+            self.window = Jacobi(window, redraw="gumbel")
             if levels > window:
                 raise ValueError(f"levels: got {levels}, expected at most the window, {window}")
             self.traits = dataclasses.replace(self.window.traits, feature_layers=self.traits.feature_layers)

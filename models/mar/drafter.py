@@ -73,8 +73,7 @@ class SmallMAR(Drafter):
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         index = torch.arange(draft.tree.size, device=state.position.device)
         # rejected nodes are put, too; later ones replace them before they count
-        values = draft.value if verdict.values is None else verdict.values
-        state.memory.put((state.position - verdict.length)[:, None] + index, values)
+        state.memory.put((state.position - verdict.length)[:, None] + index, draft.value)
 
     def select(self, state: State, keep: list[int]) -> None:
         state.memory = state.memory.select(keep)

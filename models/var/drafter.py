@@ -51,7 +51,7 @@ class SmallVAR(Drafter):
         check_alike("drafter", self.small, target.model)
         if not target.plain:
             raise ValueError(
-                "drafter: got one beside a refiner, a budget or pruning, expected none: one scale is drawn at a time"
+                "drafter: got one beside a refiner or a budget, expected none: one scale is drawn at a time"
             )
         self.family = target
 

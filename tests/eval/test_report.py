@@ -317,8 +317,6 @@ def test_different_environments_are_kept_apart(page):
 def test_exact_rules_alone_trade_nothing(page):
     assert "drift per token (lower" not in page(caption())
     assert "drift per token (lower" in page(caption(), caption(drift_per_token=0.01))
-    text = Reader(page(caption(drift_per_token=None, guarantee="approximate", unmetered="a reason"))).text
-    assert "not measured: a reason" in text
 
 
 def test_names_of_targets_without_their_folder(page):

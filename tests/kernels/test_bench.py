@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 
-from visspec.api import zoo
 from visspec.eval.bench import clock, kernels_jobs
 from visspec.eval.bench import kernels as bench
 from visspec.eval.bench import kernels_loops as loops
@@ -29,23 +28,6 @@ def test_the_loops_it_compares_with_decide_alike():
         table = (common[0], case["neighbours"].numpy(), *common[2:])
         for copied in (True, False):
             assert loops.loop_over_paths(case["tokens"][0], case["paths"], *table, copied=copied) == wanted
-
-
-@pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
-@pytest.mark.parametrize("rule", ["lantern:k=80,delta=0.1", "lantern_plus:k=80,lam=1.5"])
-def test_the_published_loop_decides_as_the_compatible_rule(rule, drawn):
-    """On the same laws, trees and uniforms; the rule of its own decides otherwise at times (the control)."""
-    apart, lengths = 0, set()
-    for own in (False, True):
-        text = rule if own else rule + ",compat=repository"
-        ours, theirs = loops.rule_and_loop(zoo.acceptance(text), (4, 6, 5), drawn, V=400, features=3)
-        for i in range(loops.ROUNDS):
-            verdict, (path, following) = ours(i), theirs(i)
-            same = (verdict.path[0, : len(path) + 1].tolist(), verdict.next.item()) == ([*path, -1][:4], following)
-            assert same or own
-            apart += not same
-            lengths.add(len(path))
-    assert (apart > 0 or drawn) and len(lengths) > 1
 
 
 def test_a_round_is_guidance_warp_and_acceptance():

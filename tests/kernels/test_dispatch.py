@@ -117,18 +117,6 @@ def test_a_rule_dispatches_at_most_sixty_operations(name, kind):
     assert moved > 0 or rule.traits.guarantee == "exact"
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
-def test_the_published_residuals_do_not_wait_either(drawn):
-    """Where the tensors are on the host already."""
-    rule = Lantern(k=20, delta=0.3, compat="repository")
-    rule.bind(Capabilities(vocab=V, codebook=torch.randn(V, 4, generator=torch.Generator().manual_seed(0))))
-    _, _, p, draft = round_of(0, drawn, shared=True)
-    noise = rule.make_noise([torch.Generator().manual_seed(0)], V)
-    with Count() as count:
-        rule(draft, Scores(Categorical(p.log())), noise)
-    assert not count.waits
-
-
 def displaced(seed=0, drawn=True, shared=True, features=4):
     """A relaxed verification with its displacement: three rows, some codes of the vocabulary without a vector."""
     g = torch.Generator().manual_seed(seed)

@@ -56,9 +56,9 @@ class ImagePipeline:
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
-    default; "zipar:window=4" does not use a drafter; of any-order models "halton" by default, "spread", "raster" or a
-    list of places. compile, graphs, debug: as in `visspec.accelerate`. tuned: a file of `visspec tune`, whose drafter,
-    acceptance and order stand in for those that are not given. Raises ValueError if the parts are incompatible.
+    default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs, debug: as
+    in `visspec.accelerate`. tuned: a file of `visspec tune`, whose drafter, acceptance and order stand in for those
+    that are not given. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -283,7 +283,7 @@ class ImagePipeline:
         image_call.warn_of_words(self.processor, prompt=texts, negative_prompt=negatives or [])
         seeds = requests.seeds(request.generator, request.seed, len(each), "an image")
         order = self.order if request.order is None else request.order
-        drafter = self._default_drafter(order) if request.drafter is ... else request.drafter
+        drafter = self.drafter if request.drafter is ... else request.drafter
         setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
         if isinstance(setup.order, VisitOrder):
             setup.order.places(*layout.grid)
@@ -299,11 +299,6 @@ class ImagePipeline:
         """The call's settings, with the model's defaults. Raises ValueError for invalid values."""
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         return image_call.sampling_of(given, self.model, self.family)
-
-    def _default_drafter(self, order: str | Order | None) -> DrafterSpec:
-        """The pipeline's drafter, if the order of a call uses one."""
-        found = zoo.order(order)
-        return self.drafter if found is None or found.drafts else None
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
         """A drafter, a rule and an order, by name or as objects, with the target; cached, to reuse measured lengths."""

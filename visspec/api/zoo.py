@@ -75,9 +75,6 @@ def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: C
     for option, value in list(options.items()):
         parameter = signature(kind).parameters.get(option)
         annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""
-        if annotated == "Acceptance":
-            options[option] = acceptance(str(value), option)
-            continue
         types, words = VALUES.get(annotated, (object, "a finite number"))
         wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
@@ -94,10 +91,10 @@ def _pick(table: dict, what: str, name: str):
     return table[name]
 
 
-def acceptance(text: str, what: str = "acceptance") -> Any:
+def acceptance(text: str) -> Any:
     """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
-    return make(what, name, load(str(_pick(ACCEPTANCE, what, name).reference)), options)
+    return make("acceptance", name, load(str(_pick(ACCEPTANCE, "acceptance", name).reference)), options)
 
 
 def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = None) -> Preset:
@@ -115,8 +112,6 @@ def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = 
 def _drafter_of(spec: str, model: ConfiguredModel) -> str:
     """`spec` with the included model that is made for `model` in place of each kind of one."""
     name, options = parse(spec)
-    if DRAFTERS[name].of == "vectors":  # their drafters are models of the same type
-        name = KINDS.get(kind_of(model), name)
     words = ",".join(f"{key}={made_for(str(value), model)}" for key, value in options.items())
     name = made_for(name, model) if DRAFTERS[name].checkpoint else name
     return f"{name}:{words}" if words else name
@@ -138,11 +133,6 @@ def training_preset(name: str, table: dict[str, TrainedPreset] = TRAINED) -> Tra
     return _pick(table, "preset", name)
 
 
-def kind_of(model: nn.Module | ConfiguredModel) -> str:
-    """The `model_type` of a model's configuration; of a class without one, its name."""
-    return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-
-
 def method(text: str) -> dict[str, str | None]:
     """ "drafter/rule" or "drafter/rule/order" as arguments of an `ImagePipeline`."""
     drafter, _, rest = text.partition("/")
@@ -151,7 +141,7 @@ def method(text: str) -> dict[str, str | None]:
 
 
 def order(spec: str | Order | Iterable[int] | None) -> Any:
-    """An order by name and options, "zipar:window=4", or an object; of any-order models a list of places, too. Raises
+    """An order by name and options, or an object; of any-order models a list of places, too. Raises
     ValueError as `acceptance` does.
     """
     if spec is None or isinstance(spec, Order):

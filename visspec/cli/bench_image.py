@@ -242,7 +242,7 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     row |= {f"{part}_bytes": max(one.get(part, 0) for one in memory) for part in ("cache", "pass") if memory}
     maps = mean_map([acceptance_map(grid, arm.whole) for out in outputs for grid in out.maps])
     row |= dict(zip(("acceptance_map", "acceptance_map_n"), maps))
-    row |= {"drift_per_token": speed.drift(found), "unmetered": stats.unmetered}
+    row["drift_per_token"] = speed.drift(found)
     row["latent_displacement"] = float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None
     costs = {key: value for key, value in speed.ideal(plain, found).items() if key != "gap"}
     return row | costs | {"time_s": speed.time_by_stage(found)}

@@ -23,7 +23,7 @@ from visspec.loop.stats import Stats
 
 EXACT = ["exact", "rejection", "block"]
 LANTERN = ["lantern:k=100,delta=0.1", "lantern:k=1000,delta=0.4", "lantern_plus:k=10,lam=4"]
-OTHERS = ["grouped:group=8", "cool:omega=1.1,nu=0.7", "budget:drift=0.05", "typical", "run_product"]
+OTHERS = ["grouped:group=8", "cool:omega=1.1,nu=0.7", "typical"]
 VIEW: dict[str, Cell] = {
     "rule": "{rule}",
     "structure": "{structure}",

@@ -30,8 +30,6 @@ FAMILIES = {  # of swept rules: the rule with the parameter to fill in, and its 
     "lantern++": ("lantern_plus:k=10,lam={}", (1.5, 2.0, 4.0, 8.0, 16.0)),
     "grouped": ("grouped:group={}", (2, 4, 8, 14, 30)),
     "cool": ("cool:omega={},nu=0.7", (1.05, 1.1, 1.3, 1.6, 2.0)),
-    "budget": ("budget:drift={}", (0.01, 0.02, 0.05, 0.1, 0.2)),
-    "budget-reach": ("budget:drift=0.1,reach={}", (0.5, 0.7, 1.0, 1.5, 2.5)),
 }
 
 

@@ -40,7 +40,7 @@ class Options(RayOptions, DrawingOptions):
     mask: Path | None = option("of --image: white where to draw, the rest stays as it is", None)
     preset: str | None = option("a published method by name, see visspec list", None)
     drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
-    order: str | None = option("order of decoding, with options: zipar:window=4 (default: raster)", None)
+    order: str | None = option("order of decoding, of any-order models halton, spread or raster", None)
     acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
     batch_size: Positive = option(default=8)
     best_of: Positive = option("draw so many for each image, keep the best (selection)", 1)

@@ -1,6 +1,6 @@
 """`visspec tune --model IMAGE_MODEL`: the fastest exact way of an image model, or of one rule, by measurement.
 
-Presets, windows, branches, lengths and trees draw some prompts beside each other; the fastest few draw as many others,
+Presets, windows, lengths and trees draw some prompts beside each other; the fastest few draw as many others,
 which decides between them and plain decoding. What is written is fixed: within a seed's promise nothing follows clocks.
 """
 
@@ -25,11 +25,11 @@ PAYS = 1.02  # least speed-up of a choice that drafts, and as in `loop.draft_len
 FINALISTS = 3  # ways with the best predictions, which are measured on other prompts or images
 PLAIN = "none/exact"
 EXACT = [f"jacobi:window={n}/exact" for n in (4, 8, 12, 16, 24)]
-EXACT += [f"jacobi:redraw=maximal,window={n}{tree}/rejection" for n in (8, 16, 24) for tree in ("", ",branch=3")]
+EXACT += [f"jacobi:redraw=maximal,window={n}/rejection" for n in (8, 16, 24)]
 EXACT += [f"image-eagle:levels={n}/{rule}" for n in (2, 4, 8) for rule in ("exact", "block")]
 EXACT += [f"image-eagle:window={n}/{rule}" for n in (16, 24) for rule in ("exact", "rejection")]
 EXACT += [f"image-eagle:tree={tree}/rejection" for tree in ("dynamic", "static")] + ["distilled/exact"]
-JUDGED = [f"jacobi:redraw=maximal,window={n}{tree}" for n in (4, 8, 16, 24) for tree in ("", ",branch=3")]
+JUDGED = [f"jacobi:redraw=maximal,window={n}" for n in (4, 8, 16, 24)]
 JUDGED += ["image-eagle:levels=2", "image-eagle:levels=4", "image-eagle:levels=8"]
 JUDGED += ["image-eagle:tree=dynamic", "image-eagle:tree=static", "image-eagle:window=24"]
 VIEW: dict[str, Cell] = {

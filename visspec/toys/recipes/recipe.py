@@ -40,7 +40,6 @@ RECIPES = {
     "painter-emoji-lowres": "emoji_painter:LOWRES",
     "painter-emoji-upsampler": "painter_upsampler:OF_EMOJI",
     "painter-any-order": "any_order_painter:PAINTER",
-    "painter-continuous": "continuous_painter:PAINTER",
     "painter-mar": "mar_painter:PAINTER",
     "painter-var": "scale_painter:PAINTER",
     "emoji-atlas": "emoji_atlas:ATLAS",
