@@ -84,7 +84,7 @@ def count_dispatches(case):
 
 def measure_row(job, clock, repeats, bandwidth):
     """The figures of one row. In inference mode, as in the engine."""
-    with torch.inference_mode(not job.trains):
+    with torch.inference_mode():
         ours, eager = job.build()
         (mine, how), (theirs, eager_how) = time_pair(ours, eager, clock, repeats, job.draws)
         host, eager_host = (clock.host(call, repeats) for call in (ours, eager))

@@ -39,7 +39,6 @@ class KernelJob:
     against: str
     draws: int = 1  # period of the inputs in the index; 1: they don't depend on it
     whole_round: bool = False
-    trains: bool = False  # needs autograd
 
 
 def _tried_bytes(V):
@@ -224,20 +223,6 @@ def _commit_job(device, layers, B=4, H=8, S=1024, F=128, count=5):
     return KernelJob("commit_kv", name, str(dtype)[6:], build, moved, "index per row and tensor")
 
 
-def _growth_job(device, B=1, W=10, V=VOCABULARY, width=10):
-    def build():
-        logp, score = torch.randn(B, W, V, device=device).log_softmax(-1), -torch.rand(B, W, device=device)
-
-        def eager(_):
-            each, token = (score.unsqueeze(2) + logp).topk(width)
-            best = each.flatten(1).topk(width).indices
-            return token.flatten(1), each.flatten(1), best
-
-        return lambda _: kernels.draft_topk(score, logp, width), eager
-
-    return KernelJob("draft_topk", f"{B}x{W}x{V} top {width}", "float32", build, B * W * V * 4, "two top-k")
-
-
 def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
     dtype = _cache_dtype(device)
 
@@ -270,29 +255,6 @@ def _attention_jobs(device, prefix, H=32, G=8, N=64, F=128):
     ]
 
 
-def _losses_job(device, R, V):
-    def build():
-        draft, target = torch.randn(2, R, V, device=device)
-        draft.requires_grad_()
-
-        def eager(_):
-            log_q, log_p = draft.log_softmax(-1), target.log_softmax(-1)
-            q, p = log_q.exp(), log_p.exp()
-            tv, kl, ce = (p - q).abs().sum(-1) / 2, (p * (log_p - log_q)).sum(-1), -(p * log_q).sum(-1)
-            (tv + kl + ce).sum().backward()
-            draft.grad = None
-
-        def ours(_):
-            tv, kl, ce = kernels.draft_losses(draft, target)
-            (tv + kl + ce).sum().backward()
-            draft.grad = None
-
-        return ours, eager
-
-    shape, against = f"{R}x{V}", "torch formula"
-    return KernelJob("draft_losses with gradient", shape, "float32", build, R * V * 4 * 7, against, trains=True)
-
-
 def jobs(device, quick):
     """The rows of the table; `quick`, or a CPU, reduces the sizes that take seconds on a CPU."""
     small = quick or device.type == "cpu"
@@ -306,7 +268,5 @@ def jobs(device, quick):
         _neighbour_job(device),
         _group_job(device, 4 if small else 16),
         _commit_job(device, layers=4 if small else 32),
-        _growth_job(device),
         *_attention_jobs(device, prefix=512 if small else 4096),
-        *(_losses_job(device, rows, 32768) for rows in ((8, 64) if small else (256,))),
     ]

@@ -355,7 +355,7 @@ def kernel_bench(**changes):
            "bytes": 1000, "share_of_copy_bandwidth": 0.42, "ratio_to_eager": 2.5, "ratio_ci95": [2.0, 3.0],
            "eager": "index per row", "repeats": 40}  # fmt: skip
     blank = dict.fromkeys(("time_us", "share_of_copy_bandwidth", "ratio_to_eager", "ratio_ci95"), "not measured")
-    rows = [row, row | {"kernel": "draft_topk", "ratio_to_eager": 0.5, "ratio_ci95": [0.4, 0.6]},
+    rows = [row, row | {"kernel": "grouped_mass", "ratio_to_eager": 0.5, "ratio_ci95": [0.4, 0.6]},
             row | {"kernel": "guided_warp", "repeats": 8}, row | blank | {"device": "cuda", "repeats": 0}]  # fmt: skip
     return {"bench": "kernels", "host_syncs_per_round": 0, "dispatched_ops_per_verification": 60,
             "copy_bandwidth_gb_s": 11.5, "rows": rows, "provenance": {"device": "a cpu"}} | changes  # fmt: skip
@@ -368,7 +368,7 @@ def test_kernels_have_a_table_and_bars(page):
     assert "2.50 [2.00, 3.00] n=40 against index per row" in text and "42.0 % n=40" in text
     assert text.count("a slowdown") == 2 and text.count("not measured") == 3 and "tau" not in text.split("kernels")[1]
     fills = re.findall(r'fill="(#\w+)"><title>(\w+), against', source)
-    assert fills == [("#0b5cad", "commit_kv"), ("#b34700", "draft_topk"), ("#9a9a9a", "guided_warp")]
+    assert fills == [("#0b5cad", "commit_kv"), ("#b34700", "grouped_mass"), ("#9a9a9a", "guided_warp")]
     widths = [float(w) for w in re.findall(r'width="([\d.]+)" height="10.0" fill', source)]
     assert widths[1] / widths[0] == pytest.approx(math.log(2) / math.log(2.5), rel=0.02)
     assert outside(Reader(source)) == []
