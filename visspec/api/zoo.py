@@ -190,19 +190,14 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         name = own
     if name in SHIPPED:
         folder = included.check("drafter", name)
-        check_included(name, model)
+        if apart := included.difference(SHIPPED[name].target, model):
+            where, value, found = apart
+            raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
         return from_folder(folder, model, options, family), name
     if name in DRAFTERS:
         return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
-
-
-def check_included(name: str, model: ConfiguredModel) -> None:
-    """Raises ValueError unless an included drafter is made for this model, by its configuration."""
-    if apart := included.difference(SHIPPED[name].target, model):
-        where, value, found = apart
-        raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
 
 
 def drafter_class(name: str) -> Any:
@@ -213,19 +208,15 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def from_folder(
-    folder: Path, model: ConfiguredModel, options: dict[str, Any], family: object = None, **known: object
-) -> Any:
-    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class. known:
-    further arguments of its `from_pretrained`.
-    """
+def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], family: object = None) -> Any:
+    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
     config = read_json(folder, "config.json")
     if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
         kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     else:
         kind = load("visspec.models.published:reader")(folder)
     target = family if family is not None and getattr(kind, "of_family", False) else model
-    read = partial(getattr(kind, "from_pretrained", kind), folder, target, **known)
+    read = partial(getattr(kind, "from_pretrained", kind), folder, target)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)

@@ -29,9 +29,8 @@ from visspec.cli.bench_others import compiled_family, compiled_record, other_tar
 from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
-from visspec.eval.metrics import features, fid, geneval, intervals, paired_kid, references
-from visspec.eval.metrics.features import RandomConv
-from visspec.eval.metrics.statistics import GaussianStats
+from visspec.eval.metrics import features, fid, geneval, intervals, paired_kid
+from visspec.eval.metrics.features import FeatureTable, RandomConv
 from visspec.eval.report.images import small_png
 from visspec.eval.report.records import RecordImage
 from visspec.io import included
@@ -296,11 +295,12 @@ def judge(
             drawn = draw(source, methods.get(line["name"], plain_setup(pipe)), prompts, options, seed, root)
             reference = reference or render_references(extractor, open_image(drawn[0][0]).width, scenes, tasks)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
-            found, read = features.table(root, extractor)
-            distance = fid.compare(GaussianStats(extractor.dim).update(found), reference, extractor, read.problems)
+            table = features.read_features(root, extractor)
+            found, distance = table.features, fid.compare(table, reference, extractor)
             line |= scores(report.summary) | {"right": report.summary["correct_images"], "quality_n": len(prompts)}
-            line |= {"fd": distance.value, "fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
-            line["fd_ratio"] = distance.value / record["rows"][0]["fd"]  # the first is plain decoding
+            line |= {"fd": distance["value"], "fd_name": distance["name"]}
+            line["fd_noise_floor"] = distance["noise_floor_here"]
+            line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first is plain decoding
             plain = found if plain is None else plain
             if plain.shape == found.shape and len(found) > 1:
                 line["fd_paired"], line["fd_paired_floor"] = paired_kid.from_features(found, plain)
@@ -358,10 +358,10 @@ def draw(
 
 def render_references(
     extractor: RandomConv, side: int, scenes: included.Scenes, tasks: Sequence[str] | None = None
-) -> references.Reference:
-    """Several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
+) -> FeatureTable:
+    """Features of several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
     rng, known = np.random.default_rng(REFERENCE_SEED), scenes.prompts()
     rows = spread(known, len(known), tasks)
     stack = torch.from_numpy(np.stack([scenes.render(p, rng, side) for p in rows for _ in range(REFERENCES)]))
     stack = stack.permute(0, 3, 1, 2)
-    return references.from_features(torch.cat([extractor(part) for part in stack.split(32)]), extractor)
+    return FeatureTable(torch.cat([extractor(part) for part in stack.split(32)]), [])

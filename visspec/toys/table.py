@@ -35,11 +35,6 @@ INCLUDED = Included(
     worlds=("shapes", "emoji", "animals"),
     scenes="visspec.toys.scenes:scenes_of",
     detectors={"shapes": "visspec.toys.world.detector:ShapeDetector"},
-    tasks={
-        "shape-questions": "visspec.toys.scenes:shape_questions",
-        "shape-captions": "visspec.toys.scenes:shape_captions",
-    },
     parse="visspec.toys.world.suite:parse",
-    scorer="visspec.toys.judges:scorer",
     foreign="visspec.toys.judges:foreign",
 )
