@@ -80,8 +80,3 @@ def scene_from_seed(seed: int) -> Scene:
         shapes.append(Shape(kind, colour, float(x), float(y), float(radius)))
     ground = GROUNDS[int(rng.integers(len(GROUNDS)))]
     return Scene(tuple(shapes), ground, int(rng.integers(1 << 31)))
-
-
-def held_out_scenes(count: int, first: int = 0) -> list[Scene]:
-    """Held-out scenes number first..first+count, on which nothing is trained."""
-    return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]
