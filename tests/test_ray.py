@@ -230,7 +230,7 @@ def test_a_ray_that_dies_is_a_sentence_and_the_run_goes_on(tmp_path, monkeypatch
     home, out, said = tmp_path / "images", tmp_path / "o.jsonl", tmp_path / "said"
     home.mkdir()
     for i in range(60):
-        to_image(held_out_scenes(1)[0]).save(home / f"{i:02}.png")
+        included.scenes("shapes").images(1)[0].save(home / f"{i:02}.png")
     argv = ["caption", str(home), "--ray", "--slots", "1", "--out", str(out), "--max-new-tokens", "60"]
     with open(said, "w") as stderr:
         process = subprocess.Popen([sys.executable, "-P", "-m", "visspec.cli.main", *argv], stderr=stderr)
