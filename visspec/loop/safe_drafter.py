@@ -44,6 +44,7 @@ class SafeDrafter(Drafter):
         self.distribution = capabilities.distribution
         self.trees = capabilities.trees and not chains
         self.limits = self.distribution.limits(capabilities, device)
+        self.vocab, self.prompt_ids = capabilities.vocab, capabilities.prompt_ids
         self.warned = False
 
     def start(self, state: State, scores: Scores) -> None:
@@ -139,6 +140,8 @@ class SafeDrafter(Drafter):
             raise ValueError("tree: got a branching draft, expected a chain (target or rule takes no trees)")
         real = possible & sound
         wrong = ~real
+        if self.prompt_ids > self.vocab:  # a drafter may copy them from the prompt, which is no fault
+            wrong &= ~(sound & (draft.value >= self.vocab) & (draft.value < self.prompt_ids))
         if draft.real is not None:
             check_tensor("real", draft.real, torch.bool, like)
             if draft.real.shape != (rows, tree.size):
