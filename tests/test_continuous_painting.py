@@ -275,7 +275,7 @@ def test_the_stock_loop_is_the_models_own_sampler(pipe):
 
 
 def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
-    fewer = bench_image.other_targets(pipe, [], {"denoising_steps": [2]})["plain, 2 steps"]
+    fewer = pipe.with_parts({"denoising_steps": 2})
     out = drawn(fewer, PROMPTS[:1], acceptance="coupled:window=1")
     assert out.traces[0].calls == {"head": 64 * 2} and len(pipe.family.steps) == 4
     for count in (1, 1001):
@@ -285,14 +285,14 @@ def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
 
 def test_the_bench_of_vectors(pipe):
     """Passes and calls of the head apart; the model's own loop and fewer steps beside the methods."""
-    others = bench_image.other_targets(pipe, [], {"denoising_steps": [2]})
+    others = {"two steps": pipe.with_parts({"denoising_steps": 2})}
     record = bench_image.bench(
         pipe, PROMPTS[:2], {"denoise": "none/coupled:window=4"}, {"temperature": 1.0}, warmup=1, others=others
     )
     rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows) == ["plain", "denoise", "plain, 2 steps"] and not record["failures"]
+    assert list(rows) == ["plain", "denoise", "two steps"] and not record["failures"]
     assert record["stock"]["cache"] == "dynamic"
-    assert rows["plain"]["head_calls"] == 4 and rows["plain, 2 steps"]["head_calls"] == 2
+    assert rows["plain"]["head_calls"] == 4 and rows["two steps"]["head_calls"] == 2
     assert 1 <= rows["denoise"]["head_calls"] < 4 and rows["denoise"]["trunk_passes"] == rows["plain"]["trunk_passes"]
     heads = [column.header for column in bench_image_table.table(record).columns]
     assert heads[2] == "head calls /\ntoken"

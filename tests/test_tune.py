@@ -208,7 +208,7 @@ def test_an_image_model_is_tuned(tmp_path, capsys, monkeypatch):
     assert (pipe.drafter, pipe.acceptance) == ("jacobi:window=3", found["choice"]["acceptance"])
     own = visspec.ImagePipeline.from_pretrained(tmp_path / "m", drafter="none", acceptance="coupled", tuned=file)
     assert (own.drafter, own.acceptance) == ("none", "coupled")
-    bench = ["bench", "image", "--model", str(tmp_path / "m"), "--tuned", str(file), "--prompts", "1"]
+    bench = ["bench", "image", "--model", str(tmp_path / "m"), "--tuned", str(file), "--count", "1"]
     assert main([*bench, "--method", "naive=none/exact", "--json", str(record)]) == 0
     assert [row["name"] for row in json.loads(record.read_text())["rows"]] == ["plain", "naive", "tuned"]
     assert "expected 4 or more (--count)" in refused(capsys, *argv, "--count", "2")

@@ -4,7 +4,6 @@ The two classes time the calls of `bench kernels`, with the same methods: arm, s
 """
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -54,13 +53,6 @@ def issue_times(call: Callable[[int], Any], wait: Callable[[], None], repeats: i
         call(number)
         seconds.append(time.perf_counter() - began)
     return seconds
-
-
-def peak_mb() -> float:
-    """Peak resident memory of this process so far. Linux counts in kilobytes, macOS in bytes."""
-    import resource  # not on all systems
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1e6 if sys.platform == "darwin" else 1e3)
 
 
 def peak_above(device: torch.device, call: Callable[[], Any]) -> tuple[int | None, Any]:

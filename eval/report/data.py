@@ -148,7 +148,7 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
         where = f"{path.name}: rows[{i}]"
         check(row, where)
         images = pictures_of(row, where)
-        shared = {k: record[k] for k in ("provenance", "target", "batch_size", "temperature", "law") if k in record}
+        shared = {k: record[k] for k in ("provenance", "target", "batch_size", "temperature") if k in record}
         methods.append(Method(i, kind, shared | row, path.parent, path.name, images))
     if record.get("failures"):  # for the whole bench: shown once, with the first method
         methods[0].record["failures"] = [*record["failures"], *(methods[0].record.get("failures") or [])]

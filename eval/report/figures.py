@@ -6,7 +6,6 @@ Colours are never the only cue: points carry numbers, bars carry values, cells c
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 from markupsafe import Markup
@@ -141,39 +140,6 @@ def waterfall(steps: Sequence[tuple[str, float]]) -> Markup:
         parts.append(text(x(right) + 4, y + 25, f"{value:.2f}"))
         before = value
     return svg(32 * len(steps) + 4, parts, "Gap from tau to the measured speed-up, term by term")
-
-
-def curves(series: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: str, higher_is_better: bool) -> Markup:
-    """Lines over a log axis, each labelled at its right end and drawn with a dash of its own; 1 is drawn as a line.
-
-    series: (label, its points (x, y) in the order of x).
-    """
-    xs = [x for _, points in series for x, _ in points]
-    low, high = bounds([1.0] + [y for _, points in series for _, y in points])
-    top, bottom, left, right = 24, 204, 34, RIGHT - 62
-    x, y = Scale(*bounds(xs, log=True), left, right, log=True), Scale(low, high, bottom, top)
-    parts = rows(y, ticks(low, high, 5), left, right)
-    for k, at in enumerate(sorted(set(xs))):
-        parts += [line(x(at), top, x(at), bottom), text(x(at), bottom + 14 + 11 * (k % 2), f"{at:,g}", "middle", FAINT)]
-    parts.append(line(left, y(1), right, y(1), INK))
-    ends = apart([y(points[-1][1]) for _, points in series], 12)
-    for k, ((label, points), end) in enumerate(zip(series, ends)):
-        colour, dash = (BLUE, ORANGE, GREEN)[k % 3], ("", "6 3", "2 3")[k // 3 % 3]
-        for (x1, y1), (x2, y2) in pairwise(points):
-            parts.append(line(x(x1), y(y1), x(x2), y(y2), colour, 2, dash))
-        parts += [dot(x(a), y(b), 3, colour, title=f"{label} behind {a:,g}: {b:.2f}") for a, b in points]
-        parts.append(text(right + 6, end + 4, label, colour=colour))
-    parts.append(text(LEFT, 10, "higher is better" if higher_is_better else "lower is better", colour=FAINT))
-    parts.append(text(RIGHT, bottom + 40, f"{across}, log scale", "end", FAINT))
-    return svg(bottom + 46, parts, f"Ratios over {across}")
-
-
-def apart(places: Sequence[float], gap: float) -> list[float]:
-    """Heights for labels near these places, at least `gap` from each other."""
-    found, lowest = [0.0] * len(places), -math.inf
-    for k in sorted(range(len(places)), key=lambda k: places[k]):
-        found[k] = lowest = max(places[k], lowest + gap)
-    return found
 
 
 def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:

@@ -23,8 +23,6 @@ GUARANTEES = {  # kind -> (colour, mark, words)
     "approximate": (ORANGE, "▲", "approximate"),
     "unknown": (GREY, "○", "no guarantee stated"),
 }
-SERIES = (BLUE, ORANGE, GREEN, "#7a3fa8", "#8a6100", "#a3185b", "#3d5a73")  # colours of swept rules
-EQUAL_FD = 1.05  # over plain: rules are compared at this distance
 LETTER = 0.54  # mean width of a letter over its size
 
 
@@ -92,26 +90,6 @@ def against(methods: Sequence[Method], field: str) -> Markup:
 def distance_of(methods: Sequence[Method]) -> str:
     """The field of the Frechet distance, relative to plain decoding where that is known."""
     return "fd_ratio" if any(m.value("fd_ratio") is not None for m in methods) else "fd"
-
-
-def sweeps(methods: Sequence[Method]) -> tuple[list[tuple[str, Markup]], list[str]]:
-    """Passes saved by swept rules over distance and drift, and sentences on what they save at equal distance."""
-    drawn, said = [], []
-    best = max((saved for m in methods if m.exact and (saved := m.value("nfe_reduction"))), default=None)
-    for field in (distance_of(methods), "drift_per_token", "latent_displacement"):
-        families: dict[str, list[Point]] = {}
-        for m in methods:
-            saved, cost = m.value("nfe_reduction"), m.value(field)
-            if m.record.get("family") and saved and cost is not None:
-                point = Point(m.index, m.label, kind_of(m.record), cost, saved, None, None, m.n)
-                families.setdefault(str(m.record["family"]), []).append(point)
-        if families:
-            name = QUALITY[field][0]
-            drawn.append((f"Passes against {name}", curves(families, name, name, best)))
-            if field == "fd_ratio":
-                at = sorted(at_equal(families, EQUAL_FD).items(), key=lambda entry: -entry[1])
-                said = [f"{name} {saved:.2f}" for name, saved in at]
-    return drawn, said
 
 
 def bars(entries: Sequence[tuple[int, str, str, float, Interval, int]]) -> Markup:
@@ -240,48 +218,3 @@ def place_label(
 
 def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
-
-
-def curves(families: Mapping[str, Sequence[Point]], words: str, across: str, exact: float | None) -> Markup:
-    """Passes saved over what they cost, one line a rule in the order of its parameter; up and left is better.
-
-    exact: the most that an exact method saves, drawn as a line.
-    """
-    points = [p for found in families.values() for p in found]
-    xs = figures.bounds([p.x for p in points])
-    ys = figures.bounds([p.y for p in points] + ([exact] if exact else []), 0.12)
-    top, bottom, left, right = 26, 236, 34, RIGHT - 58
-    x, y = Scale(*xs, left, right), Scale(*ys, bottom, top)
-    parts = figures.columns(x, figures.ticks(*xs, 5), top, bottom, 9)
-    parts += figures.rows(y, figures.ticks(*ys, 5), left, right, 9)
-    taken: list[tuple[float, ...]] = []
-    if exact:
-        parts.append(figures.line(left, y(exact), right, y(exact), INK, 1.2, "3 3"))
-        parts += place_label("best exact", right - 30, y(exact) - 9, 9, INK, taken)
-    for k, found in enumerate(families.values()):
-        colour, dash = SERIES[k % len(SERIES)], ("", "5 2", "2 2")[k // len(SERIES) % 3]
-        for one, other in pairwise(found):
-            parts.append(figures.line(x(one.x), y(one.y), x(other.x), y(other.y), colour, 1.8, dash))
-        for p in found:
-            parts.append(figures.dot(x(p.x), y(p.y), 3, colour, 1.0, f"{p.label}: {p.y:.2f} times fewer, {p.x:.4g}"))
-            taken.append((x(p.x) - 3, y(p.y) - 3, x(p.x) + 3, y(p.y) + 3))
-    for k, (name, found) in enumerate(families.items()):
-        end = max(found, key=lambda p: p.y)
-        parts += place_label(name, x(end.x), y(end.y), 10, SERIES[k % len(SERIES)], taken)
-    parts.append(figures.text(LEFT, 11, "times fewer passes (higher is better)", colour=FAINT, size=10))
-    parts.append(figures.text(RIGHT, bottom + 27, f"{across} (lower is better)", "end", FAINT, 10))
-    return figures.svg(bottom + 33, parts, f"Passes saved over {words}")
-
-
-def at_equal(families: Mapping[str, Sequence[Point]], most: float) -> dict[str, float]:
-    """The most passes that each rule saves at a cost of at most `most`, interpolated between its settings."""
-    found = {}
-    for name, points in families.items():
-        best = -math.inf
-        for one, other in pairwise(sorted(points, key=lambda p: p.x)):
-            if one.x <= most < other.x:
-                best = max(best, one.y + (other.y - one.y) * (most - one.x) / (other.x - one.x))
-        best = max([best] + [p.y for p in points if p.x <= most])
-        if best > -math.inf:
-            found[name] = best
-    return found

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from PIL import Image
 
 from visspec.eval.bench.paired import in_words, suspicion
-from visspec.eval.report import curves, figures, kernels, overview
+from visspec.eval.report import figures, kernels, overview
 from visspec.eval.report import images as pictures
 from visspec.eval.report.data import KINDS, QUALITY, Method, interval, methods_of, number, pairs_of, positive, read
 from visspec.eval.report.records import RecordImage
@@ -27,8 +27,6 @@ MOST_TEXTS = 8  # coloured texts per method
 OPEN_CASES, OPEN_TEXTS = 2, 3  # prompts that are not folded, captions of a method that are not
 SECTIONS: dict[str, tuple[str, type]] = {
     "kernels": ("Kernels", kernels.Table),
-    "prompts": ("Long prompts", curves.PromptCurves),
-    "rules": ("Rules", curves.RuleCurves),
 }
 TERMS = (
     ("tau", "tau, bonus included"),
@@ -70,7 +68,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     where = [(f"{title} of {section.source}", section.provenance) for title, section in named if section.provenance]
     relative = overview.distance_of(methods) == "fd_ratio"
     shown |= {"provenance": where + provenance(methods), "relative": relative, "few": figures.FEW}
-    shown |= {"guarantees": overview.GUARANTEES, "equal": overview.EQUAL_FD}
+    shown |= {"guarantees": overview.GUARANTEES}
     shown |= {"open_cases": OPEN_CASES, "open_texts": OPEN_TEXTS}
     shown["shades"] = figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED
     write_page(out, "report", shown)
@@ -85,20 +83,17 @@ class MethodGroup:
         self.kind, self.target, self.methods = kind, Path(target).name if local else target, methods
         self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
         self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
-        measured = [m for m in methods if not m.record.get("family")]  # the others are settings of swept rules
-        self.headline, self.bars = overview.headline(measured), overview.methods(measured)
-        self.frontiers = overview.frontiers(measured)
-        self.curves, self.verdicts = overview.sweeps(methods)
-        self.law = next((law for m in methods if isinstance(law := m.record.get("law"), dict)), None)
+        self.headline, self.bars = overview.headline(methods), overview.methods(methods)
+        self.frontiers = overview.frontiers(methods)
         self.kinds = [kind for kind in overview.GUARANTEES if kind in {overview.kind_of(m.record) for m in methods}]
-        self.cases, self.left_out = cases(measured, self.failures)
+        self.cases, self.left_out = cases(methods, self.failures)
         self.mapped = any(image.acceptance for m in methods for image in m.images)
-        self.strip = strip(measured)
-        self.waterfalls = [(m.label, figure) for m in measured if (figure := waterfall(m.record))]
-        self.paretos = [figure for quality in QUALITY if (figure := overview.pareto(measured, quality))]
-        rates = [(m, [number(rate) or 0.0 for rate in m.record.get("acceptance_by_depth") or []]) for m in measured]
+        self.strip = strip(methods)
+        self.waterfalls = [(m.label, figure) for m in methods if (figure := waterfall(m.record))]
+        self.paretos = [figure for quality in QUALITY if (figure := overview.pareto(methods, quality))]
+        rates = [(m, [number(rate) or 0.0 for rate in m.record.get("acceptance_by_depth") or []]) for m in methods]
         self.depths = [(m.label, figures.depth_bars(r, m.record.get("reached_by_depth"))) for m, r in rates if r]
-        self.heats = [figure for m in measured for figure in heats(m)]
+        self.heats = [figure for m in methods for figure in heats(m)]
         self.texts = [(m.label, texts(m, self.failures)) for m in methods if m.record.get("texts")]
         self.baselines = [row for m in methods for row in baselines(m)]
 

@@ -13,14 +13,14 @@ from typing import Any
 NUMBER, INTERVAL, TEXT, FLAG = "a number", "[low, high]", "a text", "true or false"
 NUMBERS, LIST, OBJECT, GRID = "numbers", "a list", "an object", "rows of numbers, null where there is none"
 
-FILE = {"bench": TEXT, "target": TEXT, "rows": LIST, "failures": LIST, "stock": OBJECT, "law": OBJECT}
+FILE = {"bench": TEXT, "target": TEXT, "rows": LIST, "failures": LIST, "stock": OBJECT}
 FILE |= dict.fromkeys(("n_prompts", "batch_size", "seed", "guidance_scale", "temperature"), NUMBER)
 FILE |= {"provenance": OBJECT}
 METHOD = {
     "trunk_passes": NUMBER, "head_calls": NUMBER, "draft_head_calls": NUMBER,
     # what ran
     "bench": TEXT, "name": TEXT, "target": TEXT, "drafter": TEXT, "drafter_name": TEXT, "acceptance": TEXT,
-    "order": TEXT, "family": TEXT, "setting": TEXT,
+    "order": TEXT,
     "n_prompts": NUMBER, "batch_size": NUMBER, "max_new_tokens": NUMBER, "temperature": NUMBER, "seed": NUMBER,
     "provenance": OBJECT, "failures": LIST,
     # speed

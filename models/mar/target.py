@@ -73,7 +73,6 @@ class MARImages(VectorFamily):
     """
 
     name = "mar"
-    parallel = True
 
     def __init__(
         self,

@@ -17,7 +17,6 @@ import pytest
 from PIL import Image
 
 from visspec.cli.main import main
-from visspec.eval.report.figures import apart
 from visspec.eval.report.page import build
 from visspec.loop.stats import COLOURS
 
@@ -393,43 +392,6 @@ def test_kernels_and_methods_share_a_page(page):
     hostile["rows"][0] |= {"kernel": HOSTILE, "shape": HOSTILE, "eager": HOSTILE, "ratio_to_eager": float("nan")}
     text = Reader(page(caption(), hostile)).text
     assert "Every prompt, paired" in text and text.count("<script>alert(2)</script>") == 2
-
-
-def prompts_bench(**changes):
-    """What a bench of prompts writes: two layouts, one of them with a row that was not measured."""
-    found = []
-    for heads in ("8/2x32", HOSTILE):
-        for k, prompt in enumerate((256, 1024, 16384)):
-            for nodes in (1, 8):
-                found.append({"nodes": nodes, "prompt": prompt, "heads": heads, "layers": 4, "speedup": 2.0 + k,
-                              "over_stock_pass": 0.5 + nodes / 8, "attention_over_stock_query": 0.9,
-                              "loop_over_transformers": 2.0 + k if nodes == 8 else None, "identical": 1,
-                              "compared": int(nodes == 8)})  # fmt: skip
-    found[0]["over_stock_pass"] = None
-    record = {"bench": "prompts", "tau": 4, "max_new_tokens": 32, "rows": found, "provenance": {"device": "a cpu"}}
-    return record | changes
-
-
-def test_prompts_have_curves_and_a_table(page):
-    source = page(prompts_bench())
-    reader = Reader(source)
-    assert "long prompts r0.json" in reader.text and "commits 4 tokens a pass" in reader.text and "a cpu" in reader.text
-    titles = re.findall(r"<title>(\d+ nodes?) behind ([\d,]+): ([\d.]+)</title>", source)
-    assert titles[:5] == [("1 node", "1,024", "0.62"), ("1 node", "16,384", "0.62"), ("8 nodes", "256", "1.50"),
-                          ("8 nodes", "1,024", "1.50"), ("8 nodes", "16,384", "1.50")]  # fmt: skip
-    assert titles[5:8] == [("8 nodes", "256", "2.00"), ("8 nodes", "1,024", "3.00"), ("8 nodes", "16,384", "4.00")]
-    assert source.count('aria-label="Ratios over tokens of the prompt"') == 4 and "1 of 1" in reader.text
-    assert "no figures for this bench" not in reader.text and outside(reader) == []
-
-
-@pytest.mark.parametrize("rows", [[], [3], [{"nodes": 0, "prompt": 4}], [{"nodes": 8, "prompt": "long"}]])
-def test_prompts_of_another_kind_are_refused(rows, write, tmp_path):
-    with pytest.raises(ValueError, match=r"report: result\.json: rows"):
-        build([write(prompts_bench(rows=rows))], tmp_path / "report.html")
-
-
-def test_labels_of_curves_that_end_together_are_apart():
-    assert apart([50.0, 51.0, 20.0], 12) == [50.0, 62.0, 20.0]
 
 
 def test_unknown_benches_are_listed(page):

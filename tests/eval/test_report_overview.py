@@ -77,42 +77,6 @@ def test_kinds_of_guarantees():
     assert {kind for _, kind in kinds} == set(GUARANTEES)
 
 
-def test_rules_at_equal_distance():
-    families = {
-        "a": [point(1, 1.0, 2.0), point(2, 1.1, 3.0)],
-        "b": [point(3, 1.2, 9.0)],
-        "c": [point(4, 1.01, 2.5)],
-    }
-    assert overview.at_equal(families, 1.05) == pytest.approx({"a": 2.5, "c": 2.5})
-
-
-def swept():
-    rows = image_bench()["rows"]
-    for k, row in enumerate(rows):
-        row |= {"fd": 2.0 + k, "fd_ratio": 1.0 + 0.5 * k, "nfe_reduction": 2.0 + k, "guarantee": "exact"}
-        row |= {"drift_per_token": 0.0, "promises_tokens": k < 2}
-    for k in range(6):
-        family = "lantern" if k < 3 else "budget"
-        rows.append({"name": f"{family} {k}", "family": family, "setting": str(k), "guarantee": "approximate",
-                     "nfe_reduction": 2.0 + k / 2, "fd": 2.0, "fd_ratio": 1.0 + 0.02 * (k % 3),
-                     "drift_per_token": 0.01 * k})  # fmt: skip
-    return image_bench(rows=rows, law={"entropy": 2.6, "top1": 0.4, "top10": 0.79, "n": 100})
-
-
-def test_sweeps_are_curves_and_lines_of_the_table_only(page):  # noqa: F811
-    source = page(swept())
-    text = Reader(source).text
-    first = source.split("All methods")[0]
-    assert "Passes against FD over plain" in first and "Passes against drift per token" in first
-    bars = source.split("Speed-up by method</figcaption>")[1].split("</svg>")[0]
-    assert "lantern" not in bars and "lossless" in bars
-    assert "Fréchet distance of plain decoding: budget 4.50, lantern 3.00." in text
-    assert "entropy of 2.60 nats, a mean top-1 mass of 0.40 and a top-10 mass of 0.79" in text
-    table = source.split('<tbody class="methods">')[1].split("</tbody>")[0]
-    assert table.count("<tr") == 9 and "FD / plain" in text
-    assert source.split("Every figure of every method")[1].count("lantern 0") >= 1
-
-
 def test_what_is_not_first_is_folded_without_scripts(page):  # noqa: F811
     source = page(caption(), image_bench())
     assert outside(Reader(source)) == [] and "<details open" not in source
@@ -132,10 +96,10 @@ def test_what_is_not_first_is_folded_without_scripts(page):  # noqa: F811
 
 
 def test_every_colour_of_a_figure_has_one_for_dark_pages(page):  # noqa: F811
-    source = page(caption(), swept())
+    source = page(caption(), image_bench())
     dark = source.split("prefers-color-scheme: dark")[1].split("</style>")[0]
     swapped = dict(re.findall(r'\[fill="(#\w+)"\] { fill: (#\w+) }', dark))
-    used = {colour for colour, *_ in GUARANTEES.values()} | set(overview.SERIES) | {figures.INK, figures.FAINT}
+    used = {colour for colour, *_ in GUARANTEES.values()} | {figures.INK, figures.FAINT}
     assert used <= set(swapped)
     paper = re.search(r"--page: (#\w+)", dark)[1]
     assert min(contrast(swapped[colour], paper) for colour in used) >= 4.5
