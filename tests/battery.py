@@ -4,8 +4,8 @@
     python -P tests/battery.py after.json --against before.json
 
 Cases: every stock family of `tiny`, with drafters and rules; every image family and the shipped painter, with every
-preset; the shipped captioner with its drafter. A digest covers the tokens and the number of passes; it holds on one
-machine, since another may round otherwise.
+preset; the other included painters; the included captioner with its drafter, in streams too; a training.
+A digest covers the tokens and the number of passes; it holds on one machine, since another may round otherwise.
 """
 
 from __future__ import annotations
@@ -144,7 +144,75 @@ def shipped() -> Iterator[Case]:
                 yield f"captioner/{drafter}/{rule}/{kind}", [output.tolist(), fast.last_stats.rounds]
 
 
-def digests(parts: tuple = (texts, images, shipped)) -> dict[str, str]:
+PAINTERS = {  # included painter: prompt, what it draws
+    "painter-emoji": ("a photo of a penguin", "codes"),
+    "painter-any-order": ("a photo of a cat", "any order"),
+    "painter-mar": ("a photo of a penguin", "vectors"),
+    "painter-var": ("a photo of a penguin", "maps"),
+}
+
+
+def value_of(part: Any) -> Any:
+    """The tokens or vectors of one picture, as JSON can hold them."""
+    return (part * 1e4).round().tolist() if part.is_floating_point() else part.tolist()
+
+
+def painters() -> Iterator[Case]:
+    """The other included painters under every preset of their kind, at their own guidance and temperature."""
+    from visspec import ImagePipeline
+    from visspec.api import presets, zoo
+
+    for name, (text, draws) in PAINTERS.items():
+        plain = ImagePipeline.from_pretrained(name)
+        for preset in presets.IMAGES[draws]:
+            case = f"{name}/{preset}"
+            try:
+                found = zoo.preset(preset, draws, plain.model)
+                pipe = plain if not found.parts else ImagePipeline.from_pretrained(name, parts=found.parts)
+                pipe.set_progress_bar_config(disable=True)
+                method = {"drafter": found.drafter, "acceptance": found.acceptance, "order": found.order}
+                # depths that follow the clock change passes, and tokens of rules that draw for themselves
+                if "eagle" in found.drafter:
+                    continue
+                out = pipe(text, seed=3, output_type="latent", **method)
+                yield case, [[value_of(t) for t in out.tokens], [int(p.max()) for p in out.passes]]
+            except (ValueError, TypeError) as refusal:
+                yield case, str(refusal)[:60]
+
+
+def streams() -> Iterator[Case]:
+    """A stream of the included captioner: six pictures through three slots, greedy and drawn."""
+    from visspec import accelerate
+    from visspec.api import loading as targets
+    from visspec.api import zoo
+    from visspec.api.captions import prepare
+    from visspec.toys.world.render import to_image
+    from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
+
+    model, processor = targets.load(str(zoo.CHECKPOINTS / "captioner"))
+    pictures = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(6)]
+    entries = [prepare(processor, [picture], "describe the picture in detail .", model) for picture in pictures]
+    for drafter in ("none", "ngram", "suffix", "vispec"):
+        fast = accelerate(model, drafter, adaptive=False)
+        for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
+            answers = sorted(fast.stream(iter(entries), slots=3, max_new_tokens=48, **options), key=lambda a: a.id)
+            kind = "sampled" if options["do_sample"] else "greedy"
+            yield f"stream/{drafter}/{kind}", [list(answer.tokens) for answer in answers]
+
+
+def trained() -> Iterator[Case]:
+    """A drafter of a tiny model, trained for twelve steps."""
+    import tempfile
+
+    from tests.test_train import trainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        drafter, run = trainer(Path(folder))
+        run.run(lambda record: None)
+        yield "train/llava", {k: (v * 1e4).round().tolist() for k, v in drafter.head.state_dict().items()}
+
+
+def digests(parts: tuple = (texts, images, shipped, painters, streams, trained)) -> dict[str, str]:
     """{case: sha256 of its output}."""
     found: dict[str, str] = {}
     for part in parts:
@@ -167,8 +235,10 @@ def main() -> int:
     if arguments.against is None:
         return 0
     before = json.loads(arguments.against.read_text())
-    other = sorted(name for name in before.keys() | found.keys() if before.get(name) != found.get(name))
-    print("\n".join(other) if other else "every digest is the same")
+    gone = sorted(before.keys() - found.keys())
+    other = sorted(name for name, digest in found.items() if before.get(name, digest) != digest)
+    print(f"{len(gone)} cases are gone, {len(found.keys() - before.keys())} are new")
+    print("\n".join(other) if other else "every other digest is the same")
     return 1 if other else 0
 
 

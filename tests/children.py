@@ -1,14 +1,10 @@
 """Child processes forked from one that has loaded the library, in place of interpreters that each load it again."""
 
 import multiprocessing
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import torch.multiprocessing as mp
-
 LOADED = ["torch", "transformers", "visspec.cli.main", "visspec.cli.caption", "visspec.api.train_drafter"]
-LOADED += ["visspec.toys.recipes.painter"]  # where there are toys
 START = """
 import os, sys
 said = os.open({said!r}, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -41,12 +37,6 @@ def server() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     return context
-
-
-def spawn(function: Callable, args: tuple, nprocs: int) -> None:
-    """`torch.multiprocessing.spawn` of such processes."""
-    server()
-    mp.start_processes(function, args, nprocs, start_method="forkserver")
 
 
 def command(argv: list[str], said: Path) -> BaseProcess:

@@ -30,7 +30,6 @@ from visspec.models.image_codes.families import family_of
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.llamagen.network import LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
-from visspec.models.lookup.neighbours import Neighbours, Patchwork
 from visspec.models.randar.ahead import Ahead
 from visspec.models.randar.target import RandARTarget
 from visspec.types import FREE, Draft, DrafterTraits, Request, Sampling
@@ -42,7 +41,6 @@ DRAFTERS = {
     "none": lambda: None,
     "ahead": lambda: Ahead(5),
     "jacobi": lambda: Jacobi(4),
-    "neighbours": lambda: Neighbours(4),
 }
 
 
@@ -448,15 +446,14 @@ def test_orders_that_are_planned_are_refused():
             check_order(order, family().make_target(DrafterTraits(), False))
 
 
-@pytest.mark.parametrize("kind", ["ahead", "neighbours"])
-def test_drafters_of_any_order_are_refused_elsewhere(kind):
+def test_drafters_of_any_order_are_refused_elsewhere():
     model = tiny_images.janus()
     with pytest.raises(
         ValueError, match="drafts for any-order models, expected one for codes in raster order, or text"
     ):
-        ImagePipeline(model, None).setup(kind, "exact")
+        ImagePipeline(model, None).setup("ahead", "exact")
     with pytest.raises(ValueError, match="drafts for any-order models"):
-        visspec.accelerate(model_of("llava"), kind)
+        visspec.accelerate(model_of("llava"), "ahead")
 
 
 @pytest.mark.parametrize("options", [{"features": True}, {"compile": True}])
@@ -465,37 +462,10 @@ def test_what_the_target_can_not_do_is_refused(options):
         RandARTarget(family(), **options)
 
 
-# --- neighbours -------------------------------------------------------------------------------------------------------
-
-
-def test_neighbours_draft_what_stood_beside_the_same_codes():
-    patches = Patchwork((2, 3), [0, 1, 3, 2, 4, 5])
-    patches.extend([7, 8])  # 8 right of 7
-    assert patches.following(1) == [7]  # below 7 nothing was seen: the neighbour itself
-    patches.extend([7, 8, 7])  # 7 below 7
-    assert patches.following(1) == [8]  # right of 8 there was none; 8 stands right of 7, at place 4 after 3
-    assert Patchwork((2, 2), [0, 3, 1, 2]).following(2) == []
-    far = Patchwork((1, 5), [0, 4, 1, 2, 3])
-    far.extend([5])
-    assert far.following(3) == [], "a chain ends at a place without known neighbours"
-    often = Patchwork((1, 8), list(range(8)))
-    often.extend([7, 9, 7, 8, 7, 8, 7])
-    assert often.following(1) == [8], "right of 7 there was 9 once and 8 twice"
-
-
-def test_neighbours_learn_from_given_codes():
-    patches = Patchwork((2, 2), [0, 1, 2, 3])
-    patches.give([4, 6, 4, FREE])
-    assert patches.following(4) == [6] and len(patches.codes) == 3
-    patches.extend([9])
-    assert patches.codes[3] == 9 and patches.following(1) == []
-
-
 @pytest.mark.parametrize("levels", [0, 65])
-@pytest.mark.parametrize("kind", [Ahead, Neighbours])
-def test_levels_are_checked(kind, levels):
+def test_levels_are_checked(levels):
     with pytest.raises(ValueError, match=f"levels: got {levels}, expected 1..64"):
-        kind(levels)
+        Ahead(levels)
 
 
 def test_the_pace_may_ask_for_less():

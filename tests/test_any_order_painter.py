@@ -1,6 +1,5 @@
-"""The any-order painter: its folder, the pipeline's habits, inpainting, published weights, and its recipe."""
+"""The any-order painter: its folder, the pipeline's habits, inpainting, and published weights."""
 
-import json
 import re
 
 import numpy as np
@@ -13,15 +12,13 @@ from transformers import GenerationConfig, JanusVQVAEConfig
 from tests.doubles import one_sentence
 from tests.test_any_order import network
 from tests.test_image_nets import gpt_reference, turn_by_hand
+from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.api.image_call import ORIGINS
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.randar.model import RandARImageConfig, RandARImageModel
-from visspec.toys.recipes import animals, any_order_painter, painter_build
-from visspec.toys.recipes.painter_build import build_processor
-from visspec.toys.recipes.recipe import write_coded
 
 SIDE, PIXELS, CODES = 6, 48, 24
 TEXTS = ["a photo of a red ring", "a photo of a blue cross and a green star"]
@@ -33,7 +30,7 @@ def fresh(seed=0):
         embed_dim=4, num_embeddings=CODES, latent_channels=32, base_channels=32, channel_multiplier=[1, 1, 1, 1],
         num_res_blocks=1, num_patches=SIDE,
     )  # fmt: skip
-    vocab = len(build_processor(True).tokenizer)
+    vocab = len(painter_processor("painter-lowres").tokenizer)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = RandARImageModel(RandARImageConfig(NETWORK, vocab, 12, 16, vq)).eval()
@@ -47,7 +44,7 @@ def fresh(seed=0):
 @pytest.fixture(scope="module")
 def pipe():
     with torch.inference_mode(False):
-        return ImagePipeline(fresh(), build_processor(True))
+        return ImagePipeline(fresh(), painter_processor("painter-lowres"))
 
 
 # --- habits -----------------------------------------------------------------------------------------------------------
@@ -58,7 +55,7 @@ def test_seeds_batches_and_drafters(pipe):
     together = pipe(TEXTS, num_images_per_prompt=2, seed=7)
     assert together.images[0].size == (PIXELS, PIXELS) and together.seeds == [7, 8, 9, 10]
     assert len({tuple(tokens.tolist()) for tokens in together.tokens}) == 4
-    for drafter in ("none", "ahead:levels=3", "neighbours", "jacobi:window=4", "ngram"):
+    for drafter in ("none", "ahead:levels=3", "jacobi:window=4", "ngram"):
         alone = pipe(TEXTS[1], seed=9, drafter=drafter, output_type="latent")
         assert torch.equal(alone.tokens[0], together.tokens[2]), drafter
         assert alone.stats[0].guarantee == "exact" and alone.stats[0].faults == 0
@@ -298,45 +295,6 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-# --- the recipe -------------------------------------------------------------------------------------------------------
-
-
-def test_training_orders_are_random_and_some_are_those_drawn_in():
-    drawn = any_order_painter.orders(np.random.default_rng(0), 40, SIDE)
-    assert all(sorted(row) == list(range(SIDE * SIDE)) for row in drawn.tolist())
-    named = [row for row in drawn.tolist() if tuple(row) in {halton(SIDE, SIDE), tuple(range(SIDE * SIDE))}]
-    assert 4 < len(named) < 30
-
-
-def test_a_step_reads_codes_in_the_order_of_their_row(monkeypatch):
-    """Its loss is that of laws by hand, a picture at a time."""
-    stage = object.__new__(any_order_painter.AnyOrderStage)
-    with torch.inference_mode(False):
-        stage.model = fresh().train()
-        stage.model.requires_grad_(True)
-    net, stage.processor = stage.model.net, build_processor(True)
-    stage.ids = painter_build.prompt_ids(stage.processor.tokenizer, TEXTS)
-    stage.telling, stage.step, stage.rank, stage.notes = animals.Telling(net.config.hidden_size), 0, 0, {}
-    codes = torch.arange(2 * SIDE * SIDE).view(2, -1) * 7 % CODES
-    stage.data = {"classes": torch.tensor([1, 0]), "codes": codes}
-    rows = torch.tensor([1, 0]), torch.zeros(2, dtype=torch.bool)
-    monkeypatch.setattr(stage, "batch_rows", lambda: rows, raising=False)
-    monkeypatch.setattr(stage, "fading", lambda *ends: 0.0, raising=False)
-    monkeypatch.setattr(any_order_painter, "GRID", SIDE)
-    monkeypatch.setattr(any_order_painter, "PROMPT", stage.ids.shape[1])
-    loss = stage.loss()
-    loss.backward()
-    assert all(p.grad is not None for p in net.parameters())
-    orders, nats = any_order_painter.orders(np.random.default_rng((6, 0, 0)), 2, SIDE), []
-    with torch.no_grad():
-        for row, order in zip((1, 0), orders):
-            ids, placed = stage.ids[[1 - row]], codes[row][order][None]
-            words, real = stage.model.features(ids, ids != stage.processor.tokenizer.pad_token_id)
-            law = net.distributions(net.prefix(words), placed, order[None], real).log_softmax(-1)
-            nats.append(-law.gather(2, placed[..., None]).mean())
-    torch.testing.assert_close(loss, torch.stack(nats).mean(), atol=2e-2, rtol=0)  # its products are in bfloat16
-
-
 @torch.no_grad()
 def test_training_laws_are_those_that_are_drawn_from(pipe):
     """Teacher-forced laws of a drawn picture, words padded, equal those of the loop."""
@@ -347,36 +305,3 @@ def test_training_laws_are_those_that_are_drawn_from(pipe):
     codes = out.tokens[0][order][None]
     logits = pipe.model.net.distributions(pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
     assert torch.equal(logits.argmax(-1), codes)
-
-
-def test_recipe_writes_a_folder(tmp_path, monkeypatch):
-    """Two steps, from codes to the card."""
-    small = {"layers": 1, "heads": 2, "hidden_size": 32, "intermediate": 32}
-    monkeypatch.setitem(any_order_painter.__dict__, "NETWORK", small)
-    monkeypatch.setattr(any_order_painter, "GUIDANCES", (1.0, 2.0))
-    monkeypatch.setattr(any_order_painter, "ORDERS", ("spread",))
-    monkeypatch.setattr(any_order_painter, "DRAFTERS", ("none", "ahead:levels=8"))
-    options = any_order_painter.PAINTER.parse(
-        ["--out", str(tmp_path), "--pairs", "6", "--rows", "2", "--steps", "2", "--workers", "1", "--every", "9",
-         "--every-prompt", "48"]
-    )  # fmt: skip
-    write_coded(any_order_painter.coders, options)
-    data = torch.load(tmp_path / "tokens.pt", weights_only=True)
-    number, scene = animals.pair(any_order_painter.FIRST + 3)
-    codes = any_order_painter.coded(any_order_painter.included_vq(), animals.pixels([scene]))
-    assert data["codes"].shape == (6, 64) and int(data["classes"][3]) == number
-    assert (codes[0] == data["codes"][3]).float().mean() > 0.95, "but for the order of sums in a batch"
-    stage = any_order_painter.AnyOrderStage(options, 0)
-    stage.run()
-    again = any_order_painter.AnyOrderStage(options, 0)
-    again.restore()
-    assert again.step == 2 and torch.equal(again.model.words.weight, stage.model.words.weight)
-    any_order_painter.finish(options)
-    folder = tmp_path / any_order_painter.NAME
-    record, text = json.loads((folder / "provenance.json").read_text()), (folder / "README.md").read_text()
-    assert record["recipe"] == "visspec.toys painter-any-order" and record["draw"]["steps"] == 2
-    assert "| spread | " in text and "| `ahead:levels=8` |" in text and "{" not in text
-    made = ImagePipeline.from_pretrained(str(folder))
-    assert made.family.default_guidance in (1.0, 2.0) and made.model.net.config.grid == 8
-    passes = record["measured"]["passes"]["spread"]
-    assert passes["none"] == 1 and 0 < passes["ahead:levels=8"] < 1

@@ -8,11 +8,11 @@ import torch
 from PIL import Image
 
 from tests.test_any_order_painter import TEXTS, fresh, pipe  # noqa: F401
+from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.api import presets, saving, zoo
 from visspec.cli import bench_image
 from visspec.cli.main import main
-from visspec.toys.recipes.painter_build import build_processor
 
 SHIPPED = zoo.CHECKPOINTS / "painter-any-order" / "config.json"
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painter is not in this checkout")
@@ -41,7 +41,7 @@ def test_other_painters_refuse_them_and_their_names_are_their_own():
 def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone(tmp_path, capsys):
     """The order of plain decoding is the family's own, halton; codes in another order have another joint law."""
     folder, record = tmp_path / "painter", tmp_path / "r.json"
-    ImagePipeline(fresh(), build_processor(True)).save_pretrained(folder)
+    ImagePipeline(fresh(), painter_processor("painter-lowres")).save_pretrained(folder)
     argv = ["bench", "image", "--model", str(folder), "--count", "1", "--json", str(record), "--world", "shapes"]
     assert main(argv) == 0
     said = capsys.readouterr().out

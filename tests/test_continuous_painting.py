@@ -6,9 +6,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from tests.doubles import one_sentence
-from tests.test_continuous_painter import SMALL, TINY
+from tests.test_continuous_painter import SMALL, TINY, build, without_words
+from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.cli import bench_image, bench_image_table
@@ -19,9 +21,6 @@ from visspec.models.continuous.drafter import ContinuousDrafter
 from visspec.models.continuous.model import ContinuousImageModel, Sampler
 from visspec.models.vectors.target import ContinuousAR
 from visspec.sampling import Normals
-from visspec.toys.recipes import continuous_painter
-from visspec.toys.recipes.animals import build_processor
-from visspec.toys.recipes.painter_build import without_words
 from visspec.types import Request, Sampling
 
 PROMPTS = ["a photo of a pig", "a photo of a llama on a smooth grey ground", "a photo of an octopus"]
@@ -32,16 +31,17 @@ VECTOR_RULES = [
 
 def fresh(name, autoencoder=None, **sizes):
     torch.manual_seed(len(name))
-    model = continuous_painter.build(name, autoencoder, TINY | sizes).eval()
+    model = build(autoencoder, **sizes).eval()
     for parameter in model.head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    model.generation_config = continuous_painter.generation_config(2.0)
+    kinds = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "generation_kwargs": {"boi_token_id": 4}}
+    model.generation_config = GenerationConfig(max_length=128, do_sample=True, guidance_scale=2.0, **kinds)
     return model
 
 
 @pytest.fixture(scope="module")
 def pipe():
-    return ImagePipeline(fresh("painter", SMALL), build_processor())
+    return ImagePipeline(fresh("painter", SMALL), painter_processor("painter-continuous"))
 
 
 @pytest.fixture(scope="module")

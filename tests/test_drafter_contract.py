@@ -21,6 +21,7 @@ from tests.doubles import check_exact
 from tests.test_image_targets import made
 from tests.test_zoo import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
 from tests.tiny import model_of, prompt, shapes, single_row
+from tests.tiny_images import painter_processor
 from visspec.accept.coupled import Coupled
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection
@@ -39,7 +40,6 @@ from visspec.models.mar.target import MARImages, MARTarget
 from visspec.models.scales.target import ScaleTarget
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.target import VARImages
-from visspec.toys.recipes.painter_build import build_processor
 from visspec.tree import roots
 from visspec.types import Request, RuleTraits, Sampling, Verdict
 
@@ -233,7 +233,7 @@ def of_any_order(drafter, order=None):
 
 def of_vectors():
     model = test_continuous_painting.fresh("painter", test_continuous_painting.SMALL)
-    pipe = visspec.ImagePipeline(model, build_processor())
+    pipe = visspec.ImagePipeline(model, painter_processor())
 
     def asked(rows):
         found = pipe.family.prompt([WORDS[row] for row in rows], True)
@@ -285,7 +285,6 @@ BATCHES = {
     "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal,branch=2")),
     "jacobi:redraw=gumbel": lambda: of_codes(tiny_drafter("jacobi:redraw=gumbel")),
     "ahead": lambda: of_any_order(test_any_order.Ahead(3), test_any_order.ORDERS["halton"]),
-    "neighbours": lambda: of_any_order(test_any_order.Neighbours(3)),
     "continuous": of_vectors, "mar": of_mar, "var": of_scales, "mtp": lambda: of_pair("mtp"),
     "a block model": lambda: of_pair("dflash"), "a shared cache": lambda: of_pair("gemma4"),
     "a small model": lambda: texts(model_of("llava"), SmallModel(model_of("qwen2"), model_of("llava"))),

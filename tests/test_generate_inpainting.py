@@ -8,15 +8,15 @@ from PIL import Image
 
 from tests.test_any_order_painter import PIXELS, TEXTS, fresh, masked
 from tests.test_cli import refused
+from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.cli.main import main
-from visspec.toys.recipes.painter_build import build_processor
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("any-order")
-    ImagePipeline(fresh(), build_processor(True)).save_pretrained(folder)
+    ImagePipeline(fresh(), painter_processor("painter-lowres")).save_pretrained(folder)
     return folder
 
 

@@ -1,6 +1,4 @@
-"""The MAR painter: its folder, its classes, its drafter, several tokens in a pass, and its recipe on a few steps."""
-
-import json
+"""The MAR painter: its folder, its classes, its drafter, and several tokens in a pass."""
 
 import pytest
 import torch
@@ -9,19 +7,14 @@ from transformers import GenerationConfig
 
 from tests.doubles import one_sentence
 from tests.test_continuous_painter import SMALL
+from tests.tiny_images import included_folder
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.cli import bench_image
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.images import LabelledMARImages
-from visspec.models.mar.model import MARImageConfig, MARImageModel, load
-from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
+from visspec.models.mar.model import MARImageConfig, MARImageModel
 from visspec.models.mar.parallel import ParallelMAR
-from visspec.models.vectors.diffusion_head import cosine_levels, schedule
-from visspec.toys.recipes import mar_painter
-from visspec.toys.recipes.animals import LABELS
-from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.recipe import write_coded
 
 TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
 PROMPTS = ["a photo of a pig", "a photo of a penguin on a cloudy blue ground"]
@@ -29,7 +22,10 @@ PROMPTS = ["a photo of a pig", "a photo of a penguin on a cloudy blue ground"]
 
 def fresh(autoencoder=None, seed=0, **sizes):
     torch.manual_seed(seed)
-    model = mar_painter.build("painter", autoencoder, TINY | sizes).eval()
+    labels = MARImageConfig.from_pretrained(included_folder("painter-mar")).labels
+    network = TINY | {"size": 8, "tokens": 64, "classes": len(labels)} | sizes
+    steps = network.pop("denoising_steps")
+    model = MARImageModel(MARImageConfig(network, labels, "velocity", steps, autoencoder)).eval()
     for parameter in model.mar.head.parameters():
         nn.init.normal_(parameter, std=0.2)
     model.generation_config = GenerationConfig(guidance_scale=2.0)
@@ -44,17 +40,18 @@ def pipe():
 @pytest.fixture(scope="module")
 def written(pipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mar")
-    save(pipe.model, None, folder / "painter", torch.float32)
-    save(fresh(seed=1), None, folder / "drafter", torch.float32)
+    pipe.model.save_pretrained(folder / "painter")
+    fresh(seed=1).save_pretrained(folder / "drafter")
     return folder
 
 
 def test_prompts_are_names_of_classes(pipe):
-    pig = LABELS.index(PROMPTS[0])
+    labels = pipe.model.config.labels
+    pig = labels.index(PROMPTS[0])
     out = pipe([PROMPTS[0], str(pig)], seed=[3, 3])
     torch.testing.assert_close(out.tokens[0], out.tokens[1], atol=1e-4, rtol=1e-4)
     assert out.images[0].size == (64, 64)
-    assert pipe.family.default_guidance == 2.0 and len(LABELS) == 156
+    assert pipe.family.default_guidance == 2.0 and len(labels) == 156
     for text in ("a photo of a dog", "156", ""):
         with one_sentence(r"^prompt: got .*expected"):
             pipe(text)
@@ -132,68 +129,6 @@ def test_what_can_not_be_drawn_in_fewer_passes_is_refused(pipe):
         pipe(PROMPTS[0], order=ParallelMAR(4), drafter=drafter)
     with pytest.raises(ValueError, match="order: got ZipAR, which is of Categorical distributions"):
         pipe(PROMPTS[0], order="zipar:window=2")
-
-
-# --- weights ----------------------------------------------------------------------------------------------------------
-
-
-def test_initial_weights_are_the_published_ones():
-    """Xavier, no biases, tables of deviation 0.02; the last layers begin at zero (MAR's code, `initialize_weights`)."""
-    torch.manual_seed(0)
-    model = MAR(MARConfig(64, 1, 4, head_width=48, head_depth=2, size=8, tokens=16, buffer=4, classes=10))
-    model.begin()
-    zero = {id(part) for part in (model.head.final_layer.linear,)}
-    zero |= {id(block.adaLN_modulation[1]) for block in (*model.head.res_blocks, model.head.final_layer)}
-    times = {id(model.head.time_embed.mlp[i]) for i in (0, 2)}
-    for name, part in model.named_modules():
-        if not isinstance(part, nn.Linear):
-            continue
-        bound = (6 / sum(part.weight.shape)) ** 0.5
-        assert bool((part.bias == 0).all()), name
-        if id(part) in zero:
-            assert bool((part.weight == 0).all()), name
-        elif id(part) in times:
-            assert float(part.weight.std()) == pytest.approx(0.02, rel=0.05), name
-        else:
-            assert 0.9 * bound < float(part.weight.abs().max()) <= bound, name
-    for table in (model.encoder_pos_embed_learned, model.class_emb.weight, model.fake_latent, model.mask_token):
-        assert float(table.detach().std()) == pytest.approx(0.02, rel=0.25)
-
-
-def test_the_recipe_s_masks_and_divergence():
-    """Rows know as many tokens as each other; the divergence is zero for the posterior itself."""
-    stage = object.__new__(mar_painter.MARStage)
-    plan = schedule(1000, learned=True).steps
-    stage.low, stage.high, stage.move = (part.flip(0) for part in (plan.low, plan.high, plan.move))
-    stage.noise = (1 - cosine_levels().float()).sqrt()
-    times, zero = torch.tensor([[3, 500, 900]]), torch.zeros(1, 3, 8)
-    at_low, wider = stage.divergence(zero, zero - 1, times), stage.divergence(zero, zero + 1, times)
-    assert torch.allclose(at_low, zero, atol=1e-6) and bool((wider > 0).all())
-    assert bool((stage.divergence(zero + 0.5, zero - 1, times) > at_low).all())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_detected")
-def test_recipe_writes_both_folders(tmp_path, monkeypatch):
-    for name in ("painter", "drafter"):
-        monkeypatch.setitem(mar_painter.SIZES, name, TINY)
-    monkeypatch.setattr(mar_painter, "GUIDANCES", (1.0, 2.0))
-    options = mar_painter.PAINTER.parse(
-        ["--out", str(tmp_path), "--pairs", "24", "--rows", "4", "--steps", "3", "--drafter-steps", "2",
-         "--every", "9", "--every-prompt", "48"]
-    )  # fmt: skip
-    write_coded(mar_painter.coders, options)
-    stage = mar_painter.MARStage(options, 0)
-    values, classes, known, hidden = stage.masked()
-    assert values.shape == (4, 64, 8) and known.sum(1).unique().numel() == 1 and int(classes.min()) >= UNCONDITIONAL
-    assert not bool(known.gather(1, hidden).any())
-    stage.run()
-    mar_painter.MARDraftStage(options, 0).run()
-    mar_painter.finish(options)
-    for name in mar_painter.NAMES.values():
-        assert isinstance(load(tmp_path / name), MARImageModel)
-        assert json.loads((tmp_path / name / "provenance.json").read_text())["recipe"] == "visspec.toys painter-mar"
-        assert "{" not in (tmp_path / name / "README.md").read_text()
 
 
 def test_a_configuration_has_defaults():

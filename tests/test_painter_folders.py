@@ -5,6 +5,7 @@ import torch
 
 from tests import test_any_order_painter, test_continuous_painting, test_mar_painter, test_scale_painter
 from tests.doubles import altered, one_sentence
+from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.api import zoo
 from visspec.api.loading import load_image_model
@@ -12,17 +13,18 @@ from visspec.models.continuous import model as continuous
 from visspec.models.mar import model as mar
 from visspec.models.randar import model as any_order
 from visspec.models.var import model as scale
-from visspec.toys.recipes.painter_build import build_processor
 
 KINDS = {  # how a painter is made, its processor, what loads it, a tensor of it, and its type
     "scale": (test_scale_painter.fresh, None, scale.load, "var.head.bias", "var_image"),
     "mar": (lambda: test_mar_painter.fresh(test_mar_painter.SMALL), None, mar.load, "mar.z_proj.bias", "mar_image"),
     "continuous": (
-        lambda: test_continuous_painting.fresh("painter", test_mar_painter.SMALL), lambda: build_processor(side=64),
-        continuous.load, "z_proj.bias", "continuous_image",
+        lambda: test_continuous_painting.fresh("painter", test_mar_painter.SMALL),
+        lambda: painter_processor("painter-continuous"), continuous.load, "z_proj.bias", "continuous_image",
     ),
-    "any_order": (test_any_order_painter.fresh, lambda: build_processor(True), any_order.load, "words.weight",
-                  "randar_image"),
+    "any_order": (
+        test_any_order_painter.fresh, lambda: painter_processor("painter-lowres"), any_order.load, "words.weight",
+        "randar_image",
+    ),
 }  # fmt: skip
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

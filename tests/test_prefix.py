@@ -2,17 +2,22 @@
 bounded.
 """
 
+import dataclasses
 import functools
+import hashlib
+from inspect import signature
 
 import pytest
 import torch
+from transformers import LlavaForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import visspec
 from tests.doubles import fast, one_sentence
 from tests.test_eagle import make
 from tests.test_stream import widened
 from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
-from visspec.api.queueing import RequestBuilder
+from visspec.api.queueing import RequestBuilder, add_to_digest
 from visspec.loop.decode import open_request
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.prefix import PrefixCache, following
@@ -159,6 +164,65 @@ def test_another_image_is_a_miss_and_so_is_one_that_differs_in_a_number():
     assert (cache.hits, cache.misses) == (0, 2)
     assert streamed(quick, questions("llava", 3)[2:3], cache)[1] == [0]  # another image, the text of the first
     assert streamed(quick, entries[:1], cache)[1] == [entries[0]["input_ids"].shape[1] - 1]
+
+
+def encoded(seed):
+    """A prompt whose picture was encoded before, as others are but for numbers in the middle."""
+    inputs = prompt("llava", ["5 i 7"])
+    slots = int((inputs["input_ids"] == IMAGE).sum())
+    features = torch.zeros(1, slots, model_of("llava").config.text_config.hidden_size)
+    features[:, 1:-1, 1:-1] = torch.randn(features[:, 1:-1, 1:-1].shape, generator=torch.Generator().manual_seed(seed))
+    picture = BaseModelOutputWithPooling(pooler_output=tuple(features))
+    ids = torch.cat([inputs["input_ids"], torch.tensor([[8, 9]])], dim=1)
+    return {"input_ids": ids, "mm_encoder_outputs": {"image": picture}, "max_new_tokens": 6}
+
+
+@pytest.mark.skipif(
+    "mm_encoder_outputs" not in signature(LlavaForConditionalGeneration.forward).parameters, reason="transformers 5.24"
+)
+@pytest.mark.parametrize("room", [0, 1 << 24])
+def test_encoded_pictures_are_told_apart_by_all_of_their_numbers(room):
+    quick, cache, entries = fast("llava", None), PrefixCache(room), [encoded(seed) for seed in (1, 2, 1)]
+    expected = [quick.run(**entry).state.tokens[0] for entry in entries]
+    assert expected[0] == expected[2] != expected[1]
+    torch.set_printoptions(threshold=4, edgeitems=1)  # as of tensors of more than 1,000 numbers
+    try:
+        assert len({repr(entry["mm_encoder_outputs"]) for entry in entries}) == 1
+        found, reused = streamed(quick, entries, cache)
+    finally:
+        torch.set_printoptions(profile="default")
+    assert [tokens for tokens, _ in found] == expected
+    assert [bool(n) for n in reused] == [False, False, room > 0]
+
+
+class Opaque:
+    def __repr__(self):
+        return "Opaque()"
+
+
+def test_arguments_are_digested_whole_or_not_at_all():
+    @dataclasses.dataclass(repr=False)
+    class Parts:
+        values: list
+
+    def digest(value):
+        found = hashlib.sha256()
+        return found.hexdigest() if add_to_digest(found, value) else None
+
+    other = torch.zeros(2000)
+    other[1000] = 1e-6
+    for wrap in (
+        list,
+        tuple,
+        lambda x: {"a": x},
+        lambda x: Parts([x]),
+        lambda x: [x[0].numpy()],
+        lambda x: [{"b": (x,)}],
+    ):
+        same, equal, different = ([torch.zeros(2000)], [torch.zeros(2000)], [other])
+        assert digest(wrap(same)) == digest(wrap(equal)) != digest(wrap(different)) != None  # noqa: E711
+    assert digest(Opaque()) is digest([Opaque()]) is digest({"a": Opaque()}) is None
+    assert digest([[1], 2]) != digest([[1, 2]]) and digest("1") != digest(1)
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])

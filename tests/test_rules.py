@@ -55,7 +55,7 @@ def frequencies(tokens) -> torch.Tensor:
     return torch.bincount(tokens, minlength=V).double() / len(tokens)
 
 
-@pytest.mark.parametrize("seed", [0, 1])  # more pairs are enumerated in `test_multidraft`
+@pytest.mark.parametrize("seed", [0, 1])
 def test_rejection_keeps_the_law_and_accepts_as_often_as_it_can(seed):
     p, q = distributions(seed)
     drawn, verdict = one_step(Rejection(), p, q, ROWS, seed)

@@ -1,4 +1,4 @@
-"""The next-scale painter: its folder and classes; refiner, drafter and budget by name; the bench; its recipe."""
+"""The next-scale painter: its folder and classes; refiner, drafter and budget by name; the bench."""
 
 import json
 import sys
@@ -11,20 +11,12 @@ from transformers import GenerationConfig
 from tests.doubles import one_sentence
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
-from visspec.api.loading import load_image_model
 from visspec.cli import bench_image
 from visspec.cli.main import main
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
-from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import LabelledVARImages, calibrate_budget
-from visspec.models.var.layout import save_vae
-from visspec.models.var.model import VARImageConfig, VARImageModel, load
-from visspec.toys.recipes import animals, scale_codes, scale_draw, scale_painter
-from visspec.toys.recipes.any_order_painter import included_vq
-from visspec.toys.recipes.captioner_build import save
-from visspec.toys.recipes.painter_score import draw_pictures
-from visspec.toys.recipes.recipe import write_coded
+from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.toys.scenes import scenes_of
 from visspec.toys.world.suite import suite
 
@@ -60,10 +52,8 @@ def pipe():
 @pytest.fixture(scope="module")
 def written(pipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("scales")
-    save(pipe.model, None, folder / "painter", torch.float32)
-    save(fresh(1, depth=1), None, folder / "small", torch.float32)
-    for name in ("painter", "small"):
-        GenerationConfig(guidance_scale=2.0).save_pretrained(folder / name)
+    pipe.model.save_pretrained(folder / "painter")
+    fresh(1, depth=1).save_pretrained(folder / "small")
     return folder
 
 
@@ -150,7 +140,7 @@ def test_a_painters_folder_is_a_drafter(pipe, written, rule):
 
 
 def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
-    save(fresh(1, codebook=8), None, tmp_path, torch.float32)
+    fresh(1, codebook=8).save_pretrained(tmp_path)
     with one_sentence(r"^drafter: got a model with another codebook, expected the model's 64"):
         pipe(PROMPTS[0], drafter=str(tmp_path))
 
@@ -183,209 +173,11 @@ def test_other_targets_are_rows_of_the_bench(pipe):
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
     assert bench_image.taught(pipe.family, suite()) is None, "no task is all of its four"
-    model, rows = fresh(labels=animals.LABELS), animals.rows()
+    rows = scenes_of("animals", None, "prompts").prompts()
+    model = fresh(labels=[row["prompt"] for row in rows])
     assert len(rows) == 48 and bench_image.taught(LabelledVARImages(model), rows) == ["single_object"]
     assert scenes_of(None, model, "prompts").prompts() == rows
     assert scenes_of(None, pipe.model, "prompts").name == "shapes"
-
-
-# --- the recipe -------------------------------------------------------------------------------------------------------
-
-
-def test_pictures_are_of_their_classes():
-    assert len(animals.LABELS) == 156 == len(set(animals.LABELS))
-    for seed in range(20):
-        number, scene = animals.pair(seed)
-        (animal,), row = scene.things, animals.ROWS[number]
-        assert animal.name == row["include"][0]["class"] and scene.ground in ("smooth", "cloudy")
-        assert [scene.ground, scene.tint] == row.get("ground", [scene.ground, scene.tint])
-
-
-def test_classes_are_sums_of_facts():
-    table = animals.facts()
-    assert table.shape == (157, 21) and set(table.sum(1).tolist()) == {1.0, 3.0}
-    pig, on_blue = (table[animals.LABELS.index(f"a photo of a pig{on}")] for on in ("", " on a cloudy blue ground"))
-    assert (on_blue - pig).sum() == 2 and (on_blue - pig).min() == 0 and not (table[:156] @ table[156]).any()
-
-
-def test_weights_are_by_map():
-    every = scale_draw.weights(8)
-    parts = [part.sum().item() for part in every.split(scale_codes.SCALES.sizes)]
-    assert abs(sum(parts) - 1) < 1e-6 and abs(parts[7] / parts[0] - 8) < 1e-4
-    late = [part.sum().item() for part in scale_draw.weights(8, 3.0).split(scale_codes.SCALES.sizes)]
-    assert abs(late[7] / late[5] - 3 * 8 / 6) < 1e-4 and abs(late[6] / late[5] - 3 * 7 / 6) < 1e-4
-    assert len(scale_draw.weights(6)) == 91
-
-
-@pytest.fixture(scope="module")
-def codec():
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return MultiScaleVAE(MultiScaleShape(32, 8, 32, (1, 1, 1, 1), 0)).eval()
-
-
-def made_up(folder, pairs):
-    """Codes of pairs, of no picture."""
-    generator = torch.Generator().manual_seed(5)
-    classes, codes = (
-        torch.randint(len(animals.LABELS), (pairs,), generator=generator),
-        torch.randint(32, (pairs, scale_codes.SCALES.total), generator=generator),
-    )
-    torch.save({"classes": classes.short(), "codes": codes.short()}, folder / "codes.pt")
-
-
-def tiny(codec, name="painter", seed=0):
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return scale_draw.SharedClassEmbedding(scale_draw.build(name, codec, {"width": 32, "depth": 2, "heads": 2}))
-
-
-@pytest.mark.parametrize("maps", [8, 6, 1])
-def test_a_whole_picture_is_taught_as_it_is_drawn(codec, maps):
-    """Laws of one pass are those that the pipeline's reading gives scale by scale."""
-    taught = tiny(codec)
-    for weight in taught.net.parameters():
-        weight.data.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)) * 0.1)
-    classes, generator = torch.tensor([3, len(animals.LABELS)]), torch.Generator().manual_seed(1)
-    codes = torch.randint(32, (2, scale_codes.SCALES.total), generator=generator)
-    with torch.no_grad():
-        read = scale_draw.inputs(codec.quantize, codes)
-        logits = taught.logits(classes, read, maps)
-    wanted = torch.cat(scale_painter.laws(taught.fold_classes(), classes, codes)[:maps], dim=1)
-    torch.testing.assert_close(logits.log_softmax(-1), wanted, atol=2e-5, rtol=1e-4)
-
-
-def test_distances_by_scale(codec):
-    model, other = (tiny(codec, seed=seed).fold_classes().eval() for seed in (0, 0))
-    out = draw_pictures(ImagePipeline(model, None), animals.LABELS[:2], 1.0, 0, 2)
-    same = scale_painter.apart(model, other, out)
-    assert same["kl"] == same["tv"] == [0.0] * 8 and min(same["entropy"]) > 0
-    with torch.no_grad():
-        other.var.head.bias.add_(torch.randn(32, generator=torch.Generator().manual_seed(2)))
-    apart = scale_painter.apart(model, other, out)
-    assert min(apart["kl"]) > 0 and 0 < min(apart["tv"]) and max(apart["tv"]) < 1
-    tight = CacheBudget.full(scale_codes.SCALES, 2)
-    assert scale_painter.apart(model, model, out, tight)["kl"] == [0.0] * 8
-    assert scale_painter.likeness(out, out) == {"psnr": 60.0, "equal": 2}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("nothing_detected")
-def test_the_recipe_on_a_few_steps(tmp_path, monkeypatch, codec):
-    """Every stage, taken up where it stopped, and the folders that come of it."""
-    sizes = {"painter": {"width": 32, "depth": 2, "heads": 2}, "small": {"width": 32, "depth": 1, "heads": 2}}
-    monkeypatch.setattr(scale_draw, "SIZES", sizes)
-    monkeypatch.setattr(scale_painter, "HANDOVERS", (6,))
-    monkeypatch.setattr(scale_painter, "DEPTHS", (1,))
-    monkeypatch.setattr(scale_painter, "GUIDANCES", (1.0, 2.0))
-    save_vae(tmp_path / "vq", codec, scale_codes.SCALES)
-    torch.save({"step": 1, "seconds": 60.0, "loss": 1.0}, tmp_path / "quantiser.pt")
-    options = scale_painter.PAINTER.parse([
-        "--out", str(tmp_path), "--pairs", "32", "--steps", "2", "--small-steps", "2", "--refine-steps", "2", "--rows",
-        "4", "--every", "1", "--every-prompt", "24", "--resume",
-    ])  # fmt: skip
-    made_up(tmp_path, 32)
-    for stage in (scale_draw.ScaleStage, scale_draw.SmallStage, scale_draw.RefineStage):
-        halfway = stage(options, 0)
-        halfway.steps = 1
-        halfway.run()
-        made = stage(options, 0)
-        made.restore()
-        assert made.step == 1
-        made.run()
-    taught = scale_draw.SharedClassEmbedding(scale_draw.build("small", codec))
-    scale_draw.load_stage(taught, tmp_path / "refined.pt")
-    scale_painter.finish(options)
-    model, _ = load_image_model(str(tmp_path / "painter-var"))
-    small = load(tmp_path / "painter-var-small")
-    for one in (model, small):
-        own = one.autoencoder.decoder.conv_in.weight
-        torch.testing.assert_close(own, codec.decoder.conv_in.weight, atol=1e-3, rtol=1e-2)
-    torch.testing.assert_close(
-        small.var.class_emb.weight, taught.fold_classes().var.class_emb.weight, atol=1e-3, rtol=1e-2
-    )
-    record = json.loads((tmp_path / "painter-var" / "provenance.json").read_text())
-    rows = record["measured"]["rows"]
-    assert rows["scales, 1 drafted"]["equal"] == rows["plain"]["n"] and rows["plain"]["fd_ratio"] == 1.0
-    assert rows["code, 6"]["cache_bytes"] < rows["plain"]["cache_bytes"]
-    kept = rows["scalekv, 0.1"]
-    assert kept["cache_bytes"] <= kept["budget_bytes"]
-    assert "| code, 6 |" in (tmp_path / "painter-var" / "README.md").read_text()
-    assert "painter-var-small" in (tmp_path / "painter-var-small" / "README.md").read_text()
-
-
-def test_distillation_ends_where_the_laws_are_equal(tmp_path, monkeypatch, codec):
-    """Its loss is a divergence: zero for a small model that is the large one, and positive for another."""
-    size = {"width": 32, "depth": 1, "heads": 2}
-    monkeypatch.setattr(scale_draw, "SIZES", {"painter": size, "small": size})
-    save_vae(tmp_path / "vq", codec, scale_codes.SCALES)
-    options = scale_painter.PAINTER.parse(["--out", str(tmp_path), "--pairs", "8", "--rows", "4"])
-    made_up(tmp_path, 8)
-    stage = scale_draw.SmallStage(options, 0)
-    for name in ("small.pt", "painter.pt"):
-        stage.file = tmp_path / name
-        stage.checkpoint(0.0)
-    same = scale_draw.RefineStage(options, 0)
-    assert abs(same.loss().item()) < 1e-6
-    with torch.no_grad():
-        same.taught.net.head.bias.add_(torch.randn(32, generator=torch.Generator().manual_seed(2)))
-    assert same.loss().item() > 0.01
-
-
-def test_the_painters_autoencoder_is_borrowed_whole():
-    """What VAR's class encodes and decodes is what the stock VQ model does, but for lengths and the border."""
-    vq, model = included_vq(), scale_codes.multi_scale_of(32)
-    true = animals.held_out(animals.rows(24))
-    with torch.no_grad():
-        wanted = vq.quant_conv(vq.encoder(true))
-        features = model.quant_conv(model.encoder(true))
-        torch.testing.assert_close(features * scale_codes.LENGTH, wanted, atol=1e-4, rtol=1e-4)
-        whole = vq.decoder.conv_in(vq.post_quant_conv(features))
-        mine = model.decoder.conv_in(model.post_quant_conv(features))
-    torch.testing.assert_close(mine[..., 1:-1, 1:-1], whole[..., 1:-1, 1:-1], atol=1e-4, rtol=1e-4)
-    assert model.factor == 8 and not any(p.requires_grad for p in model.parameters())
-
-
-@pytest.fixture(scope="module")
-def features(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("features")
-    options = scale_painter.PAINTER.parse([
-        "--out", str(folder), "--pairs", "12", "--vq-steps", "4", "--vq-rows", "4", "--rows", "4",
-        "--every-prompt", "48", "--resume",
-    ])  # fmt: skip
-    write_coded(scale_codes.feature_coders, options)
-    return options
-
-
-def test_the_quantiser_alone_is_taught(features):
-    stage = scale_codes.QuantiserStage(features, 0)
-    before = {name: value.clone() for name, value in stage.model.state_dict().items()}
-    with torch.no_grad():
-        first = stage.loss().item()
-    stage.run()
-    changed = {name for name, value in stage.model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed and all(name.startswith("quantize.") for name in changed)
-    assert stage.loss().item() < first
-    codec = scale_codes.load_vq(features.out)
-    assert torch.equal(codec.quantize.embedding.weight, stage.model.quantize.embedding.weight)
-    write_coded(scale_codes.code_coders, features, keep=False)
-    data = torch.load(features.out / "codes.pt", weights_only=True)
-    found = animals.pair(scale_codes.FIRST + 3)
-    assert int(data["classes"][3]) == found[0]
-    codes = codec.encode(animals.pixels([found[1]]), scale_codes.SCALES)
-    assert (codes[0] == data["codes"][3]).float().mean() > 0.95, "but for features kept in float16"
-
-
-def test_codes_start_again_where_something_is_lacking(features):
-    stage = scale_codes.QuantiserStage(features, 0)
-    ground = torch.zeros(1, 50, 8)
-    ground[0, 7] = 3.0
-    stage.step, stage.used = 1, torch.ones(scale_codes.CODES, dtype=torch.bool)
-    stage.used[:5] = False
-    kept = stage.model.quantize.embedding.weight[5:].clone()
-    stage.restart([ground])
-    weight = stage.model.quantize.embedding.weight
-    assert (weight[:5] == 3.0).all() and torch.equal(weight[5:], kept) and not stage.used.any()
 
 
 # --- the shipped pair -------------------------------------------------------------------------------------------------
@@ -403,7 +195,8 @@ def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
     for folder in folders:
         record = json.loads((folder / "provenance.json").read_text())
         assert record["weights"]["bytes"] == (folder / "model.safetensors").stat().st_size
-        assert record["recipe"] == "visspec.toys painter-var" and "painter-var" in (folder / "README.md").read_text()
+        assert record["recipe"].endswith("at tag before-reduction")
+        assert "painter-var" in (folder / "README.md").read_text()
 
 
 @shipped

@@ -1,6 +1,7 @@
 """Continuous batching: whoever shares the batch, a row's tokens are those it has alone; a failing row fails alone."""
 
 import functools
+import inspect
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -10,11 +11,13 @@ import torch
 import transformers as tf
 
 import visspec
+from tests import tiny_class_inputs
 from tests.doubles import Double, drafted, fast
 from tests.test_eagle import make
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
 from tests.tiny_classes import tiny_model
 from visspec import tree as trees
+from visspec.models.decoder import probe
 from visspec.models.decoder.small_model import SmallModel
 from visspec.types import DrafterTraits
 
@@ -453,3 +456,50 @@ def test_a_stream_beside_generate_in_other_threads():
     for thread in threads:
         thread.join()
     assert found == {0: expected, 1: expected}
+
+
+MOLMO = "Molmo2ForConditionalGeneration"  # patch indices of a picture count through the whole batch
+
+
+@functools.cache
+def pictured(name):
+    """A model and three prompts with three different pictures, the second again, and their answers alone."""
+    if name == MOLMO:
+        model = tiny_model(name)
+        form = next(tiny_class_inputs.forms(model, set(inspect.signature(model.forward).parameters)))
+        entries = [tiny_class_inputs.placed(model, lambda n, b=b: form(n, b), 4, [9 + 3 * b]) for b in range(3)]
+    else:
+        model = model_of(name)
+        entries = [prompt(name, [row], seed) for seed, row in enumerate(["3 i 4 i 9", "12 i 4", "6 i 5"])]
+    entries = [{**each, "max_new_tokens": 6} for each in [*entries, entries[1]]]
+    return model, entries, [tokens for tokens, _ in alone(visspec.accelerate(model, None, adaptive=False), entries)]
+
+
+@pytest.mark.parametrize("room", [0, 1 << 29])
+@pytest.mark.parametrize("name", [MOLMO, "llava", "qwen2_vl", "smolvlm"])
+def test_three_pictures_in_a_batch(name, room):
+    model, entries, expected = pictured(name)
+    quick = visspec.accelerate(model, None, adaptive=False)
+    assert [tokens for tokens, _ in together(quick, entries, prefix_cache=room)] == expected
+    assert set(quick.target.joins.values()) == {name != MOLMO}
+
+
+def test_pictures_that_look_alike_do_not_hide_that_rows_are_mixed_up():
+    """The first two rows show the same picture, so that a mix-up changes no logits; the third shows another one."""
+    model, entries, expected = pictured(MOLMO)
+    quick = visspec.accelerate(model, None, adaptive=False)
+    same, other = [entries[1], entries[3]], [entries[0], entries[1]]
+    assert [tokens for tokens, _ in together(quick, same, prefix_cache=0)] == [expected[1]] * 2
+    assert set(quick.target.joins.values()) == {False}
+    assert [tokens for tokens, _ in together(quick, other)] == expected[:2]
+
+
+def test_pictures_that_move_no_logits_are_prefilled_alone_and_asked_about_three_times(monkeypatch):
+    model, entries, expected = pictured("llava")
+    quick, asked = visspec.accelerate(model, None, adaptive=False), []
+    joins = probe.joins
+    monkeypatch.setattr(probe, "reflect", lambda values: values)
+    monkeypatch.setattr(probe, "joins", lambda *given: asked.append(joins(*given)) or asked[-1])
+    found = together(quick, [entries[1], entries[3]] * 5, slots=2, prefix_cache=0)
+    assert [tokens for tokens, _ in found] == [expected[1], expected[3]] * 5
+    assert asked == [None] * 3 and set(quick.target.joins.values()) == {False}

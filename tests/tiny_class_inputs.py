@@ -23,6 +23,7 @@ NEW = 30  # tokens of an answer
 TEXT = {"1": [20], "3": [40, 20, 6]}  # lengths: prompts and answers end before and behind the windows and limits
 PICTURED = {"1": [8], "3": [24, 12, 5]}  # tokens of text, a part of them before the picture
 IN_STREAM = (0, 2, 1, 2)  # rows of the batch of three, each a prompt of its own
+STREAMED = ("3 i 4 i 9", "12 i 4", "6 i 5")  # as `tiny.SHAPES`
 LIVELY, SEEDS = 6, 5
 COUNTS = (4, 16, 1, 0)  # tokens of a picture to try where the model does not tell
 FAMILIES = {type_name: name for name, type_name in {
@@ -95,7 +96,8 @@ def cases(name: str) -> list[tuple[str, nn.Module, Batches]]:
     if name in FAMILIES:  # with prompts of several pictures, and none in some rows
         family, ragged = FAMILIES[name], tiny.SHAPES["ragged"]
         batches = {"1": tiny.prompt(family, tiny.SHAPES["one"]), "3": tiny.prompt(family, ragged)}
-        batches["stream"] = [tiny.single_row(family, ragged, batches["3"], b) for b in IN_STREAM]
+        prompts = [tiny.prompt(family, [row], seed) for seed, row in enumerate(STREAMED)]
+        batches["stream"] = [prompts[b] for b in IN_STREAM]
         return [*found, ("pictures", tiny.model_of(family), batches)]
     return [*found, ("pictures", model, with_stream(pictures))] if pictures else found
 
@@ -109,6 +111,8 @@ def single_row(inputs: dict[str, Any], b: int) -> dict[str, Any]:
     """Row b of a batch without its padding. What is no number of each id is an equal part of the whole."""
     mask = inputs["attention_mask"]
     alone = {k: v.chunk(len(mask))[b] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    if "image_token_pooling" in alone:  # patches of the row's own picture
+        alone["image_token_pooling"] = alone["image_token_pooling"] - alone["image_token_pooling"].min()
     return {
         k: v[:, mask[b].bool()] if isinstance(v, Tensor) and inputs[k].shape[:2] == mask.shape else v
         for k, v in alone.items()
@@ -144,6 +148,13 @@ def forms(model: nn.Module, accepted: set[str]) -> Iterator[Any]:
                 "image_grid_thw": torch.tensor([[1, 4, 4]] * n),
                 **({"image_merge_sizes": torch.full((n,), 2)} if "image_merge_sizes" in accepted else {}),
             }
+    if "image_token_pooling" in accepted:
+        yield lambda n, seed=0: {
+            "pixel_values": noise(n, 16, channels * patch * patch, seed=seed),
+            "image_token_pooling": torch.arange(16 * n).view(4 * n, 4),  # counted through all pictures of a batch
+            "image_grids": torch.tensor([[2, 2, 0, 0]] * n),
+            "image_num_crops": torch.ones(n).long(),
+        }
     if "spatial_shapes" in accepted:
         yield lambda n, seed=0: {
             "pixel_values": noise(n, 16, channels * patch * patch, seed=seed),

@@ -6,6 +6,7 @@ Models are built outside inference mode whoever asks first: weights made in it w
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -16,6 +17,7 @@ from transformers.models.emu3.configuration_emu3 import Emu3TextConfig, Emu3VQVA
 from transformers.models.janus.configuration_janus import JanusVisionConfig, JanusVQVAEConfig
 
 from tests.tiny import enliven
+from visspec.io import included
 
 PAD, BOS, EOS, BOI = 0, 1, 2, 3
 SIDE, CODES = 4, 24
@@ -73,16 +75,38 @@ def sibling(side: int = 2, seed: int = 1):
 
 def painter(where) -> None:
     """A tiny random model of the painter's kind, as a checkpoint folder."""
-    pytest.importorskip("visspec.toys")
-    from visspec.toys.recipes.painter_build import build_processor, generation_config, model_config
-
     torch.manual_seed(0)
-    text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = tf.JanusForConditionalGeneration(model_config(True, text)).eval()
+    model = tf.JanusForConditionalGeneration(painter_config()).eval()
     enliven(model, 0)
-    model.generation_config = generation_config(True)
+    model.generation_config = tf.GenerationConfig(
+        bos_token_id=1, eos_token_id=2, pad_token_id=0, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+        guidance_scale=3.0, max_length=52, generation_kwargs={"boi_token_id": 4},
+    )  # fmt: skip
     model.save_pretrained(where)
-    build_processor(True).save_pretrained(where)
+    painter_processor("painter-lowres").save_pretrained(where)
+
+
+def painter_config(**sizes) -> tf.JanusConfig:
+    """The configuration of the included low-resolution painter with a tiny text model; `sizes` override its sizes."""
+    config = tf.JanusConfig.from_pretrained(included_folder("painter-lowres")).to_dict()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2} | sizes
+    heads = sizes["num_attention_heads"]
+    config["text_config"] |= sizes | {"num_key_value_heads": heads, "head_dim": sizes["hidden_size"] // heads}
+    config["vision_config"]["projection_dim"] = sizes["hidden_size"]
+    config["vq_config"] |= dict.fromkeys(("projection_dim", "image_token_embed_dim"), sizes["hidden_size"])
+    return tf.JanusConfig(**config)
+
+
+def painter_processor(name: str = "painter") -> tf.JanusProcessor:
+    """The processor of an included painter."""
+    return tf.JanusProcessor.from_pretrained(included_folder(name))
+
+
+def included_folder(name: str) -> Path:
+    """The folder of an included model; the test is skipped where its weights are not there."""
+    if not included.present(name):
+        pytest.skip(f"the included model {name} is not in this installation")
+    return included.folder(name)
 
 
 def prompts(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,7 +119,6 @@ def prompts(rows: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids != PAD
 
 
-NARROW = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2}  # a painter's
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 128,

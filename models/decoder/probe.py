@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +46,7 @@ FULL_PRECISION = (torch.float32, torch.float64)
 # relative errors that may be rounding: in float32; where integers are behind it; in half precision, times the root's,
 # within bounds
 EXACT, COARSE, TIMES_ROOT, WRONG = 1e-3, 0.1, 10.0, 0.5
+SEEN = 4.0  # a change of media that is read moves the logits by so many times the rounding
 ROUGH = 1e-4  # an error of the root above it says that the arithmetic is coarse
 
 
@@ -137,6 +139,51 @@ def _as_alone(target: HFDecoder) -> bool:
     except Exception:  # it needs more than ids: what can't be asked is not believed
         return False
     return all(alike(target, padded, torch.cat(alone)) for padded, alone in pairs)
+
+
+def joins(
+    target: HFDecoder, batch: Callable[[Sequence[Request]], Request], first: Request, second: Request, changed: Request
+) -> bool | None:
+    """Check that two rows with concatenated media are read as each is alone.
+
+    The second row of the batch has changed media, so that a model that mixes up the rows gives other logits even if
+    the two rows show the same picture.
+
+    Args:
+        batch: makes one request of requests of one row.
+        changed: the second request with other media of the same shapes (`reflect`).
+
+    Returns:
+        None if the change does not move the logits by much more than rounding does, so that nothing can be said.
+
+    Raises:
+        Exception: what the model raises for a row alone.
+    """
+
+    def logits(*rows: Request) -> Tensor:
+        return target.prefill(replace(batch(rows), keep_raw=True))[1].aux["raw"].float()
+
+    one, other, control = logits(first), logits(changed), logits(second)
+    try:
+        joined = logits(first, changed)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:
+        return False
+    if not alike(target, joined, torch.cat([one, other])):
+        return False
+    floating = any(isinstance(v, Tensor) and v.is_floating_point() for v in changed.inputs.values())
+    exact = _exact(target.model)
+    error, change = (_difference(found, other, exact)[0] for found in (joined[1:], control))
+    return True if not floating or SEEN * error <= change > 0 else None
+
+
+def reflect(values: Tensor) -> Tensor:
+    """Floating values mirrored in the range of each column, which keeps columns that hold places valid."""
+    if not values.is_floating_point() or not values.numel() or values.dim() < 2:
+        return values
+    flat = values.flatten(0, -2)
+    return flat.amin(0) + flat.amax(0) - values
 
 
 def alike(target: HFDecoder, found_RPV: Tensor, expected_RPV: Tensor) -> bool:

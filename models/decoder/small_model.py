@@ -49,7 +49,9 @@ class SmallModel(StructuredDrafter):
         ours, theirs = self.target.capabilities, describe(model)
         if abs(ours.vocab - theirs.vocab) > VOCABULARY_PADDING:
             raise ValueError(
-                f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}, or `RetokenizedModel`"
+                f"drafter: vocabulary of {ours.vocab}, expected the target's {theirs.vocab}. For a model with another"
+                " tokenizer use transformers' universal assisted decoding: generate(assistant_model=..., tokenizer=...,"
+                " assistant_tokenizer=...)."
             )
         self.vocab, self.full = min(ours.vocab, theirs.vocab), theirs.vocab
         self.content = sorted(theirs.never_drafted)

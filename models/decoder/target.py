@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -97,6 +97,7 @@ class HFDecoder(RunningTarget):
         self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept one (`prefix`)
         hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
         why = "layers that keep a state" if self.states else hooked
+        self.joins: dict[Hashable, bool] = {}  # whether media of a kind can be concatenated (`probe.joins`)
         self.passes = compiled_passes(model, self.decoder, why) if compile else None
         self.layer_subset = LayerSubset(model, self.decoder)
 

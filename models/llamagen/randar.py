@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from visspec.models.layers import rotate
 from visspec.models.llamagen.network import LlamaGen, LlamaGenConfig
 
-DEVIATION = 0.02  # of initial weights
-
 
 class RandAR(LlamaGen):
     """LlamaGen with queries. Position ids of a code and of its query are the same, P + place."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__(config)
-        self.pos_instruct_embeddings = nn.Parameter(torch.randn(1, config.hidden_size) * DEVIATION)
+        self.pos_instruct_embeddings = nn.Parameter(torch.randn(1, config.hidden_size) * 0.02)
 
     def query(self, places: Tensor) -> Tensor:
         """Places (B, N), each below twice their number -> inputs that ask for their codes, (B, N, d)."""
@@ -55,11 +53,3 @@ class RandAR(LlamaGen):
             mask = mask[:, None]
         hidden = self(torch.cat([prefix_BPd, inputs], dim=1), torch.cat([first_BP, at_BS], dim=1), mask)
         return self.head(hidden.last_hidden_state[:, prefix::2])
-
-    @torch.no_grad()
-    def begin(self) -> None:
-        """Initial weights for training: normal numbers of deviation 0.02, the output zero."""
-        for part in self.modules():
-            if isinstance(part, nn.Linear | nn.Embedding):
-                part.weight.normal_(std=DEVIATION)
-        self.output.weight.zero_()

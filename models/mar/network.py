@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_fields
 from visspec.models.layers import GeluMLP, Network
-from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead, begin_linear
+from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
 UNCONDITIONAL = -1  # class number of rows without a class
 
@@ -105,14 +105,6 @@ class MAR(Network):
         self.diffusion_pos_embed_learned = table(1, config.tokens, width)
         head = DiffusionHead(config.size, width, config.head_width, config.head_depth, learned=True)
         self.diffloss = nn.ModuleDict({"net": head})
-
-    def begin(self) -> None:
-        """Initial weights as published: linear layers by Xavier, tables of deviation 0.02."""
-        begin_linear(self)
-        tables = (self.fake_latent, self.mask_token, self.encoder_pos_embed_learned, self.decoder_pos_embed_learned)
-        for table in (*tables, self.diffusion_pos_embed_learned, self.class_emb.weight):
-            nn.init.normal_(table, std=0.02)
-        self.head.begin(published=True)
 
     @property
     def head(self) -> DiffusionHead:

@@ -15,7 +15,7 @@ from transformers import JanusVQVAE, JanusVQVAEConfig, PreTrainedConfig
 from visspec.io.checkpoint import check_whole
 from visspec.models.folders import OwnImageModel
 from visspec.models.llamagen.network import LlamaGenConfig
-from visspec.models.llamagen.randar import DEVIATION, RandAR
+from visspec.models.llamagen.randar import RandAR
 
 
 class RandARImageConfig(PreTrainedConfig):
@@ -71,13 +71,6 @@ class RandARImageModel(OwnImageModel):
         self.net = RandAR(config.sizes)
         self.vqmodel = JanusVQVAE(config.vq_config)
         self.post_init()
-
-    def begin(self) -> None:
-        """Initial weights for training; the VQ model's stay."""
-        for table in (self.words, self.columns):
-            nn.init.normal_(table.weight)
-        self.net.begin()
-        nn.init.normal_(self.net.get_parameter("cls_embedding.uncond_embedding"), std=DEVIATION)
 
     def features(self, ids_BL: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Prompts padded on the left -> the condition (B, P, F), zero at padding, and which of it is real (B, P). Words

@@ -1,6 +1,5 @@
 """VAR's transformers (d16 to d36; 512 pixels with shared modulation) and its multi-scale VQ autoencoder as published:
-safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec.io.convert_checkpoint`). And our own
-folders of autoencoders, with config.json (`visspec train vq`).
+safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec.io.convert_checkpoint`).
 """
 
 from __future__ import annotations
@@ -8,21 +7,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from visspec.io.checkpoint import check_folder, load_strictly, read_json, read_tensors
-from visspec.io.files import write_json
 from visspec.models.codecs.vq_layout import CODEBOOK, place_stock, unnamed
-from visspec.models.published_tensors import count, multipliers, one_sentence, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import count, multipliers, place, read_all_tensors, rename, require
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import VAR, VARConfig
 
-CONFIG, WEIGHTS, KIND = "config.json", "model.safetensors", "multiscale_vae"
 NOT_WEIGHTS = r"lvl_1L$|attn_bias_for_masking$"  # follow from the scales
 NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
 SMOOTH = "quantize.quant_resi.qresi_ls."
@@ -73,38 +67,13 @@ def _scales(level_L: Tensor, given: ScaleSizes | None, where: str | Path) -> Sca
 
 
 def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiScaleVAE:
-    """VAR's autoencoder, another of its layout, or a folder of `save_vae`, in evaluation mode."""
-    if (shape := saved_shape(path)) is not None:
-        tensors = read_tensors(check_folder(path))
-        model = MultiScaleVAE(shape).eval().to(dtype or require(tensors, CODEBOOK, 2, path).dtype)
-        load_strictly(model, tensors, Path(path))
-        return model
+    """VAR's autoencoder, or another of its layout, in evaluation mode."""
     named = rename(_split(read_all_tensors(path), path), (), NOT_VQ_WEIGHTS)
     tensors = unnamed(named)
     shape = shape_of(tensors, path)
     model = MultiScaleVAE(shape).eval().to(dtype or tensors[CODEBOOK].dtype)
     place_stock(model, named, len(shape.multipliers), path)
     return model
-
-
-def save_vae(folder: str | Path, model: MultiScaleVAE, scales: ScaleSizes) -> None:
-    """Write config.json and model.safetensors, with the scales that it was trained for."""
-    root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    save_file({name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}, root / WEIGHTS)
-    entries = {"kind": KIND, "shape": asdict(model.shape), "scales": [list(grid) for grid in scales.grids]}
-    write_json(root / CONFIG, entries)
-
-
-def saved_shape(path: str | Path) -> MultiScaleShape | None:
-    """The shape of an autoencoder of ours, None for anything else."""
-    root = Path(path)
-    entries = read_json(root, CONFIG) if (root / CONFIG).is_file() else {}
-    if entries.get("kind") != KIND:
-        return None
-    with one_sentence(path):
-        shape = dict(entries.get("shape") or {})
-        return MultiScaleShape(**shape | {"multipliers": tuple(shape.get("multipliers", ()))})
 
 
 def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:

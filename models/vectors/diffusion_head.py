@@ -125,14 +125,6 @@ class OutputLayer(nn.Module):
         return self.linear(torch.addcmul(shift, self.norm_final(x), scale))
 
 
-def begin_linear(module: nn.Module) -> None:
-    """Initial weights of all linear layers in a module, as MAR has them: Xavier, uniform, without biases."""
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.xavier_uniform_(part.weight)
-            nn.init.zeros_(part.bias)
-
-
 class DiffusionHead(nn.Module):
     """Noise predictor of a token: (points (M, d), timesteps (M,), conditions (M, C)) -> (M, d), or with `learned`
     deviations (M, 2 d), the noise first.
@@ -146,20 +138,6 @@ class DiffusionHead(nn.Module):
         self.input_proj = nn.Linear(size, width)
         self.res_blocks = nn.ModuleList(ResidualBlock(width) for _ in range(depth))
         self.final_layer = OutputLayer(width, 2 * size if learned else size)
-
-    def begin(self, published: bool = False) -> None:
-        """Initial weights: every block passes its input on, and the output is zero. published: all other layers as MAR
-        has them, by Xavier without biases, those of the time of deviation 0.02; without it they stay as they are.
-        """
-        if published:
-            begin_linear(self)
-            times: list[Any] = [self.time_embed.mlp[i] for i in (0, 2)]
-            for layer in times:
-                nn.init.normal_(layer.weight, std=0.02)
-        last: list[Any] = [part.adaLN_modulation[1] for part in (*self.res_blocks, self.final_layer)]
-        for layer in (*last, self.final_layer.linear):
-            nn.init.zeros_(layer.weight)
-            nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, t: Tensor, condition: Tensor) -> Tensor:
         return self.run_modulated(x, self.modulations(self.time_embed(t) + self.cond_embed(condition)))

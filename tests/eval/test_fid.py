@@ -24,6 +24,7 @@ from visspec.eval.metrics.features import (
     table,
 )
 from visspec.eval.metrics.statistics import GaussianStats, merge_parts
+from visspec.io import included
 
 
 def draws(n: int, d: int, seed: int, shift: float = 0.0) -> torch.Tensor:
@@ -327,18 +328,16 @@ def test_only_verified_inception_is_called_fid(tmp_path: Path):
 
 
 def test_random_conv_distance_grows_with_damage(tmp_path: Path):
-    from visspec.toys.world.render import render
-    from visspec.toys.world.robustness import noise
-    from visspec.toys.world.suite import free_scene, sample_prompt
-
-    rng = np.random.default_rng(0)
-    clean = [render(free_scene(sample_prompt(rng), rng), 64) for _ in range(400)]
+    rng, scenes = np.random.default_rng(0), included.scenes("shapes")
+    prompts = scenes.prompts()
+    clean = [scenes.render(prompts[i], rng, 64) for i in rng.integers(len(prompts), size=400)]
     extractor = RandomConv()
     stack = lambda images: extractor(torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2))  # noqa: E731
     base = stack(clean[:200])
     values = [fid.from_features(stack(clean[200:]), base)]
     for sigma in (4, 8, 16, 32):
-        values.append(fid.from_features(stack([noise(sigma)(i, rng) for i in clean[200:]]), base))
+        damaged = [np.rint(image + rng.normal(0, sigma, image.shape)).clip(0, 255) for image in clean[200:]]
+        values.append(fid.from_features(stack([image.astype(np.uint8) for image in damaged]), base))
     assert values == sorted(values) and values[-1] > 2 * values[0]
 
 

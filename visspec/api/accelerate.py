@@ -21,12 +21,10 @@ from visspec.api.copies import Rebuildable
 from visspec.api.loading import load_saved
 from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
-from visspec.loop.bandit import bandit_of
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
-from visspec.models.attention.masks import STATEFUL
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
@@ -54,8 +52,7 @@ def accelerate(
 
     drafter: "auto" (default), that of `default_drafter`; a name of `visspec list`, a checkpoint folder, a Drafter, a
         smaller transformers model, or None; or the JSON file that `visspec tune` wrote, with drafter, acceptance and
-        levels, of which arguments given here win. A list of these: each request takes the one that has been the fastest
-        (`loop.bandit`); `last_stats` names it.
+        levels, of which arguments given here win.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster; False is
         length="fixed". length: a draft-length policy by name and options, "adaptive:share=0.02", or an object, of
@@ -120,11 +117,8 @@ class Accelerated(Rebuildable):
     def __init__(self, model: nn.Module, options: SetupOptions, tokenizer: Processor | Tokenizer | None = None):
         self.model, self.tokenizer, self._why = cast(PreTrainedModel, model), tokenizer, ""
         drafter = options.drafter
-        if isinstance(drafter, (list, tuple)):
-            drafter = [default_drafter(self.model)[0] if one == "auto" else one for one in drafter]
-        elif drafter == "auto":
-            several = not options.compile and options.acceptance == "exact"
-            drafter, self._why = default_drafter(self.model, several)
+        if drafter == "auto":
+            drafter, self._why = default_drafter(self.model)
         self._options = replace(options, drafter=drafter)
         self._made = (self._fits(), self._build())
         self.last_stats: Stats | None = None  # after the first call
@@ -196,25 +190,22 @@ class Accelerated(Rebuildable):
 
     def _fits(self) -> tuple:
         """Key of a setup: dtype, device and attention of the model and of a small model used as drafter."""
-        models = (m for m in (self.model, *each_of(self._options.drafter)) if isinstance(m, nn.Module))
+        models = (m for m in (self.model, self._options.drafter) if isinstance(m, nn.Module))
         attention = "_attn_implementation"
         return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
 
     def _build(self) -> DecodingSetup[HFDecoder]:
-        """The setup, or those of several drafters."""
-        options, model, made = self._options, driven(self.model), {}
+        options, model = self._options, driven(self.model)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
             read = traits.feature_layers, traits.embeddings
-            if read not in made:  # drafters of a list that read the same share it
-                made[read] = HFDecoder(model, *read, check=options.probe, compile=options.compile)
-            target = made[read]
+            target = HFDecoder(model, *read, check=options.probe, compile=options.compile)
             if traits.partial and target.capabilities.layers:
                 target.layer_subset.check()
             return target
 
-        def build(spec: DrafterSpec) -> DecodingSetup[HFDecoder]:
-            drafter, name = zoo.drafter(spec, model)
+        with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
+            drafter, name = zoo.drafter(options.drafter, model)
             return build_setup(
                 drafter,
                 name,
@@ -226,10 +217,6 @@ class Accelerated(Rebuildable):
                 compile=options.compile,
                 graphs=options.graphs,
             )
-
-        with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
-            setups = [build(spec) for spec in each_of(options.drafter)]
-            return bandit_of(setups) if isinstance(options.drafter, (list, tuple)) else setups[0]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "model" not in self.__dict__:  # called by copy and pickle on an empty object
@@ -273,7 +260,7 @@ class Accelerated(Rebuildable):
         requests.adopt_stop_strings(kwargs)
         requests.adopt_cache(kwargs)
         media = queueing.media_of(kwargs)
-        call = _Run(self.setup.select(), self.tokenizer, streamer, generator, seed, media, self._why)
+        call = _Run(self.setup, self.tokenizer, streamer, generator, seed, media, self._why)
         output = cast(GenerationMixin, self.model).generate(**kwargs, custom_generate=call)
         assert call.result is not None
         self.last_state, self.last_stats = call.result
@@ -301,10 +288,9 @@ class Accelerated(Rebuildable):
         drafter's rows can't enter a batch.
         """
         setup = self.setup
-        for each in setup.each:
-            queueing.check(each, slots, ahead, options)
+        queueing.check(setup, slots, ahead, options)
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
-        builder = queueing.RequestBuilder(self.model, setup.select(), options, prefixes)
+        builder = queueing.RequestBuilder(self.model, setup, options, prefixes)
         return queueing.answers(builder, prompts, slots, ahead or slots, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
@@ -359,7 +345,7 @@ class Speculative:
         fast = self.fast
         if fast is None or fast.target.model is not model:
             fast = self.fast = accelerate(model, self.drafter, **self.options)
-        call = _Run(fast.setup.select(), fast.tokenizer, tok_streamer, generator, seed, why=fast._why)
+        call = _Run(fast.setup, fast.tokenizer, tok_streamer, generator, seed, why=fast._why)
         output = call(model, input_ids, **prepared)
         assert call.result is not None
         self.last_stats = call.result[1]
@@ -377,10 +363,10 @@ class Speculative:
         return hub.push(repo_id, self.save_pretrained, private, message)
 
 
-def default_drafter(model: PreTrainedModel, several: bool = False) -> tuple[DrafterSpec, str]:
+def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
-    layer in its own files that predicts further tokens, or an included one that is made for it; else "ngram", or with
-    `several` a list of those that need no training. Nothing is fetched.
+    layer in its own files that predicts further tokens, or an included one that is made for it; else "suffix", which
+    needs no training. Nothing is fetched.
     """
     folder = getattr(model, "name_or_path", None)
     found: DrafterSpec
@@ -391,18 +377,9 @@ def default_drafter(model: PreTrainedModel, several: bool = False) -> tuple[Draf
     elif found := zoo.included_drafter(model):
         why = "it is made for the model"
     else:
-        found, why = "ngram", "nothing was made for the model"
-        if several:
-            chains = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) & set(STATEFUL)
-            found = ["ngram", "suffix"] if chains else ["ngram", "suffix", "recycling"]
-            why += f", and each request takes the fastest of {', '.join(found)}"
+        found, why = "suffix", "nothing was made for the model"
     logger.info("drafter: %s, because %s", found, why)
     return found, why
-
-
-def each_of(spec: DrafterSpec) -> Sequence[DrafterSpec]:
-    """The drafters of a list of them, or the one there is."""
-    return spec if isinstance(spec, (list, tuple)) else (spec,)
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:

@@ -154,11 +154,6 @@ DRAFTERS = {
         "the target's own laws of later codes, at no further pass (ASSD); no training",
         "any-order images",
     ),
-    "neighbours": Entry(
-        "visspec.models.lookup.neighbours:Neighbours",
-        "what was seen beside the codes around, in the same image (a context n-gram)",
-        "any-order images",
-    ),
 }
 ORDERS = {  # of generation of an image's positions
     "raster": Entry("visspec.loop.orders:Raster", "row by row, through the loop; the default"),

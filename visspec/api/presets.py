@@ -79,7 +79,6 @@ ANY_ORDER = {  # of models that draw in any order, beside those of `CODES` that 
         "ahead:levels=4", "exact", "ASSD (ICLR 2026), one pass a round; codes far from each other first", "spread"
     ),
     "assd-raster": Preset("ahead:levels=4", "exact", "the same row by row", "raster"),
-    "assd-ngram": Preset("neighbours", "exact", "ASSD with a context n-gram as drafter", "spread"),
 }
 IMAGES = {"codes": CODES, "any order": CODES | ANY_ORDER, "vectors": VECTORS, "maps": MAPS}  # by what a family draws
 

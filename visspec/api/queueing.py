@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from inspect import signature
 from itertools import count
 from typing import Any, NamedTuple, cast
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from visspec.api import requests
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stream import Answer, Stream
+from visspec.models.decoder import probe
 from visspec.models.decoder.prefix import PrefixCache, PrefixPlan, PromptKey
 from visspec.models.decoder.target import HFDecoder
 from visspec.types import Processor, Request, Tokenizer
 
 Entry = Mapping[str, Any] | tuple[Any, Exception]  # generate's arguments, or the id and error of what became none
 MOST_KNOWN = 256  # kinds of options
+MOST_UNCLEAR = 3  # groups of a kind that the probe is run on if it cannot tell
 ONE_PROMPT = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
 
 
@@ -85,6 +88,7 @@ class RequestBuilder:
         own = setup.target.model is not model  # a generate of its own around it, with options of its own
         self.named = frozenset(signature(cast(Callable, model.generate)).parameters) if own else frozenset()
         self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
+        self.unclear: Counter[Hashable] = Counter()  # kinds of inputs of which the probe could not tell
         self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
 
     def queue(self, entries: Iterable[Entry | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
@@ -156,9 +160,12 @@ class RequestBuilder:
 
     def kind(self, request: Request) -> Hashable:
         """What requests share that can be prefilled together: the shapes of pixels, other arguments, temperature and
-        cuts, and the length of the prompt and its own padding if the target can't pad.
+        cuts, and the length of the prompt and its own padding if the target can't pad. A request with tensors inside
+        an argument, such as outputs of an image encoder, is prefilled alone.
         """
         length = request.prompt.shape[1]
+        if not all(isinstance(value, Tensor) or is_plain(value) for value in request.inputs.values()):
+            return id(request)
         shapes = [
             (name, value.dtype, None if of_ids(value, length) else value.shape[1:])
             if isinstance(value, Tensor)
@@ -171,10 +178,12 @@ class RequestBuilder:
         mask = request.inputs.get("attention_mask")
         return frozenset(shapes), sampling, length, None if mask is None else tuple(mask.flatten().tolist())
 
-    def together(self, group: Sequence[Request]) -> Request:
-        """One request with a row for each. Rows that begin as others do, or as prompts before them, share what the
-        target keeps of those.
+    def together(self, group: Sequence[Request]) -> Request | None:
+        """One request with a row for each; None if the model needs the rows one at a time. Rows that begin as others
+        do, or as prompts before them, share what the target keeps of those.
         """
+        if len(group) > 1 and not self._can_join(group):
+            return None
         cache = None if self.prefixes is None else self.prefixes.open(self.setup.target)
         keys = [] if cache is None else [key for r in group if (key := self._key(r)) is not None]
         if cache is None or len(keys) < len(group):
@@ -192,6 +201,27 @@ class RequestBuilder:
             plan.first = self._batch([_cut(group[b], key.length) for b, key in first.items()])
             plan.first.prefix = PrefixPlan(cache, list(first.values()))
         return found
+
+    def _can_join(self, group: Sequence[Request]) -> bool:
+        """Check that the model reads concatenated media as the batch that its processor would make. For some it does
+        not: Molmo2's patch indices count through the whole batch. The model is asked once for each kind of inputs.
+        """
+        shapes = [[value.shape for value in _media(request).values()] for request in group]
+        if not any(shapes):
+            return True
+        uneven = next((b for b, each in enumerate(shapes) if each != shapes[0]), 0)
+        target, kind = self.setup.target, (frozenset(group[0].inputs), uneven > 0)
+        if kind not in target.joins:
+            pair = group[0], group[uneven or 1]
+            changed = replace(
+                pair[1], inputs=pair[1].inputs | {k: probe.reflect(v) for k, v in _media(pair[1]).items()}
+            )
+            found = probe.joins(target, self._batch, *pair, changed)
+            self.unclear[kind] += found is None
+            if found is None and self.unclear[kind] < MOST_UNCLEAR:
+                return False
+            target.joins[kind] = bool(found)
+        return target.joins[kind]
 
     def _batch(self, group: Sequence[Request]) -> Request:
         """One request with a row for each."""
@@ -216,20 +246,21 @@ class RequestBuilder:
         return inputs
 
     def _key(self, request: Request) -> PromptKey | None:
-        """What makes a prompt another's equal; None for one that has padding, or media and no ids that stand for it."""
+        """What makes a prompt another's equal; None for one that has padding, media and no ids that stand for it, or
+        arguments whose contents are unknown.
+        """
         length, digest, ids, media = request.prompt.shape[1], hashlib.sha256(), [], False
         for name, value in sorted(request.inputs.items()):
-            if not isinstance(value, Tensor):
-                digest.update(repr((name, value)).encode())
-            elif of_ids(value, length):
+            if isinstance(value, Tensor) and of_ids(value, length):
                 ids.append(value[0].cpu().numpy())
                 digest.update(name.encode())
                 if name == "attention_mask" and not ids[-1].all():
                     return None
-            else:
-                media = True
-                digest.update(repr((name, value.dtype, value.shape)).encode())
-                digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                continue
+            digest.update(name.encode())
+            if not add_to_digest(digest, value):
+                return None
+            media = media or not is_plain(value)
         slots = torch.isin(request.prompt[0].cpu(), self.content).nonzero()
         if media and not len(slots):
             return None
@@ -244,6 +275,12 @@ def _cut(request: Request, length: int) -> Request:
     return replace(request, prompt=request.prompt[:, :length], inputs=parts)
 
 
+def _media(request: Request) -> dict[str, Tensor]:
+    """The tensors of a request that have no number for each id."""
+    length = request.prompt.shape[1]
+    return {k: v for k, v in request.inputs.items() if isinstance(v, Tensor) and not of_ids(v, length)}
+
+
 def _limit(group: Sequence[Request]) -> int:
     return max(request.max_new_tokens for request in group)
 
@@ -256,3 +293,35 @@ def media_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
 def of_ids(value: Tensor, length: int) -> bool:
     """Whether a tensor of a request has a number for each id of the prompt."""
     return value.shape == (1, length) and not value.is_floating_point()
+
+
+def is_plain(value: Any) -> bool:
+    """Check that `repr` shows all of a value: numbers, strings, None, and lists, tuples and dictionaries of them."""
+    if isinstance(value, Mapping):
+        return all(is_plain(key) and is_plain(each) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str, bytes, np.generic, torch.dtype, torch.device))
+
+
+def add_to_digest(digest: Any, value: Any) -> bool:
+    """Add all of a value to a digest, tensors and arrays by their bytes. False if some of it cannot be read."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_quantized or value.is_meta:
+            return False
+        digest.update(repr(("tensor", value.dtype, value.shape)).encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return True
+    if is_dataclass(value) and not isinstance(value, type):
+        # ModelOutput too, whose items leave out the fields that are None
+        value = {each.name: getattr(value, each.name) for each in fields(value)} | {"class": type(value).__name__}
+    if isinstance(value, Mapping):
+        digest.update(repr(("mapping", len(value))).encode())
+        return all(add_to_digest(digest, part) for item in value.items() for part in item)
+    if isinstance(value, (list, tuple)):
+        digest.update(repr((type(value).__name__, len(value))).encode())
+        return all(add_to_digest(digest, part) for part in value)
+    digest.update(repr(value).encode())
+    return is_plain(value)

@@ -132,8 +132,6 @@ def write_method(folder: str | Path, names: Mapping[str, Any]) -> None:
 def _drafter(folder: Path, entry: Json) -> DrafterSpec:
     if entry is None:
         return None
-    if isinstance(entry, list):
-        return [one if one is None else _name("drafter", folder, one, "a name or null") for one in entry]
     if isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
@@ -190,10 +188,6 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -
 
     if drafter is None:
         return None
-    if isinstance(drafter, (list, tuple)):
-        if strange := [one for one in drafter if not isinstance(one, str | None)]:
-            raise ValueError(f"drafter: got a {type(strange[0]).__name__}, expected a name or None in a list to write")
-        return [one if one is None else portable_name("drafter", one) for one in drafter]
     if isinstance(drafter, (str, Path)):
         text = str(drafter)
         name, options = zoo.split(text)

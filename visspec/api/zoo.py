@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -23,7 +23,7 @@ from visspec.io.included import load
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.types import ConfiguredModel, Drafter, Order
 
-DrafterSpec = str | Path | Drafter | nn.Module | Sequence[Any] | None  # what `accelerate` takes as its drafter
+DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
 SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
 SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words

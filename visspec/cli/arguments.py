@@ -81,7 +81,7 @@ class TargetOptions(HardwareOptions):
 class ModelOptions(TargetOptions):
     """The model that captions, its drafter and rule."""
 
-    drafter: str | None = option("name with options, or folder (default: the model's own, else ngram)", None)
+    drafter: str | None = option("name with options, or folder (default: the model's own, else suffix)", None)
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
 
 

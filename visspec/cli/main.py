@@ -26,7 +26,6 @@ COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options`, if it
     "bench kernels": "time and bandwidth of each kernel",
     "train": "train",
     "train drafter": "distil a feature drafter for a target, in process",
-    "train vq": "a multi-scale VQ autoencoder (VAR's) of a folder of images",
     "export": "write a trained drafter in the form of other engines",
     "tune": "choose drafter, tree, length and batch for a model and images, by measurement",
     "eval": "judge images and texts: FID, GenEval, CLIPScore, captions, ...",

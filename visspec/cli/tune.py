@@ -14,7 +14,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api import loading, sources, tuned_preset, zoo
-from visspec.api.accelerate import accelerate, default_drafter, each_of
+from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, groups_of, measured_on, readable, table
@@ -61,8 +61,8 @@ def run(arguments: Options) -> None:
         return
     found = sources.records(arguments.images or ())
     model, processor = loading.load(arguments.model, **arguments.hardware)
-    own = [str(one) for one in each_of(default_drafter(model)[0]) if one]
-    drafters = arguments.drafters or list(dict.fromkeys(["ngram", *own]))
+    own = default_drafter(model)[0]
+    drafters = arguments.drafters or list(dict.fromkeys(["ngram", *([str(own)] if own else [])]))
     images = list(islice(readable(found), 2 * arguments.count))
     if len(images) < 2 * max(arguments.batches):
         wanted, where = 2 * max(arguments.batches), ", ".join(arguments.images or ())

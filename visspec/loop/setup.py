@@ -53,15 +53,6 @@ class DecodingSetup(Generic[TargetT]):
         """
         return self.guarantee != "approximate" and (greedy or not self.rule.traits.judges_draws)
 
-    def select(self) -> DecodingSetup[TargetT]:
-        """The setup of the next request: this one, unless there are several drafters (`bandit.Arms`)."""
-        return self
-
-    @property
-    def each(self) -> tuple[DecodingSetup[TargetT], ...]:
-        """All that may be chosen."""
-        return (self,)
-
     def decode(self, request: Request) -> State:
         """Decode a batch. Returns the finished state."""
         return self.finish(self.order.decode(self.target, self.drafter, self.rule, request, self.length_policy))

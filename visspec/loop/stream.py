@@ -24,7 +24,8 @@ from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import finish_reason
 from visspec.types import Drafter, NodeProcessor, Request, Round, RowProcessor, Sampling, State, Target
 
-Together = Callable[[Sequence[Request]], Request]  # puts requests of one row into one batch
+# puts requests of one row into one batch; None if they have to be prefilled one at a time
+Together = Callable[[Sequence[Request]], Request | None]
 
 
 @dataclass(frozen=True)
@@ -222,9 +223,15 @@ class Stream:
         return group
 
     def _open(self, group: list[Row]) -> Iterator[Answer]:
-        """Prefill a group. If that fails, row by row, so that the row at fault fails alone."""
+        """Prefill a group. Go row by row if its rows cannot share a batch, or if that fails, so that the row at fault
+        fails alone.
+        """
         try:
             request = self.together([row.request for row in group])
+            if request is None:
+                for row in group:
+                    yield from self._open([row])
+                return
             request.each = [row.request for row in group]
             request.sampling = group[0].request.sampling
             if not request.sampling.greedy:  # copies: a row may be opened twice

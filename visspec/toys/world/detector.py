@@ -8,7 +8,7 @@
    If it is intermediate, templates of lower resolution are tried as well, for images that lost resolution.
 4. Pixels not explained by an accepted template are counted; an image with too many of them is refused.
 
-"Exact" is a tested claim about clean renders; `robustness.py` measures damaged ones.
+"Exact" is a tested claim about clean renders.
 """
 
 from collections.abc import Sequence

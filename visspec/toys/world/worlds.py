@@ -138,17 +138,16 @@ def _emoji() -> World:
         counts=emoji_scene.COUNTS,
         lesson=emoji_scene.crowded_scene,
         tasks=("single_object",),
-        painted="visspec.toys.recipes.emoji_painter:paint_scene",
+        painted="visspec.toys.world.emoji.suite:paint_scene",
     )
 
 
 def _animals() -> World:
-    task = "visspec.toys.recipes.animals"
     return replace(
         _emoji(),
         name="animals",
         side=64,
         suite=AnimalSuite(),
-        detectors=f"{task}:detector",
-        painted=f"{task}:paint_scene",
+        detectors="visspec.toys.world.emoji.detector:animal_detector",
+        painted="visspec.toys.world.emoji.suite:paint_animal",
     )

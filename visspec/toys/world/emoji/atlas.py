@@ -1,7 +1,6 @@
 """The pictures of the emoji world: tiles of one image file and their names, checked against their digest when read.
 
-The pictures are Google's Noto Color Emoji, under the SIL Open Font License 1.1 (OFL.txt beside this file);
-`visspec.toys.recipes.emoji_atlas` makes the files from the font.
+The pictures are Google's Noto Color Emoji, under the SIL Open Font License 1.1 (OFL.txt beside this file).
 """
 
 import hashlib

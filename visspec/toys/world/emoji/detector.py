@@ -315,3 +315,8 @@ class EmojiDetector(WorldDetector):
         return DetectionResult(
             tuple(Detection(seen.name, seen.score, seen.box, None, None) for seen in self.analyse(image))
         )
+
+
+def animal_detector() -> EmojiDetector:
+    """A detector of one large picture."""
+    return EmojiDetector(sides=(0.5, 0.8))

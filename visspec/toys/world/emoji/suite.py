@@ -23,6 +23,7 @@ TWELVE = (
 NOT_ALIVE = {"pig nose", "paw prints", "spiral shell", "microbe"}
 SIDES = {1: (0.5, 0.66), 2: (0.32, 0.4), 3: (0.28, 0.34), 4: (0.28, 0.32)}  # of pictures, by their number
 GAP = 0.02  # between the tiles' boxes
+PAINTED_SIDES, OFFSET, PAINTED_TURN = (0.64, 0.68), 0.02, 2.0  # of animals in pictures that painters learn
 
 
 @cache
@@ -74,6 +75,22 @@ class EmojiSuite(Suite):
         ground, tint, seed = sample_ground(rng)
         ground, tint = metadata.get("ground", (ground, tint))
         return EmojiScene(tuple(sorted(pictures, key=lambda p: (p.y, p.x))), ground, seed, tint)
+
+
+def paint_scene(metadata: Mapping[str, Any], rng: np.random.Generator) -> EmojiScene:
+    """A scene of one animal near the middle, on the prompt's ground or a random one."""
+    x, y = (0.5 + float(v) for v in rng.uniform(-OFFSET, OFFSET, size=2))
+    side, turn = float(rng.uniform(*PAINTED_SIDES)), float(rng.uniform(-PAINTED_TURN, PAINTED_TURN))
+    picture = PlacedEmoji(metadata["include"][0]["class"], x, y, side, turn)
+    ground, tint, seed = sample_ground(rng)
+    ground, tint = metadata.get("ground", (ground, tint))
+    return EmojiScene((picture,), ground, seed, tint)
+
+
+def paint_animal(metadata: Mapping[str, Any], rng: np.random.Generator) -> EmojiScene:
+    """Like `paint_scene`, on one of the grounds of `AnimalSuite`."""
+    grounds = AnimalSuite.grounds
+    return paint_scene({"ground": grounds[int(rng.integers(len(grounds)))], **metadata}, rng)
 
 
 class AnimalSuite(EmojiSuite):
