@@ -631,7 +631,7 @@ def bench_case(device: str, levels: Sequence[int] = (10, 16, 14, 10, 8), vocabul
     p, uniforms, draw = p.to(device), uniforms.to(device), torch.rand(1, generator=g).to(device)
     above = torch.tensor(parent, device=device)
 
-    def ours() -> tuple[list[int], int]:
+    def ours() -> tuple[Tensor, Tensor]:
         path, _, following, _ = accept_tree(tokens[None], above, p[None], None, uniforms[None], draw, depth=len(levels))
         return path, following
 

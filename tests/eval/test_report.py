@@ -356,7 +356,10 @@ def test_browser_layout(page, tmp_path, width):
     """Every picture decodes, and the page is no wider than its frame: wide tables scroll in boxes of their own."""
     long = caption(drafter_name="a_very_long_drafter_name_without_any_space_in_it:width=10,levels=5")
     source = page(long, caption(failures=["x" * 300]), image_bench(), sizes(), kernels(shape="y" * 90))
-    for body, wide in ((source, 0), (source.replace("<h2>Failures", '<div style="width:2000px">x</div><h2>Failures'), 1)):
+    for body, wide in (
+        (source, 0),
+        (source.replace("<h2>Failures", '<div style="width:2000px">x</div><h2>Failures'), 1),
+    ):
         inner = re.sub("<meta http-equiv[^>]*>", "", body).replace("</body>", PROBE)
         # a frame, because a headless window is never narrower than 500 pixels
         frame = f'<iframe style="border:0" width="{width}" height="1200" srcdoc="{html.escape(inner)}"></iframe>'
