@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lint types bench models mutants interop notebooks docs
+.PHONY: demo test test-all lint types bench models interop notebooks docs
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -43,11 +43,7 @@ bench: $(VENV)/.ready
 
 # every class of transformers that generates, some ten minutes
 models: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -P tests/models_table.py --workers $(WORKERS) --out docs/models.md
-
-# 250 small errors, and how many of them a test sees: some hours, goes on where it was cut off
-mutants: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(BIN)/python -P tests/mutants --jobs $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -P tests/sweep.py --workers $(WORKERS) --out docs/models.md
 
 # without dependencies: their pins of transformers and torch are not ours, and configurations need neither
 interop: $(VENV)/.ready

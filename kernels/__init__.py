@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # the names of _HOME, for tools that read the source
     from visspec.kernels.commit import commit_kv as commit_kv
     from visspec.kernels.groups import grouped_mass as grouped_mass
     from visspec.kernels.growth import ancestors as ancestors
-    from visspec.kernels.growth import draft_topk as draft_topk
-    from visspec.kernels.losses import draft_losses as draft_losses
     from visspec.kernels.neighbours import neighbour_mass as neighbour_mass
     from visspec.kernels.warp import guided_warp as guided_warp
 
@@ -28,10 +26,8 @@ _HOME = {
     "neighbour_mass": "neighbours",
     "grouped_mass": "groups",
     "commit_kv": "commit",
-    "draft_topk": "growth",
     "ancestors": "growth",
     "tree_attention": "attention",
-    "draft_losses": "losses",
 }
 
 FILES = sorted(set(_HOME.values()))

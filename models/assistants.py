@@ -10,12 +10,11 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from visspec.io.checkpoint import TensorsDiffer, first_line, shorten
+from visspec.io.checkpoint import first_line, shorten
 from visspec.models.block import drafter as dflash
 from visspec.models.block.diffusion import DiffusionModel, denoises
 from visspec.models.decoder.shared_cache import SharedCache, shares_cache
 from visspec.models.decoder.small_model import SmallModel
-from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import list_of
 from visspec.models.layers import check_layers
 from visspec.types import Drafter
@@ -37,12 +36,12 @@ def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> 
 
 def load_assistant(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
     """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device."""
-    spec: Any = read(folder, data, model.dtype, on_meta(model))
+    spec: Any = read(folder, data, model.dtype)
     return assistant(spec.to(model.device).eval(), model, **options)
 
 
-def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> PreTrainedModel:
-    """The model of a folder; empty: on `meta`, from the headers of its weights.
+def read(folder: Path, data: dict, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder.
 
     Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
     """
@@ -55,9 +54,8 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
     try:
-        where: dict[str, Any] = {"device_map": "meta"} if empty else {}
         both = kind.from_pretrained(
-            str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True, **where
+            str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # of whichever library checks the part that is wrong
         raise ValueError(f"drafter: {folder} could not be loaded, {first_line(error)}") from None
@@ -66,7 +64,6 @@ def read(folder: Path, data: dict, dtype: torch.dtype, empty: bool = False) -> P
     spec, info = cast(tuple[PreTrainedModel, dict], both)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
-            missing, extra = (sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys"))
             says = f"{what.replace('_', ' ')} ({sorted(map(str, info[what]))[0]})"
-            raise TensorsDiffer(f"drafter: {folder} has {says}, expected exactly its tensors", missing, extra)
+            raise ValueError(f"drafter: {folder} has {says}, expected exactly its tensors")
     return spec

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self
@@ -40,9 +39,9 @@ class OwnImageModel(PreTrainedModel):
         return 1.0 if found is None else float(found)
 
     @classmethod
-    def read(cls, folder: str | Path, dtype: torch.dtype = torch.float32, empty: bool = False) -> Self:
-        """The model of a folder, in eval mode; empty: on `meta`, of which headers alone are read. Raises ValueError in
-        one sentence for another folder, before any weight is read where the headers tell it.
+    def read(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Self:
+        """The model of a folder, in eval mode. Raises ValueError in one
+        sentence for another folder, before any weight is read where the headers tell it.
         """
         where = check_folder(folder)
         configuration = cls.config_class
@@ -53,13 +52,11 @@ class OwnImageModel(PreTrainedModel):
                 f"model_type: got {entries.get('model_type')!r} in {where}, expected {configuration.model_type!r}"
             )
         try:
-            with torch.device("meta") if empty else nullcontext():
-                model: Any = cls(configuration.from_dict(entries))
+            model: Any = cls(configuration.from_dict(entries))
         except Exception as error:  # of whichever library checks the part that is wrong
             raise ValueError(f"model: config.json of {where} describes no model ({first_line(error)})") from None
         check_shapes(model, read_shapes(where), where)
-        if not empty:
-            load_strictly(model.to(dtype), read_tensors(where), where)
+        load_strictly(model.to(dtype), read_tensors(where), where)
         if (where / GENERATION_CONFIG_NAME).is_file():
             model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))
         model.name_or_path = model.config._name_or_path = str(folder)

@@ -2,13 +2,13 @@
 
 Shared by all layouts: reading safetensors (pickles raise; `visspec.io.convert_checkpoint` converts them), renaming
 by an ordered list of rules, and strict placement, with errors that give a tensor's published name. The families are in
-`layouts_*.py`. Errors are ValueErrors of one sentence.
+`models/*/layout.py`. Errors are ValueErrors of one sentence.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,8 @@ from transformers.initialization import no_init_weights
 
 from visspec.io.checkpoint import PICKLED, Value, check_values, inside, unwrap_names, weight_files
 
-Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
+Rules = Iterable[tuple[str, str]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
-LLAMA_FIELDS = (  # not implied by shapes; the names are the same in transformers
-    "num_attention_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",  # both of them, as named by transformers 5
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
 GROUPS = 32  # of every group norm in these image codecs
 SHOWN = 4
 
@@ -152,24 +140,6 @@ def multipliers(
             f" the first and of {GROUPS}"
         )
     return first, tuple(width // first for width in widths)
-
-
-def llama_fields(tensors: Mapping[str, Tensor], prefix: str, published: Mapping[str, Any], where: str | Path) -> dict:
-    """Arguments of a Llama-like configuration: sizes from the weights, the rest from the original config.json."""
-    vocab, hidden = require(tensors, prefix + "embed_tokens.weight", 2, where).shape
-    keys = require(tensors, prefix + "layers.0.self_attn.k_proj.weight", 2, where).shape[0]
-    fields = {name: published[name] for name in LLAMA_FIELDS if published.get(name) is not None}
-    heads = fields.setdefault("num_attention_heads", 32)
-    if not isinstance(heads, int) or heads < 1 or hidden % heads or keys % (hidden // heads):
-        raise ValueError(f"checkpoint: config.json of {where} has {heads} heads, expected a divisor of {hidden}")
-    return fields | {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": require(tensors, prefix + "layers.0.mlp.gate_proj.weight", 2, where).shape[0],
-        "num_hidden_layers": count(tensors, prefix + "layers."),
-        "num_key_value_heads": keys * heads // hidden,
-        "tie_word_embeddings": False,
-    }
 
 
 @contextmanager

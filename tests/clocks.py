@@ -18,7 +18,7 @@ import torch
 import transformers as tf
 from transformers.modeling_layers import MtpModel
 
-# as pytest does, see `models_table`
+# as pytest does, see `sweep`
 sys.modules.setdefault("tests", types.ModuleType("tests")).__path__ = [str(Path(__file__).resolve().parent)]
 
 import visspec  # noqa: E402

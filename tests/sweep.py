@@ -1,20 +1,23 @@
-"""What becomes of every class that generates: stock `generate` against ours, by drafter and batch.
+"""Makes `docs/models.md`: every class of transformers that generates, stock `generate` against ours.
 
-`verdicts` runs one class, `sweep` many, each in a process of its own with limits of time and memory, and `page` makes
-`docs/models.md` of what they found.
+python -P tests/sweep.py [--workers 2] [--out FILE] [class ...]. Each class runs in a process of its own with limits of
+time and memory.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import logging
 import multiprocessing
 import os
 import resource
-import time
+import sys
 import traceback
+import types
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,12 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
+if __name__ == "__main__":  # as pytest does: with the root on the path, transformers could take kernels/ for a package
+    sys.modules["tests"] = types.ModuleType("tests")
+    sys.modules["tests"].__path__ = [str(Path(__file__).resolve().parent)]
+
 import visspec
-from tests import tiny_class_inputs
+from tests import tiny_class_inputs, tiny_classes
 from tests.doubles import Oracle, TreeOracle, new_tokens
 from tests.tiny_class_inputs import NEW
 from tests.tiny_sizes import SPECIAL, WINDOW
@@ -37,6 +44,14 @@ STREAMED = ("none", "ngram")
 LIMITS = (NEW, NEW // 2, NEW // 2, NEW // 3)  # of the prompts of a stream: rows enter while others run
 WRONG = 0.3  # share of an oracle's drafts that are wrong
 HOME = Path(visspec.__file__).resolve().parents[1]
+SECTIONS = {  # outcomes, the worst first: title and explanation
+    "WRONG": ("Wrong tokens", "Bugs in visspec."),
+    "traceback": ("Unexpected errors", "Bugs in visspec."),
+    "not built": ("Not built", "No tiny model could be made from the configuration."),
+    "stock fails": ("Nothing to compare", "The class is accepted, but its own `generate` fails on these inputs."),
+    "refused": ("Refused", "Use stock `generate` for these classes."),
+    "identical": ("Identical", "With every drafter and batch size, and in a stream."),
+}
 
 
 @dataclass
@@ -44,22 +59,15 @@ class Row:
     """A line of the table: one class with one kind of input. `cells` is drafter -> batch -> what became of it."""
 
     name: str
-    kind: str
     inputs: str
     cells: dict[str, dict[str, str]] = field(default_factory=dict)
-    reason: str = ""
-    details: list[str] = field(default_factory=list)  # for debugging a failure; not in the table
-    variety: int = 0  # distinct tokens of the least varied answer: a constant one would check little
-    tau: dict[str, float] = field(default_factory=dict)  # tokens a pass, by drafter
+    reason: str = ""  # of the first cell that is not identical
 
     @property
     def outcome(self) -> str:
-        """The worst that happened: WRONG, traceback, ... or identical."""
+        """The worst that happened."""
         found = {cell for cells in self.cells.values() for cell in cells.values()}
-        return next((o for o in ORDER if o in found), "identical")
-
-
-ORDER = ("WRONG", "traceback", "not built", "stock fails", "refused", "identical")  # the worst first
+        return next(outcome for outcome in SECTIONS if outcome in found)
 
 
 class ErringOracle(Oracle):
@@ -76,11 +84,6 @@ class ErringOracle(Oracle):
         return trees.chain_draft(state.pending, torch.where(miss, other, right))
 
 
-def kind_of(name: str) -> str:
-    """The family's name, as configurations have it."""
-    return getattr(tf, name).config_class.model_type or getattr(tf, name).config_class.__name__
-
-
 def drafter_of(kind: str, expected: list[list[int]]) -> Any:
     if kind == "chain":
         return ErringOracle(expected)
@@ -95,9 +98,7 @@ def sentence_of(error: Exception) -> str | None:
     inside = Path(last.filename).resolve().is_relative_to(HOME)  # where an environment may lie as well
     ours = inside and not {"tests", "site-packages"} & set(Path(last.filename).parts)
     text = str(error)
-    if isinstance(error, ValueError) and ours and "\n" not in text and ". " not in text:
-        return text
-    return None
+    return text if isinstance(error, ValueError) and ours and "\n" not in text and ". " not in text else None
 
 
 def trace_of(error: Exception) -> str:
@@ -106,48 +107,37 @@ def trace_of(error: Exception) -> str:
     return f"{type(error).__name__}: {text} ({Path(last.filename).name}:{last.lineno})"
 
 
-def stock(model: nn.Module, inputs: dict[str, Tensor] | list[dict[str, Tensor]]) -> tuple[list[list[int]], Any]:
-    """Greedy tokens of transformers' own generate, and how far the second choice was behind, (B, T); of a list of
-    prompts, of each alone.
-    """
+def stock(model: nn.Module, inputs: dict[str, Tensor] | list[dict[str, Tensor]]) -> list[list[int]]:
+    """Greedy tokens of transformers' own generate; of a list of prompts, of each alone."""
     if isinstance(inputs, list):
-        alone = {id(each): stock(model, each) for each in inputs}
-        known = [alone[id(each)] for each in inputs]
-        return [tokens for (tokens,), _ in known], [margin[0] for _, margin in known]
-    output = model.generate(
-        **inputs, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, output_logits=True
-    )
-    top = torch.stack(output.logits, dim=1).float().topk(2).values
-    return new_tokens(output, inputs), top[..., 0] - top[..., 1]
+        alone = {id(each): stock(model, each)[0] for each in inputs}
+        return [alone[id(each)] for each in inputs]
+    return new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
 
 
-def compared(row: Row, model: nn.Module, batches: dict[str, dict[str, Tensor]]) -> Row:
+def compare(row: Row, model: nn.Module, batches: dict[str, Any]) -> Row:
     """Fills the cells of a row: every drafter on every batch."""
-    known = {}
+    known: dict[str, Any] = {}
     for batch, inputs in batches.items():
         try:
             known[batch] = stock(model, inputs)
-            row.variety = min(row.variety or NEW, *(len(set(map(str, answer))) for answer in known[batch][0]), NEW)
         except Exception as error:
-            known[batch] = trace_of(error)
+            known[batch] = error
     for kind in DRAFTERS:
-        row.cells[kind] = {
-            b: case(row, model, kind, b, inputs, known[b])
-            for b, inputs in batches.items()
-            if b != "stream" or kind in STREAMED
-        }
+        chosen = [batch for batch in batches if batch != "stream" or kind in STREAMED]
+        row.cells[kind] = {batch: run_cell(row, model, kind, batches[batch], known[batch]) for batch in chosen}
     return row
 
 
-def case(row: Row, model: nn.Module, kind: str, batch: str, inputs: dict[str, Tensor], known: Any) -> str:
+def run_cell(row: Row, model: nn.Module, kind: str, inputs: Any, known: list[list[int]] | Exception) -> str:
     """One drafter on one batch."""
-    expected, margin = known if isinstance(known, tuple) else ([[]], None)
+    expected = [[]] if isinstance(known, Exception) else known
     try:
         fast = visspec.accelerate(model, drafter_of(kind, expected), adaptive=False)
-        if margin is None:
-            row.reason = row.reason or known
+        if isinstance(known, Exception):
+            row.reason = row.reason or trace_of(known)
             return "stock fails"
-        if batch == "stream":
+        if isinstance(inputs, list):
             expected = [answer[:n] for answer, n in zip(expected, LIMITS)]
             streams = [streamed(fast, inputs, room) for room in (0, ROOM)]
             found = next((answers for answers in streams if answers != expected), expected)
@@ -156,24 +146,11 @@ def case(row: Row, model: nn.Module, kind: str, batch: str, inputs: dict[str, Te
     except Exception as error:
         sentence = sentence_of(error)
         row.reason = row.reason or sentence or trace_of(error)
-        if sentence:
-            return "refused"
-        row.details.append(f"{kind} {batch}: " + "".join(traceback.format_exception(error)[-4:]))
-        return "traceback"
-    if fast.last_stats is not None:
-        row.tau[f"{kind} {batch}"] = round(fast.last_stats.tau, 2)
+        return "refused" if sentence else "traceback"
     if found == expected:
         return "identical"
-    for b, (a, e) in enumerate(zip(found, expected)):
-        if a != e:
-            at = next((i for i, (x, y) in enumerate(zip(a, e)) if x != y), min(len(a), len(e)))
-            wrong = sum(x != y for x, y in zip(a, e))
-            behind = float(margin[b][at]) if at < len(margin[b]) else 0
-            row.details.append(
-                f"{kind} {batch} row {b}: first at {at} of {NEW}, {wrong} differ, margin {behind:.3g},"
-                f" {len(set(map(str, e)))} distinct tokens"
-            )
-    row.reason = row.reason or next(d for d in row.details if d.startswith(f"{kind} {batch}"))
+    wrong = [sum(x != y for x, y in zip(a, e)) for a, e in zip(found, expected)]
+    row.reason = row.reason or f"{kind}: wrong tokens in each row: {wrong}"
     return "WRONG"
 
 
@@ -190,16 +167,17 @@ def streamed(fast: Any, prompts: list[dict[str, Tensor]], room: int) -> list[lis
 
 def verdicts(name: str) -> list[Row]:
     """The rows of one class: text, and pictures where prompts with them can be made."""
-    kind = kind_of(name)
     try:
         made = tiny_class_inputs.cases(name)
     except Exception as error:
-        row = Row(name, kind, "none", {d: {"1": "not built", "3": "not built"} for d in DRAFTERS}, trace_of(error))
-        row.details.append(traceback.format_exc())
-        return [row]
-    rows = [compared(Row(name, kind, inputs), model, batches) for inputs, model, batches in made]
+        return [failed(name, "not built", trace_of(error))]
+    rows = [compare(Row(name, inputs), model, batches) for inputs, model, batches in made]
     # a model that needs pictures has no row of text
     return [row for row in rows if row.outcome != "stock fails" or row is rows[-1]]
+
+
+def failed(name: str, outcome: str, why: str) -> Row:
+    return Row(name, "none", {drafter: {"1": outcome, "3": outcome} for drafter in DRAFTERS}, why)
 
 
 # --- many classes ---------------------------------------------------------------------------------------------------
@@ -209,50 +187,23 @@ def _child(name: str, pipe: Any) -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY,) * 2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # some models print
-    pipe.send([asdict(row) for row in verdicts(name)])
+    pipe.send(verdicts(name))
 
 
-def quiet() -> None:
-    warnings.filterwarnings("ignore")
-    tf.logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-
-
-def sweep(names: list[str], workers: int = 1) -> Iterator[tuple[float, list[Row]]]:
-    """Seconds and rows of each class as it is done. A crash or a hang ends its own process only."""
-    quiet()
-    verdicts("LlamaForCausalLM")  # imports what all need, before processes part
+def isolated(name: str) -> list[Row]:
+    """The rows of a class, made in a process of its own: a crash or a hang ends only that."""
     fork = multiprocessing.get_context("fork")
-    waiting, running = list(names), {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            name = waiting.pop(0)
-            ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_child, args=(name, theirs))
-            process.start()
-            theirs.close()
-            running[name] = (process, ours, time.monotonic())
-        multiprocessing.connection.wait([pipe for _, pipe, _ in running.values()], timeout=1)
-        for name, (process, pipe, began) in list(running.items()):
-            taken = time.monotonic() - began
-            if not pipe.poll() and process.is_alive() and taken < SECONDS:
-                continue
-            try:
-                rows = [Row(**row) for row in pipe.recv()] if pipe.poll() else None
-            except EOFError:
-                rows = None
-            if rows is None:
-                why = f"took more than {SECONDS} s" if taken >= SECONDS else "its process died"
-                rows = [Row(name, kind_of(name), "none", _all("traceback"), why)]
-            process.kill()
-            process.join()
-            del running[name]
-            yield taken, rows
-
-
-def _all(what: str) -> dict[str, dict[str, str]]:
-    return {d: {"1": what, "3": what} for d in DRAFTERS}
+    ours, theirs = fork.Pipe(duplex=False)
+    process = fork.Process(target=_child, args=(name, theirs))
+    process.start()
+    theirs.close()
+    try:
+        rows = ours.recv() if ours.poll(SECONDS) else [failed(name, "traceback", f"took more than {SECONDS} s")]
+    except EOFError:
+        rows = [failed(name, "traceback", "its process died")]
+    process.kill()
+    process.join()
+    return rows
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -274,48 +225,59 @@ happen.
 model tests that a class is handled correctly; it gives no information about speed. Generated by `make models` on
 {day}; `make test` runs a sample.
 """
-SECTIONS = {
-    "WRONG": ("Wrong tokens", "Bugs in visspec."),
-    "traceback": ("Unexpected errors", "Bugs in visspec."),
-    "identical": ("Identical", "With every drafter and batch size, and in a stream."),
-    "refused": ("Refused", "Use stock `generate` for these classes."),
-    "stock fails": ("Nothing to compare", "The class is accepted, but its own `generate` fails on these inputs."),
-    "not built": ("Not built", "No tiny model could be made from the configuration."),
-}
 
 
 def line(row: Row) -> str:
     """A row as the page has it."""
-    start = f"| `{row.name}` | {row.kind} | {row.inputs} |"
+    config = getattr(tf, row.name).config_class
+    start = f"| `{row.name}` | {config.model_type or config.__name__} | {row.inputs} |"
     if row.outcome == "identical":
         return start
-    cells = {"/".join(dict.fromkeys(by_batch.values())) for by_batch in row.cells.values()}
-    if len(cells) == 1 and "/" not in (only := cells.pop()) and only == row.outcome:
-        return f"{start} all | {_escaped(row.reason)} |"
-    which = "; ".join(f"{d} {b}" for d, by in row.cells.items() for b, cell in by.items() if cell == row.outcome)
-    return f"{start} {which} | {_escaped(row.reason)} |"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    cells = [(f"{d} {batch}", cell) for d, batches in row.cells.items() for batch, cell in batches.items()]
+    which = [name for name, cell in cells if cell == row.outcome]
+    reason = row.reason.replace("|", "\\|").replace("<", "&lt;")
+    return f"{start} {'all' if len(which) == len(cells) else '; '.join(which)} | {reason} |"
 
 
 def page(rows: list[Row], day: str) -> str:
     """`docs/models.md`: counts, then a table for each outcome."""
-    by_outcome = {o: sorted((r for r in rows if r.outcome == o), key=lambda r: (r.name, r.inputs)) for o in SECTIONS}
-    parts = [
-        INTRODUCTION.format(version=tf.__version__, new=NEW, window=WINDOW, wrong=WRONG, day=day),
-        "| outcome | classes | rows with text | with pictures |\n|---|---|---|---|",
-    ]
-    worst = {r.name: o for o in reversed(ORDER) for r in by_outcome[o]}
-    for outcome, found in by_outcome.items():
-        classes, pictures = list(worst.values()).count(outcome), sum(r.inputs == "pictures" for r in found)
-        parts[-1] += f"\n| {outcome} | {classes} | {len(found) - pictures} | {pictures} |"
+    intro = INTRODUCTION.format(version=tf.__version__, new=NEW, window=WINDOW, wrong=WRONG, day=day)
+    parts = ["| outcome | classes | rows with text | with pictures |\n|---|---|---|---|"]
+    worst: dict[str, str] = {}  # of each class
     for outcome, (title, words) in SECTIONS.items():
-        if not by_outcome[outcome]:
-            continue
+        found = sorted((row for row in rows if row.outcome == outcome), key=lambda row: (row.name, row.inputs))
+        for row in found:
+            worst.setdefault(row.name, outcome)
+        classes, pictures = list(worst.values()).count(outcome), sum(row.inputs == "pictures" for row in found)
+        parts[0] += f"\n| {outcome} | {classes} | {len(found) - pictures} | {pictures} |"
         header = "| class | family | inputs |\n|---|---|---|"
         if outcome != "identical":
             header = "| class | family | inputs | drafter and batch | why |\n|---|---|---|---|---|"
-        parts.append(f"## {title}\n\n{words}\n\n" + "\n".join([header, *map(line, by_outcome[outcome])]))
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+        if found:
+            parts.append("\n".join([f"## {title}\n\n{words}\n\n{header}", *map(line, found)]))
+    return "\n\n".join([intro.strip(), *parts]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    tf.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    verdicts("LlamaForCausalLM")  # imports what all need, before processes part
+    rows: list[Row] = []
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        for found in pool.map(isolated, arguments.names or tiny_classes.generating()):
+            rows += found
+            for row in found:
+                print(f"{row.name:50} {row.inputs:12} {row.outcome:12} {row.reason}", flush=True)
+    if arguments.out:
+        arguments.out.write_text(page(rows, datetime.date.today().isoformat()))
+
+
+if __name__ == "__main__":
+    main()

@@ -3,27 +3,23 @@
 K codes with vectors in the plane; V = K + 1 where a grammar id is wanted.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import published_walk
 from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.doubles import compact, drafted
 from tests.kernels.test_accept_law import first_token_law
 from visspec import tree
-from visspec.accept import codebook, published
+from visspec.accept import codebook
 from visspec.accept.cool import Cool
 from visspec.accept.exact import Exact
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
-from visspec.accept.run_product import RunProduct
 from visspec.distributions import Categorical, residual
-from visspec.types import Capabilities, Draft, Scores
+from visspec.types import Capabilities, Scores
 
 K = 6
 CODES = torch.randn(K, 2, generator=torch.Generator().manual_seed(3))
@@ -44,7 +40,6 @@ def relaxed() -> dict:
         "grouped": Grouped(group=3),
         "static": Grouped(clusters=3),
         "cool": Cool(omega=1.5),
-        "run_product": RunProduct(alpha=0.125, base=Cool(omega=1.25)),
     }
 
 
@@ -55,7 +50,6 @@ def limits() -> dict:
         "grouped": Grouped(group=1),
         "static": Grouped(clusters=K),
         "cool": Cool(omega=1.0),
-        "run_product": RunProduct(alpha=1.0),
     }
 
 
@@ -182,16 +176,11 @@ def seeded(rule, rows=40, start=0):
 def test_at_their_limits_they_are_exact_bit_for_bit(name, shape, drawn):
     rule, exact = bound(limits()[name]), Rejection()
     draft, scores = random_round(shape, drawn)
-    if name == "run_product" and not shape.chain:
-        with pytest.raises(ValueError, match="expected chains"):
-            rule(draft, scores, seeded(rule))
-        return
     verdict = rule(draft, scores, seeded(rule))
     assert same(verdict, exact(draft, scores, seeded(exact)))
     assert float(verdict.drift.abs().max()) == 0.0 and float(verdict.displacement.abs().max()) == 0.0
     loose = bound(relaxed()[name])(draft, scores, seeded(rule))
-    if name != "run_product":
-        assert float(loose.drift.sum()) > 0 and float(loose.displacement.sum()) > 0  # the control
+    assert float(loose.drift.sum()) > 0 and float(loose.displacement.sum()) > 0  # the control
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
@@ -199,7 +188,7 @@ def test_at_their_limits_they_are_exact_bit_for_bit(name, shape, drawn):
 def test_rows_are_alone_and_absent_nodes_are_not_there(name, drawn):
     """A row's verdict is that of the row by itself; its absent nodes are never on a path."""
     rule = bound(relaxed()[name])
-    draft, scores = random_round(tree.chain(4) if name == "run_product" else TREE, drawn, rows=12)
+    draft, scores = random_round(TREE, drawn, rows=12)
     verdict = rule(draft, scores, seeded(rule, 12))
     on_path = compact(draft).gather(1, verdict.path.clamp(min=0))
     assert ((on_path != -1) | (verdict.path < 0)).all() and verdict.displacement.isfinite().all()
@@ -293,87 +282,6 @@ def test_the_drift_meter_is_unbiased(name):
     assert abs(float(drift.mean()) - expected) < 3 * float(drift.std()) / rows**0.5
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
-@pytest.mark.parametrize("kind", [Lantern, LanternPlus])
-def test_the_published_residual_costs_more_at_equal_acceptance(kind, drawn):
-    """Never less than ours and clearly more on some laws; without a neighbour within the bound, ours (the control)."""
-    for value, apart in ((0.25 if kind is Lantern else 3.5, True), (0.0 if kind is Lantern else 1.0, False)):
-        ours, theirs, dearer = bound(kind(3, value)), bound(kind(3, value, compat="repository")), 0.0
-        for seed in range(8):
-            p, q = distributions(seed, 1.0)
-            costs = [meters(rule, p, q if drawn else None)[0] for rule in (ours, theirs)]
-            more = (costs[1] - q @ costs[0]) if drawn else costs[1] - costs[0]
-            assert float(more.min()) > -1e-6
-            dearer = max(dearer, float(more.max()))
-        assert dearer > 0.003 if apart else dearer < 1e-6
-
-
-def test_the_meter_of_the_published_rule_is_its_true_total_variation():
-    """Point masses through the uniform numbers; draws from the rest that each rejected code leaves."""
-    p, q = distributions(4)
-    rule = bound(Lantern(3, 0.25, compat="repository"))
-    found, (drift, _) = enumerated(rule, p, None), meters(rule, p, None)
-    f = every_child(rule, p, None)[0]
-    assert (found.diagonal() - f).abs().max() < 1e-7  # equal acceptance: a rejected code cannot come back
-    assert (drift - 0.5 * (found - p).abs().sum(1)).abs().max() < 1e-6 and float(drift.max()) > 0.1
-    rule = bound(LanternPlus(3, 2.5, compat="repository"))
-    lend = partial(published_walk.borrowed_mass, rule.wide_Vk.long(), 3, K, None, 2.5)
-    trials = [published_walk.draw_correction(torch.tensor(x), p, q, lend) for x in range(K)]
-    output = sum(q[x] * (f * torch.eye(K).double()[x] + (1 - f) * rest) for x, (f, rest, _) in enumerate(trials))
-    assert abs(float(trials[0][2]) - total_variation(output, p)) < 1e-12
-    assert (meters(rule, p, q)[0] - trials[0][2]).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("kind", [Lantern, LanternPlus])
-@pytest.mark.parametrize("shape", [tree.chain(4), TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
-def test_the_published_walk_at_its_limit_is_exact(kind, shape, drawn):
-    """But for siblings that are point masses: there a rejected neighbour, whose p is 0, is always within the bound."""
-    draft, scores = random_round(shape, drawn)
-    rule, exact = bound(kind(3, 0.0 if kind is Lantern else 1.0, compat="repository")), Rejection()
-    verdict, plain = rule(draft, scores, seeded(rule)), exact(draft, scores, seeded(exact))
-    assert same(verdict, plain) or (not drawn and not shape.chain and verdict.path.shape == plain.path.shape)
-    assert (compact(draft).gather(1, verdict.path.clamp(min=0)) != -1).all()
-
-
-def test_a_run_is_kept_as_one_uniform_number_would_keep_it():
-    """f against a walk with one u for each run: P(at least j kept) is the measure of the u that keep j."""
-    g = torch.Generator().manual_seed(5)
-    levels, rule = 7, RunProduct(alpha=0.3)
-    px = torch.tensor([0.1, 0.4, 0.5, 0.6, 0.5, 0.7, 0.2], dtype=torch.float64)
-    qx = torch.rand(levels, generator=g, dtype=torch.float64) * 0.8 + 0.15
-    p, q = torch.zeros(1, levels + 1, 2, dtype=torch.float64), torch.zeros(1, levels + 1, 2, dtype=torch.float64)
-    p[0, :levels, 1], q[0, 1:, 1] = px, qx
-    p[..., 0], q[..., 0] = 1 - p[..., 1], 1 - q[..., 1]
-    mass = rule.mass(drafted(torch.ones(1, levels + 1).long(), tree.chain(levels), q), p)[0, 1:]
-    ratio = px / qx
-    f = ratio.clamp(max=1) + mass / qx
-    reached = []  # P(at least j kept)
-    alive = 1.0
-    runs = [[0], [1, 2, 3], [4, 5], [6]]  # suffixes of tokens with p >= 0.3 along which p does not fall
-    for run in runs:
-        u = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
-        kept = torch.zeros_like(u)
-        for j in range(len(run), 0, -1):
-            passes = u < ratio[run[:j]].prod()
-            kept = torch.where((kept == 0) & passes, float(j), kept)
-        reached += [alive * float((kept >= j + 1).double().mean()) for j in range(len(run))]
-        alive = reached[-1]
-    assert (f.cumprod(0) - torch.tensor(reached, dtype=torch.float64)).abs().max() < 1e-4
-    assert (f >= ratio.clamp(max=1) - 1e-12).all() and (f > ratio.clamp(max=1) + 1e-3).any()
-
-
-def test_a_run_ends_where_its_row_does():
-    """Beside a longer row, places without a node lift nothing before them, likely as their id would be."""
-    p = torch.tensor([[[0.9, 0.1], [0.2, 0.8], [0.9, 0.1], [0.1, 0.9]]], dtype=torch.float64)
-    q = torch.full_like(p, 0.5)
-    rule, tokens = RunProduct(alpha=0.1), torch.tensor([[0, 1, 1, -1]])
-    short = rule.mass(Draft(tokens[:, :3], tree.chain(2), Categorical(p=q[:, :3])), p[:, :3])
-    assert short[0, 1] > 0, "the second lifts the first"
-    assert torch.equal(rule.mass(drafted(tokens, tree.chain(3), q), p)[:, :3], short)
-    assert torch.equal(rule.mass(drafted(tokens[:, :3], tree.chain(2), q[:, :3]), p[:, :3]), short)
-
-
 def test_greedy_lantern_keeps_what_its_neighbours_lift_above_all_others():
     near = codebook.neighbours(CODES, 1, K)[:, 0].tolist()
     top, x = 0, next(x for x in range(1, K) if near[x] not in (0, x))
@@ -395,7 +303,7 @@ def test_greedy_limits_and_the_rules_that_stay_exact_there(shape):
     agreeing = scores.distribution.logits.argmax(-1).gather(1, shape.parent.clamp(min=0).expand(40, -1))
     draft = drafted(torch.where(torch.rand(40, shape.size) < 0.7, agreeing, draft.value), shape)
     exact = Exact()(draft, scores, None)
-    for rule in (*limits().values(), Grouped(group=3), Cool(), RunProduct()):
+    for rule in (*limits().values(), Grouped(group=3), Cool()):
         verdict = bound(rule)(draft, scores, None)
         assert same(verdict, exact) and (verdict.drift is None or float(verdict.drift.sum()) == 0.0)
     loose = bound(Lantern(k=5, delta=0.9))(draft, scores, None)
@@ -468,13 +376,13 @@ def test_a_gap_of_nothing_leaves_the_code_alone():
 
 def test_pairings_are_refused_before_any_step():
     text = Capabilities(vocab=K)
-    for rule in (Lantern(), LanternPlus(), Grouped(clusters=3), Grouped(max_distance=1.0), RunProduct(base=Lantern())):
+    for rule in (Lantern(), LanternPlus(), Grouped(clusters=3), Grouped(max_distance=1.0)):
         with pytest.raises(ValueError, match="codebook"):
             rule.bind(text)
     for rule, name in ((Lantern(k=K), "k"), (LanternPlus(k=K), "k"), (Grouped(clusters=K + 1), "clusters")):
         with pytest.raises(ValueError, match=rf"{name}: got {K}?.*expected at most"):
             rule.bind(IMAGE)
-    for rule in (Lantern(k=3), Lantern(k=3, compat="repository"), Grouped(clusters=3)):
+    for rule in (Lantern(k=3), Grouped(clusters=3)):
         draft, scores = random_round(CHAIN, True)
         with pytest.raises(ValueError, match=r"expected bind\(capabilities\)"):
             rule(draft, scores, seeded(rule))
@@ -549,23 +457,3 @@ def test_later_siblings_borrow_from_what_is_left(kind, value):
         moved += total_variation(distribution[0], p)
         from_p += total_variation(siblings_by_formula(rule, p, tokens.tolist(), left=False)[0], p)
     assert moved < 0.95 * from_p or kind is LanternPlus
-
-
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
-@pytest.mark.parametrize("kind", [Lantern, LanternPlus])
-def test_the_published_walk_is_that_of_all_nodes(kind, drawn, monkeypatch):
-    """Also where the walk looks at few neighbours first and at few codes at a time."""
-    for shape, few in ((tree.chain(4), 32), (TREE, 32), (TREE, 2)):
-        monkeypatch.setattr(published, "FEW", few)
-        monkeypatch.setattr(published, "ROWS", few)
-        draft, scores = random_round(shape, drawn, vocab=K + 2)
-        wide = Capabilities(vocab=K + 2, codebook=CODES)
-        rule = bound(kind(3, 0.25 if kind is Lantern else 2.5, compat="repository"), wide)
-        g = torch.Generator().manual_seed(0)
-        uniforms, draw = torch.rand(40, shape.size, generator=g), torch.rand(40, generator=g)
-        found = rule.judge(draft, scores.distribution.logits, uniforms, draw, logs=True)
-        limits = {"delta": None, "lam": None, rule.bound: rule.value}
-        bounds = published.Bounds(rule.wide_Vk, rule.k, K, **limits)
-        wanted = published_walk.walk_batch(draft, scores.distribution.p, uniforms, draw, bounds)
-        assert same(found, wanted) and torch.allclose(found.drift, wanted.drift, atol=1e-6)
-        assert float(found.drift.sum()) > 0

@@ -74,8 +74,8 @@ def test_orders_of_a_call(pipe):
     for order, said in (([0, 0, 1], "expected each of 0..2 once"), ([1, 0], "expected the 6 * 6 of the image")):
         with one_sentence(f"^order: got .*{re.escape(said)}"):
             pipe(TEXTS[0], order=order)
-    with pytest.raises(ValueError, match="order: got ZipAR, expected raster, spread, halton"):
-        pipe(TEXTS[0], order="zipar:window=2")
+    with pytest.raises(ValueError, match="order: got RejectedRegions, expected raster, spread, halton"):
+        pipe(TEXTS[0], order="islands")
 
 
 def test_guidance_temperature_and_negative_prompts_count(pipe):

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import visspec
-from tests.doubles import NEW, Oracle, TreeOracle, fast, forced, new_tokens, stock
+from tests.doubles import NEW, Oracle, TreeOracle, fast, forced, new_tokens, one_sentence, stock
 from tests.tiny import PAD, VOCAB, llava, model_of, prompt, shapes
 from visspec.api import custom_generate
 from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
@@ -420,6 +420,11 @@ def test_the_model_is_left_as_it_was(ragged):
 
 # --- refusals -------------------------------------------------------------------------------------------------------
 
+
+class OtherCache(DynamicCache):
+    """A cache that may give attention other numbers than were computed, as quantized ones do."""
+
+
 REFUSED = {
     "no tokens": ({"max_new_tokens": 0}, "max_new_tokens: got 0, expected at least 1"),
     "negative": ({"max_new_tokens": -3}, "max_new_tokens: got -3, expected at least 1"),
@@ -432,6 +437,10 @@ REFUSED = {
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions: got True"),
     "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states: got True"),
     "custom": ({"custom_generate": print}, "custom_generate: got builtin_function_or_method, expected None"),
+    "quantized": ({"cache_implementation": "quantized"}, "cache_implementation: got 'quantized', expected 'dynamic'"),
+    "offloaded": ({"cache_implementation": "offloaded"}, "cache_implementation: got 'offloaded'"),
+    "paged": ({"generation_config": GenerationConfig(cache_implementation="paged")}, "got 'paged', expected 'dynamic'"),
+    "cache": ({CACHE: OtherCache()}, f"{CACHE}: got OtherCache, expected an empty DynamicCache"),
     "seed": ({"seed": 2**64}, "seed: got 18446744073709551616, expected whole numbers from 0 to"),
     "negative seed": ({"seed": -1}, "seed: got -1, expected whole"),
     "true": ({"seed": True, "do_sample": True}, "seed: got True, expected whole"),
@@ -456,6 +465,12 @@ def test_refusals(one, kind):
     finally:
         handle.remove()
     assert "\n" not in str(caught.value) and not calls, "one sentence, before the model runs"
+
+
+@pytest.mark.parametrize(("name", "value"), [("cache_implementation", "quantized"), (CACHE, OtherCache())])
+def test_the_hook_refuses_caches_too(one, name, value):
+    with one_sentence(f"{name}: got"):
+        model_of("llava").generate(**one, **{name: value}, custom_generate=visspec.speculative("ngram"))
 
 
 def test_assistants_and_filled_caches_are_refused(one):

@@ -101,6 +101,48 @@ def test_globs_lines_and_shards(folder, tmp_path, capsys):
     assert "a: got this id twice" in capsys.readouterr().err
 
 
+def linked_shard(path, files, links):
+    """A tar of files by name, with links (name, kind, what it stands for) in front of them and behind them."""
+    with tarfile.open(path, "w") as shard:
+        for name, kind, to in links:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, to
+            if kind == tarfile.SYMTYPE:
+                shard.addfile(info)
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            shard.addfile(info, io.BytesIO(data))
+        for name, kind, to in links:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, to
+            if kind != tarfile.SYMTYPE:
+                shard.addfile(info)
+    return path
+
+
+def test_links_of_a_shard_are_followed_inside_it_and_others_are_named(folder, tmp_path, capsys):
+    data, secret = (folder / "scene0.png").read_bytes(), tmp_path / "secret.png"
+    secret.write_bytes(data)
+    soft, hard = tarfile.SYMTYPE, tarfile.LNKTYPE
+    links = [("x/b.png", soft, "../x/a.png"), ("x/b.prompt", soft, "a.prompt"), ("c.png", hard, "x/a.png"),
+             ("e.png", hard, "c.png"), ("f.png", soft, str(secret)), ("g.png", soft, "../secret.png"),
+             ("h.png", soft, "h.png"), ("i.png", hard, "gone.png"), ("j.png", tarfile.FIFOTYPE, ""),
+             ("folder", soft, "x"), ("notes.txt", soft, "gone")]  # fmt: skip
+    shard = linked_shard(tmp_path / "s.tar", {"x/a.png": data, "x/a.prompt": b"42", "d.png": data}, links)
+    found = {record.id.removeprefix(f"{shard}/"): record for record in sources.records([shard])}
+    good = {id: record.prompt for id, record in found.items() if record.error is None and record.image == data}
+    assert good == {"x/a": "42", "x/b": "42", "c": None, "d": None, "e": None}
+    bad = {id: record.error for id, record in found.items() if id not in good}
+    assert set(bad) == {"f", "g", "h", "i", "j"}
+    assert all(f"got {id}.png, which is no file and no link to one in the archive" in text for id, text in bad.items())
+    out = tmp_path / "o.jsonl"
+    assert main(["caption", str(shard), "--out", str(out), *SHORT]) == 1
+    assert len(lines(out)) == 10 and sum("caption" in line and line["caption"] is not None for line in lines(out)) == 5
+    whole = linked_shard(tmp_path / "w.tar", {"a.png": data}, [("b.png", hard, "a.png"), ("c.png", soft, "b.png")])
+    assert main(["caption", str(whole), "--out", str(tmp_path / "w.jsonl"), *SHORT]) == 0
+
+
 def test_a_torn_shard_gives_its_whole_records_and_an_error(folder, tmp_path):
     shard = tmp_path / "s.tar"
     with tarfile.open(shard, "w") as file:

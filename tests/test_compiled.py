@@ -20,7 +20,7 @@ from tests.test_threads import together
 from tests.tiny import FAMILIES, gemma3, llama, llava, model_of, prompt, qwen2_5_vl, shapes
 from visspec.cache import SlotCache
 from visspec.models.attention.masks import laid
-from visspec.models.eagle import layer
+from visspec.models.eagle import layer, levels
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.head_drafter import EagleDrafter
@@ -295,6 +295,28 @@ def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, l
         monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
     check_levels(model, features(model, **{k: v for k, v in options.items() if k != "table"}), levels)
+
+
+def test_the_next_call_goes_on_where_the_first_levels_ended(monkeypatch):
+    """Two calls of four levels give what one call of eight gives."""
+    model, calls = model_of("llava"), []
+    quick = visspec.accelerate(model, features(model), adaptive=False, levels=8, compile=True)
+    chains, quick.target.passes = quick.drafter.passes, None
+
+    def call(*given):
+        before = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
+        calls.append((before, chains.levels(*given)))
+        return calls[-1][1]
+
+    chains.call, chains.ready = call, {False, True}
+    quick.run(**prompt("llava", shapes("llava")["ragged"]), **GREEDY)
+    (given, (ids, *_)), (then, (more, feature, rows)) = calls[:2]
+    given[2] = torch.cat([given[2], then[2]], dim=1)
+    monkeypatch.setattr(levels, "GROUP", 8)
+    with torch.inference_mode():
+        found = chains.levels(*given)
+    assert torch.equal(found[0], torch.cat([ids, more], dim=1)) and torch.equal(found[2], rows)
+    torch.testing.assert_close(found[1], feature)
 
 
 PUBLISHED = [  # forms of published heads

@@ -13,7 +13,6 @@ from visspec import tree as trees
 from visspec.accept import denoise
 from visspec.accept.coupled import Coupled
 from visspec.accept.couplings import candidate_coupling, reflection_coupling
-from visspec.accept.legacy import Legacy
 from visspec.accept.surrogate import Surrogate
 from visspec.distributions import Denoising, DenoisingSteps, Trajectory
 from visspec.loop.decode import decode
@@ -316,9 +315,6 @@ def test_joint_law_with_other_deviations():
 
 CONTROLS = {
     "unequal deviations": (Surrogate, {"widen": 0.3, "last": 0.3}),
-    "temperature 42": (Legacy, {"shift": 0.5, "last": 0.3, "stop": True}),
-    "zero-fill": (Legacy, {"widen": 0.3, "last": 0.3, "softness": 1.0, "stop": True}),
-    "no stop": (Legacy, {"shift": 0.5, "softness": 1.0}),
 }
 
 
@@ -334,8 +330,6 @@ def test_the_published_ratio_is_exact_without_its_product():
         (Surrogate(), (0.0, 1.0), (0.5, 1.3), 1.3),
         (Surrogate(2), (0.0, 1.0), (1.0, 1.0), 1.5),
         (Surrogate(1), (0.0, 1.0), (0.7, 1.2), 1.0),
-        (Legacy(8, stop=True), (0.0, 1.0), (0.5, 1.3), 1.3),
-        (Legacy(2, softness=1.0, stop=True), (0.0, 1.0), (1.0, 0.7), 0.7),
     ],
 )
 def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
@@ -357,13 +351,6 @@ def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
     variation = 0.5 * np.abs(np.histogram(found, edges)[0] / count - 1 / bins).sum()
     drift, noise = float(verdict.drift.mean()), 0.5 * (bins / count) ** 0.5
     assert drift == 0.0 and variation < 1.5 * noise if weight == 1.0 else variation - noise < drift < 3 * variation
-
-
-def test_what_stands_below_a_replaced_vector_is_not_metered():
-    """Zero on the meter would be a claim: the joint law is another."""
-    whitened, state = joint(Legacy, rows=2000, shift=0.5, softness=1.0)
-    assert failing(whitened) and "drift" not in state.meters and float(state.meters["displacement"].sum()) > 0
-    assert Legacy().traits.unmetered and not Legacy(stop=True).traits.unmetered and not Surrogate().traits.unmetered
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -21,8 +21,7 @@ from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.target import MARImages
 from visspec.models.nextstep import layout as layouts_nextstep
 from visspec.models.nextstep.flow import flow_schedule, flow_schedule_v11
-from visspec.models.nextstep.target import NextStepImages
-from visspec.models.vectors.target import ContinuousAR
+from visspec.models.nextstep.target import NextStepImages, NextStepTarget
 from visspec.types import Draft, Request, Sampling
 
 STEPS = 6
@@ -73,7 +72,7 @@ def asked(images, texts, guidance, layout):
 def test_nextstep_draws_as_its_published_sampler(images, guidance):
     """Token after token, each by the authors' formulas, with the same normal numbers."""
     layout, texts = images.layout(4 * 2, 6 * 2), ["a cat", "tea"]
-    target = ContinuousAR(images)
+    target = NextStepTarget(images)
     rule = ruled(target)
     state = decode(target, None, rule, asked(images, texts, guidance, layout), FixedLength(1))
     noise = rule.make_noise(generators(2), 0).numbers(layout.positions)
@@ -107,7 +106,7 @@ def test_nextstep_draws_as_its_published_sampler(images, guidance):
 
 @torch.no_grad()
 def test_nodes_of_nextstep_have_the_laws_of_their_paths(images):
-    layout, target = images.layout(8, 12), ContinuousAR(images)
+    layout, target = images.layout(8, 12), NextStepTarget(images)
     draft = torch.randn(2, 4, 16)
     (one, _), (many, _) = (target.prefill(asked(images, ["a cat", "tea"], 2.0, layout)) for _ in range(2))
     for state in (one, many):
@@ -121,6 +120,15 @@ def test_nodes_of_nextstep_have_the_laws_of_their_paths(images):
         found = together.kernel(x, step, torch.tensor([node, 4 + node]))
         for a, b in zip(found, alone.kernel(x, step)):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("guidance,guided", [(2.0, False), (1.0, True)])
+def test_guidance_without_its_rows_is_refused_before_any_pass(images, guidance, guided, monkeypatch):
+    monkeypatch.setattr(images.decoder, "forward", None)
+    prompt = images.prompt(["a cat", "tea"], guided, layout := images.layout(8, 12))
+    request = Request(prompt, prompt.ids, layout.positions, Sampling(1.0, guidance=guidance))
+    with one_sentence(rf"^guidance: got {guidance} and . rows of inputs for 2 prompts"):
+        NextStepTarget(images).prefill(request)
 
 
 def test_nextstep_in_the_pipeline(folder):

@@ -32,7 +32,6 @@ DRAFTERS = {
     "independent, random start": lambda: Jacobi(4, "independent", "random"),
     "gumbel": lambda: Jacobi(4, "gumbel"),
     "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"),
-    "proactive": lambda: Jacobi(3, "maximal", branch=2),
 }
 each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 

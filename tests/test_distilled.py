@@ -1,9 +1,7 @@
-"""The distilled drafter: laws it reports and leaves, identity, passes over its own guesses, checkpoints, its recipe."""
+"""The distilled drafter: laws it reports and leaves, identity, passes over its own guesses, checkpoints."""
 
 import itertools
-import json
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +10,7 @@ from tests.distributions import total_variation
 from tests.published import judged
 from tests.test_image_drafter import check_rejection, check_reported, family, proposed, request, run
 from tests.test_image_targets import made
-from tests.tiny_images import janus, painter, prompts
+from tests.tiny_images import janus, prompts
 from visspec import ImagePipeline
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
@@ -25,7 +23,6 @@ from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, 
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
-from visspec.toys.recipes import painter_distilled
 from visspec.types import FREE, Request, Sampling, Verdict
 
 SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
@@ -267,7 +264,7 @@ def case_drawn(case, target, used, temperature):
     return decode(target, used, Exact(), request, FixedLength(5))
 
 
-# --- checkpoints and recipe -------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -287,102 +284,6 @@ def test_it_is_refused_for_models_of_another_type():
         zoo.drafter("painter-distilled", janus())
     with pytest.raises(ValueError, match="which has to be trained, expected the folder of its weights"):
         zoo.drafter("distilled", janus())
-
-
-def test_layers_of_a_painter_are_the_painter(tmp_path):
-    """All of its layers, begun from: its laws without guidance, whatever the rotations' layout."""
-    painter(tmp_path)
-    own = painter_distilled.painter(str(tmp_path))
-    head = painter_distilled.begun(own, (0, 1))
-    ids, attention = prompts(3)
-    with torch.no_grad():
-        codes = torch.arange(12).view(3, 4)
-        batch = {"prompt": own.embed_prompt(ids), "words": attention}
-        table = own.embed(torch.arange(own.codes))
-        found = painter_distilled.run(head, table, batch, codes, torch.full_like(codes, GUESSED))
-        for b in range(3):
-            inputs = torch.cat([own.embed_prompt(ids[b, attention[b]]), table[codes[b]]])[None]
-            hidden = own.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
-            expected = own.head(hidden)[:, -4:]
-            torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def tiny_run(tmp_path, monkeypatch):
-    """Arguments of the recipe for a tiny painter."""
-    painter(tmp_path / "painter")
-    monkeypatch.setattr(painter_distilled, "BATCH", 2)
-    monkeypatch.setattr(painter_distilled, "SHAPES", ((4, 1), (4, 3)))
-    monkeypatch.setattr(painter_distilled, "TOGETHER", 2)
-    monkeypatch.setattr(painter_distilled, "LAYERS", (0, 1))
-    return ["--target", str(tmp_path / "painter"), "--out", str(tmp_path / "run"), "--pictures", "4", "--rows", "2"]
-
-
-def test_the_recipe_draws_trains_resumes_measures_and_writes_a_card(tiny_run, tmp_path):
-    options = painter_distilled.DRAFTER.parse([*tiny_run, "--steps", "2", "--every", "1", "--watched", "1"])
-    options.export, options.measured = tmp_path / "x", 3
-    options.out.mkdir()
-    painter_distilled.write_pictures(options)
-    drawn = painter_distilled.read_pictures(options.out, painter_distilled.files(4))
-    assert drawn["codes"].shape[0] == 4 and drawn["seed"].tolist() == [
-        painter_distilled.FIRST_SEED + i for i in range(4)
-    ]
-    before = {name: (options.out / name).stat().st_mtime_ns for name in painter_distilled.files(4)}
-    painter_distilled.write_pictures(options)
-    assert before == {name: (options.out / name).stat().st_mtime_ns for name in painter_distilled.files(4)}
-    first = painter_distilled.DistilStage(options, 0)
-    first.run()
-    again = painter_distilled.DistilStage(options, 0)
-    again.restore()
-    assert again.step == 2 and torch.equal(again.head.codes.weight, first.head.codes.weight)
-    painter_distilled.finish(options)
-    record = json.loads((tmp_path / "x" / "provenance.json").read_text())
-    assert record["draw"]["step"] == 2 and record["measured"]["rules"]["exact"]["identical"] == 3
-    assert record["measured"]["rules"]["exact"]["faults"] == 0
-    card = (tmp_path / "x" / "README.md").read_text()
-    assert "| `exact` | 3 | " in card and "3 of 3" in card and "{" not in card.split("```")[2]
-    loaded, _ = zoo.drafter(str(tmp_path / "x"), load_image_model(str(tmp_path / "painter"))[0])
-    assert isinstance(loaded, DistilledDrafter) and loaded.config.layers == 2
-
-
-def test_the_noise_of_recorded_pictures_is_that_of_their_seeds(tiny_run, monkeypatch):
-    """Codes are the argmax of the recorded laws and the noise of the picture's seed."""
-    width = painter_distilled.painter(tiny_run[1]).codes
-    monkeypatch.setattr(painter_distilled, "LIKELY", width)
-    options = painter_distilled.DRAFTER.parse(tiny_run)
-    options.out.mkdir()
-    painter_distilled.write_pictures(options)
-    found = painter_distilled.read_pictures(options.out, painter_distilled.files(4))
-    places = found["codes"].shape[1]
-    numbers = painter_distilled.noise(found["seed"], places, width)[:, 1:]
-    likely = found["likely"].long()
-    ranked = (found["law"].float() + numbers.gather(2, likely)).argmax(dim=-1)
-    same = likely.gather(2, ranked[..., None])[..., 0] == found["codes"][:, 1:]
-    assert same.float().mean() > 0.95  # laws are stored in half precision
-
-
-@pytest.mark.parametrize("share, kinds", [((1.0, 0.0), {KNOWN, BLANK}), ((0.0, 1.0), {KNOWN, GUESSED})])
-def test_missing_codes_and_guesses_weigh_less_the_later_they_come(tiny_run, share, kinds, monkeypatch):
-    options = painter_distilled.DRAFTER.parse(tiny_run)
-    options.out.mkdir()
-    painter_distilled.write_pictures(options)
-    stage = painter_distilled.DistilStage(options, 0)
-    batch = stage.batch()
-    monkeypatch.setattr(painter_distilled, "MIXTURE", share)
-    seen = []
-    stage.head.register_forward_pre_hook(lambda module, given: seen.append(given[1:3]))
-    with torch.no_grad():
-        logits, weight = painter_distilled.read_batch(stage.head, stage.drafter.table, batch, np.random.default_rng(3))
-    kind, _ = seen[-1]
-    assert set(kind.flatten().tolist()) == kinds and logits.shape[:2] == weight.shape == kind.shape
-    for row, of in zip(weight, kind):
-        known = int((of == KNOWN).sum())
-        expected = [1.0] * known + [painter_distilled.FADE**n for n in range(1, len(row) - known + 1)]
-        torch.testing.assert_close(row, torch.tensor(expected))
-    cross, apart = painter_distilled.distances(logits, batch)
-    p = torch.zeros_like(logits).scatter_(-1, batch["likely"].long(), batch["law"].float().exp())
-    torch.testing.assert_close(apart, 1 - torch.minimum(p, logits.softmax(-1)).sum(-1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(cross, -(p * logits.log_softmax(-1)).sum(-1), rtol=1e-4, atol=1e-4)
 
 
 SHIPPED = zoo.CHECKPOINTS / "painter-distilled" / "config.json"

@@ -10,7 +10,6 @@ from tests import (
     test_any_order,
     test_assistants,
     test_block_heads,
-    test_continuous_painting,
     test_diffusion,
     test_eagle,
     test_eagle_heads,
@@ -21,7 +20,6 @@ from tests.doubles import check_exact
 from tests.test_image_targets import made
 from tests.test_zoo import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
 from tests.tiny import model_of, prompt, shapes, single_row
-from tests.tiny_images import painter_processor
 from visspec.accept.coupled import Coupled
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection
@@ -143,7 +141,6 @@ def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting(name)
 
 GROUPS = ([0, 1, 2], [3, 4], [5])  # rows of text that are prefilled together; the last one has no picture
 PARTS = ["3 i 4 i 9", "6 i 5", "12 i 2", "5 i 2 i 3", "2 i 6", "15"]
-WORDS = ["square", "ring and a bar", "star"]
 
 
 class Some(Rejection):
@@ -231,19 +228,6 @@ def of_any_order(drafter, order=None):
     )  # fmt: skip
 
 
-def of_vectors():
-    model = test_continuous_painting.fresh("painter", test_continuous_painting.SMALL)
-    pipe = visspec.ImagePipeline(model, painter_processor())
-
-    def asked(rows):
-        found = pipe.family.prompt([WORDS[row] for row in rows], True)
-        generators = [torch.Generator().manual_seed(row) for row in rows]
-        return Request(found, found.ids, 64, Sampling(1.0, guidance=2.0), generators=generators)
-
-    drafter = test_continuous_painting.drafter(test_continuous_painting.fresh("drafter", feature=16), pipe)
-    return pictures(drafter, asked, pipe.family, SomeVectors())
-
-
 def of_mar():
     images, near = (MARImages(test_mar_target.network(0, n), plan=test_mar_target.PLAN) for n in (0.08, 0.079))
     single = {row: test_mar_target.generators(3)[row] for row in range(3)}
@@ -282,10 +266,10 @@ BATCHES = {
         "qwen2_5_vl",
     ),
     "image-eagle:tree=static": lambda: of_codes(tiny_drafter("image-eagle:tree=static,shape=3-3-3")),
-    "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal,branch=2")),
+    "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal")),
     "jacobi:redraw=gumbel": lambda: of_codes(tiny_drafter("jacobi:redraw=gumbel")),
     "ahead": lambda: of_any_order(test_any_order.Ahead(3), test_any_order.ORDERS["halton"]),
-    "continuous": of_vectors, "mar": of_mar, "var": of_scales, "mtp": lambda: of_pair("mtp"),
+    "mar": of_mar, "var": of_scales, "mtp": lambda: of_pair("mtp"),
     "a block model": lambda: of_pair("dflash"), "a shared cache": lambda: of_pair("gemma4"),
     "a small model": lambda: texts(model_of("llava"), SmallModel(model_of("qwen2"), model_of("llava"))),
 }  # fmt: skip

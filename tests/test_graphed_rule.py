@@ -10,6 +10,7 @@ import torch
 from tests.doubles import drafted
 from tests.replays import Standin
 from tests.test_image_targets import made
+from tests.test_zoo import tiny_drafter
 from visspec import kernels
 from visspec import tree as trees
 from visspec.accept.cool import Cool
@@ -23,10 +24,9 @@ from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.loop.setup import check
 from visspec.models.image_codes.target import ImageAR
-from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import Capabilities, Request, Sampling, Scores, Verdict
 
-TREE = {"window": 5, "redraw": "maximal", "branch": 2}
+TREE, CHAIN = "image-eagle:tree=static,shape=3-3-3", "jacobi:window=5"
 
 
 def written(verdict: Verdict, again: Verdict) -> None:
@@ -43,9 +43,10 @@ def rerun(call):
     return verdict, lambda: written(verdict, call())
 
 
-def draw(rule, options, temperature=1.0, rows=(0, 1, 2)):
+def draw(rule, spec, temperature=1.0, rows=(0, 1, 2)):
     case, rows = made("janus"), list(rows)
-    target, prompt, drafter = ImageAR(case.family), case.prompt(rows), Jacobi(**options)
+    prompt, drafter = case.prompt(rows), tiny_drafter(spec)
+    target = ImageAR(case.family, features=bool(drafter.traits.feature_layers))
     rule.bind(target.capabilities)
     check(drafter, rule, target)
     request = Request(prompt, prompt.ids, 16, Sampling(temperature=temperature, guidance=3.0), grid=(4, 4))
@@ -64,22 +65,21 @@ def test_on_a_cpu_the_rule_runs_as_it_is():
 
 
 @pytest.mark.parametrize(
-    "rule, options, temperature",
+    "rule, spec, temperature",
     [
-        ("exact", {"window": 5}, 1.0),
-        ("exact", {"window": 5}, 0.0),
+        ("exact", CHAIN, 1.0),
+        ("exact", CHAIN, 0.0),
         ("rejection", TREE, 1.0),
         ("lantern:k=5,delta=0.4", TREE, 1.0),
-        ("lantern:k=5,delta=0.4", {"window": 5}, 0.0),
-        ("grouped:group=3", {"window": 5, "redraw": "maximal"}, 1.0),
-        ("run_product:alpha=0.1", {"window": 5, "redraw": "maximal"}, 1.0),
+        ("lantern:k=5,delta=0.4", CHAIN, 0.0),
+        ("grouped:group=3", f"{CHAIN},redraw=maximal", 1.0),
     ],
 )
-def test_decisions_are_the_rules_own(rule, options, temperature):
+def test_decisions_are_the_rules_own(rule, spec, temperature):
     rerun.count = 0
     captured = GraphedRule(zoo.acceptance(rule), record=rerun)
-    found = draw(captured, options, temperature)
-    assert found == draw(zoo.acceptance(rule), options, temperature)
+    found = draw(captured, spec, temperature)
+    assert found == draw(zoo.acceptance(rule), spec, temperature)
     assert captured.traits == zoo.acceptance(rule).traits
     assert 0 < rerun.count == len(captured.recordings) < found[2]
 
@@ -92,19 +92,19 @@ def test_a_replay_that_does_nothing_is_noticed():
 
 
 def test_further_shapes_and_devices_that_refuse_run_the_rule_itself():
-    expected = draw(zoo.acceptance("exact"), {"window": 5})
+    expected = draw(zoo.acceptance("exact"), CHAIN)
     rerun.count = 0
-    assert draw(GraphedRule(zoo.acceptance("exact"), most=1, record=rerun), {"window": 5}) == expected
+    assert draw(GraphedRule(zoo.acceptance("exact"), most=1, record=rerun), CHAIN) == expected
     assert rerun.count == 1
 
     def refusing(call):
         raise RuntimeError("no graphs here")
 
     with pytest.warns(RuntimeWarning, match="not captured, the rule runs without a graph: no graphs here") as told:
-        assert draw(GraphedRule(zoo.acceptance("exact"), record=refusing), {"window": 5}) == expected
+        assert draw(GraphedRule(zoo.acceptance("exact"), record=refusing), CHAIN) == expected
     assert len(told) == 1
     captured = GraphedRule(zoo.acceptance("exact"))  # laws are not on a GPU
-    assert draw(captured, {"window": 5}) == expected and not captured.recordings
+    assert draw(captured, CHAIN) == expected and not captured.recordings
     with pytest.raises(ValueError, match="most: got 0, expected at least 1"):
         GraphedRule(zoo.acceptance("exact"), most=0)
 
@@ -134,18 +134,6 @@ def test_trees_of_one_shape_and_other_content(drawn, monkeypatch):
     assert moved > 1.0 and rerun.count == len(captured.recordings) == 2  # the first and the last tree share one
 
 
-def test_a_rule_that_judges_on_the_host_is_not_captured():
-    rule = zoo.acceptance("lantern:k=2,delta=0.3,compat=repository")
-    rule.bind(Capabilities(vocab=6, codebook=torch.randn(6, 2, generator=torch.Generator().manual_seed(0))))
-    draft, scores = (
-        drafted(torch.tensor([[0, 1, 2]]), trees.static((-1, 0, 1))),
-        Scores(Categorical(torch.zeros(1, 3, 6))),
-    )
-    noise = rule.make_noise([torch.Generator().manual_seed(0)], 6)
-    found = GraphedRule(rule, record=lambda call: pytest.fail("captured"))(draft, scores, noise)
-    assert torch.equal(found.path, rule(draft, scores, noise).path)
-
-
 def on_a_device(*given, space, scores, **told):
     """The verification, with a displacement by the steps of a device."""
     tokens, parent, p, q, uniforms, draw = given
@@ -168,7 +156,7 @@ def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
     captured = GraphedRule(zoo.acceptance("exact"))
     rerun.count = 0
     captured.record = captured._graph
-    draw(captured, {"window": 5})
+    draw(captured, CHAIN)
     assert seen == [((0, 0), "stream of 0")] * len(captured.recordings) and len(seen) > 1
     device[0] = 1
     captured._graph(lambda: Verdict(*[torch.zeros(1)] * 3))

@@ -363,7 +363,7 @@ def test_a_tree_for_a_rule_of_chains_is_a_fault():
             return drafted(tokens, trees.static((-1, 0, 0)), torch.nn.functional.one_hot(tokens, VOCAB).float())
 
     inputs = prompt("llama", shapes("llama")["ragged"])
-    model = fast("llama", Branching(), acceptance="run_product")
+    model = fast("llama", Branching(), acceptance="block")
     with pytest.warns(RuntimeWarning, match="expected a chain"):
         model.generate(**inputs, **SAMPLED)
     assert model.last_stats.faults == 1
@@ -447,7 +447,7 @@ def test_sketches_of_whole_images_write_nothing_either():
         )
         rule.bind(target.capabilities)
         plan = RejectedRegions().bind(rule, SafeDrafter(drafter(), target.capabilities))
-        return decode_wavefront(target, plan, request).tokens
+        return decode_wavefront(target, request, plan.schedule).tokens
 
     def spoiling(state):
         for wish in IN_STATE.values():

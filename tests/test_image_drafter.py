@@ -1,17 +1,15 @@
 """The feature drafter of image tokens: laws it reports, laws it leaves, identity, rows, checkpoints and its recipe."""
 
 import collections
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import JanusVQVAE
 
 from tests.distributions import context_law, output_law, plain_law, total_variation
 from tests.doubles import one_sentence
 from tests.test_law import chi_square
-from tests.tiny_images import emu3, emu3_processor, janus, prompts
+from tests.tiny_images import janus, prompts
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
@@ -23,8 +21,6 @@ from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.eagle.image_drafter import CaptureTarget, ImageFeatureDrafter
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
-from visspec.toys.recipes import captioner_build, painter_build, painter_drafter
-from visspec.toys.world.worlds import world
 from visspec.train.capture import capture
 from visspec.types import Request, Sampling
 
@@ -272,37 +268,6 @@ def test_a_place_is_told_by_its_row_and_column():
     places, columns = head.places(), head.config.columns
     assert len(places) == head.config.positions and not places[0].any()
     assert torch.equal(places[columns + 2], head.row.weight[1] + head.column.weight[2])
-
-
-def test_the_recipe_trains_measures_and_writes_a_card(tmp_path):
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vq = JanusVQVAE(painter_build.vq_config(True)).state_dict()
-    model = painter_build.build_model(vq, True, sizes)
-    captioner_build.save(model, painter_build.build_processor(True), tmp_path / "painter", torch.float32)
-    common = ["--target", str(tmp_path / "painter"), "--batch", "2", "--rows", "2", "--group", "1", "--reuse", "1"]
-    common += ["--validate-every", "2", "--save-every", "1"]
-    out = tmp_path / "run"
-    painter_drafter.OF_SHAPES.run(
-        [*common, "--out", str(out), "--steps", "2", "--export", str(tmp_path / "x"), "--prompts", "1"]
-    )
-    record = json.loads((tmp_path / "x" / "provenance.json").read_text())
-    assert record["training"]["step"] == 2 and record["stored_as"] == "float16"
-    assert record["measured"]["table"]["chain of 4"]["tau"] >= 1
-    card = (tmp_path / "x" / "README.md").read_text()
-    assert "| chain of 6 | " in card and "{" not in card.split("```")[2]
-    loaded, _ = zoo.drafter(str(tmp_path / "x"), model)
-    assert loaded.config.guidance == model.generation_config.guidance_scale and loaded.traits.levels == 5
-    pictures = painter_drafter.Pictures(Janus(model, painter_build.build_processor(True)), world("shapes"), 2, 3.0)
-    pooled = [pictures(number) for number in range(painter_drafter.POOL)]
-    assert [r.prompt.shape[1] for r in pooled] == sorted(r.prompt.shape[1] for r in pooled)
-
-
-def test_the_recipe_refuses_a_model_that_is_no_painter(tmp_path, monkeypatch):
-    monkeypatch.setattr(painter_drafter.targets, "load_image_model", lambda name: (emu3(), emu3_processor()))
-    with pytest.raises(ValueError, match=r"target: got a model of the type 'emu3', expected a painter"):
-        painter_drafter.OF_SHAPES.run(["--out", str(tmp_path / "run")])
-    assert not list((tmp_path / "run").glob("*"))
 
 
 SHIPPED = zoo.CHECKPOINTS / "painter-eagle" / "config.json"

@@ -6,9 +6,6 @@ import inspect
 import json
 import logging
 import shutil
-import subprocess
-import sys
-import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -27,10 +24,9 @@ from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
-from visspec.accept.run_product import RunProduct
 from visspec.api import image_call, presets, saving, zoo
 from visspec.api.images import ImagePipeline
-from visspec.loop.orders import ZipAR
+from visspec.loop.orders import RejectedRegions
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of, prompt_of
 from visspec.models.image_codes.target import Family
@@ -336,7 +332,6 @@ class Unknown(Rejection):
 @pytest.mark.parametrize("change, words", [
     ({"acceptance": Unknown()}, "acceptance: got a Unknown that no name"),
     ({"acceptance": GraphedRule(Exact())}, "acceptance: got a GraphedRule that no name"),
-    ({"acceptance": RunProduct(0.8, Lantern(10, 0.1))}, "acceptance: got a RunProduct that no name"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing', expected one of exact"),
     ({"acceptance": "lantern:k=5000"}, "k: got 5000"), ({"levels": 0}, "levels: got 0"),
     ({"drafter": "nothing"}, "drafter: got 'nothing', expected one of none"),
@@ -399,15 +394,15 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
 
 
 RULES = st.one_of(
-    st.builds(Exact), st.builds(Rejection), st.builds(RunProduct, st.floats(0.1, 1)),
-    st.builds(Lantern, st.integers(1, 1000), st.floats(0, 0.99), st.sampled_from([None, "repository"])),
+    st.builds(Exact), st.builds(Rejection),
+    st.builds(Lantern, st.integers(1, 1000), st.floats(0, 0.99)),
     st.builds(Grouped, st.integers(1, 50), st.one_of(st.none(), st.integers(1, 60))),
 )  # fmt: skip
 DRAFTERS = st.one_of(
     st.builds(Jacobi, st.integers(2, 40), st.sampled_from(["auto", "maximal", "gumbel"]),
               st.sampled_from(["left", "above", "random"]), nodes=st.integers(1, 90)),
 )  # fmt: skip
-ORDERS = st.builds(ZipAR, st.integers(1, 9), st.booleans())
+ORDERS = st.builds(RejectedRegions, audit=st.booleans())
 
 
 @settings(max_examples=60)
@@ -434,12 +429,12 @@ def test_presets_can_be_saved():
         assert preset.order is None or saving.portable_name("order", preset.order) == preset.order
 
 
-@pytest.mark.parametrize("order", [None, "zipar:window=2", ZipAR(3, audit=False)])
+@pytest.mark.parametrize("order", [None, "islands", RejectedRegions(audit=False)])
 def test_the_order_is_kept(pipe, tmp_path, order):
     other = ImagePipeline(**pipe.components | {"order": order, "parts": None})
     other.save_pretrained(tmp_path)
     again = saving.read(str(tmp_path), {})["order"]
-    assert again == (None if order is None else order if isinstance(order, str) else "zipar:window=3,audit=false")
+    assert again == (None if order is None else order if isinstance(order, str) else "islands:audit=false")
     with pytest.raises(ValueError, match=r"^order: got 'spiral', expected one of raster, "):
         saving._order(tmp_path, "spiral")
 
@@ -453,79 +448,16 @@ def test_a_pipeline_from_another_ones_components(pipe):
 # --- the logger -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def logger():
-    found = logging.getLogger("visspec")
-    before = found.level, found.propagate, list(found.handlers)
-    yield found
-    found.setLevel(before[0])
-    found.propagate, found.handlers[:] = before[1], before[2]
-
-
-def test_verbosity_as_in_transformers(logger):
-    from transformers import logging as theirs
-
-    ours = visspec.logging
-    for level in ("debug", "info", "warning", "error"):
-        getattr(ours, f"set_verbosity_{level}")()
-        assert ours.get_verbosity() == getattr(ours, level.upper()) == getattr(theirs, level.upper()) == logger.level
-        ours.set_verbosity(level)
-        assert ours.get_verbosity() == getattr(ours, level.upper())
-    assert ours.get_logger() is logger and ours.get_logger("visspec.api.images").parent is logger
-    for wrong in ("loud", None, True, -1):
-        assert refused(lambda wrong=wrong: ours.set_verbosity(wrong)).startswith(f"verbosity: got {wrong!r}, expected")
-
-
-def test_loading_and_saving_are_told_to_the_logger(pipe, folder, tmp_path, logger, caplog):
-    visspec.logging.set_verbosity_info()
-    pipe.save_pretrained(tmp_path)
-    ImagePipeline.from_pretrained(str(tmp_path))
+def test_loading_and_saving_are_told_to_the_logger(pipe, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "visspec"):
+        pipe.save_pretrained(tmp_path)
+        ImagePipeline.from_pretrained(str(tmp_path))
     told = [(r.name, r.getMessage()) for r in caplog.records if r.name.startswith("visspec")]
     assert [name for name, _ in told] == ["visspec.api.saving"] * 2 + ["visspec.api.loading"]
     assert "'drafter': 'jacobi'" in told[0][1] and "JanusForConditionalGeneration" in told[2][1]
-    caplog.clear()
-    visspec.logging.set_verbosity_warning()
-    ImagePipeline.from_pretrained(str(folder))
-    assert not [r for r in caplog.records if r.name.startswith("visspec")]
 
 
-def test_stderr_is_written_to_only_where_the_application_has_no_handlers(logger, monkeypatch, capsys):
+def test_nothing_is_printed_where_logging_is_not_configured(monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logging.getLogger("visspec.x").warning("nobody asked")
     assert capsys.readouterr().err == ""
-    visspec.logging.set_verbosity_info()
-    visspec.logging.set_verbosity_info()
-    logging.getLogger("visspec.x").info("once")
-    assert capsys.readouterr().err == "[visspec] once\n" and not logger.propagate
-    visspec.logging.disable_default_handler()
-    logging.getLogger("visspec.x").info("not here")
-    assert capsys.readouterr().err == "" and logger.propagate
-    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
-    visspec.logging.set_verbosity_info()
-    assert visspec.logging.CONSOLE not in logger.handlers and logger.propagate
-
-
-def test_the_environment_sets_the_verbosity():
-    code = (
-        "import logging, sys, visspec; logging.getLogger('visspec.x').info('heard');"
-        "print(visspec.logging.get_verbosity(), 'torch' in sys.modules)"
-    )
-
-    def run(**environment):
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=120, env=environment
-        )
-        return done.stdout.strip(), done.stderr.strip()
-
-    assert run() == ("30 False", "")
-    assert run(VISSPEC_VERBOSITY="info") == ("20 False", "[visspec] heard")
-    shown, warned = run(VISSPEC_VERBOSITY="loud")
-    assert shown == "30 False" and "VISSPEC_VERBOSITY: got 'loud', expected one of debug, info" in warned
-
-
-def test_warnings_do_not_depend_on_the_verbosity(pipe, logger):
-    visspec.logging.set_verbosity_error()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        pipe("a moose", seed=0, output_type="latent")
-    assert [str(w.message)[:17] for w in caught] == ["prompt: got moose"]

@@ -35,7 +35,6 @@ def test_images_tokens_maps_and_statistics(pipe):
 
 
 @pytest.mark.parametrize("method", [("jacobi", "exact"), ("jacobi:redraw=maximal,window=5", "rejection"),
-                                    ("jacobi:redraw=maximal,window=5,branch=3", "rejection"),
                                     ("jacobi:redraw=maximal", "lantern:k=20,delta=0.2")])  # fmt: skip
 def test_an_image_does_not_depend_on_its_batch(pipe, method):
     options = {"drafter": method[0], "acceptance": method[1]}
@@ -130,13 +129,12 @@ def test_what_belongs_to_the_model_moves_with_it(folder):
     ({"acceptance": "lantern:k=5000,delta=0.1"}, "k: got 5000"),
     ({"acceptance": "lantern:delta=1.5"}, "delta: got 1.5"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing'"), ({"drafter": "jacobi:redraw=odd"}, "redraw: got 'odd'"),
-    ({"drafter": "jacobi:branch=2"}, "drafter: Jacobi samples, expected point masses"),
     ({"drafter": "jacobi:redraw=independent"}, "drafter: Jacobi samples, expected point masses for the rule Exact"),
     ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear"), ({"drafter": 3}, "drafter: got 3"),
     ({"acceptance": 3}, "acceptance: got 3"), ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
     ({"acceptance": "lantern:k=1.5"}, "k: got 1.5"), ({"acceptance": "grouped:max_gap=nan"}, "max_gap: got nan"),
-    ({"drafter": "jacobi:branch=3", "acceptance": "run_product"}, "drafter: Jacobi drafts trees"),
-    ({"order": "zipar:window=4", "acceptance": "lantern:k=10"}, "acceptance: got Lantern, expected exact"),
+    ({"drafter": "recycling", "acceptance": "block"}, "drafter: Recycling drafts trees"),
+    ({"order": "islands", "acceptance": "local"}, "drafter: got none that drafts whole images"),
     ({"guidance_scale": float("inf")}, "guidance_scale: got inf"), ({"top_p": 0.0}, "top_p: got 0.0"),
     ({"top_k": 2.5}, "top_k: got 2.5"), ({"height": 0}, "height: got 0"), ({"seed": 1.5}, "seed: got 1.5"),
     ({"callback_on_step_end": 3}, "callback_on_step_end: got 3"),
@@ -207,8 +205,8 @@ def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch)
     wrong = {"jacobi/nope": "acceptance: got 'nope'", "jacobi/lantern:k=2000": "k: got 2000"}
     wrong |= {
         "jacobi/": "acceptance: got ''",
-        "none/lantern/zipar": "acceptance: got Lantern",
-        "zipar/exact": "expected order='zipar'",
+        "none/local/islands": "drafter: got none that drafts whole images",
+        "islands/exact": "expected order='islands'",
     }
     for pair, words in wrong.items():
         assert cli.main(["bench", "image", "--model", str(folder), "--count", "2", "--method", f"x={pair}"]) == 2
@@ -226,13 +224,13 @@ def test_the_bench_and_its_report(folder, tmp_path, capsys, monkeypatch):
         argv += [part for method in methods for part in ("--method", method)]
         return cli.main(list(map(str, [*argv, "--json", record])))
 
-    assert run(2, "plain", "gumbel", near, "zipar") == 0
+    assert run(2, "plain", "gumbel", near) == 0
     rows = {r["name"]: r for r in json.loads(record.read_text())["rows"]}
-    assert list(rows) == ["plain", "gumbel", "near", "zipar"] and rows["plain"]["nfe"] == TOKENS
+    assert list(rows) == ["plain", "gumbel", "near"] and rows["plain"]["nfe"] == TOKENS
     assert rows["gumbel"]["identical"] == 2 and rows["gumbel"]["guarantee"] == "exact"
-    assert rows["near"]["nfe"] < TOKENS and rows["zipar"]["nfe"] < TOKENS
+    assert rows["near"]["nfe"] < TOKENS
     assert rows["plain"]["geneval"] == rows["gumbel"]["geneval"] and rows["plain"]["fd"] == rows["gumbel"]["fd"] > 0
-    assert rows["zipar"]["latent_displacement"] is None and rows["gumbel"]["latent_displacement"] == 0
+    assert rows["gumbel"]["latent_displacement"] == 0
     assert rows["near"]["drift_per_token"] > 0 and rows["near"]["latent_displacement"] > 0
     assert np.shape(rows["near"]["acceptance_map"]) == (6, 6) and len(rows["near"]["images"]) == 2
     shutil.rmtree(tmp_path / "i" / "near" / "00001")  # lost in a kill: it alone is drawn again

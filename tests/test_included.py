@@ -22,8 +22,7 @@ def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
     }
     targets = {row.target for row in INCLUDED.models.values()} - {""}
     assert targets | {INCLUDED.text_model, INCLUDED.image_model} <= set(INCLUDED.models)
-    references = [*INCLUDED.detectors.values(), *INCLUDED.tasks.values()]
-    references += [INCLUDED.scenes, INCLUDED.parse, INCLUDED.scorer, INCLUDED.foreign]
+    references = [*INCLUDED.detectors.values(), INCLUDED.scenes, INCLUDED.parse, INCLUDED.foreign]
     assert all(callable(included.load(reference)) for reference in references)
 
 

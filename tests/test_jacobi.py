@@ -16,7 +16,7 @@ import torch
 from tests.distributions import context_law, odds, plain_law, split, total_variation, verdicts
 from visspec.distributions import Categorical, residual
 from visspec.models.jacobi import drafter as jacobi
-from visspec.models.jacobi.drafter import Front, Jacobi, Window, proactive
+from visspec.models.jacobi.drafter import Front, Jacobi, Window
 from visspec.types import Outcome, Request, Scores, Verdict
 
 VOCAB, LENGTH, WIDTH = 2, 5, 2  # long enough to judge what was drawn behind a whole window
@@ -55,21 +55,6 @@ def pieces(distribution):
         (float(ends[i] + ends[i + 1]) / 2, float(distribution[i]))
         for i in range(len(distribution))
         if distribution[i] > 0
-    ]
-
-
-def candidates(drafter, window, deep):
-    """All sets of numbers, (1, deep, 3), that choose the second candidate of each position, with their probability."""
-    if drafter.branch == 1:
-        return [(window.noise.numbers, 1.0)]
-    choices = []
-    for q, token in zip(window.q[0, :deep], window.tokens[0]):
-        rest = q.index_fill(0, token, 0.0)
-        total = rest.sum()
-        choices.append(pieces(rest / total) if total > 0 else [(0.5, 1.0)])
-    return [
-        (torch.tensor([[(0.5, 0.5, u) for u, _ in chosen]], dtype=torch.float64), odds(w for _, w in chosen))
-        for chosen in itertools.product(*choices)
     ]
 
 
@@ -145,31 +130,30 @@ def rounds(drafter, p, committed, window, misreport, idle):
     depth = 0 if len(committed) == idle else min(drafter.window, LENGTH - len(committed) - 1)
     spine = window.tokens[0, :depth].tolist()
     distributions = [p((*committed, *spine[:n])) for n in range(depth + 1)]
-    for chosen, likely in candidates(drafter, window, min(drafter.deep, depth)):
-        state.memory = Window(window.tokens, window.q, Scripted(chosen))
-        draft = drafter.propose(state, depth)
-        logits = torch.zeros(1, draft.tree.size, len(distributions[0]), dtype=torch.float64)
-        logits[0, : depth + 1] = torch.stack(distributions).log()  # of what hangs beside the window nothing is read
-        for gained, share in verdicts(p, committed, draft):
-            after = (*committed, *gained)
-            if len(after) == LENGTH:
-                yield (after, None), likely * share, None
-                continue
-            length = len(gained)
-            verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
-            every = itertools.product(
-                redraws(drafter, distributions, window, length), starts(drafter, len(distributions[0]))
+    state.memory = window
+    draft = drafter.propose(state, depth)
+    logits = torch.zeros(1, draft.tree.size, len(distributions[0]), dtype=torch.float64)
+    logits[0] = torch.stack(distributions).log()
+    for gained, share in verdicts(p, committed, draft):
+        after = (*committed, *gained)
+        if len(after) == LENGTH:
+            yield (after, None), share, None
+            continue
+        length = len(gained)
+        verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
+        every = itertools.product(
+            redraws(drafter, distributions, window, length), starts(drafter, len(distributions[0]))
+        )
+        for (numbers, redrawn), (begun, started) in every:
+            state = state_of(after)
+            uniforms = Scripted(torch.tensor([numbers], dtype=torch.float64), *begun)
+            state.memory = Window(window.tokens, window.q, uniforms)
+            drafter.observe(
+                state, draft, Scores(Categorical(logits)), verdict, Outcome([list(range(length))], [list(gained)])
             )
-            for (numbers, redrawn), (begun, started) in every:
-                state = state_of(after)
-                uniforms = Scripted(torch.tensor([numbers], dtype=torch.float64), *begun)
-                state.memory = Window(window.tokens, window.q, uniforms)
-                drafter.observe(
-                    state, draft, Scores(Categorical(logits)), verdict, Outcome([list(range(length))], [list(gained)])
-                )
-                kept = Window(state.memory.tokens, misreport(state.memory.q), uniforms)
-                key = (after, (tuple(kept.tokens[0].tolist()), tuple(kept.q.flatten().tolist())))
-                yield key, likely * share * redrawn * started, kept
+            kept = Window(state.memory.tokens, misreport(state.memory.q), uniforms)
+            key = (after, (tuple(kept.tokens[0].tolist()), tuple(kept.q.flatten().tolist())))
+            yield key, share * redrawn * started, kept
 
 
 @pytest.mark.parametrize("window,idle", [(1, 0), (2, 0), (2, 2)])
@@ -177,7 +161,7 @@ def rounds(drafter, p, committed, window, misreport, idle):
 @pytest.mark.parametrize("redraw", ["maximal", "independent"])
 def test_redraws_keep_the_law(redraw, start, window, idle):
     p = context_law(VOCAB, idle)
-    distribution = process_law(Jacobi(window, redraw, start, deep=1), p, idle=idle)
+    distribution = process_law(Jacobi(window, redraw, start), p, idle=idle)
     assert abs(float(distribution.sum()) - 1) < 1e-12
     assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) < 1e-12
 
@@ -193,29 +177,6 @@ def test_random_codes_that_are_reported_as_points_are_seen():
     assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) > 1e-3
 
 
-@pytest.mark.parametrize("deep", [1, 2])
-@pytest.mark.parametrize("redraw", ["maximal", "independent"])
-def test_proactive_trees_keep_the_law(redraw, deep):
-    p = context_law(3, 0)
-    drafter = Jacobi(WIDTH, redraw, branch=2, deep=deep)
-    assert total_variation(process_law(drafter, p), plain_law(p, 3, LENGTH)) < 1e-12
-    misreported = process_law(drafter, p, lambda q: 0.7 * q + 0.3 * q.flip(-1))
-    assert total_variation(misreported, plain_law(p, 3, LENGTH)) > 1e-3
-
-
-@pytest.mark.parametrize("deep", [1, 2])
-def test_candidates_that_report_the_law_of_draws_with_replacement_are_seen(deep, monkeypatch):
-    p, drafter = context_law(3, 0), Jacobi(WIDTH, "maximal", branch=2, deep=deep)
-    drawn = drafter._candidates
-
-    def wrong(window, deep):
-        tokens, distributions, real = drawn(window, deep)
-        return tokens, distributions[:, ::2].repeat_interleave(2, dim=1), real
-
-    monkeypatch.setattr(drafter, "_candidates", wrong)
-    assert total_variation(process_law(drafter, p), plain_law(p, 3, LENGTH)) > 1e-3
-
-
 @pytest.mark.parametrize("rows,width", [(1, 12), (4, 12), (8, 8), (64, 4)])
 def test_windows_of_many_rows_are_narrower_where_tokens_do_not_depend_on_it(rows, width):
     state = state_of((0,), rows)
@@ -227,13 +188,6 @@ def test_windows_of_many_rows_are_narrower_where_tokens_do_not_depend_on_it(rows
     state.noise.generators = [torch.Generator() for _ in range(rows)]
     drafter.start(state, Scores(Categorical(torch.zeros(rows, 1, VOCAB))))
     assert drafter.propose(state, 12).tree.levels == 12  # uniform numbers: an image must not depend on its batch
-
-
-def test_a_proactive_tree_repeats_the_window_in_its_first_branch():
-    tree, pick = proactive(4, 2, 3, "cpu")
-    assert tree.parent[0].tolist() == [-1, 0, 1, 2, 3, 0, 0, 1, 1, 5, 5, 5, 6, 6, 6]
-    assert pick.tolist() == [1, 2, 4, 5, 3, 4, 5, 3, 4, 5]
-    assert tree.levels == 4
 
 
 @pytest.mark.parametrize("redraw", ["maximal", "independent"])
@@ -422,9 +376,8 @@ def test_a_front_mixes_laws_without_a_token_in_common():
 
 
 @pytest.mark.parametrize("options", [
-    {"window": 0}, {"redraw": "other"}, {"start": "below"}, {"branch": 0}, {"branch": 2, "redraw": "gumbel"},
-    {"nodes": 0}, {"deep": 0}, {"deep": 17}, {"branch": 9, "deep": 3},
+    {"window": 0}, {"redraw": "other"}, {"start": "below"}, {"nodes": 0},
 ])  # fmt: skip
 def test_bad_options_are_refused_in_a_sentence(options):
-    with pytest.raises(ValueError, match=r"^(window|redraw|start|branch|deep|nodes): got .*, expected "):
+    with pytest.raises(ValueError, match=r"^(window|redraw|start|nodes): got .*, expected "):
         Jacobi(**options)

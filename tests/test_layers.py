@@ -257,10 +257,8 @@ def test_results_travel_as_values():
     assert latest_read(ast.parse("x = fast.last_stats")) and not latest_read(ast.parse("fast.last_stats = x"))
 
 
-HOST_READS = {  # the one synchronisation of a round, processors, after a head's pass, and a rule judged on the host
+HOST_READS = {  # the one synchronisation of a round, processors, after a head's pass
     "visspec/accept/denoise.py": ["run"],
-    "visspec/accept/lantern.py": ["bind"],  # of the same rule
-    "visspec/accept/published.py": ["walk", "walk", "_read"],
     "visspec/loop/decode.py": ["apply_verdict"],
     "visspec/sampling.py": ["process", "_reachable_nodes"],
 }
@@ -287,10 +285,8 @@ def test_host_reads_are_where_they_should_be():
 
 HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "visspec/cache.py": ["to_device", "to_device"],
-    "visspec/accept/published.py": ["walk"],  # on the host
-    "visspec/tree.py": ["static", "static"],  # of each shape once, as the next three
+    "visspec/tree.py": ["static", "static"],  # of each shape once, as the next two
     "models/drafting/static_tree.py": ["plan"],
-    "models/jacobi/drafter.py": ["proactive"],
     "models/eagle/head.py": ["turns_at", "turns_at"],  # of each length once
     "models/eagle/sequence.py": [*["packed_rows"] * 2, *["extend"] * 2, "slots_of"],  # of prompts, in training
     "models/decoder/small_model.py": ["_is_content"],

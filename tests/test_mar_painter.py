@@ -6,7 +6,6 @@ from torch import nn
 from transformers import GenerationConfig
 
 from tests.doubles import one_sentence
-from tests.test_continuous_painter import SMALL
 from tests.tiny_images import included_folder
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
@@ -16,6 +15,11 @@ from visspec.models.mar.images import LabelledMARImages
 from visspec.models.mar.model import MARImageConfig, MARImageModel
 from visspec.models.mar.parallel import ParallelMAR
 
+SMALL = {  # an autoencoder
+    "block_out_channels": (8, 8, 8, 8), "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4, "layers_per_block": 1, "latent_channels": 8, "norm_num_groups": 4,
+    "mid_block_add_attention": False, "sample_size": 64, "scaling_factor": 1.0,
+}  # fmt: skip
 TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
 PROMPTS = ["a photo of a pig", "a photo of a penguin on a cloudy blue ground"]
 
@@ -84,7 +88,7 @@ def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, me
 def test_presets_have_the_drafter_of_the_painter(pipe):
     drafters = {name: zoo.preset(name, "vectors", pipe.model).drafter for name in presets.VECTORS}
     assert set(drafters.values()) == {"none", "mar"}, "none is included for this one"
-    assert zoo.preset("coupled", "vectors").drafter == "continuous"
+    assert zoo.preset("coupled", "vectors").drafter == "mar"
     with one_sentence(r"^drafter: got 'mar', which has to be trained, expected the folder"):
         pipe(PROMPTS[0], **zoo.method(str(zoo.preset("coupled", "vectors", pipe.model))))
     model = ImagePipeline.from_pretrained("painter-mar").model
@@ -127,8 +131,8 @@ def test_what_can_not_be_drawn_in_fewer_passes_is_refused(pipe):
     drafter = SmallMAR(LabelledMARImages(fresh()))
     with pytest.raises(ValueError, match="drafter: got one beside the order parallel"):
         pipe(PROMPTS[0], order=ParallelMAR(4), drafter=drafter)
-    with pytest.raises(ValueError, match="order: got ZipAR, which is of Categorical distributions"):
-        pipe(PROMPTS[0], order="zipar:window=2")
+    with pytest.raises(ValueError, match="order: got RejectedRegions, which is of Categorical distributions"):
+        pipe(PROMPTS[0], order="islands")
 
 
 def test_a_configuration_has_defaults():

@@ -10,7 +10,6 @@ import torch
 from tests.doubles import one_sentence
 from visspec import tree as trees
 from visspec.accept.coupled import Coupled
-from visspec.accept.legacy import Legacy
 from visspec.accept.surrogate import Surrogate
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
@@ -147,22 +146,6 @@ def test_guidance_grows_as_published():
     assert scales("constant", 2.9, torch.arange(1, 10), 9).tolist() == [pytest.approx(2.9)] * 9
 
 
-def test_together_all_nodes_see_what_was_known_before_the_draft(model):
-    torch.manual_seed(0)
-    separate, target = (MARTarget(MARImages(model, plan=PLAN, together=together)) for together in (False, True))
-    states = [t.prefill(request([1, 2]))[0] for t in (separate, target)]
-    for state in states:
-        state.position = torch.tensor([0, 0])
-        for row in range(2):
-            state.tokens[row].append(0)
-    draft = Draft(torch.randn(2, 3, SIZE), trees.chain(2, "cpu"))
-    one, all_three = (
-        outputs(t.verify(s, draft).distribution)[2].view(2, 3, 3, SIZE) for t, s in zip((separate, target), states)
-    )
-    torch.testing.assert_close(all_three[:, 0], one[:, 0])
-    assert not torch.allclose(all_three[:, 1:], one[:, 1:], atol=1e-3)
-
-
 # --- whole images ----------------------------------------------------------------------------------------------------
 
 
@@ -227,17 +210,16 @@ def test_a_drafter_follows_rounds_without_drafts(model, target):
     assert torch.equal(state.memory.values[:, :8], images(state)[index, order])  # it has seen all that was drawn
 
 
-@pytest.mark.parametrize("rule, together", [(Coupled, False), (Surrogate, False), (Legacy, True)])
-def test_what_is_known_is_what_was_drawn(rule, together):
-    """Also where a rule puts other values in place of the drafted ones: CSpD's code, whose nodes see one prefix."""
-    target = MARTarget(MARImages(network(0), plan=PLAN, together=together))
+@pytest.mark.parametrize("rule", [Coupled, Surrogate])
+def test_what_is_known_is_what_was_drawn(rule):
+    target = MARTarget(MARImages(network(0), plan=PLAN))
     drafter, rule = SmallMAR(MARImages(network(1, 0.15), plan=PLAN)), rule()
     rule.bind(target.capabilities)
     state = decode(target, drafter, rule, request([1, 4, 0], Sampling(1.0, guidance=2.0)), FixedLength(3))
     index, order = torch.arange(3)[:, None], state.request.inputs.order
     drawn = images(state)[index, order]
     rows = slice(None) if len(state.cache.values) == 3 else state.rows
-    assert torch.equal(state.cache.values[:, :TOKENS], drawn[rows])
+    assert torch.equal(state.cache.values[:, : TOKENS - 1], drawn[rows, :-1])
     assert torch.equal(state.memory.values[:, : TOKENS - 1], drawn[rows, :-1])
 
 

@@ -22,7 +22,7 @@ PROMISES = {  # words that the outputs must hold
     "02_caption_with_a_vlm": ["<span style=", "tau", "approximate", "drift a token 0.0000"],
     "03_write_a_drafter_in_forty_lines": ["3 rows: same ids", "out of ideas"],
     "05_generate_an_image": ["the same codes: True", "guarantee: exact", "grouped:group=10"],
-    "06_acceptance_between_densities": ["shared by the densities", "calls of the head a token", "legacy"],
+    "06_acceptance_between_densities": ["shared by the densities", "calls of the head a token", "surrogate"],
     "07_caption_a_folder": ["25 records, 25 different ids", "as it was: True", "as in the file: True", "exit code"],
     "04_speed_and_quality_of_your_own_model": ["same tokens: 4 of 4", "after_host", "report.html"],
 }

@@ -12,7 +12,7 @@ from visspec.accept.local import Local, spread
 from visspec.api import zoo
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
-from visspec.loop.orders import RejectedRegions, ZipAR, islands, zip_waves
+from visspec.loop.orders import RejectedRegions, islands
 from visspec.loop.out_of_order import OutOfOrderDecoder, decode_wavefront
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting import checkpoint as feature_checkpoint
@@ -77,15 +77,18 @@ def plain(*args, **options):
 
 def joined(order, target):
     """The order as a setup has it."""
-    if isinstance(order, ZipAR):
-        return order.bind(Exact(), None)
     order.rule.bind(target.capabilities)
     return order.bind(order.rule, SafeDrafter(order.drafter, target.capabilities))
 
 
 def run(order, *args, **options):
     target = ImageAR(family(options.get("kind", Janus)))
-    return decode_wavefront(target, joined(order, target), request(*args, **options))
+    return decoded(order, target, request(*args, **options))
+
+
+def decoded(order, target, asked):
+    plan = joined(order, target)
+    return decode_wavefront(target, asked, plan.schedule, plan.audit)
 
 
 class Draft(Drafter):
@@ -178,20 +181,12 @@ def test_absent_nodes_and_unseen_places_change_nothing():
 
 @each_kind
 @pytest.mark.parametrize("kind", [Janus, Lined])
-@pytest.mark.parametrize("window", [SIDE, 3 * SIDE])
-def test_a_window_of_the_image_is_plain_decoding(temperature, guidance, kind, window):
-    state, expected = run(ZipAR(window), temperature, guidance, kind=kind), plain(temperature, guidance, kind=kind)
-    assert state.tokens == expected.tokens
-    assert len(state.trace.rounds) == (PLACES - 1 if kind is Janus else PLACES)  # leading grammar takes a pass
-    assert state.meters["drift"].abs().max() < 1e-3
-    assert {o for row in state.trace.origin for o in row} == {"plain"}
-
-
-@each_kind
-@pytest.mark.parametrize("kind", [Janus, Lined])
-@pytest.mark.parametrize("rows,radius", [(None, 0), (1, 2), (3, 1)])
-def test_tau_above_one_is_plain_decoding(temperature, guidance, kind, rows, radius):
-    plan = RejectedRegions(Local(1.1, radius, k=3, rows=rows), Draft())
+@pytest.mark.parametrize(
+    "rows,radius,window", [(None, 0, None), (1, 2, None), (3, 1, None), (None, 0, SIDE), (None, 0, 12)]
+)
+def test_tau_above_one_is_plain_decoding(temperature, guidance, kind, rows, radius, window):
+    """Also with a window of the whole image, or more."""
+    plan = RejectedRegions(Local(1.1, radius, k=3, rows=rows, window=window), Draft())
     state, expected = run(plan, temperature, guidance, kind=kind), plain(temperature, guidance, kind=kind)
     assert state.tokens == expected.tokens
     assert len(state.trace.rounds) == PLACES  # the judgement of a block gives its first code
@@ -230,29 +225,24 @@ def test_every_family_has_the_limits(name):
         prompt, layout = case.prompt(rows), case.layout
         sampling = Sampling(guidance=case.guidance)
         asked = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid, fixed=layout.fixed)
-        target = ImageAR(case.family)
-        return decode_wavefront(target, joined(plan, target), asked)
+        return decoded(plan, ImageAR(case.family), asked)
 
     (high, wide), wanted = case.layout.grid, [expected(name, row) for row in range(3)]
-    state = drawn(ZipAR(wide), [0, 1, 2])
+    if case.family.codebook is None:
+        pytest.skip("without a codebook nothing is drawn out of order")
+    random = torch.randint(case.family.codes, (1, high * wide), generator=torch.Generator().manual_seed(0))
+    draft = type("D", (Draft,), {"sketch": lambda self, state: random.expand(len(state.rows), -1)})()
+    state = drawn(RejectedRegions(Local(1.1), draft), [0, 1, 2])
     assert state.tokens == wanted and float(state.meters["drift"].abs().max()) == 0
-    ways = [ZipAR(1)]
-    if case.family.codebook is not None:
-        random = torch.randint(case.family.codes, (1, high * wide), generator=torch.Generator().manual_seed(0))
-        draft = type("D", (Draft,), {"sketch": lambda self, state: random.expand(len(state.rows), -1)})()
-        assert drawn(RejectedRegions(Local(1.1), draft), [0, 1, 2]).tokens == wanted
-        ways.append(RejectedRegions(Local(0.02, k=2, window=1), draft))
-    for way in ways:
+    for way in (RejectedRegions(Local(1.1, window=1), draft), RejectedRegions(Local(0.02, k=2, window=1), draft)):
         together = drawn(way, [0, 1, 2])
         assert [drawn(way, [row]).tokens[0] for row in range(3)] == together.tokens
-    assert len(drawn(ZipAR(1), [0]).trace.rounds) < len(state.trace.rounds)
+        assert len(drawn(way, [0]).trace.rounds) < len(state.trace.rounds)
 
 
 # --- between the limits -----------------------------------------------------------------------------------------------
 
 PLANS = {
-    "zipar-1": lambda: ZipAR(1),
-    "zipar-2": lambda: ZipAR(2),
     "local": lambda: RejectedRegions(Local(0.03, 0, k=2), Draft()),
     "local-rows": lambda: RejectedRegions(Local(0.03, 1, k=1, rows=2), Draft()),
     "local-window": lambda: RejectedRegions(Local(0.03, 1, window=1), Draft()),
@@ -276,23 +266,10 @@ def test_a_row_does_not_know_its_batch(name, kind):
     assert together.trace.times.keys() >= {"prefill", "verify", "accept", "audit"}
 
 
-@pytest.mark.parametrize("rows,columns,window", [(4, 4, 1), (4, 4, 2), (3, 5, 3), (6, 3, 2), (2, 4, 4), (3, 4, 9)])
-def test_zip_waves(rows, columns, window):
-    done, passes = set(), 0
-    for wave in zip_waves(rows, columns, window):
-        assert len({i for i, _ in wave}) == len(wave)
-        for i, j in wave:
-            needed = {(i - 1, c) for c in range(j, min(j + window, columns))} if i else set()
-            assert needed <= done and (j == 0 or (i, j - 1) in done) and (i, j) not in done
-        done |= set(wave)
-        passes += 1
-    assert len(done) == rows * columns and passes == columns + (rows - 1) * min(window, columns)
-
-
 @torch.no_grad()
 def test_the_code_above_stands_in_for_a_missing_row_end():
     """The first code of row 1, decided when two codes of row 0 are there, from a forward of the stock decoder."""
-    state = run(ZipAR(2), 0.0, 1.0)
+    state = run(RejectedRegions(Local(1.1, window=2), Draft()), 0.0, 1.0)
     model, (ids, attention), tokens = janus(), prompts(3), torch.tensor(state.tokens)
     drawn = torch.cat([tokens[:, :2], tokens[:, :1]], dim=1)
     embeds = torch.cat([model.get_input_embeddings()(ids), model.prepare_embeddings_for_image_generation(drawn)], 1)
@@ -301,7 +278,7 @@ def test_the_code_above_stands_in_for_a_missing_row_end():
     mask = torch.cat([attention.long(), torch.ones(3, 3, dtype=torch.long)], dim=1)
     hidden = model.model.language_model(inputs_embeds=embeds, attention_mask=mask, position_ids=positions)
     distribution = model.model.generation_head(hidden.last_hidden_state[:, -1])
-    assert distribution.argmax(-1).tolist() == tokens[:, SIDE].tolist() and state.memory[0][SIDE] == 2
+    assert distribution.argmax(-1).tolist() == tokens[:, SIDE].tolist() and state.memory[0][SIDE] == 3
 
 
 @torch.no_grad()
@@ -324,11 +301,6 @@ def test_drift_of_kept_codes_is_what_stock_forwards_say():
     far = (p * torch.cdist(codes[tokens], codes)).sum((1, 2))
     torch.testing.assert_close(state.meters["displacement"], far, rtol=1e-3, atol=1e-3)
     assert "audit" not in bare.trace.times
-
-
-def test_without_an_audit_zipar_claims_no_drift():
-    assert run(ZipAR(2, audit=False)).meters == {}
-    assert bool((run(ZipAR(1)).meters["drift"] > run(ZipAR(SIDE)).meters["drift"] + 0.1).all())
 
 
 # --- islands ----------------------------------------------------------------------------------------------------------
@@ -377,15 +349,15 @@ def test_islands_go_on_together(kind):
     assert [[u for u in range(PLACES) if row[u] == "plain"] for row in codes] == again
 
 
-@each_kind
 @pytest.mark.parametrize("kind", [Janus, Lined])
-@pytest.mark.parametrize("window", [1, 2, SIDE])
-def test_a_window_makes_zipar_of_an_island(temperature, guidance, kind, window):
-    island = run(RejectedRegions(Local(1.1, window=window), Draft()), temperature, guidance, kind=kind)
-    whole = run(ZipAR(window), temperature, guidance, kind=kind)
-    assert island.tokens == whole.tokens
-    torch.testing.assert_close(island.meters["drift"], whole.meters["drift"], rtol=1e-3, atol=1e-3)
-    assert len(island.trace.rounds) == len(whole.trace.rounds) + (kind is Janus)
+@pytest.mark.parametrize("window", [1, 2, 3])
+def test_a_row_of_an_island_follows_the_row_above(kind, window):
+    """A window of w codes: a row starts w passes behind the row above; passes are fewer, and the drift is not 0."""
+    state = run(RejectedRegions(Local(1.1, window=window), Draft()), kind=kind)
+    passes = [[p for p, t in zip(*row) if t < CODES] for row in zip(state.memory, state.tokens)]
+    assert passes == [[1 + i * window + j for i in range(SIDE) for j in range(SIDE)]] * 3
+    assert len(state.trace.rounds) == SIDE + (SIDE - 1) * window
+    assert bool((state.meters["drift"] > 0.1).all())
 
 
 def test_one_place_a_row_of_an_island():
@@ -402,7 +374,7 @@ def test_a_canvas_runs_every_final_token_once_more(monkeypatch):
     monkeypatch.setattr(
         OutOfOrderDecoder, "finish", lambda self, do=OutOfOrderDecoder.finish: (kept.append(self), do(self))
     )
-    run(ZipAR(2, audit=False), kind=Lined)
+    run(RejectedRegions(Local(1.1, window=2), Draft(), audit=False), kind=Lined)
     decoder = kept[0]
     for b in range(3):
         missing = [t for t in range(decoder.total) if not decoder.cached[b][t]]
@@ -564,12 +536,10 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
     (lambda: LowRes(family(), family(), window=0), "window: got 0, expected at least 1"),
     (lambda: LowRes(Janus(janus(3), None), family()), "another codebook, expected the target's 24 codes"),
     (lambda: LowRes(Janus(sibling(8), None), family()), r"grid of \(8, 8\), expected at most the target's \(4, 4\)"),
-    (lambda: ZipAR(0), "window: got 0, expected at least 1"),
     (
         lambda: RejectedRegions().bind(Local(), Jacobi()),
         "drafter: got none that drafts whole images, expected lowres"),
     (lambda: RejectedRegions().bind(Exact(), Draft()), "acceptance: got Exact, expected local"),
-    (lambda: ZipAR().bind(Exact(), Draft()), "drafter: got one beside the order zipar, expected none"),
     (lambda: Local(tau=-0.1), "tau: got -0.1, expected a probability"),
     (lambda: Local(radius=-1), "radius: got -1, expected a number of at least 0"),
     (lambda: Local(k=0), "k: got 0, expected a number of at least 1"),
@@ -625,4 +595,4 @@ def test_requests_that_need_raster_order_are_refused(change, sentence):
     for name, value in change.items():
         setattr(asked, name, value)
     with pytest.raises(ValueError, match=sentence):
-        decode_wavefront(ImageAR(family()), ZipAR(), asked)
+        decoded(RejectedRegions(Local(), Draft()), ImageAR(family()), asked)

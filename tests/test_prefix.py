@@ -14,6 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import visspec
 from tests.doubles import fast, one_sentence
+from tests.test_adapters import adapted
 from tests.test_eagle import make
 from tests.test_stream import widened
 from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
@@ -241,6 +242,20 @@ def test_all_image_slots_have_to_be_shared(name):
     assert [bool(n) for n in reused] == [False, False, False, True, True] and not cache.refused
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
+def test_slots_of_a_later_image_are_never_read_as_text(name):
+    """Although most slots are shared: the prompts differ in front of the second of two images, close to their end."""
+    first = prompt(name, ["40 i 4 i 3"])
+    entries = [first | {"max_new_tokens": 6, "input_ids": first["input_ids"].clone()} for _ in range(2)]
+    slots = (first["input_ids"][0] == IMAGE).nonzero().flatten()
+    between = max(n for n in range(int(slots[0]), int(slots[-1])) if first["input_ids"][0, n] < min(IMAGE, 81))
+    entries[1]["input_ids"][0, between] = 88 - first["input_ids"][0, between] // 2
+    quick = fast(name, None)
+    found, reused = streamed(quick, entries, PrefixCache())
+    assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
+    assert reused == [0, 0]
+
+
 def test_positions_behind_an_image_go_on_from_the_largest_of_three():
     assert following(torch.tensor([9, 3, 4, 6])).tolist() == [10, 7, 7, 7] and following(
         torch.tensor([5])
@@ -303,6 +318,49 @@ def test_prompts_are_kept_of_one_model_and_of_none_whose_rotations_depend_on_the
     streamed(fast("llama", None), entries, cache)
     cache.clear()
     assert cache.bytes == len(cache) == 0
+
+
+def changes(model):
+    """Names of changes of a model's weights, each made when its name is asked for."""
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(-1.5)
+    yield "in place"
+    model.load_state_dict(kept)
+    yield "loaded"
+    with torch.inference_mode():
+        model.get_input_embeddings().weight.mul_(-1.5)
+    yield "in place, in inference mode"
+    weight = model.get_input_embeddings().weight
+    weight.data = weight.data + 0.5
+    yield "other data"
+
+
+def adapters(model):
+    yield "first"
+    model.set_adapter("second")
+    yield "second"
+    with model.disable_adapter():
+        yield "off"
+    yield "second again"
+    model.merge_adapter()
+    model.set_adapter("first")
+    yield "second merged, first in use"
+
+
+@pytest.mark.parametrize("change", [changes, adapters])
+def test_prompts_of_other_weights_are_not_reused(change):
+    model = llama(seed=3)
+    model = adapted(model) if change is adapters else model
+    quick, entries, cache = visspec.accelerate(model, None, adaptive=False), questions("llama", 1)[:2], PrefixCache()
+    seen = []
+    for _ in change(model):
+        expected = [quick.run(**entry).state.tokens[0] for entry in entries]
+        answers, reused = streamed(quick, entries, cache)
+        assert [tokens for tokens, _ in answers] == expected and not reused[0]
+        assert all(streamed(quick, entries, cache)[1]), "of the same weights they are"
+        seen.append(expected)
+    assert len({str(each) for each in seen}) >= 3
 
 
 @pytest.mark.parametrize("room", [-1, True, "1GB"])

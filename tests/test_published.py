@@ -31,7 +31,7 @@ from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.structure import Chain
 from visspec.models.eagle.config import EagleConfig
-from visspec.models.published import form_of
+from visspec.models.published import NOT_READ, form_of
 
 NEW = 14
 D, V, MIDDLE, HEADS, SIZE = 32, 96, 40, 4, 8
@@ -1275,6 +1275,23 @@ def test_an_assistant_of_transformers_by_its_folder(tmp_path):
     small = llama(1)
     small.save_pretrained(tmp_path / "small")
     assert type(zoo.drafter(str(tmp_path / "small"), llama())[0]).__name__ == "SmallModel"
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_what_is_not_read_is_refused_by_name_with_what_to_do(tmp_path, name):
+    data, tensors = eagle_3()
+    if name == "mask_hidden":
+        tensors[name] = torch.zeros(1, 1, 96)
+    elif name == "peagle":
+        data |= {"speculators_model_type": name}
+    elif name == "medusa_num_heads":
+        data |= {name: 3}
+    else:
+        data["architectures"] = [name]
+    folder, (what, instead) = saved(tmp_path / "head", data, tensors), NOT_READ[name]
+    with pytest.raises(ValueError) as caught:
+        zoo.drafter(folder, model_of("llava"))
+    assert str(caught.value) == f"drafter: {folder} is a checkpoint of {name!r}, {what}, expected {instead}"
 
 
 JUNK = [None, "x", -1, 2.5, 10**18, [], {"x": 1}]

@@ -99,7 +99,7 @@ def test_an_assistant_of_transformers_is_saved_with_its_target(tmp_path):
     ({"drafter": {"folder": "drafter", "options": "width=../x"}}, "options of"),
     ({"drafter": {"folder": "elsewhere"}}, "drafter of"),
     ({"drafter": {"folder": "drafter", "more": 1}}, "drafter of"),
-    ({"order": "zipar:window=4"}, "is a pipeline with order"),
+    ({"order": "islands"}, "is a pipeline with order"),
     ({"acceptance": 3}, "acceptance of"),
     ({"strange": 3}, "has the unknown entry 'strange'"),
 ])  # fmt: skip

@@ -221,7 +221,7 @@ def checked(*row):
         (lambda: VARImages(network(0), codec=vae(), refiner=network(1), handover=1, budget=CacheBudget.full(SCALES, 2)),
          "budget: got one beside a refiner"),
         (lambda: SmallVAR(network(0)).attach(VARImages(network(0), codec=vae(), budget=CacheBudget.full(SCALES, 2))),
-         "drafter: got one beside a refiner, a budget or pruning"),
+         "drafter: got one beside a refiner or a budget"),
         (lambda: selectivity(network(0), vae().quantize, torch.zeros(0).long(), None), "classes: got shape"),
     ],
 )  # fmt: skip

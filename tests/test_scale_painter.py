@@ -102,8 +102,8 @@ def test_a_painter_is_a_refiner(pipe):
     ({"budget": 0.0}, r"budget: got 0\.0, expected a share in \(0, 1\]"),
     ({"budget": 1.5}, r"budget: got 1\.5, expected a share"),
     ({"budget": float("nan")}, "budget: got nan, expected a share"),
-    ({"budget": True}, "budget: got True, expected a `Budget` or the share"),
-    ({"budget": "0.1"}, "budget: got '0.1', expected a `Budget` or the share"),
+    ({"budget": True}, "budget: got True, expected a `CacheBudget` or the share"),
+    ({"budget": "0.1"}, "budget: got '0.1', expected a `CacheBudget` or the share"),
     ({"budget": CacheBudget(((1, 5, 14),) * 3)}, "budget: got 3 layers"),
     ({"ramp": "steep"}, "ramp: got 'steep'"),
 ])  # fmt: skip
@@ -149,7 +149,7 @@ def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
 
 
 def test_presets_of_scales():
-    names = {"plain", "scales", "repaired", "code", "scalekv", "fastvar"}
+    names = {"plain", "scales", "repaired", "code", "scalekv"}
     assert set(presets.MAPS) == names
     assert zoo.preset("code", "maps").parts["refiner"] == "var"
     with pytest.raises(ValueError, match="preset: got 'gumbel', expected one of plain, scales"):
@@ -227,7 +227,7 @@ def test_the_shipped_pair_draws_in_every_way(included):
 @shipped
 def test_presets_of_scales_on_the_command_line(included, tmp_path, capsys):
     labels = included.family.labels
-    for preset in ("code", "scalekv", "fastvar", "repaired"):
+    for preset in ("code", "scalekv", "repaired"):
         command = ["generate", labels[0], "--model", "painter-var", "--preset", preset, "--seed", "1"]
         assert main([*command, "--out", str(tmp_path / preset)]) == 0
         assert len(list((tmp_path / preset).glob("*.png"))) == 1

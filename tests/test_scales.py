@@ -425,7 +425,7 @@ def test_var_refuses_what_it_can_not_draw(model):
         ({"negative_prompt": "a cat"}, "negative_prompt: got 'a cat', expected a class number 0..4"),
         ({"height": 64}, "height, width: got 64 x None, expected 8 x 8"),
         ({"acceptance": "exact"}, "Exact judges Categorical distributions, expected Maps"),
-        ({"order": "zipar"}, "order: got ZipAR, which is of Categorical distributions, expected raster or one of Maps"),
+        ({"order": "islands"}, "order: got RejectedRegions, which is of Categorical distributions, expected raster or"),
         ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical distributions, expected Maps"),
         ({"drafter": "ngram"}, "drafter: NGram drafts for Categorical distributions, expected Maps"),
     ):

@@ -20,7 +20,6 @@ from visspec.accept import codebook
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
-from visspec.accept.run_product import RunProduct
 from visspec.api.images import ImagePipeline
 from visspec.distributions import Categorical
 from visspec.models.attention.hooks import DecoderRecorder
@@ -90,12 +89,11 @@ def methods() -> list[tuple]:
     return [
         (None, "exact"),
         ("jacobi:window=4", "exact"),
-        (None, "exact", "zipar:window=2"),
         (learned, "exact"),
         ("jacobi:redraw=maximal,window=4", "lantern:k=4,delta=0.2"),
         (grown, "lantern_plus:k=3,lam=2.0"),
         ("jacobi:redraw=independent,start=random,window=4", "grouped:group=4"),
-        ("jacobi:redraw=maximal,window=4,branch=2", "rejection"),
+        ("jacobi:redraw=maximal,window=4", "rejection"),
     ]
 
 
@@ -234,7 +232,7 @@ def test_weights_stay_in_place_until_the_last_call_ends(monkeypatch):
     "rule",
     [
         Lantern(k=3, delta=0.3),
-        RunProduct(alpha=0.2, base=LanternPlus(k=3, lam=3.0)),
+        LanternPlus(k=3, lam=3.0),
         GraphedRule(Lantern(k=3, delta=0.3)),
     ],
     ids=lambda rule: type(rule).__name__,

@@ -136,6 +136,21 @@ def test_chunks_of_states_have_the_loss_and_gradient_of_whole_distributions(name
             torch.testing.assert_close(grads[parameter], gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_forbidden_tokens_cost_nothing_and_a_possible_one_that_is_not_drafted_infinity():
+    q, p = torch.randn(2, 3, 21, generator=torch.Generator().manual_seed(3))
+    q[:, 7], p[:, 7], q[1, 4] = (float("-inf"),) * 3
+    q.requires_grad_()
+    P, Q = p.softmax(-1), q.softmax(-1)
+    found = {kind: measure(q, p) for kind, measure in losses.KINDS.items()}
+    torch.testing.assert_close(found["tv"], (P - Q).abs().sum(-1) / 2)
+    some = P.log().isfinite() & torch.arange(21).ne(7)
+    for kind, expected in (("soft_ce", -P * Q.log()), ("kl", P * (P.log() - Q.log()))):
+        torch.testing.assert_close(found[kind], expected.where(some, torch.zeros(())).sum(-1))
+        assert found[kind].isinf().tolist() == [False, True, False]
+    sum(loss[::2].sum() for loss in found.values()).backward()
+    assert q.grad[::2].isfinite().all() and not q.grad[:, 7].any()
+
+
 def head_of(**entries):
     """A target whose configuration says something of its logits, which they follow."""
     model = model_of("llava")

@@ -1,6 +1,4 @@
-"""Speculative Verdict: the formula by hand, missing pairs, draws, spans; the panel with models that say what they must.
-The best of several images.
-"""
+"""Speculative Verdict: the formula by hand, missing pairs, ties, spans; models that say what they must."""
 
 import json
 
@@ -8,14 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 import visspec
 from tests.test_cli import refused
-from visspec.api import best_of, loading, verdict
-from visspec.api.verdict import Member, Panel, answer_of, choose, disagreement, likelihood
+from visspec.api import loading, verdict
+from visspec.api.verdict import Member, answer_of, choose, decide, disagreement, likelihood
 from visspec.cli.main import main
-from visspec.toys import judges
 from visspec.toys.world.captions import questions
 from visspec.toys.world.render import to_image
 from visspec.toys.world.scene import held_out_scenes
@@ -112,26 +108,26 @@ def test_a_panel(captioner, small, monkeypatch):
     said = {"liar": "no shapes at all .", "mute": ""}
     real = verdict.ask
 
-    def told(member, *arguments):
+    def told(member, *arguments, **generate):
         if member.name == "broken":
             raise RuntimeError("made up\nand more")
-        return (said[member.name], 3) if member.name in said else real(member, *arguments)
+        return said[member.name] if member.name in said else real(member, *arguments, **generate)
 
     monkeypatch.setattr(verdict, "ask", told)
     more = [Member(name, captioner.fast, captioner.processor) for name in ("liar", "mute", "broken")]
-    panel = Panel([more[0], captioner, more[1], small, more[2]], captioner, keep=2, template="{question}")
-    found = panel(image, question, max_new_tokens=20)
-    assert found.answer == right and "not lossless" in found.guarantee
-    assert [d.chosen for d in found.drafts] == [False, True, False, True, False]
-    assert found.drafts[2].error == "mute: got no answer" and found.drafts[4].error == "broken: made up"
-    assert found.drafts[0].score > found.drafts[1].score and found.drafts[2].score is None
-    prompted = Panel([captioner, small], captioner, keep=1)(image, question, max_new_tokens=4)
-    assert prompted.prompt.count(question) == 2 and f"1. {right}" in prompted.prompt
-    alone = Panel(more[1:], captioner, keep=1)(image, question, max_new_tokens=20)
-    assert alone.prompt == question and alone.answer == right  # nobody to listen to
+    members = [more[0], captioner, more[1], small, more[2]]
+    found = decide(members, captioner, image, question, keep=2, template="{question}", max_new_tokens=20)
+    drafts = found["drafts"]
+    assert found["answer"] == right and [d["chosen"] for d in drafts] == [False, True, False, True, False]
+    assert drafts[2]["error"] == "mute: got no answer" and drafts[4]["error"] == "broken: made up"
+    assert drafts[0]["score"] > drafts[1]["score"] and drafts[2]["score"] is None
+    prompted = decide([captioner, small], captioner, image, question, keep=1, max_new_tokens=4)
+    assert prompted["prompt"].count(question) == 2 and f"1. {right}" in prompted["prompt"]
+    alone = decide(more[1:], captioner, image, question, keep=1, max_new_tokens=20)
+    assert alone["prompt"] == question and alone["answer"] == right  # nobody to listen to
     for members, keep, words in (([captioner], 1, "drafts: got 1"), ([captioner, small], 3, "keep: got 3")):
         with pytest.raises(ValueError, match=words):
-            Panel(members, captioner, keep=keep)
+            decide(members, captioner, image, question, keep=keep)
 
 
 def test_the_command(captioner, tmp_path, capsys):
@@ -146,33 +142,3 @@ def test_the_command(captioner, tmp_path, capsys):
     record = json.loads(out.read_text())
     assert record["answer"] == right and len(record["likelihoods"]) == 2 and record["keep"] == 2
     assert "drafts: got 1, expected two" in refused(capsys, *argv[:5], "--model", "captioner")
-
-
-def test_the_best_of_several_pictures():
-    right, wrong = Image.new("RGB", (48, 48)), Image.new("RGB", (48, 48), "white")
-    assert best_of.best([1.0, 3.0, 3.0]) == 1
-    with pytest.raises(ValueError, match="scorer: got 'taste', expected detector, or clip:MODEL"):
-        best_of.scorer("taste", ["x"])
-    with pytest.raises(ValueError, match="expected a sentence of the shape world's grammar"):
-        best_of.scorer("detector", ["a dog"])
-    assert judges.by_detector([right, wrong], "a photo of a red ring") == [-1.0, -1.0]
-    scene = next(s for s in held_out_scenes(40) if len(s.things) >= 2)
-    kinds = [shape.kind for shape in scene.things]
-    one = next(k for k in kinds if kinds.count(k) == 1)
-    assert judges.by_detector([wrong, to_image(scene)], f"a photo of a {one}") == [-1.0, 1.0]
-
-
-def test_best_of_in_generate(folder, tmp_path, capsys, monkeypatch):
-    argv = ["generate", "a photo of a red ring", "-n", "2", "--model", str(folder), "-o"]
-    assert main([*argv, str(tmp_path / "all"), "--seed", "3"]) in (0, None)
-    monkeypatch.setattr(judges, "by_detector", lambda images, prompt: [float(i == 1) for i in range(len(images))])
-    record = tmp_path / "r.json"
-    best = [*argv, str(tmp_path / "best"), "--best-of", "3", "--scorer", "detector", "--seed", "2", "--batch-size", "2"]
-    assert main([*best, "--json", str(record)]) in (0, None)
-    rows = json.loads(record.read_text())["results"]
-    assert [row["seed"] for row in rows] == [3, 6] and rows[0]["selected_from"] == [0.0, 1.0, 0.0]
-    assert all(row["guarantee"] == "selection (not lossless)" and row["best_of"] == 3 for row in rows)
-    first, same = (Image.open(tmp_path / part / "00000.png").tobytes() for part in ("all", "best"))
-    assert first == same and len(list((tmp_path / "best").iterdir())) == 2
-    assert "--best-of: got 2 and --scorer None" in refused(capsys, *argv, str(tmp_path), "--best-of", "2")
-    assert "--best-of: got 2 beside --ray" in refused(capsys, *argv, str(tmp_path), "--best-of", "2", "--ray")

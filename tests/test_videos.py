@@ -45,14 +45,13 @@ def model():
     return tiny.qwen2_5_vl()
 
 
-def write(path: Path, codec: str = "h264", frames: int = FRAMES, side: int = SIDE) -> Path:
+def write(path: Path) -> Path:
     """A clip of 10 frames a second whose frame i has red 10 i."""
-    pixel_format = "yuv420p" if codec == "h264" else "bgr0"
     with av.open(str(path), "w") as file:
-        stream = file.add_stream(codec, rate=10)
-        stream.width, stream.height, stream.pix_fmt = side, side, pixel_format
-        for i in range(frames):
-            frame = av.VideoFrame.from_image(Image.new("RGB", (side, side), (10 * i, 0, 0)))
+        stream = file.add_stream("h264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        for i in range(FRAMES):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (SIDE, SIDE), (10 * i, 0, 0)))
             file.mux(stream.encode(frame))
         file.mux(stream.encode())
     return path
@@ -66,10 +65,10 @@ def clip(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("count, indices", [(1, [12]), (4, [3, 9, 15, 21]), (100, list(range(FRAMES)))])
 def test_frames_are_the_middles_of_equal_parts(clip, count, indices):
     found = read_clip(clip, count)
-    assert (found.indices, found.count, found.fps) == (indices, FRAMES, 10.0)
+    about = {"frames_indices": indices, "total_num_frames": FRAMES, "fps": 10.0, "duration": 2.5}
+    assert found.metadata == about
     reds = [frame.getpixel((5, 5))[0] for frame in found.frames]
     assert max(abs(red - 10 * i) for red, i in zip(reds, indices, strict=True)) < 5
-    assert found.metadata["duration"] == 2.5
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "vispec"])
@@ -121,12 +120,10 @@ def test_refusals(clip, tmp_path):
     (tmp_path / "playlist.mp4").write_text(playlist)
     (tmp_path / "cut.mp4").write_bytes(clip.read_bytes()[:900])
     (tmp_path / "still.mp4").write_bytes(b"")
-    write(tmp_path / "odd.mkv", "ffv1", 3)
     cases = {
         "playlist.mp4 is broken or no video of mov": lambda: read_clip(tmp_path / "playlist.mp4"),
         "cut.mp4 is broken": lambda: read_clip(tmp_path / "cut.mp4"),
         "still.mp4 is broken": lambda: read_clip(tmp_path / "still.mp4"),
-        "odd.mkv is a video of ffv1, expected one of h264": lambda: read_clip(tmp_path / "odd.mkv"),
         "has 16 x 16 pixels, more than the limit of 255": lambda: read_clip(clip, 2, 255),
         "video: got a clip, expected an image: GlmImageProcessor": lambda: process_batch(
             glm_processor(), [read_clip(clip, 2)], ["w7"]

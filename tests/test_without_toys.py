@@ -60,9 +60,6 @@ REFUSED = {
     ("generate", "x", "--model", "painter"): (
         r"model: painter could not be loaded, .*, expected a folder, a hub id or an included model \(none here\)"
     ),
-    ("generate", "x", "--best-of", "2", "--scorer", "detector"): (
-        r"scorer: got 'detector' where no detector is included, expected detector, or clip:MODEL"
-    ),
     ("demo",): r"world: got 'shapes' where no scenes are included, expected the package visspec\.toys",
 }
 TESTED = "import pytest\nassert not pytest.main(['-q', '-x', '-p', 'no:cacheprovider', '-m', 'not slow', *{}])\n"

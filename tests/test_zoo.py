@@ -58,7 +58,6 @@ CODE_RULES = [
 ]
 RULES = {  # options that a codebook of 24 codes, and short chains, have room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
-    "fly": "fly:theta=0.1,window=1",
 }  # fmt: skip
 SMALL = {"k=100": "k=5", "k=20": "k=5", "k=10": "k=5", "k=8": "k=3"}  # a preset's neighbours, as far as codes reach
 
@@ -106,7 +105,7 @@ def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
     assert {model.kind for model in zoo.SHIPPED.values()} <= set(zoo.KINDS.values()) <= set(zoo.DRAFTERS)
     families = {type(made(name).family) for name in CASES}
     listed = {zoo.load(reference) for reference in FAMILIES.values()}
-    # tests of their own have those of vectors (`test_continuous_painting`, `test_continuous_families`), of scales
+    # tests of their own have those of vectors (`test_vector_painting`, `test_continuous_families`), of scales
     # (`test_scales`) and of any order (`test_any_order`)
     codes = {family for family in listed if family.draws == "codes"}
     assert codes == families, "an image family without a tiny model"
@@ -148,9 +147,9 @@ def test_a_rule_is_what_its_traits_say(name):
 @pytest.mark.parametrize("name", CODE_RULES)
 def test_a_rule_takes_the_drafts_that_its_traits_say(name):
     rule, target = zoo.acceptance(RULES.get(name, name)), ImageAR(made("janus").family)
-    branching, sampled = (tiny_drafter("jacobi:redraw=maximal,branch=2"), tiny_drafter("jacobi:redraw=maximal"))
+    branching, sampled = tiny_drafter("image-eagle:tree=static,shape=3-3-3"), tiny_drafter("jacobi:redraw=maximal")
     for drafter, refused in (
-        (branching, rule.traits.chains_only or not rule.traits.judges_draws),
+        (branching, rule.traits.chains_only or (branching.traits.samples and not rule.traits.judges_draws)),
         (sampled, not rule.traits.judges_draws or rule.traits.whole_chains),
         (tiny_drafter("jacobi"), rule.traits.whole_chains),
         (tiny_drafter("image-eagle:tree=chain"), False),
@@ -173,13 +172,12 @@ def test_an_order_of_places_is_for_any_order_models(name):
 
 @pytest.mark.parametrize("name", sorted(name for name, entry in zoo.ORDERS.items() if not entry.of))
 def test_an_order_decides_every_place_and_knows_no_batch(name):
-    text = {"zipar": "zipar:window=2"}.get(name, name)
     drafts, rule = {"islands": ("lowres", RULES["local"])}.get(name, ("none", "exact"))
     tokens, alone = (
-        drawn(janus_pair(tiny_drafter(drafts), zoo.acceptance(rule), zoo.order(text)), rows)[0] for rows in (ROWS, [1])
+        drawn(janus_pair(tiny_drafter(drafts), zoo.acceptance(rule), zoo.order(name)), rows)[0] for rows in (ROWS, [1])
     )
     assert [len(row) for row in tokens] == [made("janus").layout.positions] * 3 and alone == tokens[1:2]
-    assert zoo.order(text).raster == (tokens == draw(made("janus"), ROWS, temperature=1.0)[0])
+    assert zoo.order(name).raster == (tokens == draw(made("janus"), ROWS, temperature=1.0)[0])
 
 
 @pytest.mark.parametrize("name", presets.CODES)

@@ -125,7 +125,7 @@ def single_row(inputs: dict[str, Any], b: int) -> dict[str, Any]:
 def pictured(model: nn.Module) -> Batches | None:
     """Prompts with one picture a row, in the first form that the model takes and that changes what it says."""
     accepted = set(inspect.signature(model.forward).parameters)
-    if not accepted & {"pixel_values", "flattened_patches"}:
+    if "pixel_values" not in accepted:
         return None
     for form in forms(model, accepted):
         for count in counts(model, form(1)):
@@ -168,20 +168,6 @@ def forms(model: nn.Module, accepted: set[str]) -> Iterator[Any]:
                 "pixel_values": noise(n, 16, channels * side * side, seed=seed),
                 "image_position_ids": grid.repeat(n, 1, 1),
             }
-    if "aspect_ratio_ids" in accepted:
-        tiles = vision.max_num_tiles
-        yield lambda n, seed=0: {
-            "pixel_values": noise(n, 1, tiles, channels, sides[0], sides[0], seed=seed),
-            "aspect_ratio_ids": torch.ones(n, 1).long(),
-            "aspect_ratio_mask": torch.tensor([[[1] + [0] * (tiles - 1)]] * n),
-        }
-    if "flattened_patches" in accepted:
-        place = torch.tensor([[i // 4 + 1, i % 4 + 1] for i in range(16)]).float()
-        yield lambda n, seed=0: {
-            "flattened_patches": torch.cat([
-                place.repeat(n, 1, 1), noise(n, 16, channels * patch * patch, seed=seed)
-            ], dim=-1),
-        }  # fmt: skip
     if "image_patches" in accepted:
         yield lambda n, seed=0: {"pixel_values": noise(n, 16, channels * patch * patch, seed=seed)}
     for side in dict.fromkeys(sides):
@@ -258,11 +244,6 @@ def placed(model: nn.Module, form: Any, count: int, lengths: list[int]) -> dict[
     inputs |= {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in accepted}
     if "image_embeds_position_mask" in accepted:
         inputs["image_embeds_position_mask"] = kinds
-    if "cross_attention_mask" in accepted and "aspect_ratio_ids" in accepted:
-        tiles = config.vision_config.max_num_tiles
-        inputs["cross_attention_mask"] = inputs["attention_mask"][:, :, None, None].repeat(1, 1, 1, tiles)
-    if "image_attention_mask" in accepted and "pixel_values" in accepted:
-        inputs["image_attention_mask"] = inputs["attention_mask"][:, :, None]
     return {**inputs, **form(len(lengths))}
 
 

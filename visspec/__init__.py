@@ -1,5 +1,6 @@
 """visspec: several tokens per pass for vision-language models and autoregressive image models. Lazy public API."""
 
+import logging
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 if find_spec(f"{__name__}.models") is None:  # ./visspec of a checkout, found before the installed package
     __path__.append(str(Path(__file__).resolve().parent.parent))  # models, kernels and eval stand beside it
 
-from visspec.api import logging as logging
 from visspec.io.version import VERSION as __version__
 
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent until the application configures logging
 _PUBLIC = {
     "accelerate": "visspec.api.accelerate",
     "speculative": "visspec.api.accelerate",
@@ -22,8 +23,6 @@ _PUBLIC = {
     "LanternPlus": "visspec.accept.lantern",
     "Grouped": "visspec.accept.grouped",
     "Cool": "visspec.accept.cool",
-    "Budget": "visspec.accept.budget",
-    "RunProduct": "visspec.accept.run_product",
     "Local": "visspec.accept.local",
     "Captions": "visspec.api.captions",
     "ImagePipeline": "visspec.api.images",

@@ -104,6 +104,17 @@ class Gumbel(BufferedNoise):
         return logits_BWV + self.window(level + 1, level)[..., : logits_BWV.shape[-1]]
 
 
+def gumbel_given(logp: Tensor, chosen: Tensor) -> Tensor:
+    """Gumbel numbers (..., V) given that log p + G is largest at `chosen` (...), from torch's global generator.
+
+    The largest sum is a Gumbel number whatever `chosen` is; the others are below it (Maddison, Tarlow, Minka 2014).
+    """
+    largest, sums = (-torch.empty_like(x).exponential_().log() for x in (logp[..., :1], logp))
+    logp = logp.clamp(min=-1e4)  # numbers of what is impossible stay finite
+    sums = -torch.logaddexp(-largest, -(sums + logp))
+    return sums.scatter(-1, chosen[..., None], largest) - logp
+
+
 class Uniform(BufferedNoise):
     """`width` numbers in [0, 1) a position, for draws that a distribution is reported of; the last of them draws the
     draft.

@@ -166,8 +166,11 @@ class TreeBuilder:
 
         Returns the new frontier's tokens (B, width) and the index of each one's parent in the old frontier.
         """
-        token_BM, total_BM, best_BK = kernels.draft_topk(self.frontier_total, logp_BWV, self.width)
-        self.children = token_BM.shape[1] // logp_BWV.shape[1]  # of each node
+        self.children = min(self.width, logp_BWV.shape[2])  # of each node
+        likely_BWC, token_BWC = logp_BWV.topk(self.children, dim=-1)
+        total_BM = (self.frontier_total[..., None] + likely_BWC.float()).flatten(1)
+        token_BM = token_BWC.flatten(1)
+        best_BK = total_BM.topk(min(self.width, total_BM.shape[1]), dim=-1).indices
         self.tokens.append(token_BM)
         self.total.append(total_BM)
         self.frontiers.append(best_BK + self.size)

@@ -112,8 +112,6 @@ class Verdict:
     next: Tensor  # (B, *X) bonus, residual or repaired value: the next pending node
     drift: Tensor | None = None  # (B,) estimate or bound of this round's total variation; None: exact, or not measured
     displacement: Tensor | None = None  # (B,) expected latent distance to the exact rule's result, summed
-    capped: Tensor | None = None  # (B,) number of residuals that were not drawn as the rule says
-    values: Tensor | None = None  # (B, N, *X) values in place of the drafted ones, of rules that keep what follows them
 
 
 @dataclass(frozen=True)
@@ -374,7 +372,6 @@ class Trace:
     doubted: bool = False  # whether drafting has rested and no draft was accepted since
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
-    kept: list[Tensor] = field(default_factory=list)  # by scale, of a pruned target: (B, M) tokens through its blocks
 
 
 @dataclass
@@ -645,10 +642,7 @@ class RuleTraits:
     chains_only: bool = False  # trees are not supported
     whole_images: bool = False  # can verify all positions of a drafted image at once
     distribution: type[Distribution] = Categorical  # of the nodes it verifies
-    remembers: bool = False  # its verdict depends on earlier rounds, by its noise
-    on_host: bool = False  # it judges on the host, for which each round waits for the device once more
     whole_chains: bool = False  # what it accepts depends on drafts behind: they have to be drawn afresh in each round
-    unmetered: str = ""  # of a rule that reports no drift though it is approximate: why, in words
 
 
 class Acceptance(Generic[NoiseT]):
@@ -703,7 +697,6 @@ class Order:
 
     name = ""  # as users write it and records hold it
     raster = False  # sequential, with drafts verified by the loop
-    drafts = True  # whether a drafter is used
     visits = False  # whether it says in which order an any-order target draws; the loop decodes in any case
     # of the nodes of targets that it takes; every target's where it is raster
     distribution: type[Distribution] = Categorical

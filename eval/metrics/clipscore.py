@@ -1,15 +1,14 @@
-"""CLIPScore (Hessel et al. 2021, arXiv 2104.08718) and its variants: cosine of CLIP's image and text embeddings.
+"""CLIPScore: 100 times the mean cosine of CLIP's image and text embeddings, as torchmetrics defines it.
 
-Published numbers differ in four choices: model, prompt prefix, scale and truncation. All four are recorded in every
-result; PRESETS contains the common ones.
+The paper (Hessel et al. 2021, arXiv 2104.08718) scales by 2.5, sets negative cosines to 0 and begins every text with
+"A photo depicts ": its values and ours are not comparable. The model and its text length are part of every result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,24 +21,6 @@ from visspec.io.images import image_files, open_image
 
 if TYPE_CHECKING:
     from transformers import CLIPModel
-
-Scorer = Callable[[Sequence[Image.Image], Sequence[str]], np.ndarray]  # (images, texts) -> cosines
-
-
-@dataclass(frozen=True)
-class Dialect:
-    """`scale` times the cosine; `clip_at_zero` per pair, as in the paper; `prefix` before every caption."""
-
-    scale: float = 100.0
-    prefix: str = ""
-    clip_at_zero: bool = False
-
-
-PRESETS = {
-    "torchmetrics": Dialect(),
-    "paper": Dialect(2.5, "A photo depicts ", True),
-    "lantern": Dialect(1.0, "A photo depicts "),
-}
 
 
 class ClipScorer:
@@ -70,49 +51,10 @@ class ClipScorer:
         return torch.nn.functional.cosine_similarity(u, v).cpu().numpy()
 
 
-class ScoredPair(NamedTuple):
-    """An image file and its text; `row` is what its result row says of it beside the cosine, `id` among it."""
-
-    path: Path
-    text: str
-    row: dict
-
-
-def resumed_cosines(
-    pairs: Sequence[ScoredPair], score: Scorer, done: ResultFile, batch_size: int
-) -> tuple[dict[int, float], dict[int, Exception]]:
-    """Cosines by the place of their pair, and why the others have none: files that can't be read.
-
-    Cosines are added to `done`; pairs that are in it are not scored again.
-    """
-    found: dict[int, float] = {}
-    broken: dict[int, Exception] = {}
-    for start in with_progress(range(0, len(pairs), batch_size), "batch"):
-        images: dict[int, Image.Image] = {}
-        for i, pair in enumerate(pairs[start : start + batch_size], start):
-            if pair.row["id"] in done.rows:
-                found[i] = done.rows[pair.row["id"]]["cosine"]
-                continue
-            try:
-                images[i] = open_image(pair.path)
-            except (ValueError, FileNotFoundError) as error:
-                broken[i] = error
-        if images:
-            cosines = np.asarray(score(list(images.values()), [pairs[i].text for i in images]), float)
-            for i, cosine in zip(images, cosines.tolist()):
-                found[i] = done.add(pairs[i].row | {"cosine": cosine})["cosine"]
-    return dict(sorted(found.items())), broken
-
-
-def scores(cosines: np.ndarray, dialect: Dialect) -> np.ndarray:
-    return dialect.scale * (np.maximum(cosines, 0) if dialect.clip_at_zero else cosines)
-
-
 def from_folder(
     folder: str | Path,
     captions: Mapping[str, str],
     scorer: ClipScorer,
-    dialect: Dialect = PRESETS["torchmetrics"],
     batch_size: int = 32,
     results: str | Path | None = None,
 ) -> dict:
@@ -120,24 +62,37 @@ def from_folder(
 
     Cosines are appended to the JSONL file `results`; pairs already in it with unchanged bytes are not scored again.
     """
-    named, problems = pair_captions(image_files(folder), captions)
-    if not named:
+    pairs, problems = pair_captions(image_files(folder), captions)
+    if not pairs:
         raise ValueError(f"captions: no image of {folder} has a caption, expected one by each file's name")
-    pairs = []
-    for path, caption in named:
-        text = dialect.prefix + caption
-        row = {"id": digest(path.name, text, file_digest(path)), "image": path.name, "text": text}
-        pairs.append(ScoredPair(path, text, row))
-    done = ResultFile(results, digest(scorer.fingerprint, dialect.prefix))
-    cosines, broken = resumed_cosines(pairs, scorer.cosines, done, batch_size)
-    problems += map(str, broken.values())
-    if not cosines:
+    done = ResultFile(results, digest(scorer.fingerprint))
+    keys = [digest(path.name, caption, file_digest(path)) for path, caption in pairs]
+    missing = [(key, *pair) for key, pair in zip(keys, pairs) if key not in done.rows]
+    for start in with_progress(range(0, len(missing), batch_size), "batch"):
+        problems += _score(missing[start : start + batch_size], scorer, done)
+    cosines = np.array([done.rows[key]["cosine"] for key in keys if key in done.rows])
+    if not len(cosines):
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
-    values = scores(np.array(list(cosines.values())), dialect)
+    values = 100 * cosines
     error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
     found = {"name": f"CLIPScore[{scorer.name}]", "value": float(values.mean()), "n": len(values)}
     found |= {"standard_error": error, "model": scorer.name, "fingerprint": scorer.fingerprint}
-    return found | asdict(dialect) | {"text_length": scorer.length, "problems": problems}
+    return found | {"text_length": scorer.length, "problems": problems}
+
+
+def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, done: ResultFile) -> list[str]:
+    """Adds a row for each (key, file, caption) whose file can be read; returns what is wrong with the others."""
+    read, problems = [], []
+    for key, path, caption in batch:
+        try:
+            read.append((key, path, caption, open_image(path)))
+        except (ValueError, FileNotFoundError) as error:
+            problems.append(str(error))
+    if read:
+        cosines = scorer.cosines([image for *_, image in read], [caption for _, _, caption, _ in read])
+        for (key, path, caption, _), cosine in zip(read, cosines.tolist()):
+            done.add({"id": key, "image": path.name, "text": caption, "cosine": cosine})
+    return problems
 
 
 def pair_captions(files: Sequence[Path], captions: Mapping[str, str]) -> tuple[list[tuple[Path, str]], list[str]]:

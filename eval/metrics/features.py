@@ -1,22 +1,25 @@
 """Feature extractors with a common protocol, and a fixed random convolution that needs no download.
 
-An extractor maps uint8 images (n, 3, h, w) to features (n, dim). Preprocessing is part of the metric, so it is
+An extractor maps uint8 images (n, 3, h, w) to features (n, d). Preprocessing is part of the metric, so it is
 described in `preprocessing` and included in `fingerprint`, with a hash of the weights.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from visspec.eval.metrics.detection import digest, file_digest
 from visspec.eval.metrics.results import with_progress
+from visspec.io.files import replacing
 from visspec.io.images import image_files, iter_images
 
 if TYPE_CHECKING:
@@ -30,7 +33,6 @@ class FeatureExtractor(Protocol):
     """`fingerprint` identifies weights and preprocessing; features with different ones are not comparable."""
 
     name: str
-    dim: int
     fingerprint: str
     preprocessing: str
 
@@ -66,7 +68,6 @@ class RandomConv:
     """
 
     name = "random-conv"
-    dim = 256
     preprocessing = "uint8 / 127.5 - 1, native size"
     channels = (3, 24, 48, 96, 128)
     weights_sha256 = "645c61d634168d3a"
@@ -104,39 +105,18 @@ def pixels(model: PreTrainedModel, processor: Callable, images: Iterable[Any]) -
 class TransformersFeatures:
     """Image embeddings of a transformers model (CLIP's projection, DINOv2's class token) with its own processor."""
 
-    kind: tuple[str, ...] = ()  # what else the fingerprint names
-
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str):
-        self.model, self.processor, self.name, self.dim = model.eval(), processor, name, self.width(model)
+        self.model, self.processor, self.name = model.eval(), processor, name
         self.preprocessing = f"transformers {type(processor).__name__} {_settings(processor)}"
-        self.fingerprint = digest(name, *self.kind, weights_hash(model), self.preprocessing)
-
-    def width(self, model: PreTrainedModel) -> int:
-        config = model.config
-        projected = hasattr(model, "get_image_features")
-        return config.projection_dim if projected else getattr(config, "vision_config", config).hidden_size
-
-    def features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Of preprocessed pixels, (n, dim)."""
-        out = getattr(self.model, "get_image_features", self.model)(pixel_values=pixel_values)
-        return out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
+        self.fingerprint = digest(name, weights_hash(model), self.preprocessing)
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         """float32 (n, dim)."""
-        return self.features(pixels(self.model, self.processor, _checked(images))).float().cpu()
-
-
-class Logits(TransformersFeatures):
-    """Logits of a transformers image classifier as features, for the Inception score."""
-
-    kind = ("logits",)
-
-    def width(self, model: PreTrainedModel) -> int:
-        return len(model.config.id2label or ())
-
-    def features(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.model(pixel_values=pixel_values).logits
+        encode = getattr(self.model, "get_image_features", self.model)
+        out = encode(pixel_values=pixels(self.model, self.processor, _checked(images)))
+        features = out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
+        return features.float().cpu()
 
 
 def _settings(processor: object) -> str:
@@ -158,7 +138,6 @@ class TimmFeatures:
         fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if fixed:
             self.config["input_size"] = (3, *fixed)
-        self.dim: int = model.num_features  # type: ignore[assignment]  # timm sets it on every model
         keys = ("input_size", "interpolation", "mean", "std")
         described = ", ".join(f"{key}={self.config[key]}" for key in keys)
         self.preprocessing = f"torch interpolate with antialias to input_size, centre crop none; {described}"
@@ -184,7 +163,6 @@ class Inception:
     """
 
     name = "inception-v3-compat"
-    dim = 2048
     preprocessing = "TF1 bilinear resize to 299 inside the network, no antialias"
 
     def __init__(self, path: str | Path | None = None, device: str | torch.device = "cpu"):
@@ -208,84 +186,74 @@ class Inception:
         return self.network(_checked(images).to(self.device))[0].float().cpu()
 
 
-@dataclass(frozen=True)
-class FeatureTable:
-    """Result of `gather`: number of images, hash of their bytes in order, a sentence for every skipped file."""
+class FeatureTable(NamedTuple):
+    """Features (n, d) of a folder's images and one sentence for each file that could not be used."""
 
-    n: int
-    content: str
-    problems: tuple[str, ...]
+    features: torch.Tensor
+    problems: list[str]
 
 
-def gather(
-    folder: str | Path,
-    extractor: FeatureExtractor,
-    sink: Callable[[torch.Tensor], object],
-    batch_size: int = 32,
+def read_features(
+    folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, cache: str | Path | None = None
 ) -> FeatureTable:
-    """Features of a folder's images, in natural order, passed to `sink` in batches; unusable files are listed.
+    """Computes the features of a folder's images, in natural order of their names.
 
-    A new batch begins if the image size changes.
+    Args:
+        cache: Folder of safetensors files keyed by the images' bytes and the extractor's fingerprint.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+    if cache is None:
+        return _extract(folder, extractor, batch_size)
+    key = digest(extractor.fingerprint, [file_digest(path) for path in image_files(folder)])
+    path = Path(cache) / f"{extractor.name.replace('/', '-')}-{key}.safetensors"
+    if path.is_file():
+        with safe_open(path, "pt") as file:
+            return FeatureTable(file.get_tensor("features"), json.loads(file.metadata()["problems"]))
+    table = _extract(folder, extractor, batch_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as draft:
+        save_file({"features": table.features}, draft, {"problems": json.dumps(table.problems)})
+    return table
+
+
+def _extract(folder: str | Path, extractor: FeatureExtractor, batch_size: int) -> FeatureTable:
+    """A new batch begins where the image size changes."""
     broken: list[tuple[Path, str]] = []
     batch: list[tuple[Path, np.ndarray]] = []
-    n, content = 0, sha256()
+    parts: list[torch.Tensor] = []
 
-    def flush() -> int:
+    def flush() -> None:
         try:
             stack = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
-            features = extractor(stack.permute(0, 3, 1, 2).contiguous())
-        except ValueError as error:  # the size of the batch is not supported by the extractor
+            parts.append(extractor(stack.permute(0, 3, 1, 2).contiguous()))
+        except ValueError as error:  # the extractor does not take images of this size
             broken.extend((path, f"{path}: {error}") for path, _ in batch)
-            return 0
-        sink(features)
-        for path, _ in batch:
-            content.update(file_digest(path).encode())
-        return len(batch)
 
     for path, image in iter_images(with_progress(image_files(folder)), broken):
         pixels = np.asarray(image)
         if batch and (len(batch) == batch_size or batch[0][1].shape != pixels.shape):
-            n += flush()
+            flush()
             batch = []
         batch.append((path, pixels))
-    n += flush() if batch else 0
-    problems = tuple(reason for _, reason in broken)
-    if not n:
+    if batch:
+        flush()
+    problems = [reason for _, reason in broken]
+    if not parts:
         first = f"the first problem: {problems[0]}, expected readable images"
         raise ValueError(f"no image of the folder {folder} can be used; {first}")
-    return FeatureTable(n, content.hexdigest()[:16], problems)
+    return FeatureTable(torch.cat(parts), problems)
 
 
-def table(folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> tuple[torch.Tensor, FeatureTable]:
-    """All features of a folder (n, dim), for the metrics that need the rows, and the result of `gather`."""
-    parts: list[torch.Tensor] = []
-    gathered = gather(folder, extractor, parts.append, batch_size)
-    return torch.cat(parts), gathered
+def result(
+    name: str, generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor, **values: Any
+) -> dict:
+    """A result row: name, values, both counts, extractor and problems.
 
-
-@dataclass(frozen=True)
-class Pair:
-    """Feature tables of a generated and a reference folder by one extractor, with the problems to report."""
-
-    generated: torch.Tensor
-    reference: torch.Tensor
-    extractor: FeatureExtractor
-    problems: tuple[str, ...]
-
-    def result(self, name: str, values: dict[str, float]) -> dict:
-        """A result row: name, values, both counts, extractor and problems."""
-        described = {"extractor": self.extractor.name, "fingerprint": self.extractor.fingerprint}
-        counts = {"n": len(self.generated), "n_reference": len(self.reference)}
-        return {"name": name, **values, **counts, **described, "problems": list(self.problems)}
-
-
-def pair(generated: str | Path, reference: str | Path, extractor: FeatureExtractor, batch_size: int = 32) -> Pair:
-    """Features of two folders by one extractor; different counts are a problem, because most metrics depend on N."""
-    (x, first), (y, second) = (table(folder, extractor, batch_size) for folder in (generated, reference))
-    problems = [*first.problems, *second.problems]
-    if len(x) != len(y):
-        problems.append(f"different counts: {len(x)} images against {len(y)} of the reference")
-    return Pair(x, y, extractor, tuple(problems))
+    Different counts are a problem, because most metrics depend on n.
+    """
+    n, n_reference = len(generated.features), len(reference.features)
+    problems = [*generated.problems, *reference.problems]
+    if n != n_reference:
+        problems.append(f"different counts: {n} images against {n_reference} of the reference")
+    described = {key: getattr(extractor, key) for key in ("fingerprint", "preprocessing")}
+    counts = {"n": n, "n_reference": n_reference, "extractor": extractor.name}
+    return {"name": name, **values, **counts, **described, "problems": problems}

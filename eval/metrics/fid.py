@@ -5,91 +5,41 @@ graph, checked by hash; with any other extractor it is `FD[extractor]`. It is bi
 equal N only, and relative to the noise floor, the distance between two halves of the reference.
 """
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
+from torch import Tensor
 
-from visspec.eval.metrics.features import FeatureExtractor, gather, metric_name
-from visspec.eval.metrics.references import Reference
-from visspec.eval.metrics.statistics import GaussianStats
-
-
-def _root(matrix: torch.Tensor) -> torch.Tensor:
-    """Symmetric square root of a positive semi-definite matrix (d, d)."""
-    values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, metric_name, result
 
 
-def trace_of_root(a: GaussianStats, b: GaussianStats) -> float:
-    """tr (S1 S2)^(1/2), the nuclear norm of F1 F2^T for any factors S = F^T F.
+def from_features(first: Tensor, second: Tensor) -> float:
+    """Squared Frechet distance of Gaussians fitted to two feature tables (n, d) and (m, d), in float64."""
+    (mean_a, factor_a), (mean_b, factor_b) = _fit(first), _fit(second)
+    # With S = F^T F, tr (S1 S2)^(1/2) is the nuclear norm of F1 F2^T: no square root of a nearly singular product.
+    shared = float(torch.linalg.svdvals(factor_a @ factor_b.T).sum())
+    spread = float(factor_a.square().sum() + factor_b.square().sum())
+    return float((mean_a - mean_b).square().sum()) + spread - 2 * shared
 
-    With at most d rows the centred rows themselves are the factor (exact to rounding, where eigenvalues of the
-    singular product would err by 1e-8 relative); otherwise it is the sum of the roots of the eigenvalues of the
-    symmetric S1^(1/2) S2 S1^(1/2).
+
+def _fit(features: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean (d,) and a factor F with F^T F the unbiased covariance (d, d); F has at most d rows."""
+    if len(features) < 2 or not torch.isfinite(features).all():
+        raise ValueError(f"features must be finite and of at least 2 images, not of {len(features)}")
+    rows = features.double()
+    mean = rows.mean(0)
+    factor = (rows - mean) / (len(rows) - 1) ** 0.5
+    return mean, torch.linalg.qr(factor, mode="r").R if len(rows) > rows.shape[1] else factor
+
+
+def compare(generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor) -> dict:
+    """The result row of two folders.
+
+    `noise_floor` is the distance between the reference's two halves (every second image) of `noise_floor_n` images
+    each; `noise_floor_here` scales it, as 1/N, to the two counts of this comparison.
     """
-    first, second = a.factor(), b.factor()
-    if first is None and second is None:
-        root = _root(a.covariance)
-        product = root @ b.covariance @ root
-        return float(torch.linalg.eigvalsh((product + product.T) / 2).clamp_min(0).sqrt().sum())
-    first = _root(a.covariance) if first is None else first
-    second = _root(b.covariance) if second is None else second
-    return float(torch.linalg.svdvals(first @ second.T).sum())
-
-
-def frechet_distance(a: GaussianStats, b: GaussianStats) -> float:
-    """Squared Frechet distance of the Gaussians fitted to two feature sets (unbiased covariances), in float64."""
-    if a.dim != b.dim:
-        raise ValueError(f"features of {a.dim} and {b.dim} dimensions cannot be compared")
-    traces = float(a.covariance.diagonal().sum() + b.covariance.diagonal().sum())
-    return float((a.mean - b.mean).square().sum()) + traces - 2 * trace_of_root(a, b)
-
-
-def from_features(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The distance of two feature tables (n, d) and (m, d)."""
-    return frechet_distance(GaussianStats(first.shape[1]).update(first), GaussianStats(second.shape[1]).update(second))
-
-
-@dataclass(frozen=True)
-class FrechetResult:
-    """A distance with the data needed to interpret it.
-
-    `noise_floor` is the distance between the reference's two halves of `noise_floor_n` images each; `noise_floor_here`
-    scales it, as 1/N, to the two counts of this comparison.
-    """
-
-    name: str
-    value: float
-    n: int
-    n_reference: int
-    noise_floor: float
-    noise_floor_n: int
-    noise_floor_here: float
-    extractor: str
-    fingerprint: str
-    preprocessing: str
-    problems: tuple[str, ...] = ()
-
-
-def compare(stats: GaussianStats, reference: Reference, extractor: FeatureExtractor, problems=()) -> FrechetResult:
-    """Distance of statistics to a reference; ValueError if the reference was made with another extractor."""
-    reference.require(extractor)
-    floor = frechet_distance(*reference.halves)
-    half = min(part.n for part in reference.halves)
-    here = floor * half / 2 * (1 / stats.n + 1 / reference.stats.n)
-    notes = list(problems)
-    if stats.n != reference.stats.n:
-        notes.append(f"different counts: {stats.n} images against {reference.stats.n} of the reference")
-    value, counts = frechet_distance(stats, reference.stats), (stats.n, reference.stats.n)
-    described = extractor.name, extractor.fingerprint, extractor.preprocessing
-    return FrechetResult(metric_name(extractor), value, *counts, floor, half, here, *described, tuple(notes))
-
-
-def from_folder(
-    folder: str | Path, reference: Reference, extractor: FeatureExtractor, batch_size: int = 32
-) -> FrechetResult:
-    """Distance of a folder's images to a reference; broken files are listed in `problems` and excluded from N."""
-    stats = GaussianStats(extractor.dim)
-    gathered = gather(folder, extractor, stats.update, batch_size)
-    return compare(stats, reference, extractor, gathered.problems)
+    x, y = generated.features, reference.features
+    if len(y) < 4:
+        raise ValueError(f"a reference needs at least 4 images, not {len(y)}")
+    floor, half = from_features(y[0::2], y[1::2]), len(y) // 2
+    here = floor * half / 2 * (1 / len(x) + 1 / len(y))
+    values = {"value": from_features(x, y), "noise_floor": floor, "noise_floor_n": half, "noise_floor_here": here}
+    return result(metric_name(extractor), generated, reference, extractor, **values)

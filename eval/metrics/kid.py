@@ -6,7 +6,7 @@ Computed by torch-fidelity.
 
 import torch
 
-from visspec.eval.metrics.features import Pair, metric_name
+from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, metric_name, result
 
 SUBSETS = 100
 SUBSET_SIZE = 1000
@@ -29,9 +29,16 @@ def from_features(
     return found["kernel_inception_distance_mean"], found["kernel_inception_distance_std"]
 
 
-def from_pair(tables: Pair, subsets: int = SUBSETS, subset_size: int | None = None) -> dict:
-    """The result row of two image folders; a subset is of 1,000 images by default, or of all there are."""
-    size = subset_size or min(SUBSET_SIZE, len(tables.generated), len(tables.reference))
-    mean, std = from_features(tables.generated, tables.reference, subsets, size)
+def compare(
+    generated: FeatureTable,
+    reference: FeatureTable,
+    extractor: FeatureExtractor,
+    subsets: int = SUBSETS,
+    subset_size: int | None = None,
+) -> dict:
+    """The result row of two folders; a subset has 1,000 images by default, or all there are."""
+    x, y = generated.features, reference.features
+    size = subset_size or min(SUBSET_SIZE, len(x), len(y))
+    mean, std = from_features(x, y, subsets, size)
     values = {"value": mean, "std": std, "subsets": subsets, "subset_size": size}
-    return tables.result(metric_name(tables.extractor, "KID", "KID"), values)
+    return result(metric_name(extractor, "KID", "KID"), generated, reference, extractor, **values)

@@ -26,12 +26,6 @@ def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
     return features.TransformersFeatures(model, processor, spec)
 
 
-def classifier(spec: str, device: str = "cpu") -> features.Logits:
-    """A transformers image classifier, its logits as features."""
-    model, processor = _transformers("model", spec, "AutoModelForImageClassification", "AutoImageProcessor", device)
-    return features.Logits(model, processor, spec)
-
-
 def clip(spec: str, device: str = "cpu") -> clipscore.ClipScorer:
     """A CLIP model of transformers with its processor."""
     model, processor = _transformers("model", spec, "CLIPModel", "CLIPProcessor", device)
@@ -76,6 +70,8 @@ def _timm(name: str, device: str) -> features.FeatureExtractor:
 
 def _transformers(argument: str, spec: str, model: str, processor: str, device: str) -> tuple[Any, Any]:
     import transformers
+
+    transformers.utils.logging.disable_progress_bar()
 
     def load() -> tuple[Any, Any]:
         local = {"local_files_only": Path(spec).exists()}

@@ -4,7 +4,7 @@ resumed.
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,10 +55,6 @@ class ResultFile:
                     f"{self.evaluator}; name another results file"
                 )
             self.rows[name] = row
-
-    def get(self, name: str, make: Callable[[], dict]) -> dict:
-        """The row of this key, made and added if it is not there."""
-        return self.rows[name] if name in self.rows else self.add(make())
 
     def add(self, row: dict) -> dict:
         """Add a row and write it to the file."""

@@ -119,8 +119,7 @@ def summary(method: Method) -> dict[str, Any]:
         same = f"{sign}{identical:.0f} of {compared:.0f}" + (", the others near ties" if ties and not sign else "")
     said = {"words": "; ".join(filter(None, (slow, doubt))), "same": same, "quality": quality}
     drift = method.value("drift_per_token")
-    why = f": {record['unmetered']}" if record.get("unmetered") else ""
-    said["drift"] = f"not measured{why}" if drift is None else f"{drift:.4f}"
+    said["drift"] = "not measured" if drift is None else f"{drift:.4f}"
     return {"method": method, "guarantee": str(record.get("guarantee") or "not stated"), **said}
 
 

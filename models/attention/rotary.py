@@ -1,42 +1,45 @@
-"""Rotary frequencies that depend on how far a pass reaches: each node gets those of its own step.
+"""Rotary frequencies that depend on how far a pass reaches: each node of a draft gets those of its own step.
 
-RoPE of the kinds `dynamic` and `longrope` picks its frequencies by the largest position of a pass, so a drafted node
-would turn the nodes before it, and one row those beside it. Step by step, transformers' generate gives token t of every
-row the frequencies of t steps behind the longest prompt; a hook on the stock module gives them to each node of a draft.
-It works on copies of the module, which itself remembers the longest pass of whoever used it last. *Reach* is the number
-of positions up to the largest one. Shapes: B rows, N nodes, L prompt, E rotated size.
+RoPE of the kinds `dynamic` and `longrope` picks its frequencies by the largest position of a pass, and `dynamic`
+remembers the longest pass of whoever used the module last. Step by step, transformers' generate gives token t of every
+row the frequencies of t steps behind the longest prompt; a hook does so for each node, with copies of the module.
+*Reach* is the number of positions up to the largest one of a pass. Shapes: B rows, N nodes, E rotated size.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from visspec.models.attention.hooks import ModuleHooks
 
-Rope = Tensor | tuple[Tensor, ...]  # one complex tensor, or cosines and sines
-
 
 def modules(model: nn.Module) -> list[nn.Module]:
     """The rotary modules of a model whose frequencies depend on the reach."""
-    return [module for module in model.modules() if _depends(getattr(module, "rope_type", None))]
+
+    def depends(kind: object) -> bool:
+        kinds = kind.values() if isinstance(kind, dict) else [kind]  # some models have a kind for each type of layer
+        return any(isinstance(k, str) and ("dynamic" in k or k == "longrope") for k in kinds)
+
+    return [module for module in model.modules() if depends(getattr(module, "rope_type", None))]
 
 
-def _depends(kind: object) -> bool:
-    kinds = kind.values() if isinstance(kind, dict) else [kind]  # some models have a kind for each type of layer
-    return any(isinstance(k, str) and ("dynamic" in k or k == "longrope") for k in kinds)
+class SteppedRope(ModuleHooks):
+    """While open, the modules give calls of this thread the frequencies of the given reaches.
 
+    reach_BN: of each node, all in the range `reaches`; None in a prefill, which has the reach of its longest row.
+    `moves` then says whether the frequencies of a request of up to `new` more tokens change.
+    """
 
-class _RopeHook(ModuleHooks):
-    """Replaces what the modules return while the context is open, for calls of this thread."""
-
-    def __init__(self, modules: list[nn.Module]):
+    def __init__(
+        self, modules: list[nn.Module], reach_BN: Tensor | None = None, reaches: Iterable[int] = (), new: int = 0
+    ):
         super().__init__()
-        self.modules = modules
+        self.modules, self.reach_BN, self.reaches, self.new, self.moves = modules, reach_BN, reaches, new, False
 
     def _put_up(self):
         return [module.register_forward_hook(self._leaving, with_kwargs=True) for module in self.modules]
@@ -45,73 +48,38 @@ class _RopeHook(ModuleHooks):
         if not self.calling:
             return None
         given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        given.pop("self")
         if given.get("position_ids") is None:
             return None
-        return self._replace(_InitialRope(module, given), given["position_ids"], output)
-
-    def _replace(self, fresh: _InitialRope, position_ids: Tensor, output: Rope) -> Rope:
-        raise NotImplementedError
-
-
-class PrefillRope(_RopeHook):
-    """For a prefill: frequencies as in a model just loaded. `moves` then says whether those of a request of up to
-    `new` more tokens depend on the reach.
-    """
-
-    def __init__(self, modules: list[nn.Module], new: int):
-        super().__init__(modules)
-        self.new, self.moves = new, False
-
-    def _replace(self, fresh, position_ids, output):
-        newest = position_ids[..., -1]
-        shortest, longest = int(newest.min()) + 1, int(newest.max()) + 1
-        probe = position_ids.new_ones(1, 1).expand(*position_ids.shape[:-2], 1, 1)
-        ends = [_parts(fresh.reaching(probe, reach)) for reach in (max(shortest, 2), longest + self.new + 1)]
-        self.moves |= not all(torch.equal(first, last) for first, last in zip(*ends))
-        return fresh.again()(position_ids)
-
-
-class DraftRope(_RopeHook):
-    """For a pass over nodes of known reach, (B, N), between `low` and `high`."""
-
-    def __init__(self, modules: list[nn.Module], reach_BN: Tensor, low: int, high: int):
-        super().__init__(modules)
-        self.reach_BN, self.low, self.high = reach_BN, low, high
-
-    def _replace(self, fresh, position_ids, output):
-        parts = _parts(output)
-        for reach in range(self.low, self.high + 1):
-            own = (self.reach_BN == reach)[..., None]
-            parts = [torch.where(own, new, old) for new, old in zip(_parts(fresh.reaching(position_ids, reach)), parts)]
+        if self.reach_BN is None:
+            parts = self._prefill(given)
+        else:
+            parts = _parts(output)
+            for reach in self.reaches:
+                here = (self.reach_BN == reach)[..., None]
+                parts = [torch.where(here, new, old) for new, old in zip(_reaching(given, reach), parts)]
         return tuple(parts) if isinstance(output, tuple) else parts[0]
 
-
-class _InitialRope:
-    """A copy of a rotary module as it was before its first pass, and the arguments of a call of it."""
-
-    def __init__(self, module: nn.Module, given: dict[str, Any]):
-        self.module, self.given = module, given
-        self.again()
-
-    def again(self) -> _InitialRope:
-        self.copy = copy.copy(self.module)
-        buffers = self.module._buffers.items()  # None stands for one that a module has only sometimes
-        self.copy._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers}
-        self(self.given["position_ids"][..., :1] * 0)  # a short pass makes it forget the long ones
-        return self
-
-    def __call__(self, position_ids: Tensor) -> Rope:
-        return type(self.module).forward(self.copy, **{**self.given, "position_ids": position_ids})
-
-    def reaching(self, position_ids: Tensor, reach: int) -> Rope:
-        """What a pass of this reach gives at the positions. Called with growing reaches."""
-        last = torch.full_like(position_ids[..., :1], reach - 1)
-        output = self(torch.cat([position_ids.clamp(max=reach - 1), last], dim=-1))
-        parts = [part[..., :-1, :] for part in _parts(output)]
-        return tuple(parts) if isinstance(output, tuple) else parts[0]
+    def _prefill(self, given: dict) -> list[Tensor]:
+        positions = given["position_ids"]
+        ends = positions[..., -1].flatten().tolist()
+        one = given | {"position_ids": positions.new_ones(1, 1).expand(*positions.shape[:-2], 1, 1)}
+        first, last = (_reaching(one, reach) for reach in (max(min(ends) + 1, 2), max(ends) + self.new + 2))
+        self.moves |= not all(torch.equal(a, b) for a, b in zip(first, last))
+        return _reaching(given, int(positions.max()) + 1)
 
 
-def _parts(output: Rope) -> list[Tensor]:
+def _reaching(given: dict, reach: int) -> list[Tensor]:
+    """What a freshly loaded module gives at the positions of a call, (..., N, E) each, in a pass of this reach."""
+    module, positions = given["self"], given["position_ids"]
+    fresh = copy.copy(module)
+    buffers = module._buffers.items()  # None stands for one that a module has only sometimes
+    fresh._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers}
+    last = torch.full_like(positions[..., :1], reach - 1)
+    for asked in (0 * last, torch.cat([positions.clamp(max=reach - 1), last], dim=-1)):  # a short pass: it forgets
+        output = type(module).forward(**given | {"self": fresh, "position_ids": asked})
+    return [part[..., :-1, :] for part in _parts(output)]
+
+
+def _parts(output: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
     """Cosines and sines (..., N, E), or one complex tensor of both."""
     return list(output) if isinstance(output, tuple) else [output]

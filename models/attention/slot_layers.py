@@ -67,11 +67,6 @@ class SlotLayers(Cache):
     reaches: list[int] | None = None  # by row: positions up to the pending node's, less the row's slots
     moves = False  # whether frequencies depend on the reach
 
-    @property
-    def reach(self) -> list[int] | None:
-        """The reaches if frequencies depend on them in this request."""
-        return self.reaches if self.moves else None
-
     def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
         self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
         self.past = RecurrentStateCheckpoints(states, rows) if states else None

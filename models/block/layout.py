@@ -38,7 +38,6 @@ from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.export import RENAMED, SIZES
 from visspec.models.block.sequential import Spark, published_name, sequential_of
 from visspec.models.decoder.target import vocabulary
-from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import (
     check_ids,
     check_verifier,
@@ -98,14 +97,11 @@ def read(
 
     with torch.device("meta"):
         assistant: Any = network(config)
-    if shapes or not on_meta(model):
-        check_shapes(assistant, {wanted: tuple(shapes[name]) for name, wanted in names.items()}, folder, named)
-        if head is not None:
-            check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
-        _check_head(folder, own, shapes, config.hidden_size, few, vocab)
-        _check_copies(folder, form, shapes, config.hidden_size, vocab)
-    if on_meta(model):
-        return BlockModel(assistant, model, width, nodes, replace(block, sequential=head))
+    check_shapes(assistant, {wanted: tuple(shapes[name]) for name, wanted in names.items()}, folder, named)
+    if head is not None:
+        check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
+    _check_head(folder, own, shapes, config.hidden_size, few, vocab)
+    _check_copies(folder, form, shapes, config.hidden_size, vocab)
     assistant = network(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = strip_prefix(read_tensors(folder), folder)
@@ -200,23 +196,15 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     return kinds
 
 
-def stated_layers(form: str, said: dict, layers: int, count: int) -> tuple[Any, str]:
-    """(ids of the target's layers, what they are): "outputs" of layers, in speculators' form "inputs"; if z-lab's form
-    does not tell, by "defaults" the outputs of as many as the drafter has, spread from 1 to the last but two.
-    """
-    if form == "speculators":
-        return said.get("aux_hidden_state_layer_ids"), "inputs"
-    if said.get("target_layer_ids") is not None or layers <= 3:
-        return said.get("target_layer_ids"), "outputs"
-    spread = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
-    return spread, "defaults"
-
-
 def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> list[int]:
-    """Layers whose outputs are read, counted from 0."""
-    stated, convention = stated_layers(form, said, layers, count)
-    low = 1 if convention == "inputs" else 0
+    """Layers whose outputs are read, counted from 0. speculators' form names inputs of layers; if z-lab's names none,
+    as many as the drafter has are spread from 1 to the last but two.
+    """
+    low = 1 if form == "speculators" else 0
     name = "aux_hidden_state_layer_ids" if low else "target_layer_ids"
+    stated = said.get(name)
+    if stated is None and not low and layers > 3:
+        stated = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
     ids = check_wholes(name, stated, 0, MOST_LAYERS)
     if not ids or (wrong := [i for i in ids if not low <= i < layers]):
         found = f"layer {wrong[0]}" if ids else "none"

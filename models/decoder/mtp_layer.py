@@ -123,32 +123,30 @@ def in_files(model: PreTrainedModel) -> bool:
         return False
 
 
-def check(model: PreTrainedModel, shapes: Shapes | None = None) -> None:
-    """Raises ValueError unless the folder of a model, which may be on `meta`, holds such a layer. shapes: of the
-    folder's tensors, if they are known.
-    """
+def check(model: PreTrainedModel) -> None:
+    """Raises ValueError unless the folder of a model holds such a layer."""
     if getattr(model.config.get_text_config(), "num_mtp_layers", None):  # read by transformers
-        _find_layer(model, shapes)
+        _find_layer(model)
     else:
-        _check_layer(model, shapes)
+        _check_layer(model)
 
 
-def _find_layer(model: PreTrainedModel, shapes: Shapes | None = None) -> tuple[Path, dict[str, str], Shapes]:
+def _find_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], Shapes]:
     """The folder, the names of the layer's tensors in it with ours, and all shapes. Raises ValueError for none."""
     folder = folder_of(model)
     if folder is None:
         raise ValueError(f"drafter: {type(model).__name__} was read from no folder that is here, expected one")
-    shapes = read_shapes(folder) if shapes is None else shapes
+    shapes = read_shapes(folder)
     own = layer_names(shapes, model.config.get_text_config().num_hidden_layers)
     if not own:
         raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's")
     return folder, own, shapes
 
 
-def _check_layer(model: PreTrainedModel, shapes: Shapes | None = None) -> tuple[Path, dict[str, str], MtpLayer]:
+def _check_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], MtpLayer]:
     """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
     describe(model)
-    folder, own, shapes = _find_layer(model, shapes)
+    folder, own, shapes = _find_layer(model)
     try:
         layer = MtpLayer(model)
     except (AttributeError, TypeError, LookupError) as error:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.cache import to_device
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger(__name__)
 ROOM = 1 << 29  # bytes
+ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of peft's layers
 
 
 class PromptKey(NamedTuple):
@@ -98,8 +99,8 @@ class PrefixPlan:
 
 class PrefixCache:
     """Prompts of one model, the least recently used of which leave where more than `room` bytes are held. hits, misses:
-    rows that started from a kept prompt, or from another of their batch, and the others. `clear` it where weights
-    change.
+    rows that started from a kept prompt, or from another of their batch, and the others. It is cleared when weights or
+    adapters change; `clear` it yourself after a change through `.data`, which PyTorch does not count.
     """
 
     def __init__(self, room: int = ROOM):
@@ -108,6 +109,7 @@ class PrefixCache:
         self.room, self.bytes, self.hits, self.misses = room, 0, 0, 0
         self.refused = ""  # why the model's prompts can't be continued
         self._target: HFDecoder | None = None
+        self._weights: tuple = ()
         self._kept: list[Prefix] = []  # the most recently used last
         self._lock = threading.Lock()
 
@@ -119,13 +121,20 @@ class PrefixCache:
             self._kept, self.bytes = [], 0
 
     def open(self, target: HFDecoder) -> PrefixCache | None:
-        """To be called before requests of a target; prompts of another one are dropped. None: nothing is to be kept."""
+        """To be called before requests of a target; prompts of another one, or of other weights, are dropped. None:
+        nothing is to be kept.
+        """
+        if not self.room:
+            return None
+        if self._weights != (weights := weights_version(target.model)):
+            self.clear()
+            self._weights = weights
         if self._target is not target:
             self.clear()
             self._target, self.refused = target, ""
             if target.states or target.rotary or target.restarts:
                 self.refused = "states, or rotations that depend on a prompt's length"
-        return self if self.room and not self.refused else None
+        return None if self.refused else self
 
     def find(self, keys: Sequence[PromptKey]) -> tuple[list[Start | None], dict[int, PromptKey]]:
         """Of each row the kept prompt that shares most slots; and what is to be read first, by row: of rows that share
@@ -214,6 +223,14 @@ class PrefixCache:
         grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat that goes on
         self.put([plan.keys[b] for b in grown], grown, state, scores, [starts[b][0] for b in grown])
         return state, scores
+
+
+def weights_version(model: nn.Module) -> tuple:
+    """A value that changes with the weights of a model and with the adapters in use."""
+    tensors = [*model.parameters(), *model.buffers()]
+    version = [(id(x), x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
+    adapters = [repr(vars(part)[name]) for part in model.modules() for name in ADAPTED if name in vars(part)]
+    return version, adapters
 
 
 def _longest(key: PromptKey, prompts: Sequence[Prefix]) -> Start | None:

@@ -137,7 +137,7 @@ class HFDecoder(RunningTarget):
         arguments = {name: value for name, value in arguments.items() if value is not cache}
         arguments[self.cache_name] = cache
         arguments.update(self._outputs)
-        turning = rotary.PrefillRope(self.rotary, request.max_new_tokens)
+        turning = rotary.SteppedRope(self.rotary, new=request.max_new_tokens)
         with DecoderRecorder(self.decoder, self.last_layer) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         positions = seen.get("position_ids")
@@ -304,12 +304,12 @@ class HFDecoder(RunningTarget):
         output, seen = self.forward(self.model, cache, mask, ids, positions)
         return output.logits, self.features(output, seen)
 
-    def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.DraftRope:
+    def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.SteppedRope:
         """Each node's sequence length, for models whose rotary frequencies depend on it."""
-        assert cache.reach is not None
-        first = [reach + n for reach, n in zip(cache.reach, cache.slots.lengths)]
+        assert cache.reaches is not None
+        first = [reach + n for reach, n in zip(cache.reaches, cache.slots.lengths)]
         reach_BN = to_device(first, tree.depth.device)[:, None] + tree.depth
-        return rotary.DraftRope(self.rotary, reach_BN, min(first), max(first) + tree.levels)
+        return rotary.SteppedRope(self.rotary, reach_BN, range(min(first), max(first) + tree.levels + 1))
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         if state.cache.past is not None:

@@ -39,8 +39,22 @@ from visspec.models.image_codes.drafting import (
     warn_of_guidance,
 )
 from visspec.models.image_codes.target import Family
-from visspec.sampling import Gumbel, child_generator, warp
-from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.sampling import Gumbel, child_generator, gumbel_given, warp
+from visspec.types import (
+    FREE,
+    Draft,
+    Drafter,
+    DrafterTraits,
+    Outcome,
+    Prediction,
+    Scores,
+    State,
+    TrainingBatch,
+    Verdict,
+)
+
+BLANKS, GUESSES = 0.15, 0.2  # shares of the pictures of training with missing codes, and with guesses
+FADE = 0.9  # weight in the loss of a place behind the known codes, times that of the place before it
 
 
 @dataclass
@@ -60,6 +74,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
     """
 
     head_class = DistilledHead
+    borrowed: tuple[nn.Module, ...] = ()
 
     def __init__(self, head: DistilledHead, target: nn.Module | Family, *, levels: int | None = None, refine: int = 6):
         for name, value in (("levels", levels), ("refine", refine)):
@@ -73,7 +88,25 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
 
     @classmethod
     def defaults(cls, target: Family, options: dict[str, Any]) -> dict[str, Any]:
-        return super().defaults(target, options) | {"layers": 3}
+        rope = getattr(target.decoder.config, "rope_parameters", None) or {}
+        own = getattr(target.model, "generation_config", None)
+        return super().defaults(target, options) | {
+            "layers": 3,
+            "temperature": float(getattr(own, "temperature", None) or 1.0),
+            "rope_theta": float(rope.get("rope_theta", 10000.0)),
+        }
+
+    @classmethod
+    def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> DistilledDrafter:
+        """An untrained drafter, which starts from layers of the target where they have its shape."""
+        family = cls.subject(target)
+        drafter = super().for_model(family, seed=seed, **options)
+        drafter.head.start_from(family.decoder, family.mlp_head)
+        return drafter
+
+    def refresh(self) -> None:
+        """Draft with the network's current weights, which are used as they are."""
+        self.head.eval()
 
     def attach(self, target: Family) -> None:
         """Follow a target to its device; the network keeps its own dtype."""
@@ -148,6 +181,62 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         known.stored, known.prompt = known.stored[:, :, keep], known.prompt[keep]
         if known.noise is not None:
             known.noise.select(keep)
+
+    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Logits (..., V) at the temperature of the training data; ids of grammar are never drafted."""
+        logits = self.head.logits(states) / self.config.temperature
+        return F.pad(logits, (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)
+
+    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
+        """One pass over whole pictures, each known up to a random code.
+
+        Most pictures have their own codes after it. In a share of them these are missing, as in the first pass of a
+        draft, or guesses of one or two passes, as in later ones; there the weight fades with the distance from the
+        known codes, and with it what can be predicted.
+        """
+        device, code_BT = lesson.ids.device, lesson.ids[:, lesson.prompt_length : -1]
+        rows, count = code_BT.shape
+        ahead_BT = torch.arange(count, device=device) - torch.randint(count, (rows, 1), device=device)
+        share_B = torch.rand(rows, device=device)
+        blank_B, faded_B = share_B < BLANKS, share_B < BLANKS + GUESSES
+        value_BT, kind_BT = code_BT.clone(), torch.where(ahead_BT > 0, GUESSED, KNOWN)
+        missing_BT = torch.where(ahead_BT > 0, BLANK, KNOWN)
+        kind_BT[blank_B] = missing_BT[blank_B]
+        if len(row_G := (faded_B & ~blank_B).nonzero()[:, 0]):
+            value_BT[row_G] = self._guesses(lesson, row_G, ahead_BT[row_G], missing_BT[row_G])
+        x_BTd = self._pass(lesson, slice(None), value_BT, kind_BT)
+        weight_BT = torch.where(faded_B[:, None], FADE ** ahead_BT.clamp(min=0), 1.0)
+        return [Prediction(x_BTd, weight_BT * (lesson.best < self.config.codes))]
+
+    @torch.no_grad()
+    def _guesses(self, lesson: TrainingBatch, row_G: Tensor, ahead_GT: Tensor, kind_GT: Tensor) -> Tensor:
+        """Codes (G, T) of these rows: the target's as far as they are known, then guesses after one or two passes.
+
+        Guesses are made with the noise that the target's codes were drawn with. It is not recorded, but drawn again
+        given these codes.
+        """
+        codes_GM, vocab = lesson.ids[row_G, lesson.prompt_length :], self.config.vocab
+        fixed_GT = lesson.best[row_G] >= self.config.codes
+        logp_GTV = lesson.law(lesson.states[row_G])[..., :vocab].log_softmax(dim=-1)
+        noise_GTV = gumbel_given(logp_GTV, codes_GM[:, 1:])
+        value_GT = codes_GM[:, :-1]
+        for _ in range(int(torch.randint(1, 3, ()))):
+            x_GTd = self._pass(lesson, row_G, value_GT, kind_GT)
+            drawn_GT = (self.trained_logits(x_GTd, value_GT).float() + noise_GTV).argmax(dim=-1)
+            drawn_GT = torch.where(fixed_GT, codes_GM[:, 1:], drawn_GT)
+            value_GT = torch.where(ahead_GT > 0, F.pad(drawn_GT[:, :-1], (1, 0)), codes_GM[:, :-1])
+            kind_GT = torch.where(ahead_GT > 0, GUESSED, KNOWN)
+        return value_GT
+
+    def _pass(self, lesson: TrainingBatch, rows: Tensor | slice, value_BT: Tensor, kind_BT: Tensor) -> Tensor:
+        """States (B, T, d) of codes after the prompts of some rows of a batch."""
+        assert lesson.embeddings is not None and lesson.attention is not None
+        count, real_BP = value_BT.shape[1], lesson.attention[rows]
+        _, memory = self.head(*words(lesson.embeddings[rows], real_BP, self.head))
+        own_TT = torch.ones(count, count, dtype=torch.bool, device=value_BT.device).tril()
+        seen = real_BP[:, None].expand(-1, count, -1), own_TT.expand(len(value_BT), -1, -1)
+        element_BT = torch.arange(count, device=value_BT.device).expand_as(value_BT)
+        return self.head(self.table[value_BT], kind_BT, element_BT, memory, torch.cat(seen, dim=2))[0]
 
 
 def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ size.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,30 @@ class DistilledLayer(nn.Module):
         gate, up = self.gate_up(self.norm_mlp(x_BTd)).chunk(2, dim=-1)
         return x_BTd + self.down(F.silu(gate) * up), own
 
+    def copy(self, layer: Any) -> bool:
+        """Take over the weights of a layer of a decoder (named as Llama's), if it has this structure."""
+        attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+        parts: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
+        parts += [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
+        if not all(type(part) is nn.Linear and part.bias is None for part in parts) or hasattr(attention, "q_norm"):
+            return False
+        query, key, value, out, gate, up, down = (part.weight for part in parts)
+        if not query.shape == out.shape == self.out.weight.shape or down.shape != self.down.weight.shape:
+            return False
+        repeat, heads = len(query) // len(key), (self.heads, -1)
+        key, value = (part.unflatten(0, (-1, len(query) // self.heads)) for part in (key, value))
+        key, value = (part.repeat_interleave(repeat, dim=0).flatten(0, 1) for part in (key, value))  # grouped heads
+        # channels that turn together are halves apart in transformers, and side by side here
+        query, key = (
+            part.unflatten(0, heads).unflatten(1, (2, -1)).transpose(1, 2).flatten(0, 2) for part in (query, key)
+        )
+        pairs: list[tuple[Any, Tensor]] = [(self.qkv, torch.cat([query, key, value])), (self.out, out)]
+        pairs += [(self.gate_up, torch.cat([gate, up])), (self.down, down)]
+        pairs += [(self.norm_in, layer.input_layernorm.weight), (self.norm_mlp, layer.post_attention_layernorm.weight)]
+        for part, weight in pairs:
+            part.weight.copy_(weight)
+        return True
+
 
 class DistilledHead(nn.Module):
     """Trainable weights of a distilled drafter."""
@@ -114,6 +138,22 @@ class DistilledHead(nn.Module):
         """The memory of nothing."""
         config, like = self.config, self.kinds
         return like.new_zeros(config.layers, 2, rows, config.heads, 0, config.hidden // config.heads)
+
+    @torch.no_grad()
+    def start_from(self, decoder: Any, mlp_head: tuple[nn.Linear, nn.Linear] | None) -> None:
+        """Start from the first layers of a target's decoder, its last one, and its head, where they have this shape."""
+        own: Any = self.layers
+        others = getattr(decoder, "layers", None)
+        if others is None or decoder.config.num_attention_heads != self.config.heads:
+            return
+        if not all(layer.copy(other) for layer, other in zip(own, [*others[: len(own) - 1], others[-1]])):
+            return
+        self.norm_out.weight.copy_(decoder.norm.weight)
+        pairs = zip((self.inner, self.codes), mlp_head or ())
+        if mlp_head is not None and all(part.weight.shape == other.weight.shape for part, other in pairs):
+            self.inner.load_state_dict(mlp_head[0].state_dict())
+            state = mlp_head[1].state_dict()
+            self.codes.load_state_dict({name: p / self.config.temperature for name, p in state.items()})
 
     def forward(
         self, embed: Tensor, kind: Tensor, element: Tensor, memory: Tensor, mask_BTS: Tensor

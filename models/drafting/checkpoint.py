@@ -31,7 +31,6 @@ from visspec.io.checkpoint import (
     write_folder,
 )
 
-Shapes = dict[str, tuple[int, ...]]
 TargetT = TypeVar("TargetT")  # a model of text, or a family of images
 PROVENANCE = "provenance.json"
 NAMES = {
@@ -121,12 +120,10 @@ class NetworkDrafter(Generic[TargetT]):
         return cls(cls.head_class(cls.config_for(target, **options)), target)  # type: ignore[call-arg]
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: TargetT, shapes: Shapes | None = None, **options: Any) -> Self:
-        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor. For a target
-        on `meta` no weights are read. shapes: as in `read`.
-        """
+    def from_pretrained(cls, folder: str | Path, target: TargetT, **options: Any) -> Self:
+        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
         target = cls.subject(target)
-        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target), on_meta(target), shapes)
+        head = read(folder, cls.head_class, lambda config: cls.check_target(config, target))
         return cls(head, target, **options)  # type: ignore[call-arg]
 
     def head_in(self, dtype: torch.dtype) -> Any:
@@ -167,26 +164,16 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
         raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
 
 
-def on_meta(target: Any) -> bool:
-    """Whether a target (a model or a family) is without weights: a drafter is judged for it, and not read."""
-    weights = getattr(target, "decoder", target).parameters()
-    return all(weight.is_meta for weight in weights)
-
-
-def read(
-    folder: str | Path, kind: type[Any], check: Callable[[Any], None], empty: bool = False, shapes: Shapes | None = None
-) -> Any:
-    """The network of a checkpoint, of this kind, in a folder or by hub id; empty: on `meta`. Weights are read only
-    after `check`, and after headers were compared with the configuration. shapes: what the headers say, where known.
+def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
+    """The network of a checkpoint, of this kind, in a folder or by hub id. Weights are read only after `check`, and
+    after headers were compared with the configuration.
     """
     folder = hub.resolve_folder(folder)
     config = read_config(folder, kind)
     check(config)
     with torch.device("meta"):
         head = kind(config)
-    check_shapes(head, read_shapes(Path(folder)) if shapes is None else shapes, folder)
-    if empty:
-        return head
+    check_shapes(head, read_shapes(Path(folder)), folder)
     derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not stored
     head = kind(config) if derived else head.to_empty(device="cpu")
     load_strictly(head, read_tensors(Path(folder)), folder)

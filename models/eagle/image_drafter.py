@@ -122,7 +122,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         )
         self.ahead, self.warned = levels, False
         if window:
-            self.window = Jacobi(window, redraw="gumbel", deep=1)
+            self.window = Jacobi(window, redraw="gumbel")
             if levels > window:
                 raise ValueError(f"levels: got {levels}, expected at most the window, {window}")
             self.traits = dataclasses.replace(self.window.traits, feature_layers=self.traits.feature_layers)
@@ -240,7 +240,8 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         layout = super()._lesson_layout(lesson)
-        return dataclasses.replace(layout, image=(layout.token - lesson.prompt_length + 2).clamp(min=0))
+        place = (layout.token - lesson.prompt_length + 2).clamp(0, self.config.positions - 1)  # grammar may follow
+        return dataclasses.replace(layout, image=place)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
         assert lesson.embeddings is not None

@@ -30,7 +30,6 @@ from visspec.io.checkpoint import (
     read_tensors,
     shorten,
 )
-from visspec.models.drafting.checkpoint import Shapes, on_meta
 from visspec.models.drafting.published_config import strip_prefix
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
@@ -72,19 +71,15 @@ class LanternDrafter(ImageFeatureDrafter):
         return known | {"vocab": vocab, "target_hidden": hidden}
 
     @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, target: nn.Module | Family, shapes: Shapes | None = None, **options: Any
-    ) -> Self:
+    def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> Self:
         """Load a published checkpoint, as safetensors, for its target, strictly; `options` as in the constructor."""
         root, family = check_folder(folder), cls.subject(target)
-        shapes = strip_prefix(read_shapes(root), root) if shapes is None else shapes
+        shapes = strip_prefix(read_shapes(root), root)
         config = config_of(root, read_json(root, CONFIG), shapes, family)
         cls.check_target(config, family)
         with torch.device("meta"):
             head = EagleHead(config)
         check_shapes(head, shapes, root)
-        if on_meta(family):
-            return cls(head, family, **options)  # type: ignore[arg-type]
         head = head.to_empty(device="cpu").to(next(family.decoder.parameters()).dtype)
         load_strictly(head, strip_prefix(read_tensors(root), root), root)
         if config.positions == "grid":

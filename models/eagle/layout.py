@@ -24,7 +24,6 @@ from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import CONFIG, check_shapes, check_wholes, load_strictly, read_tensors, shorten
 from visspec.models.decoder.target import content_ids, vocabulary
-from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.drafting.published_config import (
     check_ids,
     check_verifier,
@@ -100,10 +99,7 @@ def read(
 
     with torch.device("meta"):
         head = EagleHead(config)
-    if shapes or not on_meta(model):
-        check_shapes(head, {own: tuple(shapes[own]) for own in names}, folder, named)
-    if on_meta(model):
-        return EagleDrafter(head, model, **options)
+    check_shapes(head, {own: tuple(shapes[own]) for own in names}, folder, named)
     head = head.to_empty(device="cpu").to(model.dtype)
     tensors = strip_prefix(read_tensors(folder), folder)
     if missing and EMBEDDING in tensors:

@@ -29,6 +29,8 @@ def embedding(family: Family, vocab: int) -> nn.Embedding:
 class ImageNetworkDrafter(checkpoint.NetworkDrafter[Family]):
     """A drafter around a network that was made for a family, its size of image and its guidance scale."""
 
+    of_family = True  # its `from_pretrained` takes a family, too, which knows the model's processor and parts
+
     @classmethod
     def subject(cls, target: nn.Module | Family) -> Family:
         return target if isinstance(target, Family) else family_of(target, None)

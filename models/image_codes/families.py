@@ -17,7 +17,6 @@ FAMILIES = {
     "emu3": "visspec.models.emu3.target:Emu3",
     "glm_image": "visspec.models.glm_image.target:GlmImage",
     "chameleon": "visspec.models.chameleon.target:Chameleon",
-    "continuous_image": "visspec.models.continuous.target:ContinuousImages",
     "mar_image": "visspec.models.mar.images:LabelledMARImages",
     "randar_image": "visspec.models.randar.target:PromptedRandARImages",
     "var_image": "visspec.models.var.images:LabelledVARImages",
@@ -30,7 +29,6 @@ FAMILIES = {
     "NextStep": "visspec.models.nextstep.target:NextStepImages",
 }
 LOADERS = {  # of folders with a network of ours: (folder, dtype) -> model
-    "continuous_image": "visspec.models.continuous.model:load",
     "mar_image": "visspec.models.mar.model:load",
     "randar_image": "visspec.models.randar.model:load",
     "var_image": "visspec.models.var.model:load",

@@ -134,6 +134,7 @@ class Family:
     processor: Any = None  # texts -> ids; None if prompts are ids
     codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
     default_guidance: float = 1.0
+    mlp_head: tuple[nn.Linear, nn.Linear] | None = None  # layers of `head`, with a GELU between them, if it is of two
     model: Any
     vocabulary: Any = None  # `Vocabulary`, of codes that are ids of a text model
     codec: Any = None  # a decoder of codes that is none of the model, as `codecs.vqgan.ImageCodec`

@@ -10,16 +10,11 @@ ICLR 2025). `redraw` is the dependence of the new draft on the old one:
     independent  sampled independently (the published SJD)
 
 `start` initialises positions without a distribution: a "random" code, or that of the "left" or "above" neighbour.
-
-With `branch` above 1 the first `deep` positions, after the last rejection, have that many candidates each, sampled
-without replacement, in a full tree whose first branch is the window (proactive drafting: SJD-PAC, CVPR 2026). It helps
-if distributions depend little on the rejected code; it needs branch + branch^2 + ... nodes per pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,12 +24,11 @@ from visspec.cache import gather_rows, to_device
 from visspec.distributions import Categorical, categorical, draw, residual
 from visspec.grammar import fixed_ids
 from visspec.sampling import BufferedNoise, Gumbel, Uniform, child_generator, warp
-from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Tree, Verdict
+from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
 STARTS = ("random", "left", "above")
 NARROWEST = 4  # minimum window, for any number of rows
-MOST_NODES = 512  # of a proactive tree
 UNKNOWN = -1
 LEAST = -100.0  # of a logarithm that is multiplied: top-k and top-p of the two may have no token in common
 
@@ -61,11 +55,10 @@ class Jacobi(Drafter):
     """Windows of `window` positions. redraw "auto" is gumbel for rules that use the position's noise, else maximal.
 
     nodes: maximum number of positions over all rows of a pass; windows are narrowed for it, down to 4, but only with
-    rules that use the position's noise, so that tokens don't depend on it. branch, deep: of the proactive tree; only
-    for rules with their own random numbers, and not for redraw "gumbel".
+    rules that use the position's noise, so that tokens don't depend on it.
 
-    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS, and for an invalid tree. The
-    redraws maximal and independent are not supported with rules without their own random numbers (`exact`).
+    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS. The redraws maximal and independent are
+    not supported with rules without their own random numbers (`exact`).
     """
 
     def __init__(
@@ -73,8 +66,6 @@ class Jacobi(Drafter):
         window: int = 16,
         redraw: str = "auto",
         start: str = "left",
-        branch: int = 1,
-        deep: int = 2,
         nodes: int = 64,
     ):
         if window < 1:
@@ -83,21 +74,11 @@ class Jacobi(Drafter):
             raise ValueError(f"redraw: got {redraw!r}, expected one of auto, {', '.join(REDRAWS)}")
         if start not in STARTS:
             raise ValueError(f"start: got {start!r}, expected one of {', '.join(STARTS)}")
-        if not 1 <= deep <= window:
-            raise ValueError(f"deep: got {deep}, expected 1 to the window, {window}")
-        if branch < 1 or sum(branch**d for d in range(1, deep + 1)) > MOST_NODES:
-            raise ValueError(f"branch: got {branch}, expected at least 1 and at most {MOST_NODES} nodes")
-        if branch > 1 and redraw == "gumbel":
-            raise ValueError("branch: got a tree for redraw 'gumbel', expected 'maximal' or 'independent'")
         if nodes < 1:
             raise ValueError(f"nodes: got {nodes}, expected at least 1")
         self.window, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
-        self.branch, self.deep = branch, deep
-        # rules without their own random numbers support neither candidates nor sampled drafts
-        samples = branch > 1 or redraw in ("maximal", "independent")
-        self.traits = DrafterTraits(
-            levels=window, samples=samples, trees=branch > 1, adaptive_depth=False, own_noise=True
-        )
+        samples = redraw in ("maximal", "independent")
+        self.traits = DrafterTraits(levels=window, samples=samples, adaptive_depth=False, own_noise=True)
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = self.first_window(state, scores)
@@ -110,7 +91,7 @@ class Jacobi(Drafter):
         if state.noise is not None and state.noise.samples:
             generators = [child_generator(parent) for parent in state.noise.generators]
             coupled = self.redraw == "gumbel"
-            noise = Gumbel(generators, vocab) if coupled else Uniform(generators, 1 + self.branch)
+            noise = Gumbel(generators, vocab) if coupled else Uniform(generators, 2)
             empty_BWV = torch.zeros(rows, 0, vocab, device=state.pending.device)
             window, width = Window(window.tokens, empty_BWV, noise), self.window
         return self._extend_window(state, window, torch.zeros_like(state.pending), vocab, width)
@@ -121,14 +102,7 @@ class Jacobi(Drafter):
         if q is None:
             return trees.chain_draft(state.pending, tokens)
         q = torch.cat([q[:, :1], q[:, :depth]], dim=1)  # the root's row is unused
-        if self.branch == 1 or depth == 0:
-            return trees.chain_draft(state.pending, tokens, Categorical(p=q))
-        deep = min(self.deep, depth)
-        tree, pick = proactive(depth, deep, self.branch, str(tokens.device))
-        others_BM, laws_BMV, real_BM = self._candidates(window, deep)
-        nodes = torch.cat([state.pending[:, None], tokens, others_BM[:, pick]], dim=1)
-        real = torch.cat([torch.ones_like(nodes[:, : 1 + depth], dtype=torch.bool), real_BM[:, pick]], dim=1)
-        return Draft(nodes, tree, Categorical(p=torch.cat([q, laws_BMV[:, pick]], dim=1)), real)
+        return trees.chain_draft(state.pending, tokens, Categorical(p=q))
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         state.memory = self.next_window(state.memory, state, draft, scores, verdict, outcome)
@@ -165,27 +139,6 @@ class Jacobi(Drafter):
 
     def select(self, state: State, keep: list[int]) -> None:
         state.memory = state.memory.select(keep)
-
-    def _candidates(self, window: Window, deep: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`branch` candidates of each of the first positions, rank by rank: (B, deep * branch); the distribution of
-        each given those before it, (B, deep * branch, V); and which exist: none if no mass is left.
-        """
-        assert window.q is not None and window.noise is not None
-        token_BD, law_BDV, u_BDX = window.tokens[:, :deep], window.q[:, :deep], window.noise.window(deep)
-        tokens, distributions, real = [token_BD], [law_BDV], [torch.ones_like(token_BD, dtype=torch.bool)]
-        for rank in range(1, self.branch):
-            law_BDV = law_BDV.scatter(-1, token_BD[..., None], 0.0)
-            left_BD1 = law_BDV.sum(dim=-1, keepdim=True)
-            law_BDV = law_BDV / left_BD1.clamp(min=torch.finfo(law_BDV.dtype).tiny)
-            token_BD = draw(law_BDV, u_BDX[..., 1 + rank])
-            tokens.append(token_BD)
-            distributions.append(law_BDV)
-            real.append(left_BD1[..., 0] > 0)
-        return (
-            torch.stack(tokens, 2).flatten(1),
-            torch.stack(distributions, 2).flatten(1, 2),
-            torch.stack(real, 2).flatten(1),
-        )
 
     def _coupled_tokens(self, logp_BWV: Tensor, state: State) -> Tensor:
         """The token of each position under its current distribution: argmax with the position's noise."""
@@ -305,23 +258,3 @@ class Front:
     def finish(self) -> Draft:
         q = None if self.q is None else Categorical(p=torch.stack([self.q[0], *self.q], dim=1))  # the root's is unused
         return trees.chain_draft(self.pending, torch.stack(self.tokens, dim=1), q)
-
-
-@lru_cache(maxsize=256)
-def proactive(depth: int, deep: int, branch: int, device: str) -> tuple[Tree, Tensor]:
-    """A window of `depth` nodes, followed by the nodes that complete its first `deep` levels to a full tree; and the
-    index of the candidate, by level and rank, of each of those nodes.
-    """
-    parents, level, pick = list(range(-1, depth)), [0], []
-    for d in range(1, deep + 1):
-        below = []
-        for node in level:
-            for rank in range(branch):
-                if node == d - 1 and rank == 0:  # the window's own
-                    below.append(d)
-                    continue
-                below.append(len(parents))
-                parents.append(node)
-                pick.append((d - 1) * branch + rank)
-        level = below
-    return trees.static(tuple(parents), device), torch.tensor(pick, dtype=torch.long, device=device)

@@ -22,6 +22,7 @@ class Janus(ChatPromptFamily):
         super().__init__(model, processor, config.vq_config.num_patches, config.vision_config.image_size)
         self.decoder = inner.language_model
         self.codes = config.vq_config.num_embeddings
+        self.mlp_head = inner.generation_head.proj_out, inner.generation_head.vision_head
         self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:

@@ -103,6 +103,16 @@ class LlamaGenConfig:
         """`layers`, as transformers calls them."""
         return self.layers
 
+    @property
+    def num_attention_heads(self) -> int:
+        """`heads`, as transformers calls them."""
+        return self.heads
+
+    @property
+    def intermediate_size(self) -> int:
+        """`intermediate`, as transformers calls it."""
+        return self.intermediate
+
     def get_text_config(self, decoder: bool = True) -> LlamaGenConfig:
         """Returns itself, for compatibility with transformers' configurations."""
         return self

@@ -9,7 +9,6 @@ import torch
 
 from visspec import tree as trees
 from visspec.distributions import Denoising, Trajectory
-from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.mar.images import LabelledMARImages
 from visspec.models.mar.model import load
 from visspec.models.mar.target import DrawnVectors, MARImages, MARTarget
@@ -31,7 +30,7 @@ class SmallMAR(Drafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> SmallMAR:
         """Load a checkpoint folder, strictly; `options` as in the constructor. target: a model, for its device."""
-        return cls(LabelledMARImages(load(folder, empty=on_meta(target)).to(target.device)), **options)
+        return cls(LabelledMARImages(load(folder).to(target.device)), **options)
 
     def attach(self, target: MARImages) -> None:
         """Raises ValueError unless the network's images have the tokens and steps of the drafter's."""
@@ -73,8 +72,7 @@ class SmallMAR(Drafter):
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         index = torch.arange(draft.tree.size, device=state.position.device)
         # rejected nodes are put, too; later ones replace them before they count
-        values = draft.value if verdict.values is None else verdict.values
-        state.memory.put((state.position - verdict.length)[:, None] + index, values)
+        state.memory.put((state.position - verdict.length)[:, None] + index, draft.value)
 
     def select(self, state: State, keep: list[int]) -> None:
         state.memory = state.memory.select(keep)

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from visspec.cache import to_device
 from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
 from visspec.models.image_codes.class_numbers import class_numbers
@@ -30,7 +28,7 @@ from visspec.models.vectors.diffusion_head import Schedule, schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
 from visspec.models.vectors.target import VectorFamily
 from visspec.sampling import Normals
-from visspec.types import Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
+from visspec.types import Capabilities, Draft, Request, Sampling, Scores, State, Target
 
 PLAIN = Sampling(temperature=1.0)
 SCALES = ("linear", "constant")  # guidance of a token by its number
@@ -67,9 +65,8 @@ class MARImages(VectorFamily):
     the row's own.
 
     plan: steps of chains; default, 100 of the published schedule, with noise in the last. scale: whether guidance grows
-    from nearly 1 by the number of known tokens ("linear", as in the published commands) or not. together: nodes of a
-    draft are verified by what was known before it, as if they were drawn in one step; not MAR with one token at a time.
-    autoencoder: `visspec.models.mar.layout.load_mar_vae`.
+    from nearly 1 by the number of known tokens ("linear", as in the published commands) or not. autoencoder:
+    `visspec.models.mar.layout.load_mar_vae`.
     """
 
     name = "mar"
@@ -81,12 +78,11 @@ class MARImages(VectorFamily):
         autoencoder: AutoencoderKL | None = None,
         plan: Schedule | None = None,
         scale: str = "linear",
-        together: bool = False,
     ):
         if scale not in SCALES:
             raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
         self.model = self.decoder = model
-        self.processor, self.autoencoder, self.scale, self.together = processor, autoencoder, scale, together
+        self.processor, self.autoencoder, self.scale = processor, autoencoder, scale
         self.chains = HeadDistributions(model.head, plan or schedule(STEPS, learned=model.head.learned))
         self.steps = self.chains.steps
         self.default_guidance = GUIDANCE.get(model.config.width, 1.0)
@@ -142,10 +138,6 @@ class UnorderedBuffer(VectorBuffer):
         super().__init__(request, len(order_BT))
         self.order = order_BT
 
-    def latest(self, row: int) -> Tensor:
-        """(n, d) vectors that a row gained in the latest round."""
-        return torch.cat(self.held[row][-2:])
-
     def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
         by_place = dict(zip(self.order[row].tolist(), items))
         return [by_place[place] for place in sorted(by_place)]
@@ -194,16 +186,8 @@ class MARTarget(Target):
         rank_BN = state.position[:, None] + torch.arange(nodes, device=self.device)
         known.put(rank_BN, draft.value)
         known_rows = [len(state.tokens[row]) for row in state.rows]  # the pending token included
-        most = max(known_rows) if self.family.together else min(max(known_rows) + nodes - 1, tokens)
+        most = min(max(known_rows) + nodes - 1, tokens)
         return self._scores(state, rank_BN, range(min(known_rows), most + 1))
-
-    def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        """The output buffer's values: a rule may have put others in place of the drafted ones."""
-        output = state.output
-        assert isinstance(output, UnorderedBuffer)
-        kept = pad_sequence([output.latest(row) for row in state.rows], batch_first=True)
-        first_B1 = state.position[:, None] - to_device([[len(path) - 1] for path in outcome.path], self.device)
-        state.cache.put(first_B1 + torch.arange(kept.shape[1], device=self.device), kept)
 
     def select(self, state: State, keep: list[int]) -> None:
         state.cache = state.cache.select(keep)
@@ -212,9 +196,8 @@ class MARTarget(Target):
         """Laws after nodes with these numbers in the order. counts: from the least to the most known tokens of a
         prefix, as the host knows them.
         """
-        sampling, prefix_BN = state.request.sampling, rank_BN[:, :1] if self.family.together else rank_BN
-        distribution = self.after(state.cache, prefix_BN + 1, rank_BN + 1, counts, sampling, state.trace.calls)
-        return Scores(distribution)
+        number_BN, sampling = rank_BN + 1, state.request.sampling
+        return Scores(self.after(state.cache, number_BN, number_BN, counts, sampling, state.trace.calls))
 
     def after(
         self,

@@ -21,7 +21,6 @@ from visspec.models.nextstep.network import NextStep, NextStepConfig
 from visspec.models.published_tensors import (
     Rules,
     count,
-    llama_fields,
     one_sentence,
     place,
     read_all_tensors,
@@ -33,6 +32,18 @@ RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
 HEAD, TABLE = "image_head.net.", "gen_pos_embed"
 # of the text head, which draws no images, and tables that are computed
 NOT_WEIGHTS = r"lm_head\.|.*rotary_emb\."
+DECODER_FIELDS = (  # not implied by shapes; the names are the same in transformers
+    "num_attention_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",  # both of them, as named by transformers 5
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 PATCH = ("latent_patch_size", "patch_size")  # names in configurations of the first release and of 1.1
 
 
@@ -56,7 +67,7 @@ def config_of(
     tensors: Mapping[str, Tensor], published: Mapping[str, Any], where: str | Path
 ) -> tuple[NextStepConfig, Qwen2Config]:
     """The configurations for the authors' config.json and the shapes of the weights; shapes take precedence."""
-    fields = llama_fields(tensors, "", published, where)
+    fields = _decoder_fields(tensors, published, where)
     with one_sentence(where):
         decoder = Qwen2Config(**fields, use_sliding_window=False)
     patch = next((published[name] for name in PATCH if published.get(name) is not None), None)
@@ -72,6 +83,24 @@ def config_of(
         image_start=published["boi"],
         positions=require(tensors, TABLE, 3, where).shape[1] if table else 0,
     ), decoder
+
+
+def _decoder_fields(tensors: Mapping[str, Tensor], published: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
+    """Arguments of the decoder's configuration: sizes from the weights, the rest from the authors' config.json."""
+    vocab, hidden = require(tensors, "embed_tokens.weight", 2, where).shape
+    keys = require(tensors, "layers.0.self_attn.k_proj.weight", 2, where).shape[0]
+    fields = {name: published[name] for name in DECODER_FIELDS if published.get(name) is not None}
+    heads = fields.setdefault("num_attention_heads", 32)
+    if not isinstance(heads, int) or heads < 1 or hidden % heads or keys % (hidden // heads):
+        raise ValueError(f"checkpoint: config.json of {where} has {heads} heads, expected a divisor of {hidden}")
+    return fields | {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": require(tensors, "layers.0.mlp.gate_proj.weight", 2, where).shape[0],
+        "num_hidden_layers": count(tensors, "layers."),
+        "num_key_value_heads": keys * heads // hidden,
+        "tie_word_embeddings": False,
+    }
 
 
 def load_nextstep_vae(

@@ -2,28 +2,34 @@
 
 A prompt's words are followed by the size of the image in tokens and the id that begins it; the unconditional prompt is
 the same after no words, or negative ones. Guidance is constant over an image. (arXiv 2508.10711)
+
+Shapes: B requests, R = B or 2 B rows, N nodes, d size of a token, C hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from visspec.models.image_codes.target import EncodedPrompt, ImageLayout, grid_of
+from visspec.distributions import Denoising
+from visspec.loop.output import VectorBuffer
+from visspec.models.image_codes.target import EncodedPrompt, ImageAR, ImageLayout, grid_of
 from visspec.models.nextstep.flow import flow_schedule
 from visspec.models.nextstep.network import NextStep
 from visspec.models.vectors.diffusion_head import Schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
-from visspec.models.vectors.target import CausalVectorFamily, ContinuousAR
+from visspec.models.vectors.target import VectorFamily
+from visspec.types import Draft, Request, Scores, State
 
 GUIDANCE, STEPS, SIDE = 7.5, 50, 512  # of the authors' examples
 AREA = "<|image_area|>"
 
 
-class NextStepImages(CausalVectorFamily):
+class NextStepImages(VectorFamily):
     """processor: the model's tokenizer, padding on the left. autoencoder: `layouts_nextstep.load_nextstep_vae`. plan:
     steps of chains (`visspec.models.nextstep.flow`); default, 50 of the first release's sampler, with noise in the
     last.
@@ -65,15 +71,45 @@ class NextStepImages(CausalVectorFamily):
         real = torch.cat([real, torch.ones_like(end, dtype=torch.bool)], dim=1).to(self.decoder.device)
         return EncodedPrompt(ids[: len(texts)], self.decoder.embed_tokens(ids), real, tokens=ids)
 
-    def inputs(self, values: Tensor, index: Tensor, features: Tensor | None = None) -> Tensor:
-        return self.model.embed(values)
-
-    def conditions(self, hidden: Tensor, index: Tensor | None) -> Tensor:
-        assert index is not None
-        return self.model.conditions(hidden, index)
-
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         return super().pixels(self.model.as_values(tokens), layout)
 
 
-NextStepImages.target = ContinuousAR
+class NextStepTarget(ImageAR):
+    """`NextStepImages` as a target of the loop. Drafts are chains of vectors."""
+
+    family: NextStepImages
+
+    def __init__(self, family: NextStepImages, features: bool = False, compile: bool = False):
+        super().__init__(family, features, compile)
+        self.capabilities = replace(
+            self.capabilities, trees=False, distribution=Denoising, steps=family.steps, size=family.size, codebook=None
+        )
+
+    def _open_buffer(self, request: Request) -> tuple[Tensor, VectorBuffer]:
+        self.family.check_sampling(request.sampling)
+        rows, guidance = len(request.inputs.ids), request.sampling.guidance
+        found, wanted = len(request.inputs.embeds), rows if guidance == 1.0 else 2 * rows
+        if found != wanted:
+            raise ValueError(
+                f"guidance: got {guidance} and {found} rows of inputs for {rows} prompts, expected {wanted}: an"
+                " unconditional one for each prompt under guidance, and else none"
+            )
+        return torch.zeros(rows, self.family.size, device=self.device), VectorBuffer(request, rows)
+
+    def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
+        return self.family.model.embed(draft.value)
+
+    def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
+        """Laws of the tokens after nodes, from hidden states (R, N, C), the unconditional ones last under guidance."""
+        request, sampling = state.request, state.request.sampling
+        index_BN = state.position[:, None] + draft.tree.depth + (1 - request.inputs.ids.shape[1])
+        condition = self.family.model.conditions(last, index_BN.repeat(len(last) // len(index_BN), 1))
+        scale = None if sampling.guidance == 1.0 else sampling.guidance
+        distribution = self.family.chains(
+            condition.flatten(0, 1), tuple(index_BN.shape), scale, sampling.temperature, state.trace.calls
+        )
+        return Scores(distribution, self._drafter_features(state, hidden))
+
+
+NextStepImages.target = NextStepTarget

@@ -71,7 +71,7 @@ class ConditionState:
             inputs.append((count + 1 if self.begun else 0, images, x_RQC, number))
         self.after = after
         x_RQC, places = self._open(inputs)
-        hidden = self.hidden(x_RQC, places)
+        hidden = self.net(x_RQC, self.given, self.cache.attend, places)
         found = []
         for first, images, x, number in inputs:
             own, given = hidden, self.given
@@ -86,10 +86,6 @@ class ConditionState:
             found.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in said]))
         self.begun = True
         return found
-
-    def hidden(self, x_RQC: Tensor, places: Tensor) -> Tensor:
-        """(R, Q, C) of the inputs of a pass at places (R|1, Q)."""
-        return self.net(x_RQC, self.given, self.cache.attend, places)
 
     def keep(self, counts: list[int]) -> None:
         """The first counts[b] maps of the latest pass are final."""

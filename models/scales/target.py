@@ -16,7 +16,7 @@ Shapes: B images, R = B or 2 B rows, N nodes, S codes of the largest scale, V co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,16 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from visspec.accept.local import sampled_distributions
-from visspec.distributions import Maps, maps
-from visspec.loop.decode import measure
+from visspec.distributions import Maps
 from visspec.loop.output import ScaleBuffer
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
 from visspec.models.scales.multiscale import ScaleSizes, ScaleVAE
-from visspec.models.scales.pruning import PrunedState, TokenPruning
 from visspec.models.scales.reading import ConditionState, DistanceGroup, stack_groups
 from visspec.sampling import warp
 from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
@@ -93,8 +90,7 @@ class ScaleImages(Family):
 
     codec: the autoencoder, needed to draw. ramp: guidance by scale, "linear" or "constant"; default, as published.
     refiner, handover: a model for the scales from number `handover` on (CoDe). budget: tokens to keep in the cache by
-    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), pruning: `TokenPruning`, or the shares of tokens of
-    the last scales that go through the blocks (FastVAR); both make the guarantee approximate.
+    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate.
     """
 
     draws = "maps"
@@ -111,7 +107,6 @@ class ScaleImages(Family):
         refiner: NextScale | None = None,
         handover: int | None = None,
         budget: CacheBudget | None = None,
-        pruning: TokenPruning | float | Sequence[float] | None = None,
     ):
         ramp = self.default_ramp if ramp is None else ramp
         if ramp not in RAMPS:
@@ -133,17 +128,15 @@ class ScaleImages(Family):
             check_alike("refiner", refiner, model)
             if not 0 <= handover <= len(self.scales):
                 raise ValueError(f"handover: got {handover}, expected 0..{len(self.scales)}, the scales of the model")
-        given = [n for n, part in (("pruning", pruning), ("budget", budget), ("refiner", refiner)) if part is not None]
-        if len(given) > 1:
-            raise ValueError(f"{given[0]}: got one beside a {given[1]}, expected one of the two")
         if budget is not None:
+            if refiner is not None:
+                raise ValueError("budget: got one beside a refiner, expected one of the two")
             budget.check(self.scales, model.config.depth)
-        self.pruning = None if pruning is None else TokenPruning.of(pruning, self.scales)
 
     @property
     def plain(self) -> bool:
         """Whether the target is the model's own distribution."""
-        return self.refiner is None and self.budget is None and self.pruning is None
+        return self.refiner is None and self.budget is None
 
     def layout(self, height: int | None = None, width: int | None = None) -> ScaleLayout:
         rows, columns = self.scales.grids[-1]
@@ -237,8 +230,6 @@ class ScaleTarget(Target):
         """An empty reading of a model."""
         cache: ScaleCache | BudgetedCache | None = None
         quantizer, rows = self.family.codec.quantize, prompt.rows(sampling.guidance != 1.0)
-        if self.family.pruning is not None:
-            return PrunedState(model, quantizer, rows, len(prompt), self.family.pruning)
         if self.family.budget is not None:
             cache = BudgetedCache(self.scales, self.family.budget)
         elif self.family.refiner is not None and model is self.model:
@@ -253,18 +244,8 @@ class ScaleTarget(Target):
         if len(state.tokens[state.rows[0]]) == self.family.handover:
             return self._scores(state, self._hand_over(state), 1)
         found = self._scores(state, reading.read(draft.value), nodes)
-        if isinstance(reading, PrunedState):
-            state.trace.kept = reading.kept
-            if reading.full is not None:
-                self._audit(state, found, self._scores(state, reading.said, nodes))
         self._report(state)
         return found
-
-    def _audit(self, state: State, found: Scores, wanted: Scores) -> None:
-        """Drift of a scale: the total variation of its codes' distributions to those wanted, on average."""
-        greedy = state.request.sampling.greedy
-        p, q = (sampled_distributions(maps(scores.distribution).p, greedy) for scores in (found, wanted))
-        measure(state, "drift", (p - q).abs().sum(dim=-1).mean(dim=(1, 2)) / 2)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.keep([len(path) for path in outcome.path])
@@ -303,10 +284,6 @@ def declared_distribution(family: ScaleImages) -> dict[str, Any]:
         return {"guarantee": "exact for the declared target", "declared": words}
     if family.budget is not None and not family.budget.whole(family.scales):
         return {"guarantee": "approximate", "declared": "the model with a part of its cache"}
-    if family.pruning is not None and not family.pruning.whole(family.scales):
-        parts = zip(family.pruning.counts(family.scales), family.scales.sizes)
-        some = ", ".join(f"{count} of {size}" for count, size in list(parts)[-len(family.pruning.shares) :])
-        return {"guarantee": "approximate", "declared": f"the model with {some} tokens of its last scales"}
     return {}
 
 

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Maps
-from visspec.models.drafting.checkpoint import on_meta
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.reading import ConditionState, ReadingPosition
 from visspec.models.scales.target import ScaleImages, check_alike
@@ -40,7 +39,7 @@ class SmallVAR(Drafter):
         """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
         both are models of other codes.
         """
-        found: Any = load(folder, target.dtype, on_meta(target))
+        found: Any = load(folder, target.dtype)
         found = found.to(target.device)
         if isinstance(target, VARImageModel):
             check_codebook("drafter", found, target)
@@ -51,7 +50,7 @@ class SmallVAR(Drafter):
         check_alike("drafter", self.small, target.model)
         if not target.plain:
             raise ValueError(
-                "drafter: got one beside a refiner, a budget or pruning, expected none: one scale is drawn at a time"
+                "drafter: got one beside a refiner or a budget, expected none: one scale is drawn at a time"
             )
         self.family = target
 

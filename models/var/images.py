@@ -6,7 +6,7 @@ A smaller model of the same maps is its refiner (CoDe) or its drafter; a number 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from transformers import GenerationConfig
 
 from visspec.io import included
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
-from visspec.models.scales.pruning import TokenPruning
 from visspec.models.scales.target import ScaleSettings
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.models.var.network import VAR
@@ -39,14 +38,13 @@ class LabelledVARImages(VARImages):
         refiner: VARImageModel | VAR | str | None = None,
         handover: int | None = None,
         budget: CacheBudget | float | None = None,
-        pruning: TokenPruning | float | Sequence[float] | None = None,
     ):
         if isinstance(budget, (bool, str)):
-            raise ValueError(f"budget: got {budget!r}, expected a `Budget` or the share of the cache, a number")
+            raise ValueError(f"budget: got {budget!r}, expected a `CacheBudget` or the share of the cache, a number")
         if isinstance(budget, (int, float)):
             budget = calibrate_budget(model, float(budget))
         super().__init__(
-            model.var, processor, model.autoencoder, per_scale, ramp, small(refiner, model), handover, budget, pruning
+            model.var, processor, model.autoencoder, per_scale, ramp, small(refiner, model), handover, budget
         )
         self.default_guidance = model.guidance(settings)
         self.labels = tuple(model.config.labels)

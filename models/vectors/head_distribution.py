@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from visspec.distributions import Denoising, DenoisingSteps
-from visspec.distributions.denoising import evaluated_steps
 from visspec.models.vectors.diffusion_head import DiffusionHead, Schedule
 
 MOST_ROWS = 1 << 14  # steps of chains whose modulations are computed together, which is faster than one by one
@@ -46,17 +45,12 @@ class HeadDistributions:
         temperature: float = 1.0,
         calls: Counter[str] | None = None,
         name: str = "head",
-        skip: float = 0.0,
     ) -> Denoising:
-        """Laws (B, N) with conditions (M, C), or with guidance, a scale or those of the chains (M,), (2 M, C).
-
-        skip: see `Denoising`; such distributions can only be sampled.
-        """
-        chains = _Chains(self, condition, shape[0] * shape[1], guidance, skip)
+        """Laws (B, N) with conditions (M, C), or with guidance, a scale or those of the chains (M,), (2 M, C)."""
+        chains = _Chains(self, condition, shape[0] * shape[1], guidance)
         steps = self._steps(temperature, condition.device)
-        whole = chains.ahead_GMSV is not None and not skip
-        ends = chains.ends if whole and steps.fixed and steps.noisy else None
-        return Denoising(chains, steps, shape, self.head.size, calls, name, skip, ends)
+        ends = chains.ends if chains.ahead_GMSV is not None and steps.fixed and steps.noisy else None
+        return Denoising(chains, steps, shape, self.head.size, calls, name, ends)
 
     def schedule_tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Embedded times (S, width), and coefficients (S, 1) of a point and of the head's output in its estimate."""
@@ -86,7 +80,6 @@ class _Chains:
         condition: Tensor,
         count: int,
         guidance: Tensor | float | None,
-        skip: float,
     ):
         self.distributions, self.guidance = distributions, guidance
         self.halves = 1 if guidance is None else 2
@@ -97,11 +90,8 @@ class _Chains:
         self.condition_GM1C = own.view(self.halves, count, 1, -1)
         self.time_SC, self.of_point, self.of_output = distributions.schedule_tables(condition.device)
         self.ahead_GMSV: Tensor | None = None
-        here = evaluated_steps(len(self.time_SC), skip)
-        self.place = {step: place for place, step in enumerate(here)}  # of a step among those that are made ahead
-        if len(condition) * len(here) <= MOST_ROWS:
-            times_SC = self.time_SC if len(here) == len(self.time_SC) else self.time_SC[here]
-            self.ahead_GMSV = head.modulations(times_SC + self.condition_GM1C)
+        if len(condition) * len(self.time_SC) <= MOST_ROWS:
+            self.ahead_GMSV = head.modulations(self.time_SC + self.condition_GM1C)
 
     def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
         head, x_Ud = self.distributions.head, x_MWd.flatten(0, 1)  # matrices are the fastest
@@ -147,6 +137,6 @@ class _Chains:
             own = self.condition_GM1C if chains_M is None else self.condition_GM1C[:, chains_M]
             return self.distributions.head.modulations(self.time_SC[step] + own).flatten(0, 2)
         if isinstance(step, int):
-            return self.ahead_GMSV[:, :, self.place[step]].flatten(0, 1)
+            return self.ahead_GMSV[:, :, step].flatten(0, 1)
         rows = torch.arange(len(step), device=step.device) if chains_M is None else chains_M
         return self.ahead_GMSV[:, rows[:, None], step].flatten(0, 2)

@@ -24,11 +24,11 @@ from visspec.eval.metrics import intervals
 from visspec.eval.report import page as report
 from visspec.io import included
 from visspec.loop.draft_length import AdaptiveLength
-from visspec.loop.orders import Raster, ZipAR
+from visspec.loop.orders import Raster, RejectedRegions
 from visspec.loop.setup import DecodingSetup
 
 SEEDS = {"plain": "none/exact", "window": "jacobi:window=6/exact", "coins": "jacobi:redraw=maximal,window=6/rejection",
-         "rows": "none/exact/zipar:window=2"}  # fmt: skip
+         "loose": "none/typical"}  # fmt: skip
 
 
 class Processor:
@@ -91,7 +91,7 @@ def test_the_page_of_a_real_image_bench(tmp_path, image_record):
     text, cases = words(source), source.split('<div class="case">')[1:]
     assert "share of right pictures 0.000 [0.000, 0.658]" in text
     assert len(cases) == 2 and source.count("✗ wrong") == 8 and "of the pixels are unexplained" in words(cases[0])
-    for case in cases:  # plain and zipar draft nothing and have no map; Jacobi windows do
+    for case in cases:  # plain and loose draft nothing and have no map; Jacobi windows do
         cells = case.split("<figure>")[1:]
         assert [cell.count('alt="acceptance by token"') for cell in cells] == [0, 1, 1, 0]
     assert source.count("Acceptance over the token grid") == 2
@@ -113,7 +113,7 @@ def test_maps_of_a_bench_are_those_of_its_pictures(image_record):
     plain = image_record.record["rows"][0]
     assert plain["acceptance_map"] is None and "acceptance" not in plain["images"][0]
     promises = {r["name"]: r["promises_tokens"] for r in image_record.record["rows"]}
-    assert promises == {"plain": True, "window": True, "coins": False, "rows": False}
+    assert promises == {"plain": True, "window": True, "coins": False, "loose": False}
 
 
 def test_what_was_accepted():
@@ -165,7 +165,7 @@ def test_who_promises_the_tokens_of_plain_decoding():
         return DecodingSetup(target, None, "", rule, AdaptiveLength(), order or Raster()).promises_tokens(greedy)
 
     assert promises(Exact(), False) and promises(Rejection(), True)
-    assert not promises(Rejection(), False) and not promises(Exact(), True, ZipAR())
+    assert not promises(Rejection(), False) and not promises(Exact(), True, RejectedRegions())
     assert not promises(Lantern(), False) and not promises(Lantern(), True)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from visspec import kernels, sampling
-from visspec.kernels import attention, commit, groups, growth, losses, neighbours, warp
+from visspec.kernels import attention, commit, groups, neighbours, warp
 from visspec.types import Sampling
 
 SEEDS = range(10)
@@ -87,25 +87,6 @@ def test_commit_kv_keeps_no_more_than_the_columns_of_the_path():
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
 
 
-@cases(growth)
-def test_draft_topk(case):
-    for seed in SEEDS:
-        arguments = growth.random_case(seed, **case)
-        token, score, best = kernels.draft_topk(**arguments)
-        wanted = growth.reference(**arguments)
-        assert torch.equal(token, wanted[0]) and torch.equal(best, wanted[2])
-        assert torch.allclose(score, wanted[1].float(), atol=1e-6)
-
-
-@pytest.mark.parametrize("at", [0, 2099])
-@pytest.mark.parametrize("width", [2, 40])
-def test_draft_topk_names_a_law_that_is_none(width, at):
-    arguments = growth.random_case(0, vocabulary=2100, frontier=1, width=width)
-    arguments["logp"][1, 0, at] = float("nan")
-    with pytest.raises(ValueError, match=r"^logp"):
-        kernels.draft_topk(**arguments)
-
-
 def test_the_mask_of_a_tree_is_that_of_its_parents():
     parent = torch.tensor([[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 0, 3, 3, 3], [-1, 0, -1, 1, 3, 4, 5]])
     above = [[{n} for n in range(7)] for _ in range(3)]
@@ -128,37 +109,6 @@ def test_tree_attention(case):
         assert torch.allclose(found, wanted, atol=1e-5 if wanted.dtype == torch.float32 else 2e-2)
         if (parent == parent[0]).all():
             assert torch.equal(found, kernels.tree_attention(**arguments, parent=parent[0]))
-
-
-@cases(losses)
-def test_draft_losses_and_their_gradients(case):
-    draft, target = losses.random_case(0, **case).values()
-    ours, exact = draft.clone().requires_grad_(), draft.double().requires_grad_()
-    found, wanted = kernels.draft_losses(ours, target), losses.reference(exact, target.double())
-    for w, (a, b) in enumerate(zip(found, wanted)):
-        assert torch.allclose(a.double(), b, atol=1e-5)
-        ((w + 1) * a).sum().backward(retain_graph=True)
-        ((w + 1) * b).sum().backward(retain_graph=True)
-    # bf16 gradients up to 5 carry eight bits.
-    assert torch.allclose(ours.grad.double(), exact.grad, atol=5e-2 if draft.dtype == torch.bfloat16 else 1e-5)
-
-
-def test_forbidden_tokens_do_not_make_the_losses_nan():
-    draft, target = losses.random_case(2).values()
-    draft[:, 3], target[:, 3] = float("-inf"), float("-inf")
-    draft.requires_grad_()
-    outputs = kernels.draft_losses(draft, target)
-    sum(o.sum() for o in outputs).backward()
-    assert all(torch.isfinite(o).all() for o in outputs) and torch.isfinite(draft.grad).all()
-
-
-def test_a_possible_token_that_the_draft_forbids_costs_infinity():
-    draft, target = losses.random_case(3).values()
-    draft[1, 4] = float("-inf")
-    draft[:, 7], target[:, 7] = float("-inf"), float("-inf")
-    for ours, wanted in zip(kernels.draft_losses(draft, target), losses.reference(draft, target)):
-        assert torch.allclose(ours, wanted, atol=1e-6)
-    assert wanted.isinf().tolist() == [False, True, False]
 
 
 def test_guided_warp_takes_logits_in_any_layout():
@@ -242,15 +192,12 @@ KV = torch.zeros(2, 1, 8, 4)
         (lambda: kernels.commit_kv([KV, KV[:, :, :4]], IDS, TABLE[:2], IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv([KV, KV.to("meta")], IDS, TABLE[:2], IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv(KV, IDS + 6, TABLE[:2], IDS, check=True), ValueError, "length"),
-        (lambda: kernels.draft_topk(LAW[:, :1], LAW.view(2, 1, 5), 0), ValueError, "width"),
-        (lambda: kernels.draft_topk(LAW[:, :0], LAW.view(2, 1, 5)[:, :0], 1), ValueError, "logp"),
         (lambda: kernels.ancestors(LAW), TypeError, "parent"),
         (lambda: kernels.ancestors(IDS[None], -1), ValueError, "levels"),
         (lambda: kernels.ancestors(IDS[None]), ValueError, "parent"),
         (lambda: kernels.tree_attention(KV, KV, KV, IDS), ValueError, "parent"),
         (lambda: kernels.tree_attention(KV, KV.double(), KV, IDS), TypeError, "k:"),
         (lambda: kernels.tree_attention(KV[:, :, :0], KV, KV, IDS), ValueError, "q: found an empty tree"),
-        (lambda: kernels.draft_losses(LAW, LAW.double()), TypeError, "target_logits"),
     ],
 )
 def test_bad_input_names_the_argument(call, error, named):

@@ -55,7 +55,7 @@ import re, subprocess, sys, tempfile
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from visspec.kernels import accept, attention, commit, groups, growth, losses, neighbours, warp
+from visspec.kernels import accept, attention, commit, groups, growth, neighbours, warp
 
 def build(fn, types, divisible="", options=None, **constants):
     types = iter(types.split())
@@ -90,11 +90,7 @@ build(groups._cluster_kernel, "*fp32 *fp32 *i64 *i64 *fp32 *fp32 i32", BLOCK_V=1
 moved = build(commit._commit_kernel, "*i64 *bf16 *i64 *i64 *i64 i32 i32 i64 i64 i64", "F stride_b stride_h stride_s",
               dict(num_warps=1), ALIGNED=True, BLOCK_D=8, BLOCK_F=128).asm["ptx"]
 assert "ld.global.v4" in moved and "st.global.v4" in moved and "global.b16" not in moved
-build(growth._children_kernel, "*fp32 *fp32 *i64 *fp32 i32", KEEP=10, BLOCK_V=1024)
-build(growth._best_kernel, "*fp32 *i64 i32 i32", BLOCK_M=128)
 build(growth._ancestors_kernel, "*i64 *i8 i32 i32", BLOCK_N=64)
-build(losses._losses_kernel, "*bf16 *bf16 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 i32", BLOCK_V=1024)
-build(losses._losses_backward_kernel, "*bf16 *bf16 *fp32 *fp32 *fp32 *fp32 *fp32 *fp32 *bf16 i32", BLOCK_V=1024)
 for name, dtype, sizes in (("bf16", torch.bfloat16, (128, 64, 256)), ("fp32", torch.float32, (256, 128))):
     for F in sizes if "all" in sys.argv else sizes[:1]:
         block_m, block_s = attention.tiles(dtype, F)

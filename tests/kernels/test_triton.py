@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from visspec.kernels import accept, attention, commit, displacement, groups, growth, losses, neighbours, warp
+from visspec.kernels import accept, attention, commit, displacement, groups, growth, neighbours, warp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = range(2)
@@ -165,15 +165,6 @@ def test_commit_kv_stays_within_the_path(nodes, count):
     check_commit(arguments)
 
 
-@pytest.mark.parametrize("case", growth.CASES, ids=ids(growth.CASES))
-def test_draft_topk(case):
-    arguments = growth.random_case(0, **case)
-    token, score, best = growth.draft_topk_triton(**to_device(arguments))
-    wanted = growth.draft_topk_host(**arguments)
-    assert torch.equal(token.cpu(), wanted[0]) and torch.equal(best.cpu(), wanted[2])
-    assert torch.allclose(score.cpu(), wanted[1], atol=1e-6)
-
-
 @pytest.mark.parametrize("nodes", [1, 2, 9, 17])
 def test_ancestors(nodes):
     parent = attention.random_case(nodes, rows=3, nodes=nodes)["parent"]
@@ -210,35 +201,6 @@ def test_tree_attention_of_lengths_and_trees_that_are_views():
     assert torch.allclose(
         one, attention.reference(**arguments, **given, ancestors=own[:1].expand(3, -1, -1)), atol=1e-5
     )
-
-
-@pytest.mark.parametrize("case", losses.CASES, ids=ids(losses.CASES))
-def test_draft_losses(case):
-    draft, target = losses.random_case(0, **case).values()
-    outputs = losses.draft_losses_triton(draft.to(DEVICE), target.to(DEVICE))
-    exact = draft.double().requires_grad_()
-    wanted = losses.reference(exact, target.double())
-    for ours, theirs in zip(outputs, wanted):
-        assert torch.allclose(ours.cpu().double(), theirs, atol=1e-5)
-    weights = [torch.full_like(outputs[0], w) for w in (1.0, 2.0, 3.0)]
-    grad = losses.draft_losses_backward_triton(draft.to(DEVICE), target.to(DEVICE), *outputs[3:], *weights)
-    sum(float(w[0]) * loss.sum() for w, loss in zip(weights, wanted)).backward()
-    # bf16 gradients up to 5 carry eight bits.
-    assert torch.allclose(grad.cpu().double(), exact.grad, atol=2e-2 if draft.dtype == torch.bfloat16 else 1e-5)
-
-
-def test_the_gradient_of_the_losses_is_written_in_the_dtype_of_the_logits(monkeypatch):
-    draft, target = (t.to(DEVICE) for t in losses.random_case(0, dtype=torch.bfloat16).values())
-    outputs = losses.draft_losses_triton(draft, target)
-    made, poisoned = [], torch.empty
-
-    def noted(*size, **kwargs):
-        made.append(kwargs["dtype"])
-        return poisoned(*size, **kwargs)
-
-    monkeypatch.setattr(torch, "empty", noted)
-    losses.draft_losses_backward_triton(draft, target, *outputs[3:], *(torch.ones_like(outputs[0]) for _ in range(3)))
-    assert made == [torch.bfloat16]
 
 
 WARPS = [(case, False, scores) for case in warp.CASES for scores in (False, True)]

@@ -72,29 +72,6 @@ def clusters(codebook_KE: Tensor, count: int, vocab: int) -> Tensor:
     return _cached_on_device(codebook_KE, ("clusters", count, vocab), build)
 
 
-def hierarchy(codebook_KE: Tensor) -> Tensor:
-    """(P,) int64: the codes in the order of a balanced binary tree, so that clusters are runs of 2, 4, 8 ... of them.
-
-    Each cluster is split in halves along its direction of largest variance. P is the next power of two; ids from K on
-    are padding, at the mean of the codes.
-    """
-
-    def build() -> Tensor:
-        codes, size = codebook_KE.float(), 1 << max(len(codebook_KE) - 1, 1).bit_length()
-        codes = torch.cat([codes, codes.mean(0).expand(size - len(codes), -1)])
-        order = torch.arange(size, device=codes.device)[None]  # (C, S)
-        while order.shape[1] > 2:
-            apart = codes[order] - codes[order].mean(1, keepdim=True)
-            line = apart.gather(1, apart.square().sum(-1).argmax(1)[:, None, None].expand(-1, 1, codes.shape[1]))
-            for _ in range(ROUNDS):  # power iteration
-                line = torch.nn.functional.normalize((apart @ line.mT).mT @ apart, dim=-1)
-            along = (apart @ line.mT)[..., 0].argsort(dim=1, stable=True)
-            order = order.gather(1, along).reshape(2 * len(order), -1)
-        return order.flatten()
-
-    return _cached_on_device(codebook_KE, ("hierarchy",), build)
-
-
 def pad_codebook(codebook_KE: Tensor, vocab: int) -> Tensor:
     """(V, E) float32 code vectors; grammar ids have infinite distance to all codes."""
     rest = codebook_KE.new_full((len(_grammar(codebook_KE, vocab)), codebook_KE.shape[1]), float("inf"))

@@ -4,9 +4,8 @@
 
 A rule doesn't synchronise between logits and verdict, and its shapes repeat. The graph reads draft, distributions and
 noise from static buffers and writes the verdict to others, which are copied, because a round keeps parts of it. On a
-CPU, for more than `most` shapes, and if a verdict depends on earlier rounds or is found on the host
-(`RuleTraits.remembers`, `on_host`), the rule runs without capture. If a capture fails, a warning is issued once and the
-rule runs without it.
+CPU, and for more than `most` shapes, the rule runs without capture. If a capture fails, a warning is issued once and
+the rule runs without it.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class GraphedRule(Recordings, Acceptance[Noise]):
     def __call__(self, draft: Draft, scores: Scores, noise: Noise | None) -> Verdict:
         logits = categorical(scores.distribution).logits
         record = self.recorder(logits.device)
-        if record is None or self.traits.remembers or self.traits.on_host:
+        if record is None:
             return self.rule(draft, scores, noise)
         tree = draft.tree
         given = [draft.value, tree.parent, tree.depth, tree.ancestor, logits]

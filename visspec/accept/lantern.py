@@ -3,9 +3,8 @@
 With n_1, n_2, ... the codes nearest to x and c_j = p(n_1) + ... + p(n_j), x is accepted with probability
 min(1, (p(x) + c_m)/q(x)), m <= k the largest with c_m <= delta (LANTERN, Jang et al., ICLR 2025) or
 c_m <= (lam - 1) p(x) (LANTERN++, Park et al., ICLR-W 2025). The residual is that of `Rejection`, [p - q]+, which has
-the least total variation; `compat="repository"` has the published code's instead (`published.py`), for comparisons.
-Later siblings in a tree use the residual after the earlier ones as p, and codes within the bound of an earlier sibling
-have no mass for them.
+the least total variation. Later siblings in a tree use the residual after the earlier ones as p, and codes within the
+bound of an earlier sibling have no mass for them.
 
 At temperature 0 a code is kept when p(x) + c_m exceeds every probability of the target's (unwarped) distribution; each
 kept code that is not the arg-max adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so
@@ -14,14 +13,13 @@ this adds nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from visspec import kernels
-from visspec.accept import codebook, published
+from visspec.accept import codebook
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.distributions import categorical
@@ -39,27 +37,21 @@ class Lantern(Rejection):
     bound = "delta"
     lazy = True
 
-    def __init__(self, k: int = 100, delta: float = 0.1, compat: str | None = None):
+    def __init__(self, k: int = 100, delta: float = 0.1):
         if not 0 <= delta < 1:
             raise ValueError(f"delta: got {delta}, expected a mass in [0, 1)")
-        self._open(k, delta, compat)
+        self._open(k, delta)
 
-    def _open(self, k: int, value: float, compat: str | None) -> None:
+    def _open(self, k: int, value: float) -> None:
         if not 1 <= k <= MOST:
             raise ValueError(f"k: got {k}, expected a number of neighbours from 1 to {MOST}")
-        if compat not in (None, "repository"):
-            raise ValueError(f"compat: got {compat!r}, expected None or 'repository'")
-        self.k, self.value, self.compat = k, value, compat
-        self.traits = replace(self.traits, on_host=compat is not None)
+        self.k, self.value = k, value
         self.table_Vk: Tensor | None = None
-        self.wide_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
         codes = codebook.require_codebook(capabilities, type(self).__name__, self.k)
         super().bind(capabilities)
         self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
-        if self.compat is not None:  # the published code zeroes one more code than it uses
-            self.wide_Vk = codebook.neighbours(codes, min(self.k + 1, len(codes) - 1), capabilities.vocab).cpu()
 
     def table(self) -> Tensor:
         if self.table_Vk is None:
@@ -69,7 +61,7 @@ class Lantern(Rejection):
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
         return self.borrowed_mass(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
 
-    def relaxation(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor) -> dict[str, Any]:
+    def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
         """The kernel sums the neighbours' mass itself, for the tested nodes only."""
         return {"neighbours": self.table(), self.bound: self.value}
 
@@ -101,22 +93,13 @@ class Lantern(Rejection):
         far_B = (displacement.between(x_BD, y_BD, self.codes) * moved_BD).sum(1)
         return Verdict(verdict.path, verdict.length, verdict.next, moved_BD.sum(1).float(), far_B)
 
-    def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, logs: bool = False) -> Verdict:
-        if self.compat is None:
-            return super().judge(draft, p_BNV, coins_BN, draw_B, logs)
-        self.table()
-        assert self.wide_Vk is not None and self.codes is not None
-        delta, lam = (self.value, None) if self.bound == "delta" else (None, self.value)
-        bounds = published.Bounds(self.wide_Vk, self.k, len(self.codes), delta, lam)
-        return published.walk(draft, p_BNV, coins_BN, draw_B, bounds, logs)
-
 
 class LanternPlus(Lantern):
     """k: neighbours considered; lam: maximum factor on a code's own probability."""
 
     bound = "lam"
 
-    def __init__(self, k: int = 10, lam: float = 2.0, compat: str | None = None):
+    def __init__(self, k: int = 10, lam: float = 2.0):
         if not lam >= 1:
             raise ValueError(f"lam: got {lam}, expected a factor of at least 1")
-        self._open(k, lam, compat)
+        self._open(k, lam)

@@ -33,8 +33,8 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 class Local(Acceptance[Gumbel]):
     """tau: required pooled probability; k: number of codes pooled; radius: dilation of rejections.
 
-    rows: image rows verified per pass, None for all. window: how far the row above must be ahead, as in ZipAR, when an
-    island is generated; None for raster order. tau above 1 rejects everything, 0 nothing.
+    rows: image rows verified per pass, None for all. window: how far the row above must be ahead when an island is
+    generated (ZipAR, ICML 2025); None for raster order. tau above 1 rejects everything, 0 nothing.
     """
 
     traits = RuleTraits(whole_images=True)

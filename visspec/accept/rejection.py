@@ -57,7 +57,7 @@ class Rejection(Acceptance[AcceptanceNoise]):
         """(B, N) mass added to each node's probability under its parent's distribution; None for the exact rule."""
         return None
 
-    def relaxation(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor) -> dict[str, Any]:
+    def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
         """Arguments of `kernels.accept_tree` for this rule."""
         return {"mass": self.mass(draft, p_BNV)}
 
@@ -75,7 +75,7 @@ class Rejection(Acceptance[AcceptanceNoise]):
     def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, logs: bool = False) -> Verdict:
         """The verdict under distributions p, or with `logs` (a lazy rule) under the softmax of p."""
         tree = draft.tree
-        own = self.relaxation(draft, p_BNV, coins_BN) if tree.size > 1 else {}
+        own = self.relaxation(draft, p_BNV) if tree.size > 1 else {}
         metered = self.relaxed and self.space is not None and tree.size > 1
         path, length, following, drift, *displaced = kernels.accept_tree(
             draft.value,

@@ -9,7 +9,7 @@ and after a rejection a value is drawn from the residual [Sigma p_0 - q_0]+, as 
 that is of it. Given the earlier noise, y is a draw from q_0, so with Sigma = 1 the result is an exact draw from p_0,
 for any number of candidates (`couplings.candidate_coupling`); Sigma, meant as the ratio of the earlier steps, makes it
 only approximate.
-All in log space; where no candidate is of the residual, the first is taken, and counted (`Verdict.capped`).
+All in log space; where no candidate is of the residual, the first is taken.
 
 drift: number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1, residual
 included. A node's expected count is the probability that a coupling of its distribution with the target's differs, so
@@ -50,32 +50,14 @@ class Surrogate(Acceptance[Normals]):
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
         return Normals(generators, *self.capabilities.chains, (1, self.tries))
 
-    def log_acceptance(
-        self, ratio: Tensor, ratios: Tensor, log_product: Tensor, log_scale: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """log of the acceptance probability, before it is capped at 1 (M,), and of q_0's share in Sigma p_0 (M, K).
-
-        ratio: log p_0/q_0 of the drafted value. ratios: log q_0/p_0 of the candidates. log_product: log Sigma.
-        log_scale: of the last deviations' ratio, q over p.
-        """
-        return ratio + log_product, ratios - log_product[:, None]
-
-    def select(self, overlap: Tensor, overlaps: Tensor) -> tuple[Tensor, Tensor]:
-        """As `couplings.select_candidate`, by the above."""
-        return select_candidate(overlap, overlaps)
-
-    def replacement(self, drawn: Tensor, missed: Tensor) -> Tensor:
-        """Values (M, d) after a rejection. missed (M,): no candidate was of the residual, and `drawn` has the first."""
-        return drawn
-
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
         distribution, nodes = denoising(scores.distribution), draft.tree.size
         numbers, drafted = noise.numbers(nodes), denoise.child_trajectories(draft)
         if drafted is None:
             own = distribution.value(numbers.start, numbers.steps)
-            none = torch.zeros_like(own[:, 0], dtype=torch.bool)
-            return self.verdict(draft, own, none, none.float(), none.float(), none)
+            nothing = torch.zeros_like(own[:, 0], dtype=torch.bool)
+            return self.verdict(draft, own, nothing, nothing, nothing)
         there, y = drafted.there, drafted.points[:, -1]
         shared = (drafted.points[:, 1:] - drafted.mean) * (-drafted.log_sigma).exp()
         path = distribution.sample(
@@ -84,27 +66,22 @@ class Surrogate(Acceptance[Normals]):
         )
         own = path.points[:, -1]
         log_q, log_p = (part.log_sigma.expand_as(part.mean) for part in (drafted, path))
-        log_scales = (log_q - log_p).sum(dim=2)  # (M, S)
+        log_product = (log_q - log_p)[:, :-1].sum(dim=2).sum(dim=1)  # log Sigma
         last_q, last_p = (drafted.mean[:, -1], log_q[:, -1]), (path.mean[:, -1], log_p[:, -1])
         mean_p, log_sigma = (part[:, None] for part in last_p)
         draws = torch.addcmul(mean_p, log_sigma.exp(), numbers.candidates[:, 0])
         uniform, chances = numbers.uniforms[:, -1, 0], numbers.chances[:, 0]
         ratio, ratios = log_ratios(y, draws, *last_q, *last_p)
-        log_f, log_shares = self.log_acceptance(ratio, ratios, log_scales[:, :-1].sum(dim=1), log_scales[:, -1])
-        overlaps = chances <= log_shares
-        kept, taken = self.select(uniform <= log_f, overlaps)
-        missed = ~kept & overlaps.all(dim=1) & there
-        ends = torch.where(kept[:, None], y, self.replacement(candidate(draws, taken), missed))
-        same, index = select_candidate(uniform <= ratio, chances <= ratios)
+        kept, taken = select_candidate(uniform <= ratio + log_product, chances <= ratios - log_product[:, None])
+        ends = torch.where(kept[:, None], y, candidate(draws, taken))
+        same, index = select_candidate(uniform <= ratio, chances <= ratios)  # with Sigma = 1
         drift = (ends != torch.where(same[:, None], y, candidate(draws, index))).any(dim=1) & there
         ends = torch.where(there[:, None], ends, own)
-        return self.verdict(draft, ends, kept & there, drift.float(), (ends - own).norm(dim=1) * there, missed)
+        return self.verdict(draft, ends, kept & there, drift, (ends - own).norm(dim=1) * there)
 
-    def verdict(
-        self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor, moved: Tensor, missed: Tensor
-    ) -> Verdict:
+    def verdict(self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor, moved: Tensor) -> Verdict:
         """The verdict for M = B N tested nodes: their values, and which of them are the drafted ones."""
         found = accepted_path(draft, ends, accepted)
         tested = torch.arange(draft.tree.size, device=ends.device) < found.length[:, None]
-        drift, moved, missed = (part.view(tested.shape) * tested for part in (drift, moved, missed))
-        return replace(found, drift=drift.sum(dim=1), displacement=moved.sum(dim=1), capped=missed.sum(dim=1))
+        drift, moved = (part.float().view(tested.shape) * tested for part in (drift, moved))
+        return replace(found, drift=drift.sum(dim=1), displacement=moved.sum(dim=1))

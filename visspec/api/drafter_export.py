@@ -29,13 +29,14 @@ Trained by visspec {visspec} (commit {git}) on {date}, {preset}, with answers of
 `tau` is tokens committed a pass of the target, the bonus token among them, on {held} held-out items.
 
 ```python
-import visspec
+{use}
+```
+"""
+USE = """import visspec
 from visspec.api import loading
 
 model, processor = loading.load({target!r})  # or any transformers class of it
-fast = visspec.accelerate(model, {spec!r})
-```
-"""
+fast = visspec.accelerate(model, {spec!r})"""
 
 
 def finish(
@@ -46,10 +47,11 @@ def finish(
     draft: dict[str, Any],
     held: int,
     form: str | None,
+    use: str = USE,
 ) -> str:
     """What follows training: the card of a drafter, README.md beside its weights, and its export into `folder/form`.
     Returns what `accelerate` takes for it, with its preset's trees, `draft`. record: its provenance; figures: of its
-    validation; held: items of that.
+    validation; held: items of that; use: code of the card.
     """
     options = ",".join(f"{name}={value}" for name, value in draft.items())
     spec = f"{folder}:{options}" if options else str(folder)
@@ -59,7 +61,14 @@ def finish(
     rows = "\n".join(f"| {name} | {value} |" for name, value in (about | figures).items())
     whose = "the data" if settings["answers"] == "own" else "the target"
     preset = f"preset `{record['preset']}`" if record["preset"] else "visspec's own form"
-    known = {"target": record["target"], "spec": spec, "whose": whose, "preset": preset, "rows": rows, "held": held}
+    known = {
+        "target": record["target"],
+        "use": use.format(target=record["target"], spec=spec),
+        "whose": whose,
+        "preset": preset,
+        "rows": rows,
+        "held": held,
+    }
     known |= {"visspec": record["visspec"], "git": record["git"] or "unknown", "date": record["date"]}
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
     if form is not None:

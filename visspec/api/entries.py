@@ -32,21 +32,10 @@ ACCEPTANCE = {
         "visspec.accept.block:Block", "exact, chains of sampled drafts judged as one: no fewer tokens than rejection"
     ),
     "typical": Entry("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
-    "fly": Entry(
-        "visspec.accept.fly:Fly",
-        "keeps a mismatch where the target is undecided and agrees with what follows; drift is measured",
-    ),
     "lantern": Entry("visspec.accept.lantern:Lantern", "image codes borrow up to delta from k codebook neighbours"),
     "lantern_plus": Entry("visspec.accept.lantern:LanternPlus", "the same, up to lam times a code's own probability"),
     "grouped": Entry("visspec.accept.grouped:Grouped", "image codes judged by their group: ranks of p, or clusters"),
     "cool": Entry("visspec.accept.cool:Cool", "ratios loosened by a factor that decays with depth"),
-    "budget": Entry(
-        "visspec.accept.budget:Budget",
-        "image codes receive mass from their nearest ones; drift per code at most `drift`, by construction",
-    ),
-    "run_product": Entry(
-        "visspec.accept.run_product:RunProduct", "confident runs of a chain judged by one product of ratios"
-    ),
     "coupled": Entry(
         "visspec.accept.coupled:Coupled",
         "denoising chains coupled step by step with the drafter's; exact; several steps in a pass",
@@ -54,11 +43,6 @@ ACCEPTANCE = {
     ),
     "surrogate": Entry(
         "visspec.accept.surrogate:Surrogate", "the published ratio (CSpD); drift is measured", "vectors"
-    ),
-    "legacy": Entry(
-        "visspec.accept.legacy:Legacy",
-        "the published code of CSpD, for comparison only; drift is not measured",
-        "vectors",
     ),
     "scales": Entry(
         "visspec.accept.scales:Scales", "scales of codes; exact, code for code as plain decoding draws them"
@@ -134,12 +118,6 @@ DRAFTERS = {
         "images",
         "distilled_drafter",
     ),
-    "continuous": Entry(
-        "visspec.models.continuous.drafter:ContinuousDrafter",
-        "a small model of the target's form; its denoising chains are the drafts; trained",
-        "vectors",
-        "continuous_image",
-    ),
     "mar": Entry(
         "visspec.models.mar.drafter:SmallMAR", "a smaller MAR, in the order of the row; trained", "vectors", "mar_image"
     ),
@@ -157,7 +135,6 @@ DRAFTERS = {
 }
 ORDERS = {  # of generation of an image's positions
     "raster": Entry("visspec.loop.orders:Raster", "row by row, through the loop; the default"),
-    "zipar": Entry("visspec.loop.orders:ZipAR", "a row starts `window` codes after the last; drafts nothing"),
     "islands": Entry(
         "visspec.loop.orders:RejectedRegions",
         "a drafted image is judged at once, what is rejected is drawn again; of lowres with local by itself",

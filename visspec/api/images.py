@@ -58,9 +58,9 @@ class ImagePipeline(Rebuildable):
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
-    default; "zipar:window=4" does not use a drafter; of any-order models "halton" by default, "spread", "raster" or a
-    list of places. compile, graphs: as in `visspec.accelerate`. tuned: a file of `visspec tune`, whose drafter,
-    acceptance and order stand in for those that are not given. Raises ValueError if the parts are incompatible.
+    default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs: as in
+    `visspec.accelerate`. tuned: a file of `visspec tune`, whose drafter, acceptance and order stand in for those that
+    are not given. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -160,7 +160,7 @@ class ImagePipeline(Rebuildable):
         """Write model, processor, drafter, acceptance, levels and parts that are texts, for `from_pretrained`.
         `options` go to the model's own. Raises ValueError, before anything is written, for what can't be written so.
         """
-        saving.save(folder, self.components, **options)
+        saving.save(folder, self.components, self.family, **options)
 
     def to(self, *args, **kwargs) -> ImagePipeline:
         """Move or cast the model and its parts; drafters and rules are rebuilt at the next call."""
@@ -291,7 +291,7 @@ class ImagePipeline(Rebuildable):
         image_call.warn_of_words(self.processor, prompt=texts, negative_prompt=negatives or [])
         seeds = requests.seeds(request.generator, request.seed, len(each), "an image")
         order = self.order if request.order is None else request.order
-        drafter = self._default_drafter(order) if request.drafter is ... else request.drafter
+        drafter = self.drafter if request.drafter is ... else request.drafter
         setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
         if isinstance(setup.order, VisitOrder):
             setup.order.places(*layout.grid)
@@ -307,11 +307,6 @@ class ImagePipeline(Rebuildable):
         """The call's settings, with the model's defaults. Raises ValueError for invalid values."""
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         return image_call.sampling_of(given, self.model, self.family)
-
-    def _default_drafter(self, order: str | Order | None) -> DrafterSpec:
-        """The pipeline's drafter, if the order of a call uses one."""
-        found = zoo.order(order)
-        return self.drafter if found is None or found.drafts else None
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
         """A drafter, a rule and an order, by name or as objects, with the target; cached, to reuse measured lengths."""
@@ -350,7 +345,7 @@ class ImagePipeline(Rebuildable):
                 " 'lowres:model=FOLDER'"
             )
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
-            return zoo.drafter(spec, self.model)
+            return zoo.drafter(spec, self.model, self.family)
         name, options = zoo.parse(spec)
         dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared
         own = options.pop("model", included.made_for("lowres", self.model))

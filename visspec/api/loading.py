@@ -29,6 +29,10 @@ SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
     "tp": {"tp_plan": "auto"},
 }
+HUB_IDS = {  # models in transformers' form, by `model_type` of the authors' own
+    "multi_modality": "deepseek-community/Janus-Pro-1B",
+    "Emu3": "BAAI/Emu3-Gen-hf",
+}
 logger = logging.getLogger(__name__)
 
 
@@ -55,6 +59,8 @@ def load_image_model(
     folder = zoo.included_folder(where)
     config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
     named = config.get("architectures")
+    if name := HUB_IDS.get(str(config.get("model_type"))):
+        raise ValueError(f"model: {where} is in its authors' form, expected one in transformers' form, such as {name}")
     if reader := LOADERS.get(str(config.get("model_type"))):
         return _load_included(folder, reader, device, dtype)
     kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
@@ -100,15 +106,11 @@ def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "a
 
 def without_weights(spec: str | None = None) -> Any:
     """The model of a folder, a hub id, a config.json or an included one by name, on `meta`: only its configuration is
-    read, and fetched; of an image model of ours the headers of its weights, too. Raises ValueError for one that
-    neither transformers nor we know.
+    read, and fetched. Raises ValueError for one that transformers does not know.
     """
     where, local = located(str(spec or included.text_model()))
     if not local and "/" not in where:
         raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model")
-    entries = checkpoint.read_json(Path(where), "config.json") if Path(where, "config.json").is_file() else {}
-    if reader := LOADERS.get(str(entries.get("model_type"))):
-        return zoo.load(reader)(where, empty=True)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
     try:
         with quiet():

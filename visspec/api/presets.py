@@ -24,12 +24,8 @@ CODES = {  # docs/presets.md compares them
     "plain": Preset("none", "exact", "no drafting, in our loop"),
     "gumbel": Preset("jacobi:window=12", "exact", "Jacobi windows coupled to the target's own noise; token-identical"),
     "coupled": Preset("jacobi:redraw=maximal,window=16", "rejection", "SCD: Jacobi windows, maximal coupling"),
-    "sjd-pac": Preset(
-        "jacobi:redraw=maximal,window=16,branch=3", "rejection", "SJD-PAC (CVPR 2026): the same, a tree first"
-    ),
     "sjd": Preset("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)"),
     "gsd": Preset("jacobi:redraw=independent,start=random,window=16", "grouped:group=14", "GSD (ICCV 2025)"),
-    "sjd-sv": Preset("jacobi:redraw=independent,start=random,window=16", "run_product:alpha=0.8", "SJD-SV (ICML 2026)"),
     "drafter": Preset("image-eagle:levels=8", "exact", "the trained drafter, chains coupled to the target's own noise"),
     "block": Preset("image-eagle:levels=8", "block", "block verification (ICLR 2025) of the trained drafter's chains"),
     "front": Preset(
@@ -41,20 +37,17 @@ CODES = {  # docs/presets.md compares them
     "lantern++": Preset("image-eagle:tree=static", "lantern_plus:k=10,lam=2.0", "LANTERN++ (ICLR-W 2025)"),
     "cool": Preset("image-eagle", "cool:omega=1.1,nu=0.7", "COOL-SD (AAAI 2026)"),
     "mulo": Preset("lowres:upsample=upsampler", "local:tau=0.05,k=8,radius=1,window=2", "MuLo-SD (CVPR 2026)"),
-    "zipar": Preset("none", "exact", "ZipAR (ICML 2025)", "zipar:window=4"),
     "coupled-lantern": Preset(
         "jacobi:redraw=maximal,window=16",
         "lantern:k=20,delta=0.05",
         "LANTERN on Jacobi windows",
     ),
-    "budget": Preset("jacobi:redraw=maximal,window=16", "budget:drift=0.05", "ours: mass moves least in latent space"),
 }
-VECTORS = {  # of models of vectors; their drafters are smaller ones of the same type
+VECTORS = {  # of models of vectors
     "plain": Preset("none", "coupled:window=1", "no drafting, one step of a chain in a pass of the head"),
     "denoise": Preset("none", "coupled:window=32", "accelerated diffusion by speculative sampling, on every vector"),
-    "coupled": Preset("continuous", "coupled:window=16", "drafted vectors, chains coupled step by step"),
-    "surrogate": Preset("continuous", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
-    "legacy": Preset("continuous", "legacy", "CSpD, as its code does"),
+    "coupled": Preset("mar", "coupled:window=16", "drafted vectors, chains coupled step by step"),
+    "surrogate": Preset("mar", "surrogate", "CSpD (arXiv 2411.11925), as its paper says"),
 }
 MAPS = {  # of next-scale models; drafter and refiner are a smaller one
     "plain": Preset("none", "scales", "no drafting, a scale in a pass"),
@@ -67,12 +60,6 @@ MAPS = {  # of next-scale models; drafter and refiner are a smaller one
         parts={"refiner": "var", "handover": 5},
     ),
     "scalekv": Preset("none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1}),
-    "fastvar": Preset(
-        "none",
-        "scales",
-        "FastVAR (arXiv 2503.23367): of the last scales only some tokens go through the blocks",
-        parts={"pruning": (0.5, 0.0, 0.0)},
-    ),
 }
 ANY_ORDER = {  # of models that draw in any order, beside those of `CODES` that they take
     "assd": Preset(
@@ -168,5 +155,15 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
     "blind": TrainedPreset(
         "a control: neither image tokens nor features of the target", "nothing",
         {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, TREES,
+    ),
+}  # fmt: skip
+TRAINED_IMAGES = {  # the same for image models that draw code after code; the first is the default
+    "image-eagle": TrainedPreset(
+        "EAGLE for image codes (LANTERN, arXiv 2410.03355): one layer, guided distributions from one stream",
+        "features of all codes", {"levels": 5}, {"unroll": 5}, {}, kind="image-eagle",
+    ),
+    "distilled": TrainedPreset(
+        "Distilled Decoding (arXiv 2412.17153) as a drafter: the noise of many places to their codes", "all codes",
+        {"layers": 3}, {"unroll": 1}, {}, kind="distilled",
     ),
 }  # fmt: skip

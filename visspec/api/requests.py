@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     GenerationConfig,
+    StaticCache,
     StoppingCriteriaList,
     StopStringCriteria,
     TemperatureLogitsWarper,
@@ -39,6 +40,8 @@ REFUSED: dict[str, tuple[Any, str]] = {  # options of generate: neutral value, r
     "output_attentions": (False, "a pass attends from a whole draft to our cache, not from one position at a time"),
     "output_hidden_states": (False, "passes over drafts hold rejected candidates among the others and none are kept"),
 }
+# of `cache_implementation`: keys and values as computed, on the device of the model, which is what our cache holds
+CACHES = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 SEEDS = 2**64  # upper limit of torch's seeds
 
 
@@ -73,6 +76,18 @@ def check(options: dict[str, Any]) -> None:
         if value not in (None, neutral):
             shown = value if isinstance(value, (int, float, str)) else type(value).__name__
             raise ValueError(f"{name}: got {shown}, expected {neutral}: {why}")
+    kind = options.get("cache_implementation", getattr(config, "cache_implementation", None))
+    if kind not in CACHES:
+        raise ValueError(
+            f"cache_implementation: got {kind!r}, expected 'dynamic' or 'static', because accelerated decoding keeps"
+            " keys and values in a cache of its own, whole and on the model's device"
+        )
+    for name in CACHE_NAMES:
+        if type(options.get(name)) not in (DynamicCache, StaticCache, type(None)):
+            raise ValueError(
+                f"{name}: got {type(options[name]).__name__}, expected an empty DynamicCache, StaticCache or none,"
+                " because accelerated decoding keeps keys and values in a cache of its own"
+            )
     limit = options.get("max_new_tokens", getattr(config, "max_new_tokens", None))
     if limit is not None and limit < 1:
         raise ValueError(f"max_new_tokens: got {limit}, expected at least 1")
@@ -115,6 +130,8 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
     past = model_kwargs.pop(CACHE, None)
     if past is not None and past.get_seq_length() > 0:
         raise ValueError(f"{CACHE}: got {past.get_seq_length()} cached tokens, expected an empty cache")
+    if getattr(past, "_is_user_defined", False):
+        check({CACHE: past})
     model_kwargs.pop("logits_to_keep", None)
     limit = min((c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=1 << 30)
     eos = {int(i) for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.flatten()}

@@ -53,8 +53,9 @@ Speculative decoding by visspec (`pip install visspec`), drafter `{drafter}`, ru
 """
 
 
-def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> None:
-    """Write a pipeline's components, or an accelerated model's, which may lack a processor. options: of the model's.
+def save(folder: str | Path, components: Mapping[str, Any], family: object = None, /, **options: Any) -> None:
+    """Write a pipeline's components, or an accelerated model's, which may lack a processor. options: of the model's;
+    family: of an image model.
 
     Raises ValueError for what can't be written so that `read` finds it, before anything is written.
     """
@@ -69,7 +70,7 @@ def save(folder: str | Path, components: Mapping[str, Any], **options: Any) -> N
         raise ValueError(f"folder: {why}")
     with tempfile.TemporaryDirectory() as staged:
         settings = {
-            "drafter": _drafter_entry(components["drafter"], components["model"], Path(staged) / DRAFTER),
+            "drafter": _drafter_entry(components["drafter"], components["model"], family, Path(staged) / DRAFTER),
             "acceptance": _entry("acceptance", components["acceptance"]),
             "order": _entry("order", components["order"]),
             "levels": _levels(root, components["levels"]),
@@ -182,7 +183,7 @@ def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any
 # --- one entry, written -----------------------------------------------------------------------------------------------
 
 
-def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -> Json:
+def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object, staged: Path) -> Json:
     """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
     from transformers import PreTrainedModel
 
@@ -196,7 +197,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -
         source = hub.resolve_folder(name)
         known = (source / PROVENANCE).is_file()
         record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
-        made = zoo.drafter(drafter, model)[0]
+        made = zoo.drafter(drafter, model, family)[0]
         if made.saved_as == "model":  # of transformers, whose files are the folder's
             staged.mkdir(parents=True)
             for file in source.iterdir():
@@ -215,7 +216,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, staged: Path) -
         return {"folder": DRAFTER}
     if isinstance(drafter, Drafter) and drafter.saved_as == "network":
         drafter.save_pretrained(staged, provenance(model))
-        found = zoo.drafter(staged, model)[0]
+        found = zoo.drafter(staged, model, family)[0]
         if type(found) is not type(drafter):
             return _entry("drafter", drafter)
         again, own = (_options(x) for x in (found, drafter))

@@ -10,6 +10,7 @@ import glob
 import hashlib
 import importlib
 import os
+import posixpath
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from visspec.io.images import image_files
 TABLES = (".jsonl", ".parquet", ".tar")
 SUFFIXES = images.SUFFIXES + videos.SUFFIXES
 LARGEST = 256 << 20  # bytes of a member of a shard: a sparse one may claim any size
+PARTS = ("image", "json", "prompt")  # of a record in a shard
+MOST_LINKS = 40  # one behind the other, as in Linux
 DATASET = "hf:"  # hf:NAME[:SPLIT], or a folder that `save_to_disk` wrote
 
 
@@ -199,26 +202,52 @@ def of_tar(path: Path) -> Iterator[Record]:
     or NAME.prompt. A name goes up to the first dot behind the last slash; the record's id is PATH/NAME.
     """
     name, found = None, dict[str, Any]()
-    with tarfile.open(path, "r|") as shard:
+    files: dict[str, tarfile.TarInfo] | None = None  # by name, once there is a link
+    with tarfile.open(path, "r:") as shard:
         for member in shard:
-            if not member.isfile() or (file := shard.extractfile(member)) is None:
-                continue
             folder, _, last = member.name.rpartition("/")
             stem, _, suffix = last.partition(".")
+            kind = "image" if f".{suffix.lower()}" in images.SUFFIXES else suffix
+            if member.isdir() or (not member.isfile() and kind not in PARTS):
+                continue
             key = f"{folder}/{stem}" if folder else stem
             if key != name and name is not None:
                 yield _of_member(path, name, found)
                 found = {}
             name = key
-            kind = "image" if f".{suffix.lower()}" in images.SUFFIXES else suffix
-            if kind not in ("image", "json", "prompt"):
+            if kind not in PARTS:
                 continue
-            if member.size > LARGEST:
-                found["error"] = f"{member.name} of {member.size} bytes, expected at most {LARGEST}"
-            else:
+            if files is None and not member.isfile():
+                files = _members(shard)
+            whole = member if member.isfile() else _followed(member, files or {})
+            if whole is None:
+                found["error"] = f"{member.name}, which is no file and no link to one in the archive"
+            elif whole.size > LARGEST:
+                found["error"] = f"{member.name} of {whole.size} bytes, expected at most {LARGEST}"
+            elif (file := shard.extractfile(whole)) is not None:
                 found[kind] = file.read()
     if name is not None:
         yield _of_member(path, name, found)
+
+
+def _members(shard: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
+    """All members by their plain names, files before links of the same name; none of an archive that is cut off."""
+    try:
+        members = sorted(shard.getmembers(), key=lambda member: member.isfile())
+    except tarfile.TarError:
+        return {}
+    return {posixpath.normpath(member.name): member for member in members}
+
+
+def _followed(member: tarfile.TarInfo, members: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
+    """The file in the archive that a hard or symbolic link stands for; None if there is none."""
+    found: tarfile.TarInfo | None = member
+    for _ in range(MOST_LINKS):
+        if found is None or not (found.issym() or found.islnk()):
+            break
+        folder = posixpath.dirname(found.name) if found.issym() else ""
+        found = members.get(posixpath.normpath(posixpath.join(folder, found.linkname)))
+    return found if found is not None and found.isfile() else None
 
 
 def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.train.capture import AnsweredRequest
-from visspec.train.loop import DRAFTER, PROGRESS, RUN, Trainer, checkpoint
+from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
 from visspec.train.validation import measure
@@ -223,14 +223,12 @@ def run(
     number of processes can resume a run if it divides the lessons of an update: `accumulate`, or as many as the
     processes that it began with.
     """
-    unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
-    if unknown:
-        raise ValueError(f"plan: got {unknown[0]!r}, expected a field of Plan")
     if steps is not None and epochs is not None:
         raise ValueError(f"epochs: got {epochs} and {steps} steps, expected one of the two")
     given: dict[str, Any] = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers, intermediate)))
     asked = {name: value for name, value in given.items() if value is not None}
     check_preset(preset, asked)
+    options_of(rows, steps, eval_every, bf16, **plan)  # bad options are refused before work
     resume = resume and not dry_run
     if not dry_run:
         check_out(Path(out), resume, overwrite)
@@ -245,17 +243,13 @@ def run(
         model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     training, validating = items.hold_out(eval_rows, seed)
     network, found = of_preset(preset, model, asked) if preset else ({}, None)
-    if found is not None:
-        plan = {**found.plan, **plan}
-    sizes = {"batch": min(rows, len(training)), "rows": min(rows, len(training), STEP_ROWS), "group": GROUP}
-    options = TrainingOptions(**{"steps": steps or STEPS, "loss": loss, "seed": seed, **sizes, **plan})
+    plan = {"loss": loss, "seed": seed, **({} if found is None else found.plan), **plan}
+    options = options_of(min(rows, len(training)), steps, eval_every, bf16, **plan)
     resumed = resume and checkpoint(out) is not None
-    known = read_json(Path(out) / RUN, PROGRESS) if resumed else {}
-    lessons = known.get("accumulate", max(options.accumulate, several.world))
+    lessons = lessons_of(out, resumed, options, several)
     if epochs is not None:
-        options = replace(options, steps=steps_of(epochs * len(training), options, lessons))
-    every = eval_every or plan.get("validate_every", max(options.steps // 5, 1))
-    options = replace(options, validate_every=every, autocast=bf16 or options.autocast)
+        steps = steps_of(epochs * len(training), options, lessons)
+        options = options_of(min(rows, len(training)), steps, eval_every, bf16, **plan)
     first = found is not None and found.text_first
     total = requests_of(options, lessons) if first else 0
     reader = Reader(items, max_bad, max_pixels)
@@ -294,13 +288,42 @@ def run(
     if reader.bad:
         last = [*reader.bad.values()][-1]
         say(f"{len(reader.bad)} items could not be read and others took their place, the last of them: {last}")
-    if several.rank == 0:
-        best = read_json(Path(out) / RUN, PROGRESS)["best"].get("step")
-        figures = {"steps": options.steps, **next((found for found in history if found["step"] == best), {})}
-        draft = {} if found is None else found.draft
-        spec = drafter_export.finish(Path(out), model, record, figures, draft, len(validating), export)
-        say(f"{out} holds the drafter and its README.md: visspec.accelerate(model, {spec!r}), or --drafter {spec}")
+    finish(trainer, history, model, {} if found is None else found.draft, len(validating), export)
     return history
+
+
+def options_of(rows: int, steps: int | None, eval_every: int | None, bf16: bool, **plan: Any) -> TrainingOptions:
+    """The options of a run with so many rows of a request; `plan` are fields that win. Raises ValueError for others."""
+    unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
+    if unknown:
+        raise ValueError(f"plan: got {unknown[0]!r}, expected a field of TrainingOptions")
+    steps = steps or STEPS
+    usual = {"steps": steps, "batch": rows, "rows": min(rows, STEP_ROWS), "group": GROUP, "autocast": bf16}
+    every = eval_every or plan.get("validate_every", max(steps // 5, 1))
+    return TrainingOptions(**{**usual, **plan, "validate_every": every})
+
+
+def lessons_of(out: str | Path, resumed: bool, options: TrainingOptions, several: SingleProcess) -> int:
+    """Lessons of an update, those of a run that goes on among them."""
+    known = read_json(Path(out) / RUN, PROGRESS) if resumed else {}
+    return known.get("accumulate", max(options.accumulate, several.world))
+
+
+def finish(
+    trainer: Trainer,
+    history: list[dict],
+    model,
+    draft: dict[str, Any],
+    held: int,
+    form: str | None = None,
+    use: str = drafter_export.USE,
+) -> None:
+    """Write the card of a trained drafter, and its form for other engines; see `drafter_export.finish`."""
+    if trainer.workers.rank == 0:
+        out, best = trainer.folder, trainer.best.get("step")
+        figures = {"steps": trainer.plan.steps, **next((found for found in history if found["step"] == best), {})}
+        spec = drafter_export.finish(out, model, trainer.provenance, figures, draft, held, form, use)
+        say(f"{out} holds the drafter, and README.md says how to use it (--drafter {spec})")
 
 
 def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any], requests: int) -> None:

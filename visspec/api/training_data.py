@@ -28,7 +28,7 @@ from visspec.api.conversations import ArchiveMember, Conversation, Media, conver
 from visspec.io import images
 from visspec.io.files import loads
 from visspec.io.images import MAX_PIXELS, read_image
-from visspec.io.videos import Clip, is_video, open_media
+from visspec.io.videos import SUFFIXES, Clip, open_media
 
 ANSWERS = ("target", "own")
 CHUNK = 1 << 20  # bytes of a JSON array that are read together
@@ -79,7 +79,8 @@ class Files(Records):
         self.count = len(self.names)
 
     def __getitem__(self, number: int) -> Entry:
-        return {"video" if is_video(self.names[number]) else "image": self.names[number]}
+        name = self.names[number]
+        return {"video" if Path(name).suffix.lower() in SUFFIXES else "image": name}
 
     def name(self, number: int) -> str:
         return self.names[number]

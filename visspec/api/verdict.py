@@ -1,11 +1,9 @@
 """Speculative Verdict (arXiv 2510.20812): several small models answer, agreement selects, a large one decides.
 
-This is *selection*: the answer is the large model's, given what the chosen ones said, and has another distribution than
-its answer alone. Every draft's answer is read by every peer in one pass. With l_b(y) the mean log-probability of an
-answer's own tokens under model b (question and image before it, not counted), a peer b that answered y_b differs from
-y_a by max(0, l_b(y_b) - l_b(y_a)); a draft's score is the mean over the peers that could be asked, and the lowest are
-chosen. The published code sums in place of the mean, so a model with missing peers looks better; takes the absolute
-value, so a peer that likes y_a *more* than its own answer speaks against it; and counts the question's tokens.
+This is *selection*: the answer is not distributed as the large model's own. With l_b(y) the mean log-probability of an
+answer's tokens under model b, a peer b that answered y_b differs from y_a by max(0, l_b(y_b) - l_b(y_a)); a draft's
+score is the mean over its peers, and the lowest are chosen. The published code sums in place of the mean, takes the
+absolute value and counts the question's tokens.
 """
 
 from __future__ import annotations
@@ -13,9 +11,8 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -28,12 +25,11 @@ from visspec.types import Processor
 
 GUARANTEE = "selection (not lossless)"
 TEMPLATE = "{question}\n\nOthers who saw the picture said:\n{paths}\n\nDecide, and answer the question: {question}"
-PATH = "{number}. {text}"
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+SAMPLED = ("do_sample", "temperature", "top_k", "top_p", "seed")
 
 
-@dataclass(frozen=True)
-class Member:
+class Member(NamedTuple):
     """A model that answers, with its processor."""
 
     name: str
@@ -41,83 +37,54 @@ class Member:
     processor: Processor
 
 
-@dataclass(frozen=True)
-class CandidateAnswer:
-    """What a drafting model said. score: the lower, the more its peers agree; None if none could be asked."""
+def decide(
+    members: Sequence[Member], judge: Member, image: Image.Image, question: str, *, keep: int = 3,
+    template: str = TEMPLATE, seed: int = 0, **generate: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Asks all members, and then the judge (greedily), which reads the `keep` drafts that their peers agree with most.
 
-    name: str
-    text: str
-    answer: str
-    score: float | None = None
-    chosen: bool = False
-    error: str | None = None
+    Args:
+        template: What the judge is asked, with {question} and {paths}; without {paths} it decides for itself.
+        seed: For ties among drafts of equal score; with `do_sample` also for what is drafted.
+        generate: Arguments of `generate`.
 
-
-@dataclass(frozen=True)
-class AgreementResult:
-    """The judge's answer. likelihoods: [b][a], the mean log-probability of draft a's answer under model b, or None."""
-
-    text: str
-    answer: str
-    drafts: list[CandidateAnswer]
-    likelihoods: list[list[float | None]] = field(repr=False)
-    prompt: str
-    tokens: int
-    guarantee: str = GUARANTEE
-
-
-class Panel:
-    """Drafting models and a judge. keep: how many drafts the judge reads. template: what it is asked, with {question}
-    and {paths}; without {paths} it decides for itself. Raises ValueError for fewer than two members.
+    Returns:
+        "answer", "text" and "prompt" of the judge, "guarantee", "drafts" (name, text, answer, error, score, chosen) and
+        "likelihoods" [b][a], the mean log-probability of draft a's answer under model b, or None.
     """
-
-    def __init__(self, members: Sequence[Member], judge: Member, *, keep: int = 3, template: str = TEMPLATE):
-        if len(members) < 2:
-            raise ValueError(f"drafts: got {len(members)}, expected two models or more")
-        if not isinstance(keep, int) or not 1 <= keep <= len(members):
-            raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts")
-        self.members, self.judge, self.keep, self.template = list(members), judge, keep, template
-
-    def __call__(self, image: Image.Image, question: str, *, seed: int = 0, **generate: Any) -> AgreementResult:
-        """Ask all members, and the judge (greedily). seed: for draws among drafts of equal score; with `do_sample`
-        also for what is drafted. generate: arguments of generate.
-        """
-        said = [self._draft_answer(member, image, question, generate | {"seed": seed}) for member in self.members]
-        table = [
-            [None if draft.error is not None else likelihood(member, image, question, draft.answer) for draft in said]
-            for member in self.members
-        ]
-        scores = disagreement(table)
-        chosen = choose(scores, self.keep, torch.Generator().manual_seed(seed))
-        drafts = [
-            CandidateAnswer(d.name, d.text, d.answer, score, i in chosen, d.error)
-            for i, (d, score) in enumerate(zip(said, scores))
-        ]
-        paths = "\n".join(PATH.format(number=n, text=drafts[i].text) for n, i in enumerate(chosen, 1))
-        prompt = self.template.format(question=question, paths=paths) if chosen else question
-        decided = {k: v for k, v in generate.items() if k not in SAMPLED} | {"do_sample": False}
-        text, tokens = ask(self.judge, image, prompt, decided)
-        return AgreementResult(text, answer_of(text), drafts, table, prompt, tokens)
-
-    def _draft_answer(
-        self, member: Member, image: Image.Image, question: str, generate: dict[str, Any]
-    ) -> CandidateAnswer:
+    if len(members) < 2:
+        raise ValueError(f"drafts: got {len(members)}, expected two models or more")
+    if not 1 <= keep <= len(members):
+        raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts")
+    drafts: list[dict[str, Any]] = []
+    for member in members:
+        text, error = "", "got no answer"
         try:
-            text = ask(member, image, question, generate)[0]
-        except (ValueError, RuntimeError) as error:
-            return CandidateAnswer(member.name, "", "", error=f"{member.name}: {str(error).splitlines()[0]}")
+            text = ask(member, image, question, seed=seed, **generate)
+        except (ValueError, RuntimeError) as failure:
+            error = str(failure).splitlines()[0]
         answer = answer_of(text)
-        return CandidateAnswer(member.name, text, answer, error=None if answer else f"{member.name}: got no answer")
+        found = {"name": member.name, "text": text, "answer": answer}
+        drafts.append(found | {"error": None if answer else f"{member.name}: {error}"})
+    table = [
+        [None if one["error"] else likelihood(member, image, question, one["answer"]) for one in drafts]
+        for member in members
+    ]
+    scores = disagreement(table)
+    chosen = choose(scores, keep, torch.Generator().manual_seed(seed))
+    drafts = [one | {"score": scores[i], "chosen": i in chosen} for i, one in enumerate(drafts)]
+    paths = "\n".join(f"{n}. {drafts[i]['text']}" for n, i in enumerate(chosen, 1))
+    prompt = template.format(question=question, paths=paths) if chosen else question
+    text = ask(judge, image, prompt, **{k: v for k, v in generate.items() if k not in SAMPLED})
+    record = {"answer": answer_of(text), "text": text, "prompt": prompt, "guarantee": GUARANTEE}
+    return record | {"drafts": drafts, "likelihoods": table}
 
 
-SAMPLED = ("do_sample", "temperature", "top_k", "top_p", "seed")
-
-
-def ask(member: Member, image: Image.Image, question: str, generate: Mapping[str, Any]) -> tuple[str, int]:
-    """What a model answers, and its number of tokens."""
+def ask(member: Member, image: Image.Image, question: str, do_sample: bool = False, **generate: Any) -> str:
+    """What a model answers."""
     inputs = prepare(member.processor, [image], question, member.fast.model)
-    tokens = member.fast.run(**inputs, **generate).state.tokens[0]
-    return member.processor.tokenizer.decode(tokens, skip_special_tokens=True).strip(), len(tokens)
+    tokens = member.fast.run(**inputs, do_sample=do_sample, **generate).state.tokens[0]
+    return member.processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 def answer_of(text: str) -> str:
@@ -144,20 +111,17 @@ def likelihood(member: Member, image: Image.Image, question: str, answer: str) -
     count, length = ids.shape[1], inputs["input_ids"].shape[1]
     if count == 0:
         return None
-    new = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    extended: dict[str, Any] = {
-        name: torch.cat([value, new.get(name, value.new_zeros(1, count))], dim=1) if of_ids(value, length) else value
-        for name, value in inputs.items()
-    }
+    batch = {name: F.pad(value, (0, count)) if of_ids(value, length) else value for name, value in inputs.items()}
+    batch["input_ids"][:, length:], batch["attention_mask"][:, length:] = ids, 1
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        extended["logits_to_keep"] = count + 1
-    logits_1NV = model(**extended).logits[:, -count - 1 : -1]
+        batch["logits_to_keep"] = count + 1
+    logits_1NV = model(**batch).logits[:, -count - 1 : -1]
     found = -float(F.cross_entropy(logits_1NV[0].float(), ids[0]))
     return found if math.isfinite(found) else None
 
 
 def disagreement(table: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Each draft's score from `AgreementResult.likelihoods`: mean over peers, None where no pair is complete."""
+    """Each draft's score from "likelihoods": mean over peers, None where no pair is complete."""
     scores: list[float | None] = []
     for a in range(len(table)):
         pairs = [(table[b][b], table[b][a]) for b in range(len(table)) if b != a]
@@ -167,10 +131,7 @@ def disagreement(table: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def choose(scores: Sequence[float | None], keep: int, generator: torch.Generator) -> list[int]:
-    """The drafts of the lowest scores, in their order; draws are by lot, and what has no score comes last.
-
-    A draft without an answer is None in all its pairs, and is not chosen.
-    """
+    """The drafts of the lowest scores, in their order; ties are broken by lot, drafts without a score are left out."""
     lots = torch.rand(len(scores), generator=generator).tolist()
     ranked = sorted((score, lot, i) for i, (score, lot) in enumerate(zip(scores, lots)) if score is not None)
     return sorted(i for _, _, i in ranked[:keep])

@@ -75,9 +75,6 @@ def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: C
     for option, value in list(options.items()):
         parameter = signature(kind).parameters.get(option)
         annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""
-        if annotated == "Acceptance":
-            options[option] = acceptance(str(value), option)
-            continue
         types, words = VALUES.get(annotated, (object, "a finite number"))
         wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
@@ -94,10 +91,10 @@ def _pick(table: dict, what: str, name: str):
     return table[name]
 
 
-def acceptance(text: str, what: str = "acceptance") -> Any:
+def acceptance(text: str) -> Any:
     """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
-    return make(what, name, load(str(_pick(ACCEPTANCE, what, name).reference)), options)
+    return make("acceptance", name, load(str(_pick(ACCEPTANCE, "acceptance", name).reference)), options)
 
 
 def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = None) -> Preset:
@@ -115,8 +112,6 @@ def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = 
 def _drafter_of(spec: str, model: ConfiguredModel) -> str:
     """`spec` with the included model that is made for `model` in place of each kind of one."""
     name, options = parse(spec)
-    if DRAFTERS[name].of == "vectors":  # their drafters are models of the same type
-        name = KINDS.get(kind_of(model), name)
     words = ",".join(f"{key}={made_for(str(value), model)}" for key, value in options.items())
     name = made_for(name, model) if DRAFTERS[name].checkpoint else name
     return f"{name}:{words}" if words else name
@@ -133,14 +128,9 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
     return own if own and included.present(own) else None
 
 
-def training_preset(name: str) -> TrainedPreset:
+def training_preset(name: str, table: dict[str, TrainedPreset] = TRAINED) -> TrainedPreset:
     """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
-    return _pick(TRAINED, "preset", name)
-
-
-def kind_of(model: nn.Module | ConfiguredModel) -> str:
-    """The `model_type` of a model's configuration; of a class without one, its name."""
-    return getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    return _pick(table, "preset", name)
 
 
 def method(text: str) -> dict[str, str | None]:
@@ -151,7 +141,7 @@ def method(text: str) -> dict[str, str | None]:
 
 
 def order(spec: str | Order | Iterable[int] | None) -> Any:
-    """An order by name and options, "zipar:window=4", or an object; of any-order models a list of places, too. Raises
+    """An order by name and options, or an object; of any-order models a list of places, too. Raises
     ValueError as `acceptance` does.
     """
     if spec is None or isinstance(spec, Order):
@@ -176,8 +166,8 @@ def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthP
     return partial(kind, **options)
 
 
-def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
-    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`."""
+def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) -> tuple[Any, str]:
+    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`; `family` drives an image model."""
     if spec is None or spec == "none":
         return None, "none"
     if isinstance(spec, nn.Module):
@@ -186,9 +176,9 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
         return spec, type(spec).__name__
     name, options = split(str(spec))
     if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
-        return from_folder(Path(name), model, options), Path(name).name
+        return from_folder(Path(name), model, options, family), Path(name).name
     if name not in ORDERS and hub.names(name):
-        return from_folder(hub.fetch(name), model, options), name.rpartition("/")[2]
+        return from_folder(hub.fetch(name), model, options, family), name.rpartition("/")[2]
     if name in ORDERS:
         raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
     if name in KINDS.values():
@@ -200,19 +190,14 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel) -> tuple[Any, str]:
         name = own
     if name in SHIPPED:
         folder = included.check("drafter", name)
-        check_included(name, model)
-        return from_folder(folder, model, options), name
+        if apart := included.difference(SHIPPED[name].target, model):
+            where, value, found = apart
+            raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
+        return from_folder(folder, model, options, family), name
     if name in DRAFTERS:
         return make("drafter", name, drafter_class(name), options), name
     known = ", ".join([*DRAFTERS, *SHIPPED])
     raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
-
-
-def check_included(name: str, model: ConfiguredModel) -> None:
-    """Raises ValueError unless an included drafter is made for this model, by its configuration."""
-    if apart := included.difference(SHIPPED[name].target, model):
-        where, value, found = apart
-        raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
 
 
 def drafter_class(name: str) -> Any:
@@ -223,16 +208,15 @@ def drafter_class(name: str) -> Any:
     return load(reference)
 
 
-def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], **known: object) -> Any:
-    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class. known:
-    further arguments of its `from_pretrained`.
-    """
+def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], family: object = None) -> Any:
+    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
     config = read_json(folder, "config.json")
     if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
         kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
     else:
         kind = load("visspec.models.published:reader")(folder)
-    read = partial(getattr(kind, "from_pretrained", kind), folder, model, **known)
+    target = family if family is not None and getattr(kind, "of_family", False) else model
+    read = partial(getattr(kind, "from_pretrained", kind), folder, target)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
     found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)

@@ -37,19 +37,16 @@ def run(arguments: Options) -> None:
             model, processor = load(name, **arguments.hardware)
             loaded[name] = verdict.Member(name, accelerate(model, arguments.drafter), processor)
     keep, template = arguments.keep or min(3, len(arguments.drafts)), arguments.template or verdict.TEMPLATE
-    members = [loaded[name] for name in arguments.drafts]
-    panel = verdict.Panel(members, loaded[arguments.model], keep=keep, template=template)
+    members, judge = [loaded[name] for name in arguments.drafts], loaded[arguments.model]
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
-    if arguments.temperature:
-        options["temperature"] = arguments.temperature
-    found = panel(image, arguments.question, seed=arguments.seed, **options)
-    for draft in found.drafts:
-        score = "-" if draft.score is None else f"{draft.score:.3f}"
-        print(f"{'*' if draft.chosen else ' '} {draft.name} ({score}): {draft.error or draft.answer}")
-    print(found.answer)
-    print(f"guarantee: {found.guarantee}")
-    record = {name: getattr(found, name) for name in ("answer", "text", "guarantee", "likelihoods", "prompt")}
-    record |= {name: getattr(arguments, name) for name in ("question", "model", "seed")}
-    record |= {"image": str(arguments.image), "drafts": [vars(draft) for draft in found.drafts], "keep": keep}
-    record |= {"sampling": options, "provenance": provenance(loaded[arguments.model].fast.model)}
+    options |= {"temperature": arguments.temperature} if arguments.temperature else {}
+    settings: dict[str, Any] = {"keep": keep, "template": template, "seed": arguments.seed}
+    found = verdict.decide(members, judge, image, arguments.question, **settings, **options)
+    for draft in found["drafts"]:
+        score = "-" if draft["score"] is None else f"{draft['score']:.3f}"
+        print(f"{'*' if draft['chosen'] else ' '} {draft['name']} ({score}): {draft['error'] or draft['answer']}")
+    print(found["answer"])
+    print(f"guarantee: {found['guarantee']}")
+    record = found | {"question": arguments.question, "model": arguments.model, "seed": arguments.seed, "keep": keep}
+    record |= {"image": str(arguments.image), "sampling": options, "provenance": provenance(judge.fast.model)}
     write_json(arguments.json, record)

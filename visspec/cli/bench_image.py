@@ -26,9 +26,8 @@ from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_o
 from visspec.cli.bench_image_table import tables
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
-from visspec.eval.metrics import features, fid, geneval, intervals, paired_kid, references
-from visspec.eval.metrics.features import RandomConv
-from visspec.eval.metrics.statistics import GaussianStats
+from visspec.eval.metrics import features, fid, geneval, intervals, paired_kid
+from visspec.eval.metrics.features import FeatureTable, RandomConv
 from visspec.eval.report.images import small_png
 from visspec.eval.report.records import RecordImage
 from visspec.io import included
@@ -252,7 +251,7 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     row |= {f"{part}_bytes": max(one.get(part, 0) for one in memory) for part in ("cache", "pass") if memory}
     maps = mean_map([acceptance_map(grid, arm.whole) for out in outputs for grid in out.maps])
     row |= dict(zip(("acceptance_map", "acceptance_map_n"), maps))
-    row |= {"drift_per_token": speed.drift(found), "unmetered": stats.unmetered}
+    row["drift_per_token"] = speed.drift(found)
     row["latent_displacement"] = float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None
     costs = {key: value for key, value in speed.ideal(plain, found).items() if key != "gap"}
     return row | costs | {"time_s": speed.time_by_stage(found)}
@@ -306,11 +305,12 @@ def judge(
             drawn = draw(source, methods.get(line["name"], plain_setup(pipe)), prompts, options, seed, root)
             reference = reference or render_references(extractor, open_image(drawn[0][0]).width, scenes, tasks)
             report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
-            found, read = features.table(root, extractor)
-            distance = fid.compare(GaussianStats(extractor.dim).update(found), reference, extractor, read.problems)
+            table = features.read_features(root, extractor)
+            found, distance = table.features, fid.compare(table, reference, extractor)
             line |= scores(report.summary) | {"right": report.summary["correct_images"], "quality_n": len(prompts)}
-            line |= {"fd": distance.value, "fd_name": distance.name, "fd_noise_floor": distance.noise_floor_here}
-            line["fd_ratio"] = distance.value / record["rows"][0]["fd"]  # the first is plain decoding
+            line |= {"fd": distance["value"], "fd_name": distance["name"]}
+            line["fd_noise_floor"] = distance["noise_floor_here"]
+            line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first is plain decoding
             plain = found if plain is None else plain
             if plain.shape == found.shape and len(found) > 1:
                 line["fd_paired"], line["fd_paired_floor"] = paired_kid.from_features(found, plain)
@@ -365,10 +365,10 @@ def draw(
 
 def render_references(
     extractor: RandomConv, side: int, scenes: included.Scenes, tasks: Sequence[str] | None = None
-) -> references.Reference:
-    """Several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
+) -> FeatureTable:
+    """Features of several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
     rng, known = np.random.default_rng(REFERENCE_SEED), scenes.prompts()
     rows = spread(known, len(known), tasks)
     stack = torch.from_numpy(np.stack([scenes.render(p, rng, side) for p in rows for _ in range(REFERENCES)]))
     stack = stack.permute(0, 3, 1, 2)
-    return references.from_features(torch.cat([extractor(part) for part in stack.split(32)]), extractor)
+    return FeatureTable(torch.cat([extractor(part) for part in stack.split(32)]), [])

@@ -43,13 +43,11 @@ def table(record: dict[str, Any], heads: Iterable[str] = tuple(CELLS)) -> Table:
     title_of = {head: head.replace(" / ", " /\n") for head in heads}
     if not stock:
         title_of["over stock"] = "over plain"
-    missing = ((line["name"], line.get("unmetered")) for line in record["rows"] if "drift / token" in heads)
     columns, rows = {title_of[head]: CELLS[head] for head in heads}, [*stock_rows(record), *record["rows"]]
-    notes = [f"{name}: drift not measured, {why}" for name, why in missing if why]
+    caption = None
     if "FD" in heads and any("fd_paired" in line for line in record["rows"]):
         floor = max(line.get("fd_paired_floor", 0.0) for line in record["rows"])
-        notes.append(f"(FD over pairs with plain decoding, by chance below {floor:.2g})")
-    caption = "\n".join(notes) or None
+        caption = f"(FD over pairs with plain decoding, by chance below {floor:.2g})"
     whole = [title_of[head] for head in heads if head != "guarantee"]
     return harness.table(title, rows, columns, caption, left=["guarantee"], whole=whole)
 

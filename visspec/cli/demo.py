@@ -23,7 +23,7 @@ PAINTERS = {  # and what they draw
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
 ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
-GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-continuous", "painter-mar", "painter-var"), ANIMALS)
+GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-mar", "painter-var"), ANIMALS)
 # The fastest preset, by what a painter draws, that draws the pictures of plain decoding (docs/presets.md); of vectors,
 # pictures of its distribution.
 PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}

@@ -11,7 +11,7 @@ from visspec.cli.arguments import NoOptions
 
 NEEDED = "torch transformers diffusers timm torchvision pillow safetensors tqdm rich jinja2".split()
 SHARED = {  # bytes of shared memory of a program, the most of any form, as compiled for Hopper (tests/kernels)
-    "accept_tree": 256, "ancestors": 0, "commit_kv": 0, "draft_losses": 16, "draft_topk": 16, "grouped_mass": 32,
+    "accept_tree": 256, "ancestors": 0, "commit_kv": 0, "grouped_mass": 32,
     "guided_warp": 512, "neighbour_mass": 32, "tree_attention": 98304,
 }  # fmt: skip
 OPTIONAL = {

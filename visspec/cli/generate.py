@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,8 @@ from visspec.io.options import option
 if TYPE_CHECKING:
     from PIL import Image
 
-    from visspec.api.best_of import Score
     from visspec.api.images import ImageOutput, ImagePipeline
 
-SELECTED = "selection (not lossless)"
 CHOSEN = ("drafter", "acceptance", "order")
 MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
 
@@ -40,11 +37,9 @@ class Options(RayOptions, DrawingOptions):
     mask: Path | None = option("of --image: white where to draw, the rest stays as it is", None)
     preset: str | None = option("a published method by name, see visspec list", None)
     drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
-    order: str | None = option("order of decoding, with options: zipar:window=4 (default: raster)", None)
+    order: str | None = option("order of decoding, of any-order models halton, spread or raster", None)
     acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
     batch_size: Positive = option(default=8)
-    best_of: Positive = option("draw so many for each image, keep the best (selection)", 1)
-    scorer: str | None = option("which is the best: detector (of what the included model draws) or clip:MODEL", None)
     stats: bool = option("print passes, tau and times of each batch", False)
     json: Path | None = option(
         "write seeds, passes, guarantee, drift and displacement to this file", None, writes="file"
@@ -56,8 +51,6 @@ def run(arguments: Options) -> int | None:
     """Finished images stay when it is interrupted."""
     check_method(arguments)
     if arguments.ray:
-        if arguments.best_of > 1 or arguments.scorer is not None:
-            raise ValueError(f"--best-of: got {arguments.best_of} beside --ray, expected one of the two")
         from visspec.cli.generate_ray import run_ray
 
         return run_ray(arguments)
@@ -67,79 +60,38 @@ def run(arguments: Options) -> int | None:
     from visspec.io.provenance import provenance
 
     texts, given = read_prompts(arguments), read_inpainting(arguments)
-    score = scorer(arguments, texts)
     pipe = pipeline(arguments)
     chosen = method(arguments, pipe)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
-    count = arguments.n * arguments.best_of
     options = settings(arguments) | given | chosen
-    stream = pipe.stream(texts, num_images_per_prompt=count, seed=arguments.seed, **options)
+    stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **options)
     shown: list[Image.Image] = []
     captions: list[str] = []
     about = {name: getattr(pipe, name) for name in CHOSEN} | chosen | {"provenance": provenance(pipe.model)}
     first = first_number(arguments.out)
     with Results(arguments.json, about) as results:
         try:
-            for newest, picks in pick_best(stream, arguments.best_of, score):
-                if first and picks and not shown:
+            for part in stream:
+                if first and not shown:
                     print(f"visspec: {arguments.out} has images up to number {first - 1}, going on", file=sys.stderr)
-                for part, i, chosen_by in picks:
+                for i, image in enumerate(part.images):
                     path = arguments.out / f"{first + len(shown):05d}.png"
-                    picture = beside(part.images[i], part, i) if arguments.maps else part.images[i]
+                    picture = beside(image, part, i) if arguments.maps else image
                     save(picture, path)
                     shown.append(picture)
                     captions.append(part.prompts[i])
                     passes = int(part.passes[i].max()) + 1
                     row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
-                    results.add(row | {name: getattr(part.stats[0], name) for name in MEASURED} | chosen_by)
+                    results.add(row | {name: getattr(part.stats[0], name) for name in MEASURED})
                     found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
-                    found += f", score {chosen_by['score']:.3f}, best of {arguments.best_of}" if chosen_by else ""
                     print(f"{path}: {part.prompts[i]} ({found})", flush=True)
                 if arguments.stats:
-                    print(newest.stats[0])
+                    print(part.stats[0])
         finally:
             if shown and arguments.grid:
                 save(grid(shown, captions), arguments.grid)
                 print(f"{arguments.grid}: all {len(shown)}")
     return None
-
-
-def scorer(arguments: Options, prompts: Sequence[str]) -> Score | None:
-    """The score of --best-of for these prompts. Raises ValueError where one of the two options is missing."""
-    from visspec.api import best_of
-
-    if arguments.best_of == 1 and arguments.scorer is None:
-        return None
-    if arguments.best_of == 1 or arguments.scorer is None:
-        found = f"{arguments.best_of} and --scorer {arguments.scorer}"
-        raise ValueError(f"--best-of: got {found}, expected 2 or more and {best_of.NAMES}")
-    return best_of.scorer(arguments.scorer, prompts, arguments.device)
-
-
-def pick_best(
-    stream: Iterable[ImageOutput], count: int, score: Score | None
-) -> Iterator[tuple[ImageOutput, list[tuple[ImageOutput, int, dict[str, Any]]]]]:
-    """Each batch, and the images to keep since the last one: all, or the best of every `count` in turn, which are of
-    one prompt, with their scores.
-    """
-    from visspec.api import best_of
-
-    waiting: list[tuple[ImageOutput, int]] = []
-    for part in stream:
-        picks: list[tuple[ImageOutput, int, dict[str, Any]]] = []
-        for i in range(len(part.images)):
-            waiting.append((part, i))
-            if len(waiting) < count:
-                continue
-            about: dict[str, Any] = {}
-            at = 0
-            if score is not None:
-                scores = score([p.images[j] for p, j in waiting], part.prompts[i])
-                at = best_of.best(scores)
-                about = {"score": scores[at], "best_of": count, "selected_from": scores, "guarantee": SELECTED}
-            picks.append((*waiting[at], about))
-            waiting = []
-        yield part, picks
 
 
 def read_prompts(arguments: Options) -> list[str]:

@@ -1,19 +1,29 @@
-"""`visspec train drafter`: distil a feature drafter for a target, in process."""
+"""`visspec train drafter`: distil a drafter for a target of text (--data) or of images (--prompts), in process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 from visspec.cli.arguments import Count, HardwareOptions, Positive, Share
 from visspec.io.options import option
 
+TEXT_ONLY = (
+    *("answers", "ignore", "epochs", "image_latents", "draft_vocab", "head_rank", "block", "max_new_tokens"),
+    *("max_pixels", "max_bad", "export", "dry_run"),
+)
+IMAGES_ONLY = ("prompts", "height", "width")
+
 
 @dataclass(kw_only=True)
 class Options(HardwareOptions):
     target: str = option("folder or hub id of the target")
-    data: str = option(
-        "a folder or glob of images or videos, .jsonl, .json, .parquet, .tar or hf:NAME, of {image, prompt}, of"
-        " `conversations` (LLaVA, ShareGPT) or of `messages`; each answer in a record makes an item"
+    data: str | None = option(
+        "for a drafter of text: a folder or glob of images or videos, .jsonl, .json, .parquet, .tar or hf:NAME, of"
+        " {image, prompt}, `conversations` (LLaVA, ShareGPT) or `messages`; each answer in a record makes an item",
+        None,
+    )
+    prompts: Path | None = option(
+        "for a drafter of image codes: a file with a prompt on each line (an included model's own prompts)", None
     )
     answers: Literal["target", "own"] = option(
         "target: it answers the prompts itself, as a drafter has to guess what the target says (default); own: the"
@@ -25,13 +35,19 @@ class Options(HardwareOptions):
     steps: Positive | None = option("training steps (2000)", None)
     epochs: Share | None = option("how often the data is seen, in place of --steps", None)
     loss: Literal["tv", "soft_ce", "kl"] = option(default="tv")
-    preset: str | None = option("a published drafter: eagle, eagle3, flash, ... (docs/drafters.md)", None)
+    preset: str | None = option(
+        "a published drafter: eagle, eagle3, flash, ...; of images: image-eagle, distilled (docs/drafters.md)", None
+    )
     image_latents: Positive | None = option("vectors that stand for an image (1)", None)
     draft_vocab: Positive | None = option("of eagle3: ids that its own head predicts (32000)", None)
     head_rank: Positive | None = option("of eagle3: rank of that head (whole)", None)
     block: Positive | None = option("of flash (5), dflash, ddtree, dspark, dflash2 (16), deer (15): places", None)
-    layers: Positive | None = option("of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's)", None)
+    layers: Positive | None = option(
+        "of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's), distilled (3)", None
+    )
     intermediate: Positive | None = option("width of the drafter's MLP (the target's)", None)
+    height: Positive | None = option("of images, in pixels (the model's own)", None)
+    width: Positive | None = option("of images, in pixels (the model's own)", None)
     max_new_tokens: Positive = option("of the target's own answers (256)", 256)
     seed: int = option(default=0)
     rows: Positive = option("answers that the target makes together (16)", 16)
@@ -57,6 +73,15 @@ class Options(HardwareOptions):
 
 
 def run(arguments: Options) -> None:
-    from visspec.api import train_drafter
+    changed = {f.name: value for f in fields(arguments) if (value := getattr(arguments, f.name)) not in (f.default, [])}
+    others, what = (IMAGES_ONLY, "images") if arguments.data is not None else (TEXT_ONLY, "text")
+    if strange := next((name for name in others if name in changed), None):
+        raise ValueError(f"{strange}: this option is for drafters of {what}. --data trains one of text.")
+    if arguments.data is not None:
+        from visspec.api import train_drafter
 
-    train_drafter.run(**vars(arguments))
+        train_drafter.run(**changed)
+    else:
+        from visspec.api import train_image_drafter
+
+        train_image_drafter.run(**changed)

@@ -88,8 +88,7 @@ class Denoising(Distribution):
 
     predict: (points (M, W, d), their steps (M, W) int64, or one for a point of each of all chains, indices (M,) of the
     chains among the B N, row by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log
-    sigma between its bounds, or None if deviations are fixed). calls: counts calls of `predict` under `name`. skip: see
-    `evaluated_steps`; the estimate is kept in between, which makes another, cheaper distribution of sampled chains.
+    sigma between its bounds, or None if deviations are fixed). calls: counts calls of `predict` under `name`.
     ends: (start (M, d), normal numbers (M, S, d), steps) -> values (M, d), where one function knows them faster than
     step by step.
     """
@@ -102,11 +101,10 @@ class Denoising(Distribution):
         size: int,
         calls: Counter[str] | None = None,
         name: str = "head",
-        skip: float = 0.0,
         ends: Ends | None = None,
     ):
         self.predict, self.steps, self.shape, self.size = predict, steps, shape, size
-        self.calls, self.name, self.skip = Counter() if calls is None else calls, name, skip
+        self.calls, self.name = Counter() if calls is None else calls, name
         self.ends = ends
 
     @property
@@ -156,10 +154,9 @@ class Denoising(Distribution):
     def _walk(self, x_Md: Tensor, normal_MSd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         """Next point, its mean and log sigma (None: fixed), step by step."""
         steps = self.steps
-        last, here = len(steps) - 1, set(evaluated_steps(len(steps), self.skip))
+        last = len(steps) - 1
         for i, (normal_Md, (keep, move, sigma)) in enumerate(zip(normal_MSd.unbind(1), steps.each)):
-            if i in here:
-                value, share = (None if part is None else part[:, 0] for part in self.estimate(x_Md[:, None], i))
+            value, share = (None if part is None else part[:, 0] for part in self.estimate(x_Md[:, None], i))
             mean = torch.add(cast(Tensor, value) * move, x_Md, alpha=keep)
             log_sigma = None if share is None else steps.low[i] + share * (steps.high[i] - steps.low[i])
             if i == last and not steps.noisy:
@@ -221,17 +218,6 @@ class Trajectory(Distribution):
 
 
 Denoising.drafts = Trajectory
-
-
-def evaluated_steps(count: int, skip: float) -> list[int]:
-    """Steps at which a sampled chain's head is asked: from one to the next, a share `skip` of the steps that are left.
-
-    Late steps have little noise, and a kept estimate differs by much of it.
-    """
-    steps = [0]
-    while (after := steps[-1] + max(1, int((count - steps[-1]) * skip))) < count:
-        steps.append(after)
-    return steps
 
 
 def denoising(distribution: Distribution) -> Denoising:

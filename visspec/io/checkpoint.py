@@ -233,14 +233,6 @@ def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) ->
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has values beyond {dtype}, expected a wider dtype")
 
 
-class TensorsDiffer(ValueError):
-    """Tensors of a file that are not those of a module: the names of all that lack, and of those left over."""
-
-    def __init__(self, sentence: str, missing: list[str], unexpected: list[str]):
-        super().__init__(sentence)
-        self.missing, self.unexpected = missing, unexpected
-
-
 def check_shapes(
     module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str | Path, named: Callable[[str], str] = str
 ) -> None:
@@ -251,10 +243,8 @@ def check_shapes(
     missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if missing or extra:
         name, what = (missing[0], "lacks") if missing else (extra[0], "has the unknown")
-        raise TensorsDiffer(
-            f"checkpoint: {where} {what} tensor {named(name)!r}, expected exactly the module's {len(wanted)}",
-            [named(name) for name in missing],
-            [named(name) for name in extra],
+        raise ValueError(
+            f"checkpoint: {where} {what} tensor {named(name)!r}, expected exactly the module's {len(wanted)}"
         )
     for name, found in shapes.items():
         if found != (expected := tuple(wanted[name].shape)):

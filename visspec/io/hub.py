@@ -11,8 +11,6 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors
 
-from visspec.io.checkpoint import read_shapes
-
 ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # of a repository: owner/name
 WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # no code, and nothing pickled
 
@@ -22,13 +20,13 @@ def names(text: str) -> bool:
     return ID.fullmatch(text) is not None and not Path(text).exists()
 
 
-def fetch(name: str, wanted: list[str] = WANTED) -> Path:
-    """The folder of a repository in the local cache, filled with files of these patterns if the hub can be asked.
+def fetch(name: str) -> Path:
+    """The folder of a repository in the local cache, filled with `WANTED` files if the hub can be asked.
 
     Raises ValueError if there is none, if it wants a login, or if it is not cached and there is no connection.
     """
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED))
     except errors.GatedRepoError:
         why = "asks for a login with access to it (hf auth login)"
     except errors.RepositoryNotFoundError:
@@ -38,21 +36,6 @@ def fetch(name: str, wanted: list[str] = WANTED) -> Path:
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         why = f"could not be fetched ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
     raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
-
-
-def headers(name: str) -> tuple[Path, dict[str, tuple[int, ...]]]:
-    """The folder of a repository with its JSON files, and the shapes of its tensors ({}: none as safetensors); of one
-    that is cached, without asking the hub. No weights are fetched. Raises ValueError as `fetch`.
-    """
-    there = cached_folder(name)
-    if there is not None and any(there.glob("*.safetensors")):
-        return there, read_shapes(there)
-    folder = fetch(name, ["*.json"])
-    try:
-        files = huggingface_hub.get_safetensors_metadata(name).files_metadata.values()
-    except errors.NotASafetensorsRepoError:
-        return folder, {}
-    return folder, {key: tuple(tensor.shape) for file in files for key, tensor in file.tensors.items()}
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:

@@ -55,9 +55,7 @@ class Included:
     worlds: tuple[str, ...] = ()  # kinds of pictures, by name
     scenes: str = ""  # of a function: (world, processor, use) -> Scenes
     detectors: Mapping[str, str] = field(default_factory=dict)  # of functions: () -> `eval.metrics.detection.Detector`
-    tasks: Mapping[str, str] = field(default_factory=dict)  # of functions: (count) -> `eval.metrics.tasks.Task`
     parse: str = ""  # of a function: a prompt -> GenEval's metadata; ValueError for one that it can't read
-    scorer: str = ""  # of a function: (prompts) -> `api.best_of.Score`
     foreign: str = ""  # of a function: (files, most pixels) -> why `text_model` can't caption one of them, or None
 
 

@@ -165,8 +165,7 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
         offered = sum(found.real[1:]) if found.real else tree.size - 1
         outcome.draft_lengths.append(offered if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
-    meters = ("drift", verdict.drift), ("displacement", verdict.displacement), ("capped", verdict.capped)
-    for name, measured in meters:
+    for name, measured in (("drift", verdict.drift), ("displacement", verdict.displacement)):
         if measured is not None:
             measure(state, name, measured)
     lengths = [len(path) for path in outcome.path]

@@ -1,17 +1,14 @@
-"""Orders of generation: raster, ZipAR, and the islands of a drafted image (MuLo-SD)."""
+"""Orders of generation: raster, and the islands of a drafted image (MuLo-SD)."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from visspec.accept.exact import Exact
 from visspec.accept.local import Local, sampled_distributions
 from visspec.loop.decode import decode, stage
-from visspec.loop.out_of_order import OutOfOrder, OutOfOrderDecoder, Places
-from visspec.types import Acceptance, Drafter, Order
+from visspec.loop.out_of_order import OutOfOrderDecoder, Places, decode_wavefront
+from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Order, Request, State, Target
 
 
 class Raster(Order):
@@ -23,54 +20,14 @@ class Raster(Order):
     decode = staticmethod(decode)
 
 
-class ZipAR(OutOfOrder):
-    """Position (i, j) is generated when columns j .. j + window - 1 of row i - 1 are (He et al., ICML 2025).
-
-    A window of at least the image's columns is plain raster decoding. audit: measure the drift with one extra pass.
-    """
-
-    name = "zipar"
-    drafts = False
-
-    def __init__(self, window: int = 4, audit: bool = True):
-        if window < 1:
-            raise ValueError(f"window: got {window}, expected at least 1")
-        self.window, self.audit = window, audit
-
-    def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        if drafter is not None:
-            raise ValueError("drafter: got one beside the order zipar, expected none: nothing is drafted in it")
-        if not isinstance(rule.inner, Exact):
-            name = type(rule.inner).__name__
-            raise ValueError(f"acceptance: got {name}, expected exact: the order zipar accepts nothing")
-        return self
-
-    def schedule(self, decoder: OutOfOrderDecoder) -> None:
-        rows = len(decoder.free) // decoder.columns
-        for wave in zip_waves(rows, decoder.columns, self.window):
-            places = [decoder.free[i * decoder.columns + j] for i, j in wave]
-            decoder.step([places] * decoder.rows)
-
-
-def zip_waves(rows: int, columns: int, window: int) -> Iterator[list[tuple[int, int]]]:
-    """The (row, column) pairs of each pass, first image row first."""
-    done = [0] * rows
-    while done[-1] < columns:
-        wave = [
-            (i, j) for i, j in enumerate(done) if j < columns and (i == 0 or done[i - 1] >= min(j + window, columns))
-        ]
-        for i, _ in wave:
-            done[i] += 1
-        yield wave
-
-
-class RejectedRegions(OutOfOrder):
+class RejectedRegions(Order):
     """A drafted image, verified code by code by a `Local` rule; rejected codes are generated again.
 
     The rejected positions form islands, 8-connected components. All islands are processed in parallel, each in raster
-    order, and wait while the previous position is not final; with the rule's `window` the rows of an island overlap as
-    in `ZipAR`. Accepted codes keep their keys and values, except before a position that is generated again. Without a
-    valid draft the whole image is generated.
+    order, and wait while the previous position is not final; with the rule's `window` a row of an island starts when
+    the row above is that many codes ahead (ZipAR, He et al., ICML 2025). Accepted codes keep their keys and values,
+    except before a position that is generated again. Without a valid draft the whole image is generated. audit: measure
+    the drift with one extra pass.
     """
 
     name = "islands"
@@ -86,7 +43,18 @@ class RejectedRegions(OutOfOrder):
             raise ValueError(f"acceptance: got {type(inner).__name__}, expected local for the order islands")
         return RejectedRegions(inner, drafter, self.audit)
 
+    def decode(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        rule: Acceptance,
+        request: Request,
+        length_policy: DraftLengthPolicy,
+    ) -> State:
+        return decode_wavefront(target, request, self.schedule, self.audit)
+
     def schedule(self, decoder: OutOfOrderDecoder) -> None:
+        """Generate all positions."""
         assert self.rule is not None
         state, columns = decoder.state, decoder.columns
         with stage(state.trace, "draft"):

@@ -1,19 +1,20 @@
-"""Decoding an image in non-raster orders (`loop.orders`).
+"""Decoding an image out of raster order (`loop.orders`).
 
 A position may be generated before all of its raster predecessors. Its distribution is computed from the token at the
 previous position, which attends to all final tokens; every final token is run again in the pass after it was generated,
 so that the cache has its keys and values. The schedule does not depend on tokens, so the host plans all passes and
 synchronises only after each verified draft and at the end.
 
-The distribution of a position depends on positions before it in raster order (ZipAR), or on those and the draft
-(islands). The total variation between the output and plain decoding is at most the expected sum over positions of that
-between the distribution used and the distribution given all previous positions: `audit` measures this sum, the drift,
-in one extra pass.
+The distribution of a position depends on the positions before it in raster order and on the draft. The total variation
+between the output and plain decoding is at most the expected sum over positions of that between the distribution used
+and the distribution given all previous positions: `audit` measures this sum, the drift, in one extra pass.
 
 Shapes: B rows, T places of the image in raster order, grammar included, N nodes of a pass, F decisions, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,38 +24,22 @@ from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.loop.decode import stage
 from visspec.sampling import Gumbel
-from visspec.types import FREE, Acceptance, Drafter, DraftLengthPolicy, Order, Request, Round, State, Target, Trace
+from visspec.types import FREE, Request, Round, State, Target, Trace
 
 Places = list[int]
 NOWHERE = -1  # position of padding nodes
 
 
-class OutOfOrder(Order):
-    """Base class of orders that plan the passes over an image."""
-
-    audit = True  # whether to measure the drift, in one extra pass
-
-    def decode(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        rule: Acceptance,
-        request: Request,
-        length_policy: DraftLengthPolicy,
-    ) -> State:
-        return decode_wavefront(target, self, request)
-
-    def schedule(self, decoder: OutOfOrderDecoder) -> None:
-        """Generate all positions."""
-        raise NotImplementedError
-
-
 @torch.inference_mode()
-def decode_wavefront(target: Target, order: OutOfOrder, request: Request) -> State:
+def decode_wavefront(
+    target: Target, request: Request, schedule: Callable[[OutOfOrderDecoder], None], audited: bool = True
+) -> State:
     """Decode a batch of images. Returns the finished state, as `decode` does.
 
     `trace.rounds` has an entry for each pass of the target except prefill and audit; `trace.origin` is "drafted" for
     accepted codes, "plain" for the others; `state.memory` has the pass of each token, (B, T) as lists.
+
+    schedule: generates all positions. audited: measure the drift, in one extra pass.
     Raises ValueError for a request that can't be decoded out of order.
     """
     _check(request)
@@ -64,11 +49,11 @@ def decode_wavefront(target: Target, order: OutOfOrder, request: Request) -> Sta
         state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
             state.noise = Gumbel(request.generators, scores.distribution.width)
-        decoder = OutOfOrderDecoder(target, state, categorical(scores.distribution).logits[:, -1], order.audit)
+        decoder = OutOfOrderDecoder(target, state, categorical(scores.distribution).logits[:, -1], audited)
     for place in decoder.preview:
         decoder.step([[place]] * decoder.rows)
-    order.schedule(decoder)
-    if order.audit:
+    schedule(decoder)
+    if audited:
         with stage(trace, "audit"):
             state.meters["drift"] = audit(decoder)
     decoder.finish()
@@ -142,7 +127,7 @@ class OutOfOrderDecoder:
         """One pass that generates the wanted positions of each row; it runs the fresh tokens and those before the
         wanted ones.
 
-        If the previous position is not final (ZipAR), it is replaced by the code above the wanted one, or by the fixed
+        If the previous position is not final, it is replaced by the code above the wanted one, or by the fixed
         end of row. No other token attends to this replacement, and the position is run again when it is final.
         """
         final, extra = [], []

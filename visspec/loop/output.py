@@ -108,8 +108,7 @@ class VectorBuffer(OutputBuffer):
         """Keep the vectors just added, on the device. A path of a chain is a range of its nodes."""
         assert self._round is not None
         draft, verdict = self._round
-        values = draft.value if verdict.values is None else verdict.values
-        self.held[row] += [values[b, 1 : len(path)], verdict.next[b, None]]
+        self.held[row] += [draft.value[b, 1 : len(path)], verdict.next[b, None]]
 
     def ids(self, row: int) -> Tensor:
         """The prompt of an original row, (1, length): vectors have no ids."""

@@ -38,7 +38,6 @@ class Stats:
     faults: int
     gave_up: int
     declared: str = ""  # the distribution of the declared target, in words
-    unmetered: str = ""  # why the drift is not measured, in words
     why: str = ""  # "auto" took the drafter, in words
     pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
 
@@ -66,13 +65,12 @@ class Stats:
             faults=trace.faults,
             gave_up=trace.gave_up,
             declared=setup.target.capabilities.declared,
-            unmetered=setup.rule.traits.unmetered,
             pieces=[text_pieces(tokenizer, row, origin) for row, origin in zip(state.tokens, trace.origin)],
         )
 
     def __str__(self) -> str:
         declared = f" ({self.declared})" if self.declared else ""
-        drift = drift_text(self.drift_per_token, self.unmetered)
+        drift = drift_text(self.drift_per_token)
         depth = " ".join(f"{a:.2f}" for a in self.acceptance_by_depth) or "-"
         spent = "  ".join(f"{k} {1e3 * v:.1f}" for k, v in self.times.items())
         lines = [
@@ -102,9 +100,9 @@ def meter_total(state: State, name: str, guarantee: str) -> float | None:
     return None if guarantee == "approximate" else 0.0
 
 
-def drift_text(drift: float | None, why: str = "") -> str:
-    """A drift in words; why: it is not measured."""
-    return (f"not measured ({why})" if why else "not measured") if drift is None else f"{drift:.4f}"
+def drift_text(drift: float | None) -> str:
+    """A drift in words."""
+    return "not measured" if drift is None else f"{drift:.4f}"
 
 
 def ended_by(state: State, row: int) -> str:

@@ -13,7 +13,6 @@ MODELS = {
     "painter-emoji-lowres": IncludedModel("its sibling of a quarter of the codes", "lowres", "painter-emoji"),
     "painter-emoji-upsampler": IncludedModel("enlarges the sibling's codes", "upsampler", "painter-emoji"),
     "painter-any-order": IncludedModel("draws an animal, codes in any order"),
-    "painter-continuous": IncludedModel("draws an animal, vector by vector"),
     "painter-mar": IncludedModel("draws an animal, vectors in any order"),
     "painter-var": IncludedModel("draws an animal, scale by scale"),
 }
@@ -25,9 +24,6 @@ DRAFTERS = {
     "painter-eagle": IncludedModel("the embedded painter's", "image-eagle", "painter"),
     "painter-emoji-eagle": IncludedModel("that of the emoji's painter", "image-eagle", "painter-emoji"),
     "painter-distilled": IncludedModel("the embedded painter's", "distilled", "painter"),
-    "painter-continuous-drafter": IncludedModel(
-        "the embedded continuous painter's", "continuous", "painter-continuous"
-    ),
     "painter-mar-drafter": IncludedModel("the embedded MAR's", "mar", "painter-mar"),
     "painter-var-small": IncludedModel("the embedded VAR's, a painter by itself", "var", "painter-var"),
 }
@@ -39,11 +35,6 @@ INCLUDED = Included(
     worlds=("shapes", "emoji", "animals"),
     scenes="visspec.toys.scenes:scenes_of",
     detectors={"shapes": "visspec.toys.world.detector:ShapeDetector"},
-    tasks={
-        "shape-questions": "visspec.toys.scenes:shape_questions",
-        "shape-captions": "visspec.toys.scenes:shape_captions",
-    },
     parse="visspec.toys.world.suite:parse",
-    scorer="visspec.toys.judges:scorer",
     foreign="visspec.toys.judges:foreign",
 )

@@ -1,4 +1,4 @@
-"""Losses between a drafter's distribution q and the target's p (`kernels.draft_losses`), of features, and of a lesson.
+"""Losses between a drafter's distribution q and the target's p, of features, and of a lesson.
 
 `tv` is half of sum |p - q|: one minus the acceptance rate of exact verification with independent samples, and a bound
 for coupled ones. Its gradient is weak while q is far from p, so training starts with `soft_ce`.
@@ -9,6 +9,7 @@ numbers of a state of the target.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec import kernels
 from visspec.types import Rollout, TrainedDrafter, TrainingBatch
 
 if TYPE_CHECKING:
@@ -28,25 +28,43 @@ ELEMENTS = 1 << 24  # numbers of the logits of a chunk: 64 MB in float32
 
 def tv(q_logits: Tensor, p_logits: Tensor) -> Tensor:
     """Total variation, half of sum |p - q|: (..., V) -> (...)."""
-    return _per_token(q_logits, p_logits)[0]
+    return _per_token(_tv, q_logits, p_logits)
 
 
 def kl(q_logits: Tensor, p_logits: Tensor) -> Tensor:
     """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 contribute 0: (..., V) -> (...)."""
-    return _per_token(q_logits, p_logits)[1]
+    return _per_token(_kl, q_logits, p_logits)
 
 
 def soft_ce(q_logits: Tensor, p_logits: Tensor) -> Tensor:
     """Cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
-    return _per_token(q_logits, p_logits)[2]
+    return _per_token(_soft_ce, q_logits, p_logits)
 
 
-def _per_token(q_logits: Tensor, p_logits: Tensor) -> tuple[Tensor, ...]:
+def _per_token(formula: Callable[[Tensor, Tensor], Tensor], q_logits: Tensor, p_logits: Tensor) -> Tensor:
+    """A formula of both logits in float32 or more, fused by the compiler on a GPU. Only q gets a gradient."""
     kind = torch.promote_types(q_logits.dtype, torch.float32)
     q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
-    p = p.clone() if p.is_inference() else p  # autograd can't save inference tensors
-    each = kernels.draft_losses(*(logits.reshape(-1, logits.shape[-1]) for logits in (q, p)))
-    return tuple(loss_R.view(q_logits.shape[:-1]) for loss_R in each)
+    return (_compiled(formula) if q.is_cuda else formula)(q, p)
+
+
+@functools.cache
+def _compiled(formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(formula, dynamic=True)
+
+
+def _tv(q: Tensor, p: Tensor) -> Tensor:
+    return (q.softmax(dim=-1) - p.softmax(dim=-1)).abs().sum(dim=-1) / 2
+
+
+def _kl(q: Tensor, p: Tensor) -> Tensor:
+    log_p, log_q = p.log_softmax(dim=-1), q.log_softmax(dim=-1)
+    return torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0).sum(dim=-1)
+
+
+def _soft_ce(q: Tensor, p: Tensor) -> Tensor:
+    p = p.softmax(dim=-1)
+    return -torch.where(p > 0, p * q.log_softmax(dim=-1), 0).sum(dim=-1)
 
 
 KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}

@@ -1,0 +1,213 @@
+"""Drafters of image codes: trained on pictures that the target draws, saved, loaded, resumed; what is refused."""
+
+import json
+
+import pytest
+import torch
+
+from tests import tiny_images as tiny
+from tests.doubles import one_sentence
+from tests.test_image_targets import llamagen_model
+from visspec import ImagePipeline
+from visspec.accept.exact import Exact
+from visspec.api import train_image_drafter as training
+from visspec.api import zoo
+from visspec.api.presets import TRAINED_IMAGES
+from visspec.cli.main import main
+from visspec.io import included
+from visspec.models.distilled import drafter as distilled
+from visspec.models.distilled.drafter import DistilledDrafter
+from visspec.models.distilled.head import BLANK, GUESSED, KNOWN
+from visspec.models.eagle.image_drafter import CaptureTarget
+from visspec.sampling import gumbel_given
+from visspec.train.capture import capture
+from visspec.train.loop import Trainer
+
+WORDS = ["a red cube", "blue", "a blue cube on grass"]
+TARGETS = {
+    "janus": lambda: ImagePipeline(tiny.janus(), Worded()),
+    "emu3": lambda: ImagePipeline(tiny.emu3(), tiny.emu3_processor()),
+    "glm_image": lambda: ImagePipeline(tiny.glm_image(), tiny.glm_processor()),
+    "chameleon": lambda: ImagePipeline(tiny.chameleon(), tiny.ChameleonTexts(), parts={"style": "lumina"}),
+    "llamagen": lambda: ImagePipeline(llamagen_model("class"), None),
+}
+SMALL = {"steps": 4, "rows": 2, "group": 1, "reuse": 2, "unroll": 2, "save_every": 1, "eval_every": 2}
+SIZES = {"emu3": {"height": 8, "width": 6}, "chameleon": {"height": 64, "width": 64}}
+
+
+class Worded:
+    """As much of a `JanusProcessor` as prompts need."""
+
+    def __call__(self, text, **options):
+        ids, attention = tiny.prompts(len(text))
+        return {"input_ids": ids, "attention_mask": attention.long()}
+
+
+class Stopped(Exception): ...
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A file of prompts, one for words and one for class numbers."""
+    (tmp_path / "words.txt").write_text("\n\n".join(WORDS))
+    (tmp_path / "classes.txt").write_text("1\n2\n3\n")
+    return lambda name: tmp_path / ("classes.txt" if name == "llamagen" else "words.txt")
+
+
+def weights(folder):
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("preset", TRAINED_IMAGES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "glm_image" else n for n in TARGETS])
+def test_a_drafter_trains_and_draws_what_its_model_does(texts, tmp_path, name, preset):
+    pipe, size, out = TARGETS[name](), SIZES.get(name, {}), tmp_path / "out"
+    found = training.run(pipe, out, prompts=texts(name), preset=preset, **SMALL, **size)
+    assert [entry["step"] for entry in found] == [2, 4] and all(entry["tau_sampled"] >= 1.0 for entry in found)
+    prompts = training.read_prompts(texts(name))[:2]
+    asked = {"seed": 3, "output_type": "latent", "acceptance": "exact", **size}
+    fast, plain = (pipe(prompts, drafter=spec, **asked) for spec in (str(out), "none"))
+    assert all(torch.equal(a, b) for a, b in zip(fast.tokens, plain.tokens)) and fast.stats[0].faults == 0
+    fresh = zoo.drafter_class(preset).for_model(pipe.family, **TRAINED_IMAGES[preset].network)
+    trained = zoo.drafter(str(out), pipe.model, pipe.family)[0].head.state_dict()
+    assert any(not torch.equal(p, trained[name]) for name, p in fresh.head.state_dict().items())
+    card = (out / "README.md").read_text()
+    assert f"preset `{preset}`" in card and f"ImagePipeline.from_pretrained('', drafter='{out}')" in card
+
+
+@pytest.mark.parametrize("preset", TRAINED_IMAGES)
+def test_a_killed_run_ends_with_the_weights_of_a_whole_one(texts, tmp_path, monkeypatch, preset):
+    options = {"prompts": texts("janus"), "preset": preset, **SMALL, "store": tmp_path / "store"}
+    training.run(TARGETS["janus"](), tmp_path / "whole", **options)
+    update, steps = Trainer.update, []
+
+    def stop(trainer, lessons):
+        if len(steps) == 3:
+            raise Stopped
+        steps.append(1)
+        return update(trainer, lessons)
+
+    monkeypatch.setattr(Trainer, "update", stop)
+    options["store"] = None  # drawn again, and not read
+    with pytest.raises(Stopped):
+        training.run(TARGETS["janus"](), tmp_path / "part", **options)
+    monkeypatch.undo()
+    training.run(TARGETS["janus"](), tmp_path / "part", **options, resume=True)
+    assert weights(tmp_path / "part") == weights(tmp_path / "whole")
+    with one_sentence("resume: got data '2 prompts, "):
+        (tmp_path / "words.txt").write_text("blue\nred")
+        training.run(TARGETS["janus"](), tmp_path / "part", **options, resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not included.present("painter"), reason="the included image model is not in this checkout")
+def test_an_included_model_has_prompts_of_its_own(tmp_path):
+    training.run("painter", tmp_path, steps=1, rows=2, group=1, reuse=1, eval_rows=2)
+    record = json.loads((tmp_path / "provenance.json").read_text())
+    assert record["target"] == "painter" and int(record["settings"]["data"].split()[0]) > 50
+    assert "from_pretrained('painter', drafter=" in (tmp_path / "README.md").read_text()
+
+
+def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):
+    pipe, out = TARGETS["emu3"](), tmp_path / "out"
+    pipe.save_pretrained(tmp_path / "model")
+    argv = ["train", "drafter", "--target", str(tmp_path / "model"), "--out", str(out), "--steps", "2", "--rows", "2"]
+    asked = [*argv, "--prompts", str(texts("emu3")), "--height", "8", "--width", "6"]
+    assert main([*asked, "--intermediate", "16"]) == 0
+    record = json.loads((out / "provenance.json").read_text())
+    assert record["settings"]["intermediate"] == 16 and record["preset"] == "image-eagle"
+    again = ImagePipeline.from_pretrained(str(tmp_path / "model"), drafter=str(out))
+    assert again("blue", height=8, width=6, output_type="latent").tokens[0].shape == (12,)
+    again.save_pretrained(tmp_path / "both")
+    assert ImagePipeline.from_pretrained(str(tmp_path / "both")).drafter == str(tmp_path / "both" / "drafter")
+    capsys.readouterr()
+    for more, said in (
+        ([], "prompts: got none. Give --prompts FILE"),
+        (["--max-pixels", "9", "--prompts", "x"], "max_pixels: this option is for drafters of text"),
+        (["--data", "x", "--height", "9"], "height: this option is for drafters of images"),
+        (["--preset", "eagle3", "--prompts", "x"], "preset: got 'eagle3', expected one of image-eagle, distilled"),
+        (["--layers", "2", "--prompts", "x"], "layers: the preset 'image-eagle' has one layer"),
+        (["--prompts", str(texts("emu3"))], "holds a drafter, expected a folder of its own or --resume or --overwrite"),
+    ):
+        assert main([*argv, *more]) == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "draws"), [("continuous", "vectors"), ("var", "maps"), ("randar", "any order")])
+def test_models_of_other_kinds_are_refused(texts, tmp_path, model, draws):
+    pipe = TARGETS["janus"]()
+    pipe.family.draws, pipe.family.name = draws, model
+    with pytest.raises(
+        ValueError, match=f"target: {model} draws {draws}. Only models that draw one code after another"
+    ):
+        training.run(pipe, tmp_path / "out", prompts=texts(model))
+    assert not (tmp_path / "out").exists()
+
+
+# --- the distilled drafter's lessons ----------------------------------------------------------------------------------
+
+
+def lesson_of(pipe, rows=3):
+    prompts = training.ImagePrompts(pipe, pipe.family.layout(), WORDS, rows, seed=1)
+    return capture(CaptureTarget(pipe.family), Exact(), prompts(0))
+
+
+def test_noise_given_codes_explains_them_and_is_gumbel():
+    torch.manual_seed(0)
+    logp = torch.randn(5).log_softmax(-1).expand(20000, -1)
+    noise = -torch.empty_like(logp).exponential_().log()
+    codes = (logp + noise).argmax(-1)
+    again = gumbel_given(logp, codes)
+    assert torch.equal((logp + again).argmax(-1), codes)
+    for which in (again, noise):  # the same law, and that of independent Gumbel numbers
+        share = torch.exp(-torch.exp(-which)).sort(dim=0).values  # uniform
+        assert (share - torch.linspace(0, 1, len(share))[:, None]).abs().max() < 0.015
+        assert (torch.corrcoef(which.T) - torch.eye(5)).abs().max() < 0.03
+    cut = gumbel_given(torch.tensor([0.0, -torch.inf]), torch.tensor(0))
+    assert cut.isfinite().all() and cut[0] > -1e3
+
+
+@pytest.mark.parametrize(("shares", "kinds"), [((1.0, 0.0), {KNOWN, BLANK}), ((0.0, 1.0), {KNOWN, GUESSED})])
+def test_missing_codes_and_guesses_weigh_less_the_later_they_come(monkeypatch, shares, kinds):
+    pipe = TARGETS["janus"]()
+    lesson, used = lesson_of(pipe), DistilledDrafter.for_model(pipe.model, layers=2)
+    monkeypatch.setattr(distilled, "BLANKS", shares[0])
+    monkeypatch.setattr(distilled, "GUESSES", shares[1])
+    seen = []
+    used.head.register_forward_pre_hook(lambda module, given: seen.append(given[1]))
+    torch.manual_seed(0)
+    ((states, weight, _),) = used.rollout(lesson, 1)
+    assert set(seen[-1].flatten().tolist()) == kinds and states.shape[:2] == weight.shape == (3, 15)
+    for row, kind in zip(weight, seen[-1]):
+        known = int((kind == KNOWN).sum())
+        expected = [1.0] * known + [distilled.FADE**n for n in range(1, len(row) - known + 1)]
+        torch.testing.assert_close(row, torch.tensor(expected))
+
+
+def test_guesses_of_a_drafter_that_knows_the_model_are_its_codes(monkeypatch):
+    """With the target's own logits every guess is the code that the noise was drawn for."""
+    pipe = TARGETS["janus"]()
+    lesson, used = lesson_of(pipe), DistilledDrafter.for_model(pipe.model, layers=2)
+    logits = lesson.logits.clone()
+    monkeypatch.setattr(used, "trained_logits", lambda states, tokens: logits.log_softmax(-1))
+    torch.manual_seed(0)
+    codes = lesson.ids[:, lesson.prompt_length : -1]
+    ahead = torch.arange(15).expand(3, -1) - 4
+    found = used._guesses(lesson, torch.arange(3), ahead, torch.where(ahead > 0, BLANK, KNOWN))
+    assert torch.equal(found, codes)
+
+
+def test_a_drafter_starts_from_layers_of_its_target():
+    """All layers and the head: the target's distributions, whatever the layout of rotations and of grouped heads."""
+    pipe = TARGETS["janus"]()
+    family, lesson = pipe.family, lesson_of(pipe)
+    used = DistilledDrafter.for_model(pipe.model, layers=2)
+    codes = lesson.ids[:, lesson.prompt_length : -1]
+    with torch.no_grad():
+        states = used._pass(lesson, slice(None), codes, torch.full_like(codes, KNOWN))
+        found = used.head.logits(states)
+        for b in range(3):
+            prompt = lesson.embeddings[b, lesson.attention[b]]
+            inputs = torch.cat([prompt, family.embed(codes[b])])[None]
+            hidden = family.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
+            expected = family.head(hidden)[:, -codes.shape[1] :]
+            torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-3, atol=1e-3)

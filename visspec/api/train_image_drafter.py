@@ -1,0 +1,175 @@
+"""Distil a drafter of image codes from pictures that the target draws itself.
+
+The command behind `visspec train drafter --target MODEL --prompts FILE --out FOLDER`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from visspec.accept.exact import Exact
+from visspec.api import zoo
+from visspec.api.images import ImagePipeline
+from visspec.api.presets import TRAINED_IMAGES
+from visspec.api.train_drafter import (
+    check_out,
+    finish,
+    fresh_or_resumed,
+    keep_answers,
+    lessons_of,
+    options_of,
+    requests_of,
+    train,
+)
+from visspec.api.train_processes import workers
+from visspec.api.training_data import HELD_OUT
+from visspec.io import included
+from visspec.io.provenance import provenance
+from visspec.models.eagle.image_drafter import CaptureTarget
+from visspec.models.image_codes.families import prompt_of
+from visspec.models.image_codes.target import ImageLayout
+from visspec.train.loop import Trainer, checkpoint
+from visspec.train.validation import measure
+from visspec.types import Request
+
+USE = """from visspec import ImagePipeline
+
+pipe = ImagePipeline.from_pretrained({target!r}, drafter={spec!r})"""
+
+
+class ImagePrompts:
+    """Batches of requests for pictures of texts, a pure function of their number: epoch by epoch in a seeded order, at
+    the model's own guidance and temperature. No two requests draw the same noise.
+    """
+
+    def __init__(self, pipe: ImagePipeline, layout: ImageLayout, texts: list[str], rows: int, seed: int):
+        self.family, self.layout, self.sampling = pipe.family, layout, pipe.sampling(None, None, None, None)
+        self.texts, self.rows, self.seed = texts, rows, seed
+
+    def __call__(self, number: int) -> Request:
+        first = number * self.rows
+        texts = [self.text(n) for n in range(first, first + self.rows)]
+        with torch.no_grad():
+            prompt = prompt_of(self.family, texts, self.sampling.guidance != 1.0, self.layout)
+        self.family.check(prompt, self.layout, self.sampling.guidance)
+        positions, device = self.layout.positions, prompt.ids.device
+        request = Request(prompt, prompt.ids, positions, self.sampling, grid=self.layout.grid)
+        if bool((self.layout.fixed >= 0).any()):
+            request.fixed = self.layout.fixed.to(device)
+        if not self.sampling.greedy:
+            seeds = range((self.seed << 40) + first, (self.seed << 40) + first + self.rows)
+            request.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        return request
+
+    def text(self, number: int) -> str:
+        epoch, place = divmod(number, len(self.texts))
+        order = torch.randperm(len(self.texts), generator=torch.Generator().manual_seed(self.seed + epoch))
+        return self.texts[int(order[place])]
+
+
+def run(
+    target: str | ImagePipeline,
+    out: str | Path,
+    *,
+    prompts: str | Path | None = None,
+    preset: str | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    resume: bool = False,
+    overwrite: bool = False,
+    rows: int = 16,
+    eval_rows: int = 16,
+    layers: int | None = None,
+    intermediate: int | None = None,
+    height: int | None = None,
+    width: int | None = None,
+    device: str = "cpu",
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+    parallel: str | None = None,
+    bf16: bool = False,
+    eval_every: int | None = None,
+    store: str | Path | None = None,
+    **plan: Any,
+) -> list[dict]:
+    """Train and save a drafter for an image model that draws code after code. Returns the validations.
+
+    Args:
+        target: a folder, a hub id, an included model, or a pipeline.
+        out: the folder that will hold the drafter with the best validation.
+        prompts: a file with a prompt on each line. Default: the prompts of an included model's world.
+        preset: "image-eagle" (default) or "distilled", see `presets.TRAINED_IMAGES`.
+        rows: pictures that are drawn together.
+        eval_rows: prompts that only validate, a twentieth of them at most.
+        layers: of the distilled drafter.
+        height, width: of the pictures in pixels. Default: the model's own. A drafter drafts pictures of one size.
+
+    Other arguments are those of `train_drafter.run`. Raises ValueError for models of vectors, of scales, and of any
+    order, and where there are no prompts.
+    """
+    name = preset or next(iter(TRAINED_IMAGES))
+    found = zoo.training_preset(name, TRAINED_IMAGES)
+    given = {"layers": layers, "intermediate": intermediate}
+    asked = {key: value for key, value in given.items() if value is not None}
+    if "layers" in asked and "layers" not in found.network:
+        raise ValueError(f"layers: the preset {name!r} has one layer. Leave this option out.")
+    if prompts is None and target not in included.table().models:
+        raise ValueError("prompts: got none. Give --prompts FILE with a prompt on each line, or --data for text.")
+    options = options_of(rows, steps, eval_every, bf16, **{"seed": seed, **found.plan, **plan})
+    check_out(Path(out), resume, overwrite)
+    several = workers(parallel, device)
+    device = str(several.device) if several.world > 1 and device != "cpu" else device
+    texts = None if prompts is None else read_prompts(prompts)
+    if isinstance(target, ImagePipeline):
+        pipe, where = target, str(getattr(target.model.config, "name_or_path", ""))
+    else:
+        remote, where = trust_remote_code, str(target)
+        pipe = ImagePipeline.from_pretrained(where, device=device, dtype=dtype, trust_remote_code=remote)
+    family = pipe.family
+    if family.draws != "codes":
+        raise ValueError(
+            f"target: {family.name} draws {family.draws}. Only models that draw one code after another have drafters"
+            " that are trained this way."
+        )
+    texts = texts or [row["prompt"] for row in included.scenes(None, pipe.processor, "prompts").prompts()]
+    layout = family.layout(height, width)
+    grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
+    resumed = resume and checkpoint(out) is not None
+    lessons, kind = lessons_of(out, resumed, options, several), zoo.drafter_class(found.kind)
+    drafter = fresh_or_resumed(family, out, resumed, seed, kind, found.draft, **{**found.network, **grid, **asked})
+    digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
+    shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}
+    record = provenance(pipe.model, seed=seed, target=where, data=str(prompts), recipe="train_drafter", preset=name)
+    record["settings"] = {**shared, "eval_rows": eval_rows, "preset": name, **given}
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    texts, held = [texts[n] for n in order], max(1, min(int(HELD_OUT * len(texts)), eval_rows))
+    capturing = CaptureTarget(family)
+    checks = [  # one batch each
+        ImagePrompts(pipe, layout, part, len(part), seed + 1 + n)
+        for n, part in enumerate(texts[first : min(first + rows, held)] for first in range(0, held, rows))
+    ]
+
+    def validate() -> dict[str, float]:
+        """tau on pictures of held-out prompts, at the drafter's own depth."""
+        requests = [each(0) for each in checks]
+        return {"tau_sampled": round(measure(capturing, drafter, Exact(), requests, drafter.traits.levels).tau, 3)}
+
+    wanted = ImagePrompts(pipe, layout, texts[held:] or texts, rows, seed)
+    trainer = Trainer(capturing, drafter, Exact(), wanted, options, out, record, validate, several)
+    if store is not None:
+        keep_answers(trainer, store, {**shared, "batch": rows, "seed": seed}, requests_of(options, lessons))
+    history = train(trainer, resume)
+    finish(trainer, history, pipe.model, found.draft, held, use=USE)
+    return history
+
+
+def read_prompts(file: str | Path) -> list[str]:
+    """The lines of a file that are not blank. Raises ValueError if there are none."""
+    lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"prompts: {file} is empty. Write a prompt on each line.")
+    return lines
