@@ -92,7 +92,7 @@ def test_the_page_of_a_real_image_bench(tmp_path, image_record):
     assert "share of right pictures 0.000 [0.000, 0.658]" in text
     assert len(cases) == 2 and source.count("✗ wrong") == 8 and "of the pixels are unexplained" in words(cases[0])
     for case in cases:  # plain and loose draft nothing and have no map; Jacobi windows do
-        cells = case.split("<figure>")[1:]
+        cells = case.split('<div class="maps">')[1:]
         assert [cell.count('alt="acceptance by token"') for cell in cells] == [0, 1, 1, 0]
     assert source.count("Acceptance over the token grid") == 2
     assert "✓ 2 of 2" in text and "SUSPECT" not in text

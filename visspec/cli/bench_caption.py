@@ -6,11 +6,11 @@ prompt. Every arm goes through the same `model.generate` entry, so preparation a
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 from rich.table import Table
@@ -78,7 +78,7 @@ def run(arguments: Options) -> None:
         images = arguments.scenes(processor).images(arguments.count)
     if not images:
         raise ValueError(f"images: got none that can be read, expected some in {', '.join(arguments.images or [])}")
-    drafters = arguments.drafter or [default_drafter(model)[0]]
+    drafters: Sequence[Any] = arguments.drafter or [default_drafter(model)[0]]
     record = bench_caption(model, processor, images, arguments, drafters, assistant, data=data)
     arguments.end(record, *views(record))
 
@@ -156,10 +156,10 @@ def throughput(fast: Accelerated, single: Sequence, batches: Sequence, options: 
 
     single: inputs of each image; batches: the same in batches, as (index, inputs). Medians over passes in turns.
     """
-    slots = len(batches[0][1]["input_ids"])
-    arms = {
+    slots, model = len(batches[0][1]["input_ids"]), cast(Any, fast.model)
+    arms: dict[str, Callable[[], Any]] = {
         "stream": lambda: list(fast.stream(single, slots=slots, **options)),
-        "transformers": lambda: [fast.model.generate(**inputs, **options) for _, inputs in batches],
+        "transformers": lambda: [model.generate(**inputs, **options) for _, inputs in batches],
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for number, order in speed.turns(list(arms), 1 + PASSES):

@@ -4,6 +4,7 @@ On a GPU the Triton kernels are timed, on a CPU what takes their place there: re
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -81,7 +82,7 @@ def host_syncs(cases: list[BenchCase], device: torch.device) -> int | None:
     return sum("synchroniz" in str(warning.message) for warning in found)
 
 
-def slower(row: dict[str, Any]) -> bool:
+def slower(row: Mapping[str, Any]) -> bool:
     return row["ratio_to_eager"] < 1
 
 

@@ -71,7 +71,7 @@ def tune(pipe: ImagePipeline, texts: list[str], found: dict[str, str], seed: int
     best = [row["name"] for row in sorted(drafting, key=lambda row: -row["over_plain"])][:FINALISTS]
     for row in bench(pipe, texts[half:], {name: found[name] for name in best}, {}, seed + half)["rows"] if best else ():
         rows[row["name"]] |= {"measured_speedup": row["over_plain"], "measured_ci95": row["over_plain_ci95"]}
-    chosen = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default={})
+    chosen: dict[str, Any] = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default={})
     pays = chosen.get("measured_speedup", 0.0) >= PAYS
     ones = {name: [1.0, 1.0] if name.endswith("ci95") else 1.0 for name in FIGURES}
     choice = chosen if pays else ones | {"guarantee": "exact", **zoo.method(PLAIN)}
