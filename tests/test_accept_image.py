@@ -89,15 +89,15 @@ def by_definition(name, rule, p, q):
             group = order[max(rank - 1, 0) : rank + 2] if name == "grouped" else (labels == labels[x]).nonzero()[:, 0]
             ratio = float(p[group].sum()) / (1.0 if q is None else float(q[group].sum()))
         else:
-            ratio = (1.5 if name == "cool" else 1.25) * px / qx
+            ratio = 1.5 * px / qx
         f.append(max(min(1.0, ratio), min(1.0, px / qx)))
     return torch.tensor(f, dtype=torch.float64)
 
 
-def enumerated(rule, p, q, x=None):
-    """The law of the first token with the uniforms integrated out, (C, K): for every drafted code, or for one."""
-    tokens = torch.tensor([[0, c] for c in (range(K) if x is None else [x])])
-    distribution = None if q is None else torch.stack([p, q]).expand(len(tokens), 2, K)
+def enumerated(rule, p, q):
+    """The law of the first token with the uniforms integrated out, (K, K): for every drafted code."""
+    tokens = torch.tensor([[0, c] for c in range(K)])
+    distribution = None if q is None else torch.stack([p, q]).expand(K, 2, K)
 
     def verify(tokens, parent, p, q, uniforms, draw):
         verdict = rule.judge(drafted(tokens, CHAIN, q), p, uniforms, draw)
@@ -112,7 +112,7 @@ def meters(rule, p, q):
     distribution = None if q is None else torch.stack([p, q]).expand(K, 2, K)
     zero = torch.zeros(K, 2, dtype=torch.float64)
     verdict = rule.judge(drafted(tokens, CHAIN, distribution), p.expand(K, 2, K), zero, zero[:, 0])
-    return verdict.drift.double(), None if verdict.displacement is None else verdict.displacement.double()
+    return verdict.drift.double(), verdict.displacement.double()
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])

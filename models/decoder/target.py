@@ -164,7 +164,7 @@ class HFDecoder(RunningTarget):
             aux["raw"] = output.logits[:, -1:]
         if self.head_states and seen["last_hidden_state"] is not None:
             aux["states"] = seen["last_hidden_state"][:, -1:]
-        logits = process(output.logits[:, -1:], trees.empty_draft(state.pending, own=True), state)
+        logits = process(output.logits[:, -1:], trees.empty_draft(state.pending), state)
         scores = Scores(Categorical(logits), self.features(output, seen), aux)
         if plan is not None:
             plan.cache.misses += rows
@@ -253,7 +253,7 @@ class HFDecoder(RunningTarget):
         try:
             slots.lengths, slots.mask = [n + level for n in slots.lengths], None
             ahead = replace(state, position=state.position + level)
-            return self._pass(self.layer_subset(skip), ahead, trees.empty_draft(value, own=True))[0].logits[:, 0]
+            return self._pass(self.layer_subset(skip), ahead, trees.empty_draft(value))[0].logits[:, 0]
         finally:
             slots.lengths, slots.mask = kept
 

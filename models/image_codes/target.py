@@ -371,7 +371,7 @@ class ImageAR(RunningTarget):
         cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
         if padded:
             cache.slots.padding = prompt.attention
-        return state, self._scores(state, trees.empty_draft(state.pending, own=True), hidden[:, -1:], hidden)
+        return state, self._scores(state, trees.empty_draft(state.pending), hidden[:, -1:], hidden)
 
     def _open_buffer(self, request: Request) -> tuple[Tensor, Any]:
         """The node before the first, (B, *X), and the output buffer of a request."""

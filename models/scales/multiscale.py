@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from visspec.io.checkpoint import check_whole, check_wholes
 
 GROUPS = 32  # of every group norm
+MOST_CODES = 1 << 20  # of all maps of an image
 MIX = 0.5  # share of the convolution in what a map adds
 
 
@@ -41,6 +42,8 @@ class ScaleSizes:
                 raise ValueError(f"scales: got {grid!r}, expected rows and columns of each map")
             for side in grid:
                 check_whole("scales", side)
+        if (codes := sum(rows * columns for rows, columns in self.grids)) > MOST_CODES:
+            raise ValueError(f"scales: got {codes} codes in {len(self.grids)} maps, expected at most {MOST_CODES}")
 
     @classmethod
     def square(cls, *sides: int) -> ScaleSizes:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from PIL.Image import Image
 from visspec.api import queueing
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, seed_of
+from visspec.io.checkpoint import first_line
 from visspec.io.images import MAX_PIXELS, read_image
 from visspec.io.videos import FRAMES, Clip, open_media
 from visspec.loop.stats import Stats, ended_by, text_pieces
@@ -29,6 +31,7 @@ from visspec.types import Processor
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 Prepared = tuple[Record, dict[str, Any] | Exception]  # a record without its pixels, and its inputs or what went wrong
+MOST_LINES = 1_000_000  # of a chat template, run for one prompt
 PROMPT = "describe the picture in detail ."
 
 
@@ -52,13 +55,43 @@ def chat_prompt(processor, request: str) -> str:
     return chat_text(processor, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": request}]}])
 
 
-def chat_text(processor, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
-    """The prompt of a conversation, in the processor's chat template (plain text if it has none)."""
+def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
+    """The prompt of a conversation, in the processor's chat template (plain text if it has none). Raises ValueError if
+    the template fails, or works for too long.
+    """
     if getattr(processor, "chat_template", None):
-        given = {"tools": list(tools)} if tools else {}
-        return processor.apply_chat_template(messages, add_generation_prompt=True, **given)
+        try:
+            with bounded_template():
+                return processor.apply_chat_template(messages, add_generation_prompt=True)
+        except Exception as error:  # templates come with a checkpoint and raise anything
+            raise ValueError(
+                f"chat_template: got an error of the processor's template ({first_line(error)}), expected a prompt"
+            ) from error
     marks = {kind: getattr(processor, f"{kind}_token", f"<{kind}>") for kind in ("image", "video")}
     return " ".join(marks.get(p["type"]) or p["text"] for m in messages for p in m["content"])
+
+
+@contextmanager
+def bounded_template() -> Iterator[None]:
+    """Stop templates, of which files may hold any, that run more than `MOST_LINES` lines. jinja's sandbox limits one
+    `range`, not loops inside loops.
+    """
+    left, before = MOST_LINES, sys.gettrace()
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if frame.f_code.co_filename != "<template>":
+            return None
+        left -= event == "line"
+        if left < 0:
+            raise RuntimeError(f"it ran more than {MOST_LINES:,} lines")
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
@@ -29,6 +29,7 @@ SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
     "tp": {"tp_plan": "auto"},
 }
+MOST_MISSING = 4  # parameters that a configuration may describe for each number in the weights
 HUB_IDS = {  # models in transformers' form, by `model_type` of the authors' own
     "multi_modality": "deepseek-community/Janus-Pro-1B",
     "Emu3": "BAAI/Emu3-Gen-hf",
@@ -173,12 +174,16 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     _check_spread(device) if spread else _check_device(device)
     on_cpu = device == "cpu" or (bool(spread) and not torch.cuda.is_available())
     precision = torch.float32 if on_cpu and dtype == "auto" else dtype
+    if local and not trust_remote_code:
+        _check_size(Path(where), kind)
     try:
         with quiet():  # what it would report of the tensors is said below, in one sentence
             model, info = kind.from_pretrained(
                 where, dtype=precision, use_safetensors=True, output_loading_info=True, **options, **spread
             )
-    except (RuntimeError, OSError, KeyError, SafetensorError) as error:
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of whichever library checks the part that is wrong
         known = ", ".join(included.table().models) or "none here"
         expected = f", expected a folder, a hub id or an included model ({known})"
         why = checkpoint.first_line(error) + ("" if local or "/" in where else expected)
@@ -192,6 +197,34 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     logger.info("%s: loaded %s, %s, to %s", where, type(model).__name__, model.dtype, device)
     processor = transformers.AutoProcessor.from_pretrained(where, **options) if worded else None
     return (model if spread else model.to(device)).eval(), processor
+
+
+def _check_size(folder: Path, kind: Any) -> None:
+    """Raises ValueError for a config.json that describes a far larger model than the folder's weights: transformers
+    would make the missing ones before it reports them.
+    """
+    try:
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+            layers = config.to_dict()
+    except Exception:
+        return  # loading it gives the reason
+    check_layers(layers, folder)
+    if layers.get("quantization_config"):
+        return  # packed weights have other shapes
+    try:
+        with quiet(), torch.device("meta"):
+            concrete = issubclass(kind, transformers.PreTrainedModel)
+            model = kind._from_config(config) if concrete else kind.from_config(config)
+    except Exception:
+        return
+    wanted = sum(p.numel() for p in model.parameters())
+    found = sum(math.prod(shape) for shape in checkpoint.read_shapes(folder).values())
+    if wanted > MOST_MISSING * found:
+        raise ValueError(
+            f"model: config.json of {folder} describes {wanted:,} parameters, and its weights are {found:,} numbers,"
+            " expected those of the model"
+        )
 
 
 def _check_device(device: str) -> None:

@@ -19,7 +19,7 @@ from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
 from visspec.models.drafting.static_tree import StaticTreeBuilder
 from visspec.models.drafting.structure import Chain, StructuredDrafter
-from visspec.sampling import Gumbel, child_generator
+from visspec.sampling import Gumbel
 from visspec.types import Capabilities, Draft, DrafterTraits, Outcome, Request, Sampling, Scores, State, Target
 
 LATENT = 8
@@ -139,7 +139,7 @@ class SimulatedDrafter(StructuredDrafter):
 
     def start(self, state: State, scores: Scores) -> None:
         if state.noise is not None and state.noise.samples and self.paths:
-            state.memory = Gumbel([child_generator(g) for g in state.noise.generators], self.simulation.codes)
+            state.memory = Gumbel(state.noise.child_generators(), self.simulation.codes)
 
     def propose(self, state: State, depth: int) -> Draft:
         logits_BDK = ahead(state, torch.arange(depth)[None], self.simulation.drafter)

@@ -5,7 +5,6 @@ The command behind `visspec train drafter --target FOLDER --data DATA --out FOLD
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -183,13 +182,7 @@ def run(
     max_new_tokens: int = 256,
     max_pixels: int | None = None,
     max_bad: int = 100,
-    image_latents: int | None = None,
     preset: str | None = None,
-    draft_vocab: int | None = None,
-    head_rank: int | None = None,
-    block: int | None = None,
-    layers: int | None = None,
-    intermediate: int | None = None,
     device: str = "cpu",
     dtype: str = "auto",
     trust_remote_code: bool = False,
@@ -201,8 +194,8 @@ def run(
     dry_run: bool = False,
     **plan: Any,
 ) -> list[dict]:
-    """Train and save a drafter; `plan` are further fields of `visspec.train.options.TrainingOptions`. Returns the
-    validations. The folder holds the drafter of the best of them.
+    """Train and save a drafter; `plan` are options of its network (`NETWORK`) and further fields of
+    `visspec.train.options.TrainingOptions`. Returns the validations. The folder holds the drafter of the best of them.
 
     answers, ignore: as in `TrainingData`. epochs: in place of `steps`, how often the data is seen. eval_rows: items
     that only validate, a twentieth of the data at most. max_pixels: pictures are scaled down to it. max_bad: items that
@@ -225,7 +218,7 @@ def run(
     """
     if steps is not None and epochs is not None:
         raise ValueError(f"epochs: got {epochs} and {steps} steps, expected one of the two")
-    given: dict[str, Any] = dict(zip(NETWORK, (image_latents, draft_vocab, head_rank, block, layers, intermediate)))
+    given = {name: plan.pop(name, None) for name in NETWORK}
     asked = {name: value for name, value in given.items() if value is not None}
     check_preset(preset, asked)
     options_of(rows, steps, eval_every, bf16, **plan)  # bad options are refused before work
@@ -393,12 +386,6 @@ def what_is_seen(
     )
 
 
-def plan_of(options: argparse.Namespace) -> TrainingOptions:
-    """The plan of a parser's options, with the target ahead in a thread of its own."""
-    given = {f.name: getattr(options, f.name) for f in fields(TrainingOptions) if hasattr(options, f.name)}
-    return TrainingOptions(**given, autocast=True, ahead=True)
-
-
 def fresh_or_resumed(
     model,
     out: str | Path,
@@ -431,8 +418,7 @@ class TextValidation:
     def __call__(self) -> dict[str, float]:
         found = {}
         for name, temperature in (("tau_greedy", 0.0), ("tau_sampled", 1.0)):
-            held_out, levels = self.held_out(temperature), self.drafter.traits.levels
-            found[name] = round(measure(self.target, self.drafter, Exact(), held_out, levels).tau, 3)
+            found[name] = round(measure(self.target, self.drafter, self.held_out(temperature)), 3)
         return found
 
 

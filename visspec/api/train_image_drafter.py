@@ -155,8 +155,7 @@ def run(
 
     def validate() -> dict[str, float]:
         """tau on pictures of held-out prompts, at the drafter's own depth."""
-        requests = [each(0) for each in checks]
-        return {"tau_sampled": round(measure(capturing, drafter, Exact(), requests, drafter.traits.levels).tau, 3)}
+        return {"tau_sampled": round(measure(capturing, drafter, [each(0) for each in checks]), 3)}
 
     wanted = ImagePrompts(pipe, layout, texts[held:] or texts, rows, seed)
     trainer = Trainer(capturing, drafter, Exact(), wanted, options, out, record, validate, several)

@@ -43,8 +43,7 @@ def read_options(found: argparse.Namespace, record: type) -> Any:
     options = record(**{one.name: getattr(found, one.name) for one in fields(record)})
     for one in fields(record):
         path, writes = getattr(options, one.name), one.metadata.get("writes")
-        folder = writes == "folder" or getattr(options, "ray", False)
-        if writes and path is not None and (why := unwritable(path, folder)) is not None:
+        if writes and path is not None and (why := unwritable(path, writes == "folder")) is not None:
             raise ValueError(f"--{one.name}: {why}")
     return options
 
@@ -120,12 +119,11 @@ class RayOptions:
     """Work in several processes, with Ray Data."""
 
     ray: bool = option(
-        "--workers processes, each with its own model, write parquet shards into the folder --out, on the machines"
-        " of RAY_ADDRESS or on this one (pip install 'visspec[ray]')",
+        "--workers processes, each with its own model, on the machines of RAY_ADDRESS or on this one"
+        " (pip install 'visspec[ray]')",
         False,
     )
     threads: Positive = option("of each process, with --ray", 1)
-    shard: Positive = option("records of a shard, with --ray", 64)
     retry_failed: bool = option("take the records that failed out of --out, to make them again", False)
 
 

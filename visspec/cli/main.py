@@ -23,7 +23,6 @@ COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options`, if it
     "bench caption": "captioning against transformers' generate and assisted modes",
     "bench drafters": "trained drafters of one target beside each other",
     "bench captions": "throughput of many captions: a stream against fixed batches",
-    "bench workers": "captions by one process and by several, through Ray Data",
     "bench image": "methods of image generation against stock generate",
     "bench prompts": "passes and the whole loop behind long prompts, against transformers",
     "bench sizes": "passes and loops at the sizes of real models, with random weights and an oracle drafter",

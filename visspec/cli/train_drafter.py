@@ -57,7 +57,9 @@ class Options(HardwareOptions):
     accumulate: Positive = option("lessons of an update, over all processes (one of each)", 1)
     bf16: bool = option("matrix products of the drafter in bfloat16", False)
     eval_every: Positive | None = option("steps between measurements of tau on held-out data (a fifth)", None)
-    eval_rows: Positive = option("items that only validate, drawn by seed, a twentieth of the data at most (64)", 64)
+    eval_rows: Positive = option(
+        "items that only validate, drawn by seed, a twentieth of the data at most (64; 16 prompts)", 64
+    )
     max_pixels: Positive | None = option("pictures are scaled down to so many", None)
     max_bad: Count = option("items that can't be read and are passed over, in each process (100)", 100)
     save_every: Positive = option("steps between checkpoints (200)", 200)

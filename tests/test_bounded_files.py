@@ -1,0 +1,103 @@
+"""Files that ask for unbounded work, or that libraries fail on, are refused with one message."""
+
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import ProcessorMixin
+
+import visspec
+from tests.doubles import one_sentence
+from tests.tiny import model_of
+from visspec.api import captions, loading, saving
+from visspec.models.scales.multiscale import ScaleSizes
+from visspec.models.var.model import VARImageConfig
+
+MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "what ?"}]}]
+
+
+class Templated(ProcessorMixin):
+    """A processor that has a chat template alone."""
+
+    def __init__(self, template):
+        self.chat_template, self.tokenizer = template, SimpleNamespace(special_tokens_map={})
+
+
+LOOPS = "{% for a in range(9999) %}" * 6 + "." + "{% endfor %}" * 6
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "access to attribute"),
+        ("{{ range(10000000) }}", "Range too big"),
+        ("{{ messages.nothing.more }}", "no attribute 'nothing'"),
+        (LOOPS, "it ran more than"),
+        (LOOPS.replace("range(9999)", "'" + "x" * 999 + "'"), "it ran more than"),
+    ],
+    ids=["attribute", "range", "undefined", "loops", "loops over a text"],
+)
+def test_chat_templates_that_fail_or_go_on(template, why, monkeypatch):
+    monkeypatch.setattr(captions, "MOST_LINES", 10_000)
+    with pytest.raises(ValueError, match="^chat_template: got an error of the processor's template .*" + why) as error:
+        captions.chat_text(Templated(template), MESSAGES)
+    assert "\n" not in str(error.value)
+
+
+def test_a_plain_template_is_rendered_and_no_trace_is_left():
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content[0].text }}{% endfor %}"
+    before = sys.gettrace()
+    assert captions.chat_text(Templated(template), MESSAGES * 500) == "user: what ?" * 500
+    assert sys.gettrace() is before
+
+
+def written(folder, config, tensors):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("text", [{"model_type": "evil"}, {"model_type": "llama"}, {}])
+def test_a_configuration_of_a_far_larger_model_is_refused_before_it_is_made(text, tmp_path):
+    config = model_of("llava").config.to_dict() | {"text_config": text}
+    folder = written(tmp_path / "m", config, {"lm_head.weight": torch.zeros(8, 8)})
+    began = time.monotonic()
+    with pytest.raises(ValueError, match=r"^model: ") as error:
+        loading.load(str(folder))
+    assert "\n" not in str(error.value) and time.monotonic() - began < 60
+
+
+def test_sizes_below_zero_are_refused_in_one_sentence(tmp_path):
+    from transformers import JanusConfig
+
+    config = JanusConfig().to_dict()
+    config |= {"architectures": ["JanusForConditionalGeneration"]}
+    config["text_config"] = config["text_config"] | {"hidden_size": -1, "num_hidden_layers": 1}
+    folder = written(tmp_path / "m", config, {"a": torch.zeros(8, 8)})
+    for load in (loading.load_image_model, loading.load_saved):
+        with pytest.raises(ValueError, match=f"^model: {folder} could not be loaded") as error:
+            load(str(folder))
+        assert "\n" not in str(error.value)
+
+
+def test_maps_of_any_size_are_refused():
+    for make in (
+        lambda: ScaleSizes(((1, 1), (10**6, 10**6))),
+        lambda: VARImageConfig(grids=[[10**6, 10**6]]),
+        lambda: ScaleSizes(tuple((1024, 1000) for _ in range(5))),
+    ):
+        with one_sentence("scales: got .* codes in .* maps, expected at most 1048576"):
+            make()
+
+
+def test_many_drafters_are_refused(tmp_path):
+    (tmp_path / saving.FILE).write_text(json.dumps({"drafter": ["ngram"] * 100_000}))
+    with one_sentence("drafter of .* is .*expected a name"):
+        saving.drafter_of(tmp_path)
+    with one_sentence("drafter of .* is .*expected a name"):
+        visspec.api.accelerate.Accelerated.from_pretrained(tmp_path)
