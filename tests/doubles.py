@@ -51,8 +51,6 @@ def tar_of(path: Path, members: dict[str, bytes]) -> Path:
 def drafted(tokens: Any, tree: Any, q: Any = None) -> Draft:
     """A draft in compact notation: -1 where there is no node, q as a tensor."""
     q = Categorical(p=q) if isinstance(q, Tensor) else q
-    if type(tokens) is not Tensor or tokens.is_meta or tokens.is_sparse:
-        return Draft(tokens, tree, q)
     return Draft(tokens.masked_fill(tokens == -1, 0), tree, q, tokens != -1)
 
 

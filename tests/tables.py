@@ -20,7 +20,7 @@ from visspec.loop.decode import decode
 from visspec.loop.output import TokenBuffer
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting.static_tree import StaticTreeBuilder
-from visspec.sampling import Gumbel, child_generator
+from visspec.sampling import Gumbel
 from visspec.types import Capabilities, Draft, DrafterTraits, Outcome, Request, Sampling, Scores, State, Trace
 
 ORDER = 3  # tokens that a law depends on
@@ -131,8 +131,7 @@ class TableTree(TableDrafter):
         self.counts, self.traits = counts, DrafterTraits(levels=len(counts))
 
     def start(self, state: State, scores: Scores) -> None:
-        generators = [child_generator(generator) for generator in state.noise.generators]
-        state.memory = Gumbel(generators, self.table.vocab)
+        state.memory = Gumbel(state.noise.child_generators(), self.table.vocab)
 
     def propose(self, state: State, depth: int) -> Draft:
         tree_builder = StaticTreeBuilder(state.pending, self.counts[:depth], state.memory.window(depth))

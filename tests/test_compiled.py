@@ -5,7 +5,6 @@ Most tests stop where the graphs and guards have been made (`eager`), or before 
 
 import copy
 import gc
-import pickle
 import random
 import warnings
 import weakref
@@ -139,19 +138,16 @@ def test_images_with_guidance_in_two_graphs(pipe):
         assert all(torch.equal(x, y) for x, y in zip(plain.tokens, found.tokens))
     passes = [target.passes for target in {setup.target for (setup, _) in quick._built.values()}]
     assert [(p.graphs, p.late, p.refused) for p in passes] == [(2, 0, "")]
-    assert copy.copy(quick).compile and not pipe.compile
 
 
 @pytest.mark.slow
-def test_a_pickle_compiles_anew_and_so_does_a_moved_model_and_one_with_a_replaced_layer():
+def test_a_moved_model_compiles_anew_and_so_does_one_with_a_replaced_layer():
     model = llama(seed=13, num_hidden_layers=1)
     quick = visspec.accelerate(model, "ngram", compile=True, adaptive=False)
     inputs = ids_of(14)
     want = model.generate(**inputs, **GREEDY)
     assert torch.equal(quick.generate(**inputs, **GREEDY), want)
-    other = pickle.loads(pickle.dumps(quick))
-    assert other.target.passes.ready == set() and other.model is not model
-    assert torch.equal(other.generate(**inputs, **GREEDY), want) and other.target.passes.graphs == 2
+    assert quick.target.passes.graphs == 2
     quick.to(torch.float64)
     assert torch.equal(quick.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
     assert quick.target.passes.graphs == 2 and quick.target.passes.late == 0

@@ -1,6 +1,8 @@
 """Faults of the drafter cost speed, never output; faults of the target are errors."""
 
 import dataclasses
+import inspect
+import re
 import warnings
 from dataclasses import replace
 
@@ -8,12 +10,16 @@ import pytest
 import torch
 
 import visspec
-from tests.doubles import NEW, Double, Oracle, compact, drafted, fast, new_tokens, stock
-from tests.tables import Steady, Table, TableDrafter, TableTarget, decoded
+from tests import tiny_images
+from tests.doubles import NEW, Double, Grower, Oracle, compact, drafted, fast, new_tokens, opened, stock
+from tests.tables import Table, TableDrafter, TableTarget, decoded
+from tests.test_threads import Words
+from tests.test_zoo import drawn, janus_pair
 from tests.tiny import IMAGE, VOCAB, llama, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.distributions import Categorical, check_tensor
+from visspec.distributions import Categorical
+from visspec.loop.safe_drafter import SafeDrafter
 from visspec.types import Capabilities, DrafterTraits, Tree
 
 SAMPLE = {"do_sample": True, "max_new_tokens": NEW, "seed": 4}
@@ -154,7 +160,7 @@ BAD_DRAFTS = {
     "no tree": lambda d, s: drafted(d.value, None),
     "tree of other rows": lambda d, s: drafted(d.value, trees.from_parents(d.tree.parent.expand(5, -1), d.levels)),
 }
-IMPOSSIBLE_TREES = {  # built by a wrong call or by hand; single nodes of them are refused
+IMPOSSIBLE_TREES = {  # built by a wrong call or by hand
     "understated levels": with_tree(lambda t: trees.Tree(t.parent, t.depth, t.ancestor, 1, False)),
     "false depth": with_tree(lambda t: trees.Tree(t.parent, t.depth * 0, t.ancestor, t.levels, False)),
     "false ancestors": with_tree(lambda t: trees.Tree(t.parent, t.depth, t.ancestor | True, t.levels, False)),
@@ -215,7 +221,7 @@ BAD_LAWS = {
 }
 
 
-SPOILT = BAD_DRAFTS | IMPOSSIBLE_TREES | BAD_IDS | BAD_LAWS
+SPOILT = BAD_DRAFTS | BAD_IDS | BAD_LAWS
 
 
 @pytest.mark.parametrize("kind", SPOILT)
@@ -229,15 +235,69 @@ def test_spoilt_drafts_cost_nothing_of_the_output(kind, shape):
         assert model.last_stats.tau > 1.5, "good nodes are still used"
 
 
-@pytest.mark.parametrize("value, found", [
-    (torch.nn.Parameter(torch.zeros(2)), "a tensor of torch.strided on cpu"),
-    (torch.zeros(2).to_sparse(), "a tensor of torch.sparse_coo on cpu"),
-    (torch.zeros(2, device="meta"), "a tensor of torch.strided on meta"),
-    ([0.0, 0.0], "list"),
-])  # fmt: skip
-def test_what_is_no_plain_tensor_is_named(value, found):
-    with pytest.raises(ValueError, match=f"^q: got {found}, expected a plain tensor on cpu$"):
-        check_tensor("q", value, None, torch.zeros(1))
+@pytest.mark.parametrize("rows, temperature", [(3, 0.0), (3, 1.0), (1, 1.0)])
+@pytest.mark.parametrize("kind", [*BAD_IDS, "rows missing", "nothing", "float ids"])
+def test_spoilt_drafts_of_images(kind, rows, temperature):
+    """Codes with guidance, in a target that runs two rows of its cache for each image."""
+    plain, _ = drawn(janus_pair(None, Exact()), list(range(rows)), temperature=temperature)
+    setup = janus_pair(Spoilt(plain, SPOILT[kind]), Exact())
+    with pytest.warns(RuntimeWarning, match="drafter Spoilt"):
+        found, state = drawn(setup, list(range(rows)), temperature=temperature, faults=None)
+    assert found == plain and state.trace.faults > 0
+
+
+def test_a_tree_for_a_rule_of_chains_is_a_fault():
+    class Branching(Double):
+        def propose(self, state, depth):
+            tree = trees.static((-1, 0, 0))
+            return drafted(torch.full((len(state.rows), 3), 5), tree)
+
+    guarded = SafeDrafter(Branching(), Capabilities(vocab=VOCAB), chains=True)
+    _, state, scores = opened("llama", shapes("llama")["one"])
+    guarded.start(state, scores)
+    with pytest.warns(RuntimeWarning, match="expected a chain"):
+        assert guarded.propose(state, 3).tree.size == 1
+    assert state.trace.faults == 1 and not state.drafting
+
+
+# --- for whoever writes a drafter -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", STAGES[:3])
+def test_the_warning_names_the_line(stage):
+    lines, first = inspect.getsourcelines(Faulty)
+    line = first + next(n for n, text in enumerate(lines) if "raise self.fault" in text)
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{__file__}:{line};")):
+        fast("llama", Faulty(stock("llama", "one"), stage, KeyError("x"))).generate(**prompt("llama", ["9"]), **GREEDY)
+    line = inspect.getsourcelines(Spoilt.propose)[1]
+    with pytest.warns(RuntimeWarning, match=re.escape(f"{__file__}:{line};")):
+        fast("llama", Spoilt(stock("llama", "one"), SPOILT["int32 ids"])).generate(**prompt("llama", ["9"]), **GREEDY)
+
+
+@pytest.mark.parametrize("way", ["argument", "environment"])
+def test_debug_raises(way, monkeypatch):
+    if way == "environment":
+        monkeypatch.setenv("VISSPEC_DEBUG", "1")
+    options = {"debug": True} if way == "argument" else {}
+    answers, inputs = stock("llava", "ragged"), prompt("llava", shapes("llava")["ragged"])
+    spoilt = {kind: Spoilt(answers, spoil) for kind, spoil in (BAD_DRAFTS | BAD_IDS | IMPOSSIBLE_TREES).items()}
+    for drafter in [Faulty(answers, stage, KeyError("x")) for stage in STAGES[:3]]:
+        with pytest.raises(KeyError, match="x"):
+            fast("llava", drafter, **options).generate(**inputs, **GREEDY)
+    for kind, drafter in spoilt.items():
+        with pytest.raises((ValueError, TypeError, AttributeError)):
+            fast("llava", drafter, **options).generate(**inputs, **GREEDY)
+            pytest.fail(kind)
+    good = fast("llava", Grower(answers), **options)
+    assert new_tokens(good.generate(**inputs, **GREEDY), inputs) == answers
+
+
+def test_debug_of_a_pipeline():
+    pipe = visspec.ImagePipeline(
+        tiny_images.janus(), Words(), drafter=Faulty([[]], "propose", KeyError("x")), debug=True
+    )
+    with pytest.raises(KeyError, match="x"):
+        pipe(["a b"], seed=3, output_type="latent")
 
 
 def test_a_bad_law_takes_no_other_with_it():
@@ -336,20 +396,6 @@ def test_every_id_can_be_banned(banned):
     draft_lengths = [compact(draft)[:, 1:].unique(dim=0).tolist() for draft in target.drafts if draft.tree.size > 1]
     assert len(draft_lengths) > 1 and state.trace.faults == 0
     assert all(tokens == [[-1 if i == banned else i for i in range(4)]] for tokens in draft_lengths)
-
-
-def test_nodes_below_the_levels_of_a_draft_are_never_judged():
-    class Deeper(TableDrafter):
-        def propose(self, state, depth):
-            draft = super().propose(state, 3)
-            parts = (getattr(draft.tree, name).clone() for name in ("parent", "depth", "ancestor"))
-            return drafted(draft.value, Tree(*parts, depth, chain=False), draft.q)
-
-    target = Seen(Table(4, 0))
-    state = decoded(target, Deeper(target.table), Exact(), 2, 24, length_policy=Steady(1))
-    judged = [draft for draft in target.drafts if draft.tree.size > 1]
-    assert judged and int(state.refused) == 2 * sum(len(draft.real) for draft in judged)
-    assert all(draft.real.tolist() == [[True, True, False, False]] * len(draft.real) for draft in judged)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

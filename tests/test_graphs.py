@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import pickle
 import warnings
 from types import SimpleNamespace
 
@@ -226,7 +225,7 @@ def test_rows_join_later(learned, standin):
     quick = visspec.accelerate(model, chains_of(model) if learned else "ngram", adaptive=False)
     rows = [streaming.prompts("llava")[n] | {"max_new_tokens": 30, "do_sample": False} for n in (0, 1, 2, 0, 1)]
     want = [quick.run(**row).state.tokens[0] for row in rows]
-    quick = copy.copy(quick)
+    quick = visspec.accelerate(model, chains_of(model) if learned else "ngram", adaptive=False)
     recorders = [quick.target.recorder, *([quick.drafter.recorder] if learned else [])]
     moved = []
     for recorder in recorders:
@@ -688,17 +687,6 @@ def test_on_a_cpu_nothing_is_recorded():
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_copies_keep_the_option_and_record_anew(standin):
-    quick = visspec.accelerate(llama(seed=9), None, graphs=False)
-    assert copy.copy(quick).target.recorder is None and copy.deepcopy(quick).target.recorder is None
-    quick = visspec.accelerate(llama(seed=9), None)
-    want = quick.generate(**ASKED)
-    for other in (copy.copy(quick), copy.deepcopy(quick), pickle.loads(pickle.dumps(quick))):
-        assert other.target.recorder is not quick.target.recorder and not other.target.recorder.graphs
-        assert torch.equal(other.generate(**ASKED), want) and other.target.recorder.graphs
-    assert copy.copy(quick.target).recorder is None
-
-
 def test_compiled_passes_are_not_recorded(standin):
     model = llama(seed=9)
     for asked in (None, True):
@@ -726,7 +714,6 @@ def test_images(standin, pipe):
         assert all(torch.equal(a, b) for a, b in zip(plain.tokens, found.tokens))
         assert off.family.recorder is None
     assert made.family.recorder.graphs > 0 and not made.family.recorder.refused
-    assert copy.copy(made).graphs is None and copy.copy(off).graphs is False
 
 
 def test_targets_that_record_nothing_say_so():

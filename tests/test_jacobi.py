@@ -185,7 +185,7 @@ def test_windows_of_many_rows_are_narrower_where_tokens_do_not_depend_on_it(rows
     drafter.start(state, Scores(Categorical(torch.zeros(rows, 1, VOCAB))))
     assert drafter.propose(state, 12).tree.levels == width
     state = state_of((0,), rows)
-    state.noise.generators = [torch.Generator() for _ in range(rows)]
+    state.noise.child_generators = lambda: [torch.Generator() for _ in range(rows)]
     drafter.start(state, Scores(Categorical(torch.zeros(rows, 1, VOCAB))))
     assert drafter.propose(state, 12).tree.levels == 12  # uniform numbers: an image must not depend on its batch
 

@@ -1,9 +1,8 @@
-"""Accelerated models and pipelines under the habits of their owners: moved, cast, copied, pickled, given new parts."""
+"""Accelerated models and pipelines under the habits of their owners: moved, cast, given new parts."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -15,9 +14,8 @@ from tests import tiny_images
 from tests.doubles import new_tokens
 from tests.test_threads import Words, pipeline
 from tests.tiny import llama, llava, prompt, shapes
-from visspec.api.accelerate import Accelerated, Speculative
+from visspec.api.accelerate import Speculative
 from visspec.api.images import ImagePipeline
-from visspec.models.attention.hooks import DecoderRecorder
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of
@@ -90,60 +88,6 @@ def test_another_attention_is_looked_at_again():
         fast.generate(**prompt("llama", ["5"]), **GREEDY)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_copies_of_an_accelerated_model(kind, way):
-    model, inputs = llama(), prompt("llama", ["19", "12", "3"])
-    fast = visspec.accelerate(model, DRAFTERS[kind](model), acceptance="typical", levels=3)
-    new = 300 if kind == "features" else 40  # long enough for tables to grow, where there are some
-    options = {**inputs, "max_new_tokens": new, "do_sample": False}
-    expected = fast.generate(**options)
-    other = way(fast)
-    assert type(other) is Accelerated and other.model is not model and other.length_policy.levels == 3
-    assert other.rule.epsilon == fast.rule.epsilon and other.name == fast.name
-    with torch.no_grad():
-        model.get_output_embeddings().weight.zero_()
-    result = other.run(**options)
-    assert torch.equal(result.output, expected) and result.stats.faults == 0
-    if kind == "features":
-        assert other.drafter.lm_head is other.model.get_output_embeddings(), "drafts with the copy's own head"
-
-
-def test_a_shallow_copy_and_a_hook_are_copied_too(ragged):
-    fast = visspec.accelerate(llava())
-    assert copy.copy(fast).model is fast.model
-    expected = fast.generate(**ragged, **GREEDY)
-    assert torch.equal(copy.deepcopy(fast).generate(**ragged, **GREEDY), expected)
-    hook = pickle.loads(pickle.dumps(visspec.speculative("ngram", levels=2)))
-    assert torch.equal(fast.model.generate(**ragged, **GREEDY, custom_generate=hook), fast.generate(**ragged, **GREEDY))
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "small"])
-def test_what_was_used_is_pickled_without_the_hooks_of_passes(drafter, ragged):
-    """Those by which transformers collects hidden states (of the vision tower, of a small model's) and our own; they
-    are put up again, and stay on the model itself. A local hook of somebody else's is refused.
-    """
-    small = llava() if drafter == "small" else drafter
-    fast = visspec.accelerate(llava(), small)
-    expected = fast.generate(**ragged, **GREEDY)
-
-    def count(fast):
-        models = [m for m in (fast.model, fast._options.drafter) if isinstance(m, torch.nn.Module)]
-        return [sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) for model in models]
-
-    before, watch = count(fast), DecoderRecorder(fast.model.get_decoder())
-    assert before[0]
-    with watch:
-        data = pickle.dumps(fast)
-    other = pickle.loads(data)
-    assert not any(count(other)) and count(fast) == before
-    result = other.run(**ragged, **GREEDY)
-    assert torch.equal(result.output, expected) and result.stats.faults == 0 and count(other) == before
-    fast.model.register_forward_hook(lambda *call: None)
-    with pytest.raises(ValueError, match=r"^pickle: got a model with hooks that are local functions \(.*\), expected"):
-        pickle.dumps(fast)
-
-
 def test_what_is_set_is_set_on_the_model():
     fast = visspec.accelerate(llama())
     fast.generation_config = GenerationConfig(max_new_tokens=3, pad_token_id=0)
@@ -207,19 +151,6 @@ def test_a_cast_pipeline(by):
     for method, want in zip(methods, expected):
         assert torch.equal(tokens(pipe, **method), want)
     assert not learned.layer.qkv.is_inference() and not learned.embed.weight.is_inference()
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_of_a_pipeline(way):
-    pipe = fresh()
-    pipe.drafter = ImageFeatureDrafter.for_model(pipe.family, seed=3)
-    pipe.acceptance, pipe.levels = "typical:epsilon=0.2", 2
-    expected = tokens(pipe)
-    other = way(pipe)
-    with torch.no_grad():
-        pipe.model.model.generation_head.vision_head.weight.zero_()
-    assert torch.equal(tokens(other), expected) and other.levels == 2 and other.last_output.seeds == [3, 4]
-    assert other.model is not pipe.model and other._progress == {"disable": True}
 
 
 def test_a_low_resolution_drafter_belongs_to_one_model():

@@ -484,13 +484,6 @@ def test_the_small_image_is_the_siblings_own():
         low.small(state)
 
 
-def test_derived_numbers_leave_the_parent_alone():
-    parent = torch.Generator().manual_seed(7)
-    numbers = [torch.rand(3, generator=lowres.peek_generator(parent)) for _ in range(2)]
-    assert torch.equal(*numbers)
-    assert torch.equal(torch.rand(4, generator=parent), torch.rand(4, generator=torch.Generator().manual_seed(7)))
-
-
 @torch.no_grad()
 def test_upsamplers(monkeypatch):
     small = torch.tensor([[1, 2, 3, 4], [5, 5, 5, 5]])

@@ -14,7 +14,7 @@ from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api.processors import at_any_prefix
 from visspec.distributions import Categorical, draw, residual
-from visspec.sampling import Gumbel, process, warp
+from visspec.sampling import Gumbel, Uniform, process, warp
 from visspec.types import NodeProcessor, Request, Sampling
 
 
@@ -280,6 +280,19 @@ def test_noise_of_a_level_is_that_of_its_position():
         assert torch.equal(drawn, (logits[:, 0] + ahead[:, level, :4]).argmax(dim=-1))
     noise.advance([2, 19])
     assert torch.equal(noise.window(1)[:, 0], torch.stack([ahead[0, 2], ahead[1, 19]]))
+
+
+@pytest.mark.parametrize("noise", [Uniform, Gumbel])
+def test_numbers_of_a_drafter_are_not_those_of_a_rule(noise):
+    """A rule with uniform numbers skips the seed of the drafter's; numbers that are indexed by position stay."""
+    own = torch.Generator().manual_seed(3)
+    made = noise([own], 4)
+    before = own.clone_state()
+    seed = torch.randint(2**62, (), generator=before)
+    child = made.child_generators()[0]
+    expected = torch.Generator().manual_seed(int(seed))
+    assert torch.equal(torch.rand(3, generator=child), torch.rand(3, generator=expected))
+    assert torch.equal(own.get_state(), before.get_state()) == (noise is Uniform)
 
 
 def test_draw_and_residual():

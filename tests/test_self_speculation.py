@@ -13,7 +13,6 @@ from tests.tiny import llama, model_of, prompt, shapes
 from tests.tiny_classes import tiny_model
 from visspec import tree as trees
 from visspec.api import zoo
-from visspec.loop.read_only import ReadOnlyState
 from visspec.models.decoder.layer_skip import LayerSkip, SkipPlan, candidates
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.feature_drafting import FeatureDrafting
@@ -210,12 +209,8 @@ def test_a_model_whose_layers_need_one_another_is_refused_before_work(name):
     assert visspec.accelerate(model, "ngram", probe=False).drafter is not None
 
 
-def test_only_drafters_that_say_so_run_layers():
-    target, state, _ = opened("llama", ["9"])
-    with pytest.raises(ValueError, match="partial: got a call outside"):
-        ReadOnlyState(state).partial(state.pending, 0, frozenset())
-    with pytest.raises(ValueError, match="level: got -1"):
-        ReadOnlyState(state, target).partial(state.pending, -1, frozenset())
+def test_layers_that_a_target_lacks_are_refused():
+    target, *_ = opened("llama", ["9"])
     for skip in ({0, 1}, {7}):
         with pytest.raises(ValueError, match="skip: got layers"):
             target.layer_subset(frozenset(skip))

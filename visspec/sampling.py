@@ -68,6 +68,16 @@ class BufferedNoise:
         self._reach(max(counts))
         self.ahead = [a[n:] for a, n in zip(self.ahead, counts)]
 
+    def child_generators(self) -> list[torch.Generator]:
+        """A generator for each row, for numbers of a drafter. Called once a request.
+
+        Numbers that accept or reject draws must be unknown to the drafter, so they skip the one that seeds the child.
+        Others are indexed by position and stay as they are.
+        """
+        parents = self.generators if self.samples else [parent.clone_state() for parent in self.generators]
+        seeds = [torch.randint(2**62, (), generator=parent, device=parent.device) for parent in parents]
+        return [torch.Generator(parent.device).manual_seed(int(seed)) for parent, seed in zip(parents, seeds)]
+
     def select(self, keep: Sequence[int]) -> None:
         self.generators = [self.generators[i] for i in keep]
         self.ahead = [self.ahead[i] for i in keep]
@@ -260,12 +270,6 @@ def ranks(tree: Tree) -> Tensor:
     """How many siblings stand before each node, (1|B, N)."""
     twins = tree.parent[..., :, None] == tree.parent[..., None, :]
     return twins.tril(-1).sum(dim=-1)
-
-
-def child_generator(parent: torch.Generator) -> torch.Generator:
-    """A generator seeded by the next number of `parent`, on its device: for numbers that are not the rule's."""
-    seed = torch.randint(2**62, (), generator=parent, device=parent.device)
-    return torch.Generator(parent.device).manual_seed(int(seed))
 
 
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:

@@ -20,15 +20,13 @@ from visspec.types import Draft, Tree
 
 _branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # maximum number of children, if known on the host
 _derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # of trees from `static`
-_origin: WeakKeyDictionary[Tree, tuple[tuple[int, ...], str]] = WeakKeyDictionary()  # of those: parents and device
 
 
 @lru_cache(maxsize=512)
-def static(parent: tuple[int, ...], device: str = "cpu", own: bool = False) -> Tree:
+def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
     """A static tree from its parent array ((-1, 0, 0, 1, ...)), shared by all rows and cached.
 
-    own: the loop's, which drafters are never handed and so can't modify. Raises ValueError when a parent does not come
-    before its child.
+    Raises ValueError when a parent does not come before its child.
     """
     if not parent or parent[0] != -1:
         raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1")
@@ -45,20 +43,8 @@ def static(parent: tuple[int, ...], device: str = "cpu", own: bool = False) -> T
         levels=max(depth),
         chain=all(p == n - 1 for n, p in enumerate(parent)),
     )
-    _derived[tree], _origin[tree] = {}, (parent, device)
+    _derived[tree] = {}
     return limit_children(tree, max(map(parent.count, parent)))
-
-
-def own_copy(tree: Tree) -> Tree | None:
-    """The loop's copy of a tree from `static`, which is valid and constant; None for any other."""
-    origin = _origin.get(tree)
-    return None if origin is None else static(*origin, True)
-
-
-def lent_copy(tree: Tree) -> Tree:
-    """What a drafter is handed for a tree: of one from `static` the one that drafters share."""
-    origin = _origin.get(tree)
-    return tree if origin is None else static(*origin)
 
 
 def limit_children(tree: Tree, branch: int) -> Tree:
@@ -109,9 +95,9 @@ def chain(levels: int, device: str = "cpu") -> Tree:
     return static(tuple(range(-1, levels)), device)
 
 
-def empty_draft(pending: Tensor, own: bool = False) -> Draft:
-    """A draft of the pending node alone: plain decoding. own: on the loop's tree, as of `static`."""
-    return Draft(pending[:, None], static((-1,), str(pending.device), own))
+def empty_draft(pending: Tensor) -> Draft:
+    """A draft of the pending node alone: plain decoding."""
+    return Draft(pending[:, None], static((-1,), str(pending.device)))
 
 
 def chain_draft(pending: Tensor, proposed: Tensor, q: Distribution | None = None, real: Tensor | None = None) -> Draft:
@@ -202,3 +188,17 @@ def from_parents(parent_BN: Tensor, levels: int) -> Tree:
     """A tree per row from parents on the device; `levels` bounds the depth. No synchronisation."""
     ancestor = kernels.ancestors(parent_BN, levels)
     return Tree(parent_BN, ancestor.sum(-1) - 1, ancestor, levels, chain=False)
+
+
+def check(tree: Tree) -> None:
+    """Raises ValueError unless depths, ancestors, `levels` and `chain` agree with the parents. Synchronises."""
+    index = torch.arange(tree.size, device=tree.parent.device)
+    if not bool(((tree.parent < index) & ((tree.parent >= 0) == (index > 0))).all()):
+        raise ValueError("tree.parent: got a node before its parent, expected -1 and then an earlier node for each")
+    made = from_parents(tree.parent, tree.size - 1)
+    agree = torch.equal(made.ancestor, tree.ancestor) and torch.equal(made.depth, tree.depth)
+    in_line = not tree.chain or bool((tree.parent == index - 1).all())
+    if not (agree and in_line and int(made.depth.max()) <= tree.levels):
+        raise ValueError(
+            "tree: got depths, ancestors, levels or chain that disagree with its parents: use visspec.tree"
+        )

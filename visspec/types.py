@@ -260,6 +260,9 @@ class Noise(Protocol):
     def advance(self, counts: Sequence[int]) -> None:
         """Consume positions: counts[b] nodes of row b are now final."""
 
+    def child_generators(self) -> list[torch.Generator]:
+        """A generator for each row, for numbers of a drafter. Called once a request."""
+
     def select(self, keep: Sequence[int]) -> None:
         """Keep only these rows."""
 
@@ -387,7 +390,7 @@ class State:
     noise: Noise | None = None
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
-    lent: Any = None  # what the drafter reads of it (`read_only.ReadOnlyState`)
+    target: Target | None = None  # for drafters that run its layers or read its keys and values
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
@@ -562,8 +565,7 @@ class DrafterTraits:
     distribution: type[Distribution] = Categorical  # of the values it drafts
     joins: bool = False  # rows can enter a running batch (`join`)
     observes: str = "all"  # rounds that it is told of: "all"; "drafted" and those before it drafts again; "none"
-    partial: bool = False  # it runs some of the target's own layers (`ReadOnlyState.partial`)
-    stored: bool = False  # it reads the target's keys and values (`ReadOnlyState.stored`)
+    partial: bool = False  # it runs some of the target's own layers (`Target.partial`)
     any_order: bool = False  # it drafts for any-order targets alone
     own_noise: bool = False  # draws that it reports come from numbers of its own, which serve several rounds
     ahead: int = (
@@ -574,8 +576,8 @@ class DrafterTraits:
 class Drafter:
     """Base class of drafters: cheap proposers. `propose` may draft fewer levels than asked, never more.
 
-    `state` is a `read_only.ReadOnlyState`: read-only except for `state.memory`. A drafter may be used by several
-    requests and threads at once: store data about a request in `state.memory`.
+    A drafter must not write to its arguments, except that it stores data about a request in `state.memory`: it may be
+    used by several requests and threads at once.
     """
 
     traits = DrafterTraits()

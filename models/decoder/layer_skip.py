@@ -10,12 +10,10 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass
-from typing import cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from visspec.loop.read_only import ReadOnlyState
 from visspec.models.drafting.structure import Chain
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -90,10 +88,11 @@ class LayerSkip(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         with self._lock:
             state.memory = chosen = max(self.choices, key=lambda choice: choice.worth)
-        view = cast(ReadOnlyState, state)  # with the target's layers, as `traits.partial` asks
+        target = state.target
+        assert target is not None
         chain, token = Chain(state), state.pending
         for level in range(depth):
-            token = chain.add(view.partial(token, level, chosen.skip))
+            token = chain.add(target.partial(state, token, level, chosen.skip))
         state.calls["draft_pass"] += depth
         return chain.finish()
 
@@ -104,12 +103,6 @@ class LayerSkip(Drafter):
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Rows hold nothing of their own: their keys and values are the target's."""
-
-    def __getstate__(self) -> dict[str, int]:
-        return {"every": self.every, "exit": self.exit}
-
-    def __setstate__(self, state: dict[str, int]) -> None:
-        LayerSkip.__init__(self, **state)
 
 
 def spaced_layers(depth: int, every: int) -> frozenset[int]:

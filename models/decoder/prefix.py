@@ -275,7 +275,7 @@ def resume(
         torch.arange(width, device=device) >= to_device(padding, device)[:, None] if any(padding) else None
     )
     state = State(request, prompt[:, -1], positions_BLP[:, -1, -1], cache, rows, TokenBuffer(request, len(rows)))
-    logits = process(raw_B1V, trees.empty_draft(state.pending, own=True), state)
+    logits = process(raw_B1V, trees.empty_draft(state.pending), state)
     return state, Scores(Categorical(logits), features, aux | {"raw": raw_B1V})
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import additive, gather_rows
-from visspec.loop.read_only import ReadOnlyState
 from visspec.models.decoder.target import LAST, describe
 from visspec.models.drafting.structure import Chain, ranking
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -61,9 +59,7 @@ class SharedCache(Drafter):
             )
         self.window, self.width, self.nodes = int(own.sliding_window or 0), width, nodes
         named = getattr(getattr(assistant, "generation_config", None), "num_assistant_tokens", None)
-        self.traits = DrafterTraits(
-            levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True, stored=True
-        )
+        self.traits = DrafterTraits(levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True)
         self.assistant = copy.copy(assistant)  # shares all weights; takes masks as they are
         self.assistant.create_attention_masks = given_mask  # type: ignore[assignment]
         self.embed = model.get_input_embeddings()
@@ -95,8 +91,8 @@ class SharedCache(Drafter):
 
     def _reader(self, state: State) -> Read:
         """A pass of the assistant over nodes of this round: (tokens (B, W), hidden (B, W, d)) to (logits, hidden)."""
-        view = cast(ReadOnlyState, state)  # with the target's keys and values, as `traits.stored` asks
-        stored, held_BS = view.stored(list(self.layers.values()))
+        assert state.target is not None
+        stored, held_BS = state.target.stored(state, list(self.layers.values()))
         shared = dict(zip(self.layers, stored))
         position_B = state.position
 

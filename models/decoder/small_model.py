@@ -66,9 +66,6 @@ class SmallModel(StructuredDrafter):
             self.target.record(None)
             self.recorder = self.target.recorder
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "passes": None, "recorder": None}
-
     def start(self, state: State, scores: Scores) -> None:
         request = state.request
         pixels = any(name.startswith("pixel") for name in request.media)

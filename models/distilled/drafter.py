@@ -39,7 +39,7 @@ from visspec.models.image_codes.drafting import (
     warn_of_guidance,
 )
 from visspec.models.image_codes.target import Family
-from visspec.sampling import Gumbel, child_generator, gumbel_given, warp
+from visspec.sampling import Gumbel, gumbel_given, warp
 from visspec.types import (
     FREE,
     Draft,
@@ -124,7 +124,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         _, stored = self.head(*words(embeds, real_BP, self.head))
         noise = None
         if state.noise is not None and state.noise.samples:
-            noise = Gumbel([child_generator(g) for g in state.noise.generators], self.config.vocab)
+            noise = Gumbel(state.noise.child_generators(), self.config.vocab)
         room = (0, 0, 0, self.config.positions)
         state.memory = DistilledMemory(F.pad(stored, room), real_BP, noise)
 

@@ -28,7 +28,7 @@ from visspec.models.eagle.layer import FeatureMemory, head_logits
 from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter, check_grid, embedding, warn_of_guidance
 from visspec.models.image_codes.target import Family, ImageAR
 from visspec.models.jacobi.drafter import Front, Jacobi, Window
-from visspec.sampling import Gumbel, child_generator, warp
+from visspec.sampling import Gumbel, warp
 from visspec.types import (
     FREE,
     OWN,
@@ -170,7 +170,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         if self.window is not None:
             memory.window = self.window.first_window(state, scores)
         elif self.counts is not None and state.noise is not None and state.noise.samples:
-            memory.noise = Gumbel([child_generator(g) for g in state.noise.generators], self.vocab)
+            memory.noise = Gumbel(state.noise.child_generators(), self.vocab)
 
     def _like(self, target: Family) -> Tensor:
         return next(target.decoder.parameters())

@@ -23,7 +23,7 @@ from visspec import tree as trees
 from visspec.cache import gather_rows, to_device
 from visspec.distributions import Categorical, categorical, draw, residual
 from visspec.grammar import fixed_ids
-from visspec.sampling import BufferedNoise, Gumbel, Uniform, child_generator, warp
+from visspec.sampling import BufferedNoise, Gumbel, Uniform, warp
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
@@ -89,7 +89,7 @@ class Jacobi(Drafter):
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         width = min(self.window, max(NARROWEST, self.nodes // max(rows, 1)))
         if state.noise is not None and state.noise.samples:
-            generators = [child_generator(parent) for parent in state.noise.generators]
+            generators = state.noise.child_generators()
             coupled = self.redraw == "gumbel"
             noise = Gumbel(generators, vocab) if coupled else Uniform(generators, 2)
             empty_BWV = torch.zeros(rows, 0, vocab, device=state.pending.device)

@@ -76,12 +76,6 @@ class SuffixDrafter(Drafter):
                 kept.append(new)
                 kept.follow(new)
 
-    def __getstate__(self) -> dict:
-        return {"shortest": self.shortest, "shared": self.shared}
-
-    def __setstate__(self, state: dict) -> None:
-        SuffixDrafter.__init__(self, **state)
-
 
 class SharedSuffixes:
     """An automaton of answers, for several threads."""

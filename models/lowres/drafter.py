@@ -30,7 +30,6 @@ from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR
 from visspec.models.layers import same_table
 from visspec.models.lowres.upsampler import Upsampler
-from visspec.sampling import child_generator
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State
 
 UPSAMPLERS = ("bicubic", "latent")
@@ -97,7 +96,7 @@ class LowRes(Drafter):
         if bool((layout.fixed != FREE).any()):
             request.fixed = layout.fixed.to(prompt.ids.device)
         if state.noise is not None:
-            request.generators = [peek_generator(parent) for parent in state.noise.generators]
+            request.generators = state.noise.child_generators()
         drawn = decode(ImageAR(self.family), None, Exact(), request, FixedLength(1))
         return torch.tensor(drawn.tokens, device=prompt.ids.device)[:, layout.free.to(prompt.ids.device)]
 
@@ -130,11 +129,6 @@ class LowRes(Drafter):
         if not hasattr(self.family, "from_ids"):
             raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids)")
         return self.family.from_ids(given.ids[state.rows], given.attention[state.rows], guided)
-
-
-def peek_generator(parent: torch.Generator) -> torch.Generator:
-    """A generator seeded by the next number of `parent`, which is not consumed: the row's noise is unchanged."""
-    return child_generator(parent.clone_state())
 
 
 def load_upsampler(name: str | Path, family: Family) -> Upsampler:

@@ -166,7 +166,7 @@ class RandARTarget(ImageAR):
         cache.slots.commit([list(range(length))] * len(embeds))
         if padded:
             cache.slots.padding = real_RS
-        return state, self._read(state, trees.empty_draft(state.pending, own=True), hidden[:, length - 1 :], 1)
+        return state, self._read(state, trees.empty_draft(state.pending), hidden[:, length - 1 :], 1)
 
     def _given_codes(self, request: Request, output: RankBuffer, order_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Given codes (B, K) in the order, their places, and which are real: rows with fewer are padded on the left."""

@@ -19,9 +19,6 @@ class RunningTarget(Target):
     passes: CompiledPasses | None = None
     recorder: GraphedForward | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "passes": None, "recorder": None}
-
     def lean(self, request: Request) -> bool:
         """Whether the prompt's keys and values will move into stores of a recording."""
         return self.recorder is not None and self.recorder.due(request)

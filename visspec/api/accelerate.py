@@ -17,7 +17,6 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from visspec.api import queueing, requests, saving, tuned_preset, zoo
-from visspec.api.copies import Rebuildable
 from visspec.api.loading import load_saved
 from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
@@ -47,6 +46,7 @@ def accelerate(
     compile: bool = False,
     graphs: bool | None = None,
     length: str | DraftLengthPolicy | None = None,
+    debug: bool = False,
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
@@ -65,6 +65,7 @@ def accelerate(
     graphs: record passes over drafts, and verdicts, as CUDA graphs: one launch each. None (default): on a CUDA device,
         for attention of "sdpa" and weights in float16, bfloat16 or float32, unless `compile`; True: as None, and a
         warning says why where it is not so; False: never. What can't be recorded runs eager, with the same tokens.
+    debug: raise errors of the drafter with their traceback, instead of one warning; so does VISSPEC_DEBUG=1.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
     file = str(drafter) if isinstance(drafter, (str, Path)) else ""
@@ -73,7 +74,9 @@ def accelerate(
         drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
         acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
-    return Accelerated(model, SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs), tokenizer)
+    return Accelerated(
+        model, SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug), tokenizer
+    )
 
 
 def speculative(drafter: DrafterSpec = "auto", **options) -> Speculative:
@@ -92,6 +95,7 @@ class SetupOptions:
     probe: bool
     compile: bool
     graphs: bool | None
+    debug: bool
 
 
 @dataclass(frozen=True)
@@ -103,13 +107,13 @@ class Result:
     stats: Stats
 
 
-class Accelerated(Rebuildable):
+class Accelerated:
     """A model with a faster `generate`. Other attributes are those of the model; methods that return the model return
     this object instead (`fast.to("cuda").eval()` stays accelerated).
 
     Masks, tables and drafters given by name are rebuilt if the model's dtype or device has changed. The object is
     thread-safe: `last_stats` and `last_state` refer to the call that ended last, and `run` returns those of its own
-    call. Copies and pickles keep the model and the arguments of `accelerate`; statistics and pace are reset.
+    call.
     """
 
     model: PreTrainedModel
@@ -216,10 +220,11 @@ class Accelerated(Rebuildable):
                 length=zoo.length(options.length),
                 compile=options.compile,
                 graphs=options.graphs,
+                debug=options.debug,
             )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "model" not in self.__dict__:  # called by copy and pickle on an empty object
+        if name.startswith("__"):  # special methods are not the model's
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.model, name)
         if getattr(found, "__self__", None) is not self.model:
@@ -237,12 +242,6 @@ class Accelerated(Rebuildable):
             object.__setattr__(self, name, value)
         else:
             setattr(self.model, name, value)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"model": self.model, "options": vars(self._options), "tokenizer": self.tokenizer}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Accelerated.__init__(self, state["model"], SetupOptions(**state["options"]), state["tokenizer"])
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
         """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`

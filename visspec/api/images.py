@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from visspec.api import image_call, requests, saving, zoo
 from visspec.api.accelerate import own_rule
-from visspec.api.copies import Rebuildable
 from visspec.api.image_call import ORIGINS as ORIGINS
 from visspec.api.image_call import (
     ImageBatch,
@@ -47,20 +46,19 @@ from visspec.models.lowres.drafter import LowRes
 from visspec.types import Acceptance, Order, Processor, Request, Sampling, State
 
 # of the constructor
-PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile", "graphs")
-KEPT = (*PARTS, "_progress", "_home")  # copied
+PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile", "graphs", "debug")
 logger = logging.getLogger(__name__)
 
 
-class ImagePipeline(Rebuildable):
+class ImagePipeline:
     """Accelerated image generation with a loaded model. The model is not changed.
 
     model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
-    default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs: as in
-    `visspec.accelerate`. tuned: a file of `visspec tune`, whose drafter, acceptance and order stand in for those that
-    are not given. Raises ValueError if the parts are incompatible.
+    default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs, debug: as
+    in `visspec.accelerate`. tuned: a file of `visspec tune`, whose drafter, acceptance and order stand in for those
+    that are not given. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -78,6 +76,7 @@ class ImagePipeline(Rebuildable):
         compile: bool = False,
         graphs: bool | None = None,
         tuned: str | Path | None = None,
+        debug: bool = False,
     ):
         if tuned is not None:
             found = read_preset(tuned, model, DRAWN)
@@ -85,7 +84,7 @@ class ImagePipeline(Rebuildable):
             acceptance, order = acceptance or found["acceptance"], order or found["order"]
         self.model, self.processor, self.parts = model, processor, parts or {}
         self.levels, self.order = levels, order
-        self.compile, self.graphs = compile, graphs
+        self.compile, self.graphs, self.debug = compile, graphs, debug
         self.last_output = ImageOutput()  # finished images of the latest call, also if it was interrupted
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
@@ -95,13 +94,6 @@ class ImagePipeline(Rebuildable):
         self._renew()
         self.drafter: DrafterSpec = self.family.default_drafter if isinstance(drafter, EllipsisType) else drafter
         self.acceptance = acceptance if acceptance is not None else self.family.default_rule
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in KEPT}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        ImagePipeline.__init__(self, *(state[name] for name in PARTS))
-        self._progress, self._home = state["_progress"], state["_home"]
 
     @classmethod
     def from_pretrained(
@@ -335,6 +327,7 @@ class ImagePipeline(Rebuildable):
             length=length,
             compile=self.compile,
             graphs=self.graphs,
+            debug=self.debug,
         )
 
     def _drafter(self, spec) -> tuple[Any, str]:

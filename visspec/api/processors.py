@@ -1,16 +1,17 @@
-"""Logits processors that keep state between calls, as ones that can be called at any prefix (`types.RowProcessor`).
+"""Logits processors that can be called at any prefix, as the verification of drafts needs them.
 
-A grammar of xgrammar, llguidance or outlines is asked through a matcher of ours for every row, which goes from prefix
-to prefix by rollback. Other processors that keep state are called on copies of themselves, one behind each token.
-The commonest of transformers are called once for all nodes of a draft (`types.NodeProcessor`).
+Grammars of xgrammar, llguidance and outlines go from prefix to prefix by the package's own rollback. Other processors
+that keep state between calls are called on copies of themselves, one behind each token. The commonest processors of
+transformers are called once for all nodes of a draft (`types.NodeProcessor`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import cached_property
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any
 
@@ -59,142 +60,107 @@ BITS = 32  # of a word of the packages' masks
 SPELLINGS = 32  # tokens, at most, that are beginnings of one text
 
 
+@dataclass
 class Matcher:
-    """Where a grammar stands behind a row's tokens. matcher: of the package."""
+    """A grammar in its package's own matcher, and the tokens of a row that it has read.
 
-    matcher: Any
-    beyond = False  # whether ids that its vocabulary does not have are allowed
+    accept: read a token; false, in the same state, where it is not allowed. mask: (ids / 32,) int32, a bit for each id,
+    the lowest first, of the tokens allowed next; None for that of the token before. finished: it takes no more tokens.
+    text: what a token writes, None for an end and where it is not known. beyond: ids that the package's vocabulary does
+    not have are allowed.
+    """
 
-    @property
-    def finished(self) -> bool:
-        """Whether it takes no more tokens."""
-        return False
+    accept: Callable[[int], bool]
+    rollback: Callable[[int], None]
+    mask: Callable[[], Tensor | None]
+    finished: Callable[[], bool] = lambda: False
+    text: Callable[[int], bytes | None] = lambda token: None
+    beyond: bool = False
+    tokens: list[int] = field(default_factory=list)
 
-    def accept(self, token: int) -> bool:
-        """Go to the state behind a token; false, in the same state, where it is not allowed."""
-        raise NotImplementedError
-
-    def rollback(self, count: int) -> None:
-        """Take back the last tokens."""
-        self.matcher.rollback(count)
-
-    def mask(self) -> Tensor | None:
-        """(ids / 32,) int32: a bit for each id, the lowest first, of the tokens allowed next; None: as before."""
-        raise NotImplementedError
-
-    def text(self, token: int) -> bytes | None:
-        """What a token writes; None for an end, and where it is not known."""
-        return None
-
-
-class XGrammarMatcher(Matcher):
-    """Of a compiled grammar of xgrammar."""
-
-    beyond = True
-
-    def __init__(self, compiled: Any):
-        import xgrammar
-
-        self.matcher = xgrammar.GrammarMatcher(compiled)
-        self.words = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
-        self.compiled, self.ends = compiled, frozenset(self.matcher.stop_token_ids)
-
-    @cached_property
-    def texts(self) -> Sequence[bytes]:
-        info = self.compiled.tokenizer_info  # whose property makes a list, in seconds for 150,000 tokens
-        return info._handle.decoded_vocab() if hasattr(info, "_handle") else info.decoded_vocab
-
-    @property
-    def finished(self) -> bool:
-        return self.matcher.is_terminated()
-
-    def accept(self, token: int) -> bool:
-        return self.matcher.accept_token(token)
-
-    def mask(self) -> Tensor | None:
-        if self.finished:
-            return None
-        self.matcher.fill_next_token_bitmask(self.words)
-        return self.words[0].clone()
-
-    def text(self, token: int) -> bytes | None:
-        return None if token in self.ends else bytes(self.texts[token])
-
-
-class LLGuidanceMatcher(Matcher):
-    """Of a grammar of llguidance, for one of its tokenizers. Raises ValueError for one that it can't read."""
-
-    def __init__(self, grammar: str, tokenizer: Any):
-        import llguidance
-
-        self.tokenizer, self.matcher = tokenizer, llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-        if self.matcher.is_error():
-            raise ValueError(f"grammar: got {grammar[:80]!r}, expected one of llguidance: {self.matcher.get_error()}")
-
-    @property
-    def finished(self) -> bool:
-        return self.matcher.is_stopped()
-
-    def accept(self, token: int) -> bool:
-        return self.matcher.try_consume_tokens([token]) == 1
-
-    def mask(self) -> Tensor:
-        return torch.frombuffer(bytearray(self.matcher.compute_bitmask()), dtype=torch.int32)
-
-    def text(self, token: int) -> bytes | None:
-        return None if self.tokenizer.is_special_token(token) else self.tokenizer.decode_bytes([token])
-
-
-class OutlinesMatcher(Matcher):
-    """Of an index of outlines_core, which has no vocabulary."""
-
-    def __init__(self, index: Any):
-        self.index, self.states = index, [index.get_initial_state()]
-
-    def accept(self, token: int) -> bool:
-        state = self.index.get_next_state(self.states[-1], token)
-        if state is None and self.index.is_final_state(self.states[-1]):
-            state = self.states[-1]
-        if state is not None:
-            self.states.append(state)
-        return state is not None
-
-    def rollback(self, count: int) -> None:
-        del self.states[len(self.states) - count :]
-
-    def mask(self) -> Tensor:
-        allowed = torch.tensor(self.index.get_allowed_tokens(self.states[-1]) or [])
-        bits = torch.zeros(int(allowed.max()) // BITS * BITS + BITS if len(allowed) else 0, dtype=torch.int32)
-        bits[allowed] = 1
-        return (bits.view(-1, BITS) << torch.arange(BITS, dtype=torch.int32)).sum(1, dtype=torch.int32)
-
-
-class Path:
-    """A row's matcher, the tokens that it stands behind, and what it allows behind each of them."""
-
-    def __init__(self, matcher: Matcher):
-        first = matcher.mask()
+    def __post_init__(self):
+        first = self.mask()
         assert first is not None
-        self.matcher, self.tokens, self.masks, self.accepted = matcher, list[int](), [first], 0
+        self.masks = [first]  # behind each prefix of the tokens
 
-    def mask(self, tokens: list[int]) -> Tensor | None:
-        """What is allowed behind tokens; None where the grammar refuses one of them."""
+    def allowed(self, tokens: list[int]) -> Tensor | None:
+        """The mask behind tokens, of which those behind an end change nothing; None where one of them is refused."""
         keep = common(self.tokens, tokens)
-        if keep == len(tokens):
-            return self.masks[keep]
-        if keep < self.accepted:
-            self.matcher.rollback(self.accepted - keep)
-            self.accepted = keep
-        del self.tokens[keep:], self.masks[keep + 1 :]
+        if keep < len(tokens) and keep < len(self.tokens):
+            self.rollback(len(self.tokens) - keep)
+            del self.tokens[keep:], self.masks[keep + 1 :]
         for token in tokens[keep:]:
-            if self.matcher.accept(token):
-                self.accepted += 1
-            elif not self.matcher.finished:
+            if self.finished():
+                return self.masks[-1]
+            if not self.accept(token):
                 return None
             self.tokens.append(token)
-            mask = self.matcher.mask()
+            mask = self.mask()
             self.masks.append(self.masks[-1] if mask is None else mask)
-        return self.masks[-1]
+        return self.masks[len(tokens)]
+
+
+def xgrammar_matcher(compiled: Any) -> Matcher:
+    """Of a compiled grammar of xgrammar."""
+    import xgrammar
+
+    own, info = xgrammar.GrammarMatcher(compiled), compiled.tokenizer_info
+    words, ends = xgrammar.allocate_token_bitmask(1, info.vocab_size), frozenset(own.stop_token_ids)
+
+    @cache
+    def texts() -> Sequence[bytes]:  # the public property makes a list, in seconds for 150,000 tokens
+        return info._handle.decoded_vocab() if hasattr(info, "_handle") else info.decoded_vocab
+
+    def mask() -> Tensor | None:
+        if own.is_terminated():  # its own processor goes on with the last mask
+            return None
+        own.fill_next_token_bitmask(words)
+        return words[0].clone()
+
+    def text(token: int) -> bytes | None:
+        return None if token in ends else bytes(texts()[token])
+
+    return Matcher(own.accept_token, own.rollback, mask, own.is_terminated, text, beyond=True)
+
+
+def llguidance_matcher(grammar: str, tokenizer: Any) -> Matcher:
+    """Of a grammar of llguidance and one of its tokenizers. Raises ValueError for a grammar that it can't read."""
+    import llguidance
+
+    own = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    if own.is_error():
+        raise ValueError(f"grammar: got {grammar[:80]!r}, expected one of llguidance: {own.get_error()}")
+    return Matcher(
+        lambda token: own.try_consume_tokens([token]) == 1,
+        own.rollback,
+        lambda: torch.frombuffer(bytearray(own.compute_bitmask()), dtype=torch.int32),
+        own.is_stopped,
+        lambda token: None if tokenizer.is_special_token(token) else tokenizer.decode_bytes([token]),
+    )
+
+
+def outlines_matcher(index: Any) -> Matcher:
+    """Of an index of outlines_core, which has no vocabulary: it forces a token where no other is allowed."""
+    states = [index.get_initial_state()]
+
+    def accept(token: int) -> bool:
+        state = index.get_next_state(states[-1], token)
+        if state is None and index.is_final_state(states[-1]):
+            state = states[-1]
+        if state is not None:
+            states.append(state)
+        return state is not None
+
+    def rollback(count: int) -> None:
+        del states[len(states) - count :]
+
+    def mask() -> Tensor:
+        allowed = index.get_allowed_tokens(states[-1]) or []
+        bits = torch.zeros(max(allowed, default=-1) // BITS + 1, BITS, dtype=torch.int32)
+        bits.view(-1)[allowed] = 1
+        return (bits << torch.arange(BITS, dtype=torch.int32)).sum(1, dtype=torch.int32)
+
+    return Matcher(accept, rollback, mask)
 
 
 class Grammar(RowProcessor):
@@ -202,32 +168,32 @@ class Grammar(RowProcessor):
 
     def __init__(self, make: Callable[[int], Matcher], start: int):
         self.make, self.start = make, start
-        self.paths: dict[int, Path] = {}
+        self.matchers: dict[int, Matcher] = {}
+
+    def matcher(self, index: int) -> Matcher:
+        if index not in self.matchers:
+            self.matchers[index] = self.make(index)
+        return self.matchers[index]
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
-        path = self._path(index)
-        words = path.mask(ids_L[self.start :].tolist())
-        if words is None:  # behind an end, or where another processor allows what the grammar does not
+        matcher = self.matcher(index)
+        words = matcher.allowed(ids_L[self.start :].tolist())
+        if words is None:  # where another processor allows what the grammar does not
             return scores_V
         allowed = unpack(words.to(scores_V.device))[: len(scores_V)]
-        allowed = torch.nn.functional.pad(allowed, (0, len(scores_V) - len(allowed)), value=path.matcher.beyond)
+        allowed = torch.nn.functional.pad(allowed, (0, len(scores_V) - len(allowed)), value=matcher.beyond)
         return scores_V.masked_fill(~allowed, float("-inf"))
 
     def forced(self, index: int, ids: list[int]) -> int | None:
-        path = self._path(index)
-        words = path.mask(ids[self.start :])
+        matcher = self.matcher(index)
+        words = matcher.allowed(ids[self.start :])
         found = [] if words is None else unpack(words).nonzero()[: SPELLINGS + 1].flatten().tolist()
         if len(found) == 1:
             return found[0]
-        texts = {token: text for token in found[:SPELLINGS] if (text := path.matcher.text(token)) is not None}
+        texts = {token: text for token in found[:SPELLINGS] if (text := matcher.text(token)) is not None}
         longest = max(texts, key=lambda token: (len(texts[token]), token), default=None)
         alike = len(texts) == len(found) and all(texts[longest].startswith(text) for text in texts.values())
         return longest if alike else None
-
-    def _path(self, index: int) -> Path:
-        if index not in self.paths:
-            self.paths[index] = Path(self.make(index))
-        return self.paths[index]
 
 
 class PrefixFunction(RowProcessor):
@@ -292,15 +258,15 @@ def package_objects(processor: object) -> list[Any]:
     return [value for value in values if type(value).__name__ in COPIES]
 
 
-GRAMMARS: dict[str, Callable[[Any], Callable[[int], Matcher]]] = {  # by names: what makes the matcher of a row
-    "xgrammar.contrib.hf.LogitsProcessor": lambda own: (
-        lambda row: XGrammarMatcher(own.compiled_grammars[row if len(own.compiled_grammars) > 1 else 0])
+GRAMMARS: dict[str, Callable[[Any, int], Matcher]] = {  # by names: the matcher of a processor's row
+    "xgrammar.contrib.hf.LogitsProcessor": lambda own, row: xgrammar_matcher(
+        own.compiled_grammars[row if len(own.compiled_grammars) > 1 else 0]
     ),
-    "outlines.backends.xgrammar.XGrammarLogitsProcessor": lambda own: lambda row: XGrammarMatcher(own.compiled_grammar),
-    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": lambda own: (
-        lambda row: LLGuidanceMatcher(own.grammar, own.llg_tokenizer)
+    "outlines.backends.xgrammar.XGrammarLogitsProcessor": lambda own, row: xgrammar_matcher(own.compiled_grammar),
+    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": lambda own, row: llguidance_matcher(
+        own.grammar, own.llg_tokenizer
     ),
-    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": lambda own: lambda row: OutlinesMatcher(own.index),
+    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": lambda own, row: outlines_matcher(own.index),
 }
 
 
@@ -315,7 +281,7 @@ def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
     if not keeps_state(processor):
         return processor
     if (make := GRAMMARS.get(name(type(processor)))) is not None:
-        return Grammar(make(processor), start)
+        return Grammar(partial(make, processor), start)
     try:
         return Copies(processor, start)
     except Exception as error:  # of copying, which calls anything

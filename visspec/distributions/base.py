@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,10 +41,14 @@ class Distribution:
         raise NotImplementedError
 
 
-def check_tensor(name: str, value: object, dtype: torch.dtype | None, like: Tensor) -> None:
-    """Raises ValueError unless `value` is a plain tensor of this dtype (None: floating) on the device of `like`."""
-    if type(value) is not Tensor or value.layout != torch.strided or value.device != like.device:
-        what = f"a tensor of {value.layout} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name}: got {what}, expected a plain tensor on {like.device}")
+def check_tensor(
+    name: str, value: object, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Raises ValueError unless `value` is a tensor of this shape, dtype (None: floating) and device."""
+    if not isinstance(value, Tensor) or value.device != device:
+        what = f"a tensor on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{name}: got {what}, expected a tensor on {device}")
     if value.dtype != dtype if dtype else not value.is_floating_point():
         raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}")
+    if value.shape != tuple(shape):
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(shape)}")

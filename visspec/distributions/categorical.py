@@ -62,18 +62,13 @@ class Categorical(Distribution):
 
     @classmethod
     def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        check_tensor("value", value, torch.long, limits)
-        if value.shape != shape:
-            raise ValueError(f"value: got shape {tuple(value.shape)}, expected {shape}")
+        check_tensor("value", value, shape, torch.long, limits.device)
         safe = value.clamp(0, len(limits) - 1)
         return safe, safe == value, limits[safe]
 
     def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Categorical, Tensor]:
-        q, shape = self.p, (*value.shape, len(limits))
-        check_tensor("q", q, None, limits)
-        if q.shape != shape:
-            raise ValueError(f"q: got shape {tuple(q.shape)}, expected {shape}")
-        q = q.float()
+        check_tensor("q", self.p, (*value.shape, len(limits)), None, limits.device)
+        q = self.p.float()
         sums = (q.sum(dim=-1) - 1.0).abs() <= SUM_TOLERANCE
         drawn = q.gather(-1, value[..., None])[..., 0] > 0
         lawful = q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & drawn

@@ -174,9 +174,7 @@ class Denoising(Distribution):
 
     @classmethod
     def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        check_tensor("value", value, None, limits)
-        if value.shape != (*shape, limits.shape[1]):
-            raise ValueError(f"value: got shape {tuple(value.shape)}, expected {(*shape, limits.shape[1])}")
+        check_tensor("value", value, (*shape, limits.shape[1]), None, limits.device)
         finite_BN = value.isfinite().all(dim=-1)
         return torch.where(finite_BN[..., None], value, 0.0), finite_BN, torch.ones_like(finite_BN)
 
@@ -200,17 +198,11 @@ class Trajectory(Distribution):
         return cls(*(torch.stack([torch.zeros_like(stack[0]), *stack], dim=1) for stack in stacks))
 
     def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Trajectory, Tensor]:
-        steps, size = limits.shape
-        parts = (("points", self.points, 1), ("mean", self.mean, 0), ("log_sigma", self.log_sigma, 0))
-        for name, tensor, more in parts:
-            length = steps + more
-            check_tensor(f"q.{name}", tensor, None, limits)
-            widths = (1, size) if name == "log_sigma" else (size,)
-            if tensor.shape[:-1] != (*value.shape[:2], length) or tensor.shape[-1] not in widths:
-                raise ValueError(
-                    f"q.{name}: got shape {tuple(tensor.shape)}, expected {(*value.shape[:2], length, size)}: a drafter"
-                    " takes the target's steps, in vectors of its size"
-                )
+        (steps, size), nodes = limits.shape, value.shape[:2]
+        check_tensor("q.points", self.points, (*nodes, steps + 1, size), None, limits.device)
+        check_tensor("q.mean", self.mean, (*nodes, steps, size), None, limits.device)
+        deviations = 1 if self.log_sigma.shape[-1] == 1 else size
+        check_tensor("q.log_sigma", self.log_sigma, (*nodes, steps, deviations), None, limits.device)
         lawful_BN = (self.points[:, :, -1] == value).all(dim=-1)
         for tensor in (self.points, self.mean, self.log_sigma):
             lawful_BN = lawful_BN & tensor.isfinite().flatten(2).all(dim=-1)

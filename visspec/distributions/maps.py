@@ -50,19 +50,14 @@ class Maps(Distribution):
 
     @classmethod
     def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        check_tensor("value", value, torch.long, limits)
-        if value.shape != (*shape, len(limits)):
-            raise ValueError(f"value: got shape {tuple(value.shape)}, expected {(*shape, len(limits))}")
+        check_tensor("value", value, (*shape, len(limits)), torch.long, limits.device)
         safe = value.clamp(0, limits.shape[1] - 1)
         possible_BN = (safe == value).all(dim=-1)
         return safe, possible_BN, torch.ones_like(possible_BN)
 
     def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Maps, Tensor]:
-        check_tensor("q.logits", self.logits, None, limits)
-        check_tensor("q.count", self.count, torch.long, limits)
-        shapes, wanted = (self.logits.shape, self.count.shape), ((*value.shape, limits.shape[1]), value.shape[:2])
-        if shapes != wanted:
-            raise ValueError(f"q: got shapes {tuple(map(tuple, shapes))}, expected {tuple(map(tuple, wanted))}")
+        check_tensor("q.logits", self.logits, (*value.shape, limits.shape[1]), None, limits.device)
+        check_tensor("q.count", self.count, value.shape[:2], torch.long, limits.device)
         logits = self.logits.float()
         drawn = logits.gather(-1, value[..., None])[..., 0].isfinite()
         sound = ~(logits.isnan() | logits.isposinf()).any(dim=-1)

@@ -76,7 +76,7 @@ def advance(
         draft = (
             drafter.propose(state, depth)
             if drafter is not None and depth
-            else forced or trees.empty_draft(state.pending, own=True)
+            else forced or trees.empty_draft(state.pending)
         )
     with stage(trace, "verify"):
         scores = target.verify(state, draft)
@@ -108,10 +108,10 @@ def open_request(target: Target, rule: Acceptance, request: Request) -> tuple[St
     with stage(trace, "prefill"):
         state, scores = target.prefill(request)
         trace.calls, trace.origin = state.trace.calls, [[] for _ in state.rows]
-        state.trace = trace
+        state.trace, state.target = trace, target
         if request.generators is not None and not request.sampling.greedy:
             state.noise = rule.make_noise(request.generators, scores.distribution.width)
-        draft = trees.empty_draft(state.pending, own=True)
+        draft = trees.empty_draft(state.pending)
         apply_verdict(state, draft, scores, rule(draft, scores, state.noise))
     trace.rounds.clear()  # the prefill is not a round: tau counts passes over drafts
     trace.context = request.prompt.shape[1] + 1

@@ -77,6 +77,7 @@ def build_setup(
     length: Callable[[int], DraftLengthPolicy] | None = None,
     compile: bool = False,
     graphs: bool | None = False,
+    debug: bool = False,
 ) -> DecodingSetup[TargetT]:
     """Check and build a setup. `rule` is bound here, so pass a copy.
 
@@ -84,7 +85,8 @@ def build_setup(
     traits. order None: islands if both drafter and rule support whole images, else raster. levels: maximum draft depth.
     length: makes the draft-length policy for it; default, `AdaptiveLength`, or `FixedLength` for drafters of a fixed
     depth, which take no other. compile: tell the drafter too. graphs: record the target's
-    passes, and verdicts with them (None: where that pays). Raises ValueError in one sentence.
+    passes, and verdicts with them (None: where that pays). debug: raise the drafter's exceptions. Raises ValueError in
+    one sentence.
     """
     if drafter is not None and not isinstance(drafter, Drafter):
         raise ValueError(f"drafter: got {drafter!r}, expected a visspec.Drafter or the name of one")
@@ -109,8 +111,7 @@ def build_setup(
     check(drafter, rule, target)
     guarded = None
     if drafter is not None:
-        target_access = target if traits.partial or traits.stored else None
-        guarded = SafeDrafter(drafter, target.capabilities, target.device, rule.traits.chains_only, target_access)
+        guarded = SafeDrafter(drafter, target.capabilities, target.device, rule.traits.chains_only, debug)
     if order is None:
         order = RejectedRegions() if traits.whole_images and rule.traits.whole_images else Raster()
     if not order.raster and target.capabilities.distribution is not order.distribution:
