@@ -14,11 +14,13 @@ os.environ.update({environment!r})
 """
 
 
-def forked(code: str, said: Path, **environment: str) -> BaseProcess:
-    """A process that runs this code with these variables of the environment. What it prints is written to `said`."""
+def forked(code: str, said: Path, daemon: bool = True, **environment: str) -> BaseProcess:
+    """A process that runs this code with these variables of the environment. What it prints is written to `said`. Only
+    one that is no daemon can start processes.
+    """
     context = server()
     code = START.format(said=str(said), environment=environment) + code
-    process = context.Process(target=exec, args=(code, {"__name__": "__main__"}), daemon=True)
+    process = context.Process(target=exec, args=(code, {"__name__": "__main__"}), daemon=daemon)
     process.start()
     return process
 
@@ -41,4 +43,5 @@ def server() -> multiprocessing.context.ForkServerContext:
 
 def command(argv: list[str], said: Path) -> BaseProcess:
     """`visspec` with these arguments."""
-    return forked(f"from visspec.cli.main import main\nraise SystemExit(main({argv!r}))", said)
+    code = f"from visspec.cli.main import main\nraise SystemExit(main({argv!r}))"
+    return forked(code, said, daemon="--ray" not in argv)

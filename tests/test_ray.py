@@ -1,178 +1,68 @@
-"""Several processes through Ray Data: shards, claims, deaths of workers, resumes; a real local Ray in the slow ones."""
+"""Several processes through Ray Data: records once each, deaths of workers and of Ray itself, resumes."""
 
 import json
 import os
-import shutil
+import pickle
 import signal
+import subprocess
 import sys
-from argparse import Namespace
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.test_cli import refused
 from visspec.api import distributed, sources
-from visspec.api.distributed import Claims, RayWorker, WorkerPool, groups
-from visspec.api.shards import Shards
+from visspec.api.distributed import Attempts, Job, RayWorker, ReadTask
 from visspec.api.sources import Record, seed_of
-from visspec.cli import ray_shards
 from visspec.cli.main import main
 from visspec.toys.world.render import to_image
 from visspec.toys.world.scene import held_out_scenes
 
-COLUMNS = {"id": "string", "text": "string", "error": "string"}
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
-
-
-def loud():
-    """What makes a record's text its id in capitals."""
-    return lambda records: ({"id": r.id, "text": r.id.upper(), "error": r.error} for r in records)
 
 
 class Alone(RayWorker):
     """A worker in this process."""
 
-    def _ask(self, what, *values):
-        return getattr(self.claims, what)(*values)
+    def _add(self, what, change):
+        return self.attempts.add(what, change)
 
 
-@pytest.fixture()
-def shards(tmp_path):
-    pytest.importorskip("pyarrow")
-    return Shards(tmp_path / "out", COLUMNS)
+def job(ids, make=None, done=(), group=32) -> Job:
+    dumps = pytest.importorskip("ray").cloudpickle.dumps
+    return Job(dumps(lambda: map(Record, ids)), dumps(make), done, os.getcwd(), 1, group=group)
 
 
-def test_a_shard_is_named_after_its_ids_and_made_once(shards, monkeypatch):
-    made = []
-
-    def make():
-        return lambda records: (made.append(r.id) or {"id": r.id, "text": "x", "error": None} for r in records)
-
-    with shards.lock({"a": 1}), pytest.raises(ValueError, match="another run is writing"):
-        shards.lock({"a": 1})
-    with shards.lock({"a": 1}):
-        worker = Alone(make, shards, Claims(set()), WorkerPool(), os.getcwd())
-        records = [Record("b"), Record("a")]
-        first, again = worker.write(records), worker.write(records[::-1])
-    assert made == ["b", "a"] and first["shard"] == again["shard"] and shards.ids() == {"a", "b"}
-    assert [path.name for path in shards.folder.glob("*.parquet")] == [first["shard"]]
-    with pytest.raises(ValueError, match="got a 2 and records made with 1"):
-        shards.lock({"a": 2})
-    (shards.folder / first["shard"]).write_bytes(b"PAR1 torn")
-    with pytest.raises(ValueError, match="got a shard that can't be read"):
-        shards.ids()
+def unpack(table):
+    return pickle.loads(table["pickled"][0].as_py())
 
 
-def test_an_id_is_made_once_whoever_reads_it_and_however_often():
-    claims = Claims({"old"})
-    read = [Record(id) for id in ("a", "old", "b", "a", "c")]
-
-    def ids(reader):
-        found = groups(lambda: iter(read), lambda first, ids: claims.claim(reader, first, ids), 2)
-        return [[r.id for r in some] for some in found]
-
-    assert ids(0) == [["a", "b"], ["c"]] and ids(0) == [["a", "b"], ["c"]]  # a task that runs again gets its own again
-    assert ids(1) == [] and claims.doubles() == ["a", "old", "b", "c"]
+def test_a_task_reads_each_id_once():
+    read = map(unpack, ReadTask(job(["a", "old", "b", "a", "c", "a"], done={"old"}, group=2))(None))
+    assert [([r.id for r in records], twice) for records, twice in read] == [(["a", "b"], []), (["c"], ["a", "a"])]
+    (odd,) = map(unpack, ReadTask(job(["h\udcffme"]))(None))  # a file name that is not UTF-8
+    assert odd == ([Record("h\udcffme")], [])
 
 
-def test_records_travel_as_tables():
-    pytest.importorskip("pyarrow")
-    records = [Record("a", Path("x/a.png")), Record("b", b"\x00bytes\x00", "what ?"), Record("c\udcff", error="gone")]
-    (row,) = distributed.pack_records(records).to_pylist()
-    assert distributed.unpack_records(row) == records
-
-
-def test_ids_that_are_no_text_are_known_again(shards):
-    """Ids of file names that are not UTF-8; two lists of ids are not one name of a shard."""
-    worker, ids = Alone(loud, shards, Claims(set()), WorkerPool(), os.getcwd()), ["h\udcffme", "\ud800", "a\nb"]
-    shards.folder.mkdir()
-    worker.write([Record(id) for id in ids])
-    assert shards.ids() == {"h\\udcffme", "\\ud800", "a\nb"}
-    assert Claims(shards.ids()).claim(0, 0, [*ids, "new"]) == [False] * 3 + [True]
-    assert shards.path(["a\nb"]) != shards.path(["a", "b"])
-    utils = Namespace(get_entrypoint_name=lambda: "visspec caption \udcff.png")  # what Ray sends as UTF-8
-    distributed._name_in_utf8(utils)
-    assert utils.get_entrypoint_name() == "visspec caption \\udcff.png"
-
-
-def test_the_exit_code_of_shards_is_that_of_all_records(shards, monkeypatch, capsys):
-    """As of lines: resumed as the first time, --retry-failed makes what failed, a folder that is gone is named."""
-    broken, made = {"b", "c"}, []
-
-    def make():
-        def making(records):
-            for record in records:
-                made.append(record.id)
-                yield {"id": record.id, "text": "x", "error": "broken" if record.id in broken else None}
-
-        return making
-
-    def run(readers, make, shards, *, pool, size, complain):
-        claims = Claims(shards.ids())
-        worker = Alone(make, shards, claims, pool, os.getcwd())
-        for records in groups(readers[0], lambda first, ids: claims.claim(0, first, ids), size):
-            yield worker.write(records)
-        for id in claims.doubles():
-            complain(f"{id}: got this id twice")
-
-    def code(ids, retry=False):
-        made.clear()
-        given = Namespace(retry_failed=retry, device="cpu", workers=1, threads=1, shard=2)
-        return ray_shards.write([lambda: map(Record, ids)], make, shards, {}, given), "".join(made)
-
-    monkeypatch.setattr(distributed, "run", run)
-    assert code("abcde") == (1, "abcde") and code("abcde") == (1, "") and code("b", retry=True) == (1, "b")
-    assert "0 records, 0 of them failed, 5 were there (2 of these failed, --retry-failed" in capsys.readouterr().out
-    assert code("abcde") == (1, "c") and code("abcde", retry=True) == (1, "bc") and shards.failed() == {"b", "c"}
-    broken.clear()
-    assert code("abcde", retry=True) == (0, "bc") and sorted(row["id"] for row in shards.read()) == list("abcde")
-    assert code("aa") == (1, "") and "1 ids came twice" in capsys.readouterr().out  # named, and no failure of "a"
-    monkeypatch.setattr(Shards, "write", lambda shards, rows: shutil.rmtree(shards.folder))
-    with pytest.raises(ValueError, match=r"\.lock: was removed during the run"):
-        code("f")
-
-
-def test_the_record_that_kills_workers_is_found_and_the_others_are_made(shards):
-    class Died(Exception):
-        pass
+def test_the_record_that_kills_workers_is_found_and_the_others_are_made():
 
     def make():
         def making(records):
             for record in records:
                 if record.id == "b" and record.error is None:
-                    raise Died
-                yield from loud()([record])
+                    raise MemoryError
+                yield record.id, record.error
 
         return making
 
-    shards.folder.mkdir()
-    claims, records = Claims(set()), [Record(id) for id in "abc"]
+    attempts, group = Attempts(), distributed.pack(([Record(id) for id in "abc"], ["a"]))
     for _ in range(3):  # the first time all at once, then twice at "b"
-        with pytest.raises(Died):
-            Alone(make, shards, claims, WorkerPool(), os.getcwd()).write(records)
-    told = Alone(make, shards, claims, WorkerPool(), os.getcwd()).write(records)
-    found = {row["id"]: row for row in shards.read()}
-    assert found["a"]["text"] == "A" and found["c"]["error"] is None and "2 workers died at it" in found["b"]["error"]
-    assert told["errors"] == [found["b"]["error"]]
-
-
-def test_workers_that_die_while_they_load_are_a_sentence(shards):
-    claims = Claims(set())
-
-    def make():
-        raise MemoryError
-
-    for _ in range(2 + 2):
         with pytest.raises(MemoryError):
-            Alone(make, shards, claims, WorkerPool(2), os.getcwd())
-    with pytest.raises(ValueError, match="workers died while they loaded the model"):
-        Alone(make, shards, claims, WorkerPool(2), os.getcwd())
-
-
-def test_a_worker_has_the_threads_of_its_pool(shards):
-    Alone(loud, shards, Claims(set()), WorkerPool(threads=3), os.getcwd())
-    assert torch.get_num_threads() == 3
+            Alone(job("abc", make), attempts)(group)
+    rows, twice = unpack(Alone(job("abc", make), attempts)(group))
+    assert rows[0] == ("a", None) and "2 workers died at it" in rows[1][1] and rows[2] == ("c", None) and twice == ["a"]
 
 
 def test_the_seed_of_a_record_follows_from_its_id():
@@ -196,14 +86,11 @@ def test_prompts_are_lines_or_objects(tmp_path):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["caption", "IMAGE", "--ray"], "--out: got none, expected a folder"),
-        (["caption", "IMAGE", "--ray", "--out", "TMP/x.jsonl"], "expected a folder for shards"),
-        (["caption", "IMAGE", "--ray", "--out", "TMP/x", "--report", "TMP/r.html"], "--report: got one beside --ray"),
-        (["caption", "IMAGE", "--ray", "--out", "IMAGE"], "is a file, expected a folder"),
-        (["caption", "IMAGE", "--ray", "--out", "TMP/x"], "ray is not installed, expected it (pip install"),
+        (["caption", "IMAGE", "--ray"], "--out: got none, expected a .jsonl or .parquet file"),
+        (["caption", "IMAGE", "--ray", "--out", "TMP/x"], "expected a file that ends in .jsonl or .parquet"),
+        (["caption", "IMAGE", "--ray", "--out", "TMP/x.jsonl"], "ray is not installed, expected it (pip install"),
         (["generate", "a ring", "--ray", "--out", "TMP/x"], "ray is not installed, expected it (pip install"),
         (["generate", "a ring", "--ray", "--out", "TMP/x", "--grid", "TMP/g.png"], "--grid: got one beside --ray"),
-        (["generate", "a ring", "--ray", "--out", "TMP/x", "--image", "TMP/g.png"], "--image: got one beside --ray"),
         (["generate", "--out", "TMP/x"], "prompt: got none"),
         (["generate", "a ring", "--retry-failed", "--out", "TMP/x"], "--retry-failed: got it without --ray"),
         (["generate", "--prompts", "TMP/none", "--out", "TMP/x"], "got no such file"),
@@ -218,7 +105,7 @@ def test_bad_input_is_a_sentence(argv, words, tmp_path, capsys, monkeypatch):
 
 
 def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
-    from visspec.cli.generate_ray import COLUMNS, RecordImages
+    from visspec.cli.generate_ray import RecordImages
 
     records = [
         Record("a", prompt="a ring"),
@@ -228,27 +115,37 @@ def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
     ]
     drawing = RecordImages(pipe, {"batch_size": 2, "temperature": 1.0}, seed=5)
     found = {row["id"]: row for row in drawing(records)}
-    assert set(found["a"]) == set(COLUMNS) and found["none"]["error"] == "none: no prompt"
+    assert set(found["a"]) == set(found["long"]) and found["none"]["error"] == "none: no prompt"
     assert found["long"]["error"].startswith("long: ") and found["long"]["image"] is None
     assert found["odd"]["error"] == "odd: prompt: got 'a \\ud800', expected a text that UTF-8 can hold"
     alone = next(iter(drawing(records[:1])))
     assert alone["image"] == found["a"]["image"] and alone["error"] is None and alone["seed"] == seed_of(5, "a")
 
 
-# --- a real local Ray: it takes tens of seconds to start processes -------------------------------------------------
+# --- a real Ray: it takes tens of seconds to start processes ----------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def cluster():
+    """A Ray that the commands of this module connect to."""
     ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'visspec[ray]')")
-    with distributed.cluster(WorkerPool(workers=3)):
-        yield ray
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        found = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        patch.setenv("RAY_ADDRESS", found.address_info["address"])
+        yield
+        ray.shutdown()
+
+
+def captions(path: Path) -> dict[str, dict]:
+    rows = list(map(json.loads, path.read_text().splitlines()))
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["id"]: row for row in rows}
 
 
 @pytest.mark.slow
 def test_workers_that_are_killed_lose_nothing(cluster, tmp_path):
-    shards, marks = Shards(tmp_path / "out", COLUMNS), tmp_path / "marks"
-    marks.mkdir()
+    marks, repeated = tmp_path, []
 
     def make():
         def making(records):
@@ -259,63 +156,98 @@ def test_workers_that_are_killed_lose_nothing(cluster, tmp_path):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if record.id == "r13" and record.error is None:  # a record that kills every worker
                     os.kill(os.getpid(), signal.SIGKILL)
-                yield {"id": record.id, "text": record.id.upper(), "error": record.error}
+                yield record.id, record.error
 
         return making
 
-    ids, complaints = [f"r{i:02}" for i in range(20)], []
-    readers = [lambda: map(Record, ids), lambda: map(Record, ids[:2])]
-    with shards.lock({}):
-        told = list(distributed.run(readers, make, shards, pool=WorkerPool(2), size=4, complain=complaints.append))
-    found = {row["id"]: row for row in shards.read()}
-    assert len(list(shards.read(["id"]))) == 20 and sorted(found) == ids and sum(t["records"] for t in told) == 20
-    assert [id for id, row in found.items() if row["error"]] == ["r13"] and found["r05"]["text"] == "R05"
-    assert sorted(complaints) == [f"r0{i}: got this id twice, expected one record of each" for i in (0, 1)]
-    with shards.lock({}):
-        assert list(distributed.run([lambda: map(Record, ids)], make, shards, pool=WorkerPool(1))) == []
+    ids = [f"r{i:02}" for i in range(20)]
+    read = lambda: map(Record, [*ids, "r01", "r01"])  # noqa: E731
+    found = list(distributed.run(read, make, workers=2, group=4, done={"r00"}, repeated=repeated.append))
+    assert sorted(id for id, _ in found) == ids[1:] and repeated == ["r01", "r01"]
+    assert [id for id, error in found if error] == ["r13"]
 
     def broken():
         raise ValueError("model: got none, expected one")
 
-    with shards.lock({}), pytest.raises(ValueError, match="model: got none, expected one"):
-        list(distributed.run([lambda: map(Record, ["new"])], broken, shards, pool=WorkerPool(1)))
-    with pytest.raises(ValueError, match="workers: got 9 of 1 CPU each, expected at most"):
-        list(distributed.run(readers, make, shards, pool=WorkerPool(9)))
+    for made, workers, words in (
+        (broken, 1, "^model: got none, expected one$"),
+        (make, 9, "workers: got 9 of 1 CPU each, expected at most the 4 CPU"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            list(distributed.run(read, made, workers=workers))
 
 
 @pytest.mark.slow
 def test_captions_of_two_processes_are_those_of_one(cluster, tmp_path, capsys):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    home, lines, out = tmp_path / "images", tmp_path / "c.jsonl", tmp_path / "out"
+    """The same records, exit codes and counts of ids that come twice, also where a run goes on."""
+    home, table = tmp_path / "images", tmp_path / "t.jsonl"
     home.mkdir()
     for i, scene in enumerate(held_out_scenes(6)):
         to_image(scene).save(home / f"{i}.png")
     (home / "6.png").write_bytes(b"broken")
-    sampled = ["--temperature", "0.9", "--seed", "3", *SHORT]
-    assert main(["caption", str(home), "--out", str(lines), *sampled]) == 1
-    expected = {row["id"]: row for row in map(json.loads, Path(lines).read_text().splitlines())}
-    argv = ["caption", str(home), "--ray", "--workers", "2", "--shard", "2", "--out", str(out), *sampled]
-    assert main(argv) == 1
-    found = {row["id"]: row for row in Shards(out, {}).read()}
-    for row in found.values():
-        assert row | {"rounds": 0} == expected[row["id"]] | {"rounds": 0}
-    assert len(found) == 7 and found[str(home / "6.png")]["error"]
-    whole = (path for path in out.glob("part-*") if not any(parquet.read_table(path)["error"].to_pylist()))
-    next(whole).unlink()
-    argv[argv.index("--workers") + 1] = "1"
-    assert main(argv) == 1 and {row["id"] for row in Shards(out, {}).read()} == set(expected)  # one failed before
-    assert "of them failed" in capsys.readouterr().out
+    again = [{"id": "a", "image": "images/0.png"}] * 3 + [{"id": str(home / "1.png"), "image": "images/1.png"}]
+    table.write_text("\n".join(map(json.dumps, again)))
+    found = []
+    for name, options in (("one", []), ("two", ["--ray", "--workers", "2", "--slots", "1"])):
+        out = tmp_path / f"{name}.jsonl"
+        argv = ["caption", str(home), str(table), "--out", str(out), "--temperature", "0.9", "--seed", "3", *SHORT]
+        argv += options
+        assert main(argv) == 1
+        said = capsys.readouterr()
+        assert "8 records, 1 of them failed, 3 ids came twice" in said.out
+        assert Counter(line for line in said.err.splitlines() if "twice" in line).total() == 3
+        found.append(captions(out))
+        out.write_text("".join(out.read_text().splitlines(keepends=True)[1:]))
+        assert main(argv) == 1 and captions(out) == found[-1]
+        assert "1 records" in (said := capsys.readouterr().out) and "7 were there" in said
+    for rows in zip(*(sorted(rows.values(), key=lambda row: row["id"]) for rows in found), strict=True):
+        assert rows[0] | {"rounds": 0} == rows[1] | {"rounds": 0}
     assert "records made with" in refused(capsys, *argv, "--prompt", "other")
 
 
 @pytest.mark.nightly
-def test_images_of_two_processes_are_those_of_one(cluster, pipe, folder, tmp_path):
+def test_images_of_two_processes_are_those_of_one(cluster, pipe, folder, tmp_path, capsys):
     from visspec.cli.generate_ray import RecordImages
 
     out = tmp_path / "out"
-    argv = ["generate", "a ring", "a cube", "-n", "2", "--ray", "--shard", "1", "--out", str(out), "--seed", "5"]
-    assert main([*argv, "--model", str(folder)]) == 0
-    found = {row["id"]: row["image"] for row in Shards(out, {}).read()}
+    argv = ["generate", "a ring", "a cube", "-n", "2", "--ray", "--batch-size", "1", "--out", str(out), "--seed", "5"]
+    for said in ("4 records, 0 of them failed;", "0 records, 0 of them failed, 4 were there;"):
+        assert main([*argv, "--model", str(folder)]) == 0 and said in capsys.readouterr().out
     records = [Record(f"{text}#{k}", prompt=text) for text in ("a ring", "a cube") for k in range(2)]
     drawing = RecordImages(pipe, {"batch_size": 1}, 5)  # pixels round by the size of a batch
-    assert found == {row["id"]: row["image"] for row in drawing(records)}
+    for row, found in zip(drawing(records), map(captions(out / "images.jsonl").get, (r.id for r in records))):
+        assert (out / found["image"]).read_bytes() == row["image"] and found | {"image": None} == row | {"image": None}
+    read = list(sources.records([out / "images.jsonl"]))  # for `visspec caption`
+    assert sorted(record.id for record in read) == sorted(record.id for record in records)
+    assert all(Path(record.image).is_file() and record.prompt for record in read)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_ray_that_dies_is_a_sentence_and_the_run_goes_on(tmp_path, monkeypatch):
+    """Ray ends the process that uses it without a word when its daemon is killed."""
+    pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    home, out, said = tmp_path / "images", tmp_path / "o.jsonl", tmp_path / "said"
+    home.mkdir()
+    for i in range(60):
+        to_image(held_out_scenes(1)[0]).save(home / f"{i:02}.png")
+    argv = ["caption", str(home), "--ray", "--slots", "1", "--out", str(out), "--max-new-tokens", "60"]
+    with open(said, "w") as stderr:
+        process = subprocess.Popen([sys.executable, "-P", "-m", "visspec.cli.main", *argv], stderr=stderr)
+    while not (out.exists() and out.read_bytes().count(b"\n") >= 8):
+        assert process.poll() is None, said.read_text()
+        time.sleep(0.05)
+    parents = {int(p.name): int((p / "stat").read_text().rpartition(")")[2].split()[1]) for p in processes()}
+    (raylet,) = (p.name for p in processes() if b"/raylet/raylet" in (p / "cmdline").read_bytes().split(b"\0")[0]
+                 and parents[parents[int(p.name)]] == process.pid)  # fmt: skip
+    os.kill(int(raylet), signal.SIGKILL)
+    code, count = process.wait(300), len(captions(out))
+    assert code == 2 and 8 <= count < 60
+    expected = f"visspec: --ray: Ray has died. {count} records of this run are finished and kept, the same command goes"
+    assert said.read_text() == f"{expected} on there\n"
+    assert main(argv) == 0 and len(captions(out)) == 60
+
+
+def processes():
+    return [path for path in Path("/proc").iterdir() if path.name.isdecimal()]

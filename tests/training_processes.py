@@ -95,4 +95,4 @@ def main(parallel: str, home: Path) -> None:
         run("by-hand")
     several = workers.Workers(parallel == "fsdp", "cpu")
     assert several.world == 2
-    several.close()
+    several.accelerator.end_training()

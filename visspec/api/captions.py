@@ -55,15 +55,14 @@ def chat_prompt(processor, request: str) -> str:
     return chat_text(processor, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": request}]}])
 
 
-def chat_text(processor, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()) -> str:
+def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
     """The prompt of a conversation, in the processor's chat template (plain text if it has none). Raises ValueError if
     the template fails, or works for too long.
     """
     if getattr(processor, "chat_template", None):
-        given = {"tools": list(tools)} if tools else {}
         try:
             with bounded_template():
-                return processor.apply_chat_template(messages, add_generation_prompt=True, **given)
+                return processor.apply_chat_template(messages, add_generation_prompt=True)
         except Exception as error:  # templates come with a checkpoint and raise anything
             raise ValueError(
                 f"chat_template: got an error of the processor's template ({first_line(error)}), expected a prompt"

@@ -66,7 +66,7 @@ def measure(
     target, "run_s" at most: as if all of `answers_s` grew with the layers.
     """
     target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
-    trainer = Trainer(target, drafter, Exact(), prompts, replace(options, group=1, ahead=False), "unused", {})
+    trainer = Trainer(target, drafter, Exact(), prompts, replace(options, group=1), "unused", {})
     wait = waiter(model.device)
     answers_s, lessons = seconds_of(lambda: trainer.lessons(0), wait)
     count = sum(p.numel() for p in drafter.head.parameters() if p.requires_grad)

@@ -1,365 +1,248 @@
-"""OpenAI's chat completions and image generations over HTTP, on FastAPI: the extra `serve`.
-
-Nothing of a request is trusted: its key is compared in constant time, its host is a name of this machine if the server
-is bound to it, its body is received up to a limit, takes a place when complete, and is read by `completions`.
-"""
+"""OpenAI's chat completions and image generations over HTTP, on FastAPI: the extra `serve`."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import hmac
+import io
 import json
 import re
+import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from types import FrameType
 from typing import Any
 
-import uvicorn
-from fastapi import Depends, FastAPI
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types import ImagesResponse
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from visspec import __version__
-from visspec.api import completions
-from visspec.api.answers import Piece, QueuedChat, TextResult, Told, choice, completion, usage
-from visspec.api.completions import RequestError
-from visspec.api.serving import (
-    ClientDisconnected,
-    ImageWorker,
-    QueuedImages,
-    QueueWorker,
-    RequestQueue,
-    TextWorker,
-)
-from visspec.io.files import Json
+from visspec.api.completions import ChatBody, DrawingBody, RequestError, refusal
+from visspec.api.images import ImagePipeline
+from visspec.api.serving import Part, Tell, TextWorker
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
-HOST = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
-READING = 60.0  # seconds for a body to arrive
-READERS = 2  # threads that read bodies, decode images and run the processor
-Reading = Callable[[Any], Any]  # of a body's JSON
+HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
+
+
+class Guard:
+    """Middleware that lets requests in, `places` at once, each of `max_body` bytes. key: None lets everybody in. local:
+    only names of this machine are answered to, because a page in a browser may have given it another one.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, local: bool, places: int, max_body: int):
+        self.app, self.key, self.local, self.places = app, (key or "").encode(errors="surrogateescape"), local, places
+        self.max_body, self.taken = max_body, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == "/health":
+            return await self.app(scope, receive, send)
+        left = self.max_body
+
+        async def limited() -> Message:
+            nonlocal left
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise RequestError(f"body: it has more than {self.max_body} bytes", 413)
+            return message
+
+        self.taken += 1
+        try:
+            self._check(Headers(scope=scope))
+            with suppress(asyncio.CancelledError):  # the server stops and waits no longer
+                await self.app(scope, limited, send)
+        except RequestError as error:
+            await error_response(error)(scope, receive, send)
+        finally:
+            self.taken -= 1
+
+    def _check(self, headers: Headers) -> None:
+        host = " ".join(headers.getlist("host"))
+        if self.local and not HOST.fullmatch(host):
+            raise RequestError(f"host: got {host!r}, this server answers to {', '.join(LOCAL)}", 403)
+        scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if self.key and not (hmac.compare_digest(given.strip(), self.key) and scheme.lower() == b"bearer"):
+            raise RequestError("The API key is missing or wrong.", 401, code="invalid_api_key")
+        if self.taken > self.places:
+            raise RequestError(f"The server works on {self.places} requests. Try again later.", 429)
 
 
 class Service:
-    """What the routes share. key: None lets everybody in. local: only this machine's names are answered to."""
+    """The routes. pipe: draws images under the name `image_model`."""
 
-    def __init__(
-        self, desk: RequestQueue, writing: TextWorker | None, painting: ImageWorker | None, key: str | None, local: bool
-    ):
-        self.desk, self.writing, self.painting, self.key, self.local = desk, writing, painting, key, local
-        self.limits = writing.limits if writing is not None else completions.RequestLimits()
-        self.began = int(time.time())
-        self.readers = ThreadPoolExecutor(READERS, "visspec-reader")
+    def __init__(self, text: TextWorker, pipe: ImagePipeline | None = None, image_model: str | None = None):
+        self.text, self.pipe, self.image_model, self.began = text, pipe, image_model, int(time.time())
+        self.unread = asyncio.Semaphore(text.slots)  # chats whose pixels are held, because the model has not read them
+        self.reader, self.painter = (ThreadPoolExecutor(1, f"visspec-{name}") for name in ("reader", "painter"))
 
-    @property
-    def workers(self) -> list[QueueWorker]:
-        return [worker for worker in (self.writing, self.painting) if worker is not None]
+    async def chat(self, body: ChatBody, request: Request) -> Any:
+        chunks = self._chunks(body, request)
+        first = await anext(chunks)  # an error before the first token has its own status
+        if body.stream:
+            return StreamingResponse(server_sent(first, chunks), media_type="text/event-stream")
+        state = ChatCompletionStreamState()
+        state.handle_chunk(first)
+        async for chunk in chunks:
+            state.handle_chunk(chunk)
+        return state.current_completion_snapshot
+
+    async def _chunks(self, body: ChatBody, request: Request) -> AsyncIterator[ChatCompletionChunk]:
+        """The answers to a chat, as they are streamed. Raises RequestError and ClientDisconnect."""
+        check_model(body.model, self.text.name)
+        loop, queue, cancelled = asyncio.get_running_loop(), asyncio.Queue[Part | Exception](), threading.Event()
+        watch = loop.create_task(disconnected(request, lambda: queue.put_nowait(ClientDisconnect())))
+        tell: Tell = lambda part: loop.call_soon_threadsafe(queue.put_nowait, part)  # noqa: E731
+        counts, left = Counter[str](), body.n
+        frame: Any = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.text.name}
+        chunk: Any = partial(ChatCompletionChunk, object="chat.completion.chunk", **frame)
+        try:
+            async with self.unread:
+                rows, prompt = await loop.run_in_executor(self.reader, self.text.prepare, body, tell, cancelled)
+                for row in rows:
+                    self.text.queue.put(row)
+                part = await queue.get()
+            while not isinstance(part, Exception):
+                yield chunk(choices=[part.choice])
+                counts += part.counts
+                left -= part.choice["finish_reason"] is not None
+                if not left:
+                    break
+                part = await queue.get()
+            else:
+                if isinstance(part, ClientDisconnect | RequestError):
+                    raise part
+                raise RequestError(f"{type(part).__name__}: {part}", 400 if isinstance(part, ValueError) else 500)
+        finally:
+            cancelled.set()
+            watch.cancel()
+        if body.stream_options.include_usage or not body.stream:
+            new, details = counts["tokens"], {f"{n}_prediction_tokens": counts[n] for n in ("accepted", "rejected")}
+            usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+            yield chunk(choices=[], usage=usage | {"completion_tokens_details": details})
+
+    async def images(self, body: DrawingBody, request: Request) -> Any:
+        check_model(body.model or self.image_model, self.image_model)
+        loop, cancelled = asyncio.get_running_loop(), threading.Event()
+        watch = loop.create_task(disconnected(request, cancelled.set))
+        try:
+            files = await loop.run_in_executor(self.painter, self._draw, body, cancelled)
+        except ValueError as error:
+            name = str(error).partition(":")[0]
+            raise RequestError(str(error), param=name if name in DrawingBody.model_fields else None) from None
+        finally:
+            cancelled.set()
+            watch.cancel()
+        data = [{"b64_json": base64.b64encode(file).decode()} for file in files]
+        return {"created": int(time.time()), "data": data, "output_format": "png"}
+
+    def _draw(self, body: DrawingBody, cancelled: threading.Event) -> list[bytes]:
+        """PNG files. Raises ValueError for what the model cannot draw."""
+        assert self.pipe is not None
+        width, height = (None, None) if body.size == "auto" else map(int, body.size.split("x"))
+        try:
+            self.pipe.family.layout(height, width)
+        except ValueError as error:
+            raise ValueError(f"size: the model does not draw {body.size} ({error})") from None
+
+        def look(pipe: ImagePipeline, *_: int | dict) -> None:
+            if cancelled.is_set():
+                pipe.interrupt = True
+
+        options = body.model_dump(include={"seed", "temperature", "guidance_scale"})
+        options |= {"num_images_per_prompt": body.n, "height": height, "width": width, "callback_on_step_end": look}
+        files = []
+        for image in [] if cancelled.is_set() else self.pipe(body.prompt, **options).images:
+            image.save(buffer := io.BytesIO(), "PNG")
+            files.append(buffer.getvalue())
+        return files
+
+    async def models(self) -> dict[str, Any]:
+        names = [name for name in (self.text.name, self.image_model) if name is not None]
+        about = {"object": "model", "created": self.began, "owned_by": "visspec"}
+        return {"object": "list", "data": [{"id": name, **about} for name in names]}
 
     def close(self) -> None:
         """Finish what was taken."""
-        for worker in self.workers:
-            worker.close()
-        self.readers.shutdown(wait=False, cancel_futures=True)
-
-    async def guard(self, request: Request) -> None:
-        """Raises RequestError for a stranger."""
-        hosts = [value for name, value in request.headers.raw if name == b"host"]
-        if self.local and not (len(hosts) == 1 and HOST.fullmatch(hosts[0])):
-            # a page in a browser may have given this machine a name of its own
-            found = " and ".join(host.decode("latin-1") for host in hosts) or "none"
-            raise RequestError(f"host: got {found[:60]}, expected one of {', '.join(LOCAL)}", 403)
-        scheme, _, given = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
-        if self.key is not None and not (
-            hmac.compare_digest(given.strip(), self.key.encode(errors="surrogateescape"))
-            and scheme.lower() == b"bearer"
-        ):
-            raise RequestError("key: got another one or none, expected that of the server", 401, code="invalid_api_key")
-
-    async def receive(self, request: Request, held: Callable[[int], None]) -> bytes:
-        """A body; `held` is told its bytes as they come. Raises RequestError."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip()
-        if kind.lower() != "application/json":  # a page of another origin can't send this without asking
-            raise RequestError(f"content-type: got {kind or 'none'}, expected application/json", 415)
-        try:
-            return await asyncio.wait_for(self._bytes(request, held), READING)
-        except TimeoutError:
-            raise RequestError(f"body: got a part of it in {READING:g} seconds, expected all of it", 408) from None
-
-    async def _bytes(self, request: Request, held: Callable[[int], None]) -> bytes:
-        told = request.headers.get("content-length", "0")
-        size, parts = int(told) if told.isdecimal() else 0, []
-        if size <= self.limits.body:
-            size = 0
-            async for part in request.stream():
-                size += len(part)
-                if size > self.limits.body:
-                    break
-                held(len(part))
-                parts.append(part)
-        if size > self.limits.body:
-            raise RequestError(f"body: got more than {self.limits.body} bytes, expected at most as many", 413)
-        return b"".join(parts)
-
-    async def read(self, data: bytes, worker: QueueWorker | None, what: str, reading: Reading) -> Any:
-        """What `reading` makes of a body's JSON. Raises RequestError, also unless it names the worker's model."""
-
-        def work() -> Any:
-            try:
-                body = json.loads(data)
-            except (ValueError, RecursionError):
-                raise RequestError("body: got no JSON, expected an object") from None
-            name = body.get("model") if isinstance(body, dict) else None
-            if worker is None:
-                raise RequestError(
-                    f"model: got {name!r}, expected a server that {what}", 404, "model", "model_not_found"
-                )
-            if name is not None:
-                self.named(name, [worker])
-            return reading(body)
-
-        return await asyncio.get_running_loop().run_in_executor(self.readers, work)
-
-    def named(self, name: Json, workers: list[QueueWorker]) -> QueueWorker:
-        """The worker of a model. Raises RequestError for another name."""
-        for worker in workers:
-            if name == worker.name:
-                return worker
-        names = " or ".join(repr(worker.name) for worker in workers)
-        raise RequestError(f"model: got {name!r}, expected {names}", 404, "model", "model_not_found")
-
-    async def _take(
-        self,
-        stack: AsyncExitStack,
-        kind: str,
-        request: Request,
-        worker: QueueWorker | None,
-        what: str,
-        reading: Reading,
-    ) -> tuple[Any, JobEvents]:
-        """What `reading` makes of a request, which has a place until the stack ends, and the events of its job."""
-        stack.enter_context(self.desk.meter(kind))
-        waiting = await stack.enter_async_context(AsyncExitStack())  # ends when the model has read the prompt
-        self.desk.check()
-        data = await self.receive(request, waiting.enter_context(self.desk.held()))
-        stack.enter_context(self.desk.place())
-        asked = await self.read(data, worker, what, reading)
-        events = JobEvents(request, waiting)
-        stack.callback(events.close)
-        return asked, events
-
-    async def chat(self, request: Request) -> Response:
-        async with AsyncExitStack() as stack:
-            writing, reading = self.writing, partial(completions.chat, limits=self.limits)
-            asked, events = await self._take(stack, "chat", request, writing, "was started with --model", reading)
-            assert writing is not None
-            await events.until(events.waiting.enter_async_context(self.desk.decoded(asked.pixels * asked.n)))
-            loop = asyncio.get_running_loop()
-            job = await loop.run_in_executor(self.readers, writing.job, asked, events.tell)
-            stack.callback(setattr, job, "cancelled", True)  # however this ends
-            writing.submit(job)
-            first = await events.next()
-            id, name = f"chatcmpl-{uuid.uuid4().hex}", writing.name
-            if job.asked.stream:
-                return EventStream(job, events, first, id, name, stack.pop_all())
-            results = [first, *[await events.next() for _ in range(1, asked.n)]]
-            results.sort(key=lambda result: result.index)
-            frame = {"role": "assistant", "content": None, "refusal": None}
-            choices = [choice(r.index, r.logprobs, r.ended, message=frame | r.message) for r in results]
-            return JSONResponse(completion("chat.completion", id, name, *choices) | {"usage": usage(results)})
-
-    async def images(self, request: Request) -> Response:
-        async with AsyncExitStack() as stack:
-            painting, started = self.painting, "was started with --image-model"
-            asked, events = await self._take(stack, "images", request, painting, started, completions.drawing)
-            assert painting is not None
-            job = QueuedImages(events.tell, asked=asked)
-            stack.callback(setattr, job, "cancelled", True)
-            painting.submit(job)
-            files = [{"b64_json": base64.b64encode(file).decode()} for file in await events.next()]
-            return JSONResponse({"created": int(time.time()), "data": files, "output_format": "png"})
-
-    async def model(self, id: str) -> dict[str, Any]:
-        return self._model_info(self.named(id, self.workers))
-
-    def _model_info(self, worker: QueueWorker) -> dict[str, Any]:
-        return {"id": worker.name, "object": "model", "created": self.began, "owned_by": "visspec"}
-
-    async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._model_info(worker) for worker in self.workers]}
-
-    async def metrics(self) -> PlainTextResponse:
-        running = sum(len(worker.running) for worker in self.workers)
-        now: dict[str, float] = {"queue": self.desk.taken - running, "running": running, "places": self.desk.places}
-        return PlainTextResponse(self.desk.meters.lines(now), media_type="text/plain; version=0.0.4")
+        self.text.close()
+        for pool in (self.reader, self.painter):
+            pool.shutdown(cancel_futures=True)
 
 
-class JobEvents:
-    """What a worker tells of a job, or that the client has gone. waiting: closed when the model has read a chat."""
-
-    def __init__(self, request: Request, waiting: AsyncExitStack):
-        self.waiting = waiting
-        self.loop, self.queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        self.gone = asyncio.ensure_future(self._watch(request))
-
-    async def _watch(self, request: Request) -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    def tell(self, event: Told) -> None:
-        """Called in any thread."""
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
-            self.loop.call_soon_threadsafe(self.queue.put_nowait, event)
-
-    async def until(self, awaited: Awaitable[Any]) -> Any:
-        """What is awaited. Raises ClientDisconnected if the client goes before."""
-        task = asyncio.ensure_future(awaited)
-        try:
-            await asyncio.wait({task, self.gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not task.done():
-                task.cancel()
-        if not task.done():
-            raise ClientDisconnected
-        return task.result()
-
-    async def next(self) -> Any:
-        """The next event. Raises what the worker told as an exception, and ClientDisconnected."""
-        while (event := await self.until(self.queue.get())) is None:
-            await self.waiting.aclose()
-        if isinstance(event, RequestError):
-            raise event
-        if isinstance(event, ValueError):
-            raise RequestError(str(event)) from event
-        if isinstance(event, Exception):
-            raise RequestError(f"model: got {type(event).__name__} in a pass, expected none", 500) from event
-        return event
-
-    def close(self) -> None:
-        self.gone.cancel()
+async def server_sent(first: ChatCompletionChunk, others: AsyncIterator[ChatCompletionChunk]) -> AsyncIterator[str]:
+    """Server-sent events of a chat."""
+    try:
+        yield f"data: {first.model_dump_json(exclude_unset=True)}\n\n"
+        async for chunk in others:
+            yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+    except RequestError as error:  # the status was sent
+        yield f"data: {json.dumps(error.body)}\n\n"
+    except ClientDisconnect:
+        return
+    yield "data: [DONE]\n\n"
 
 
-class EventStream(Response):
-    """A streamed completion as server-sent events; `held` is let go when it ends."""
-
-    def __init__(
-        self, job: QueuedChat, events: JobEvents, first: Piece | TextResult, id: str, name: str, held: AsyncExitStack
-    ):
-        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-store"})
-        del self.headers["content-length"]
-        self.job, self.events, self.first, self.id, self.name, self.held = job, events, first, id, name, held
-
-    async def __call__(self, scope, receive, send) -> None:
-        async def say(data: Json) -> None:
-            text = data if isinstance(data, str) else json.dumps(data)
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": True})
-
-        with suppress(
-            ClientDisconnected, asyncio.CancelledError
-        ):  # of a client that reads no more, when the server stops
-            try:
-                async with self.held:
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    await self._say_all(say)
-            except RequestError as error:  # the status was sent
-                await say(error.body)
-            await say("[DONE]")
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _say_all(self, say) -> None:
-        def chunk(*choices: dict[str, Any]) -> dict[str, Any]:
-            return completion("chat.completion.chunk", self.id, self.name, *choices)
-
-        n, results, event = self.job.asked.n, list[TextResult](), self.first
-        for index in range(n):
-            await say(chunk(choice(index, None, None, delta={"role": "assistant", "content": ""})))
-        while True:
-            if isinstance(event, Piece):
-                await say(chunk(choice(event.index, event.logprobs, None, delta={"content": event.text})))
-            else:
-                results.append(event)
-                calls = [{"index": i, **call} for i, call in enumerate(event.message.get("tool_calls", ()))]
-                delta = {"tool_calls": calls} if calls else {}
-                await say(chunk(choice(event.index, None, event.ended, delta=delta)))
-            if len(results) == n:
-                break
-            event = await self.events.next()
-        if self.job.asked.usage:
-            await say(chunk() | {"usage": usage(results)})
+def check_model(given: str | None, name: str | None) -> None:
+    if name is None or given != name:
+        has = "was started without --image-model" if name is None else f"has {name!r}"
+        raise RequestError(f"model: got {given!r}, this server {has}", 404, "model", "model_not_found")
 
 
-def application(service: Service) -> FastAPI:
-    """The application. Its workers are closed, and finish what they have, when it shuts down."""
+def error_response(error: RequestError) -> Response:
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    return Response(json.dumps(error.body), error.status, headers, "application/json")  # any text, as ASCII
+
+
+async def disconnected(request: Request, call: Callable[[], Any]) -> None:
+    """Call a function when the client has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    call()
+
+
+async def failed(request: Request, error: Exception) -> Response:
+    """The answer to a request that raised."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    if isinstance(error, RequestValidationError):
+        error = refusal(error.errors()[0])
+    if isinstance(error.__cause__, RequestError):  # of a body that FastAPI could not read
+        error = error.__cause__
+    if isinstance(error, HTTPException):
+        error = RequestError(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+    if not isinstance(error, RequestError):
+        error = RequestError(f"The server failed with {type(error).__name__}.", 500)
+    return error_response(error)
+
+
+def application(
+    service: Service, *, key: str | None = None, local: bool = True, places: int = 64, max_body: int = 20_000_000
+) -> FastAPI:
+    """The application. It finishes what it has taken when it shuts down."""
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI):
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await asyncio.get_running_loop().run_in_executor(None, service.close)
 
-    app = FastAPI(
-        title="visspec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None
-    )
-
-    async def health() -> dict[str, str]:
-        return {"status": "stopping" if service.desk.closing else "ok"}
-
-    routes: list[tuple[str, str, Callable[..., Any]]] = [
-        ("GET", "/health", health),
-        ("GET", "/v1/models", service.models),
-        ("GET", "/v1/models/{id:path}", service.model),
-        ("GET", "/metrics", service.metrics),
-        ("POST", "/v1/chat/completions", service.chat),
-        ("POST", "/v1/images/generations", service.images),
-    ]
-    for method, path, call in routes:
-        guards = [] if call is health else [Depends(service.guard)]
-        app.add_api_route(path, call, methods=[method], response_model=None, dependencies=guards)
-
-    @app.exception_handler(RequestError)
-    async def refuse(request: Request, error: RequestError) -> JSONResponse:
-        later = {"retry-after": str(service.desk.patience)} if error.status in (429, 503) else {}
-        return JSONResponse(error.body, error.status, headers=later)
-
-    @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        asked, paths = f"{request.method} {request.url.path}", ", ".join(path for _, path, _ in routes)
-        refused = RequestError(f"path: got {asked}, expected one of {paths}", error.status_code)
-        return JSONResponse(refused.body, refused.status)
-
-    @app.exception_handler(ClientDisconnected)
-    @app.exception_handler(ClientDisconnect)
-    async def leave(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
-
-    @app.exception_handler(Exception)
-    async def fail(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(RequestError(f"server: got {type(error).__name__}, expected no error", 500).body, 500)
-
+    handlers: Any = dict.fromkeys((RequestError, RequestValidationError, HTTPException, ClientDisconnect), failed)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers | {Exception: failed})
+    app.add_middleware(Guard, key=key, local=local, places=places, max_body=max_body)
+    app.add_api_route("/health", lambda: {"status": "ok"})
+    app.add_api_route("/v1/models", service.models)
+    given: dict[str, Any] = {"methods": ["POST"], "response_model_exclude_unset": True}
+    app.add_api_route("/v1/chat/completions", service.chat, response_model=ChatCompletion, **given)
+    app.add_api_route("/v1/images/generations", service.images, response_model=ImagesResponse, **given)
     return app
-
-
-class Server(uvicorn.Server):
-    """Serves until SIGTERM or Ctrl-C: what it has taken is finished, for `grace` seconds, and nothing more is taken."""
-
-    def __init__(self, service: Service, host: str, port: int, grace: int, log_level: str = "info"):
-        self.service = service
-        super().__init__(
-            uvicorn.Config(
-                application(service),
-                host=host,
-                port=port,
-                log_level=log_level,
-                timeout_graceful_shutdown=grace,
-                server_header=False,
-            )
-        )
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.service.desk.closing = True  # connections that are open get an answer
-        super().handle_exit(sig, frame)

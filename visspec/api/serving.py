@@ -1,386 +1,266 @@
-"""Requests of many clients on one model: a bounded number of them, and a thread per model that works on them.
-
-`TextWorker` drives a stream of rows (`Accelerated.stream`): answers enter the running batch as others leave.
-`ImageWorker` draws images, one request at a time. Both tell what happens through `QueuedRequest.tell`, from their
-thread. A job that is cancelled leaves its slot with the next round.
+"""Chats of many clients on one model: a thread drives a stream of rows (`Accelerated.stream`), which answers enter as
+others leave. A row tells from that thread what OpenAI's streamed choices are made of.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import queue
+import sys
 import threading
-import time
-from asyncio import CancelledError, Event, Lock
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
-from visspec.api import chat_inputs
+import torch
+from torch import Tensor
+
 from visspec.api.accelerate import Accelerated
-from visspec.api.answers import (
-    Choice,
-    QueuedChat,
-    QueuedRequest,
-    StopTextFilter,
-    TextResult,
-    Told,
-    parsed_message,
-    response_template,
-)
-from visspec.api.captions import move_inputs
-from visspec.api.completions import ChatRequest, RequestError, RequestLimits
-from visspec.api.image_call import ImageRequest
-from visspec.api.images import ImagePipeline
+from visspec.api.captions import move_inputs, process_chats
+from visspec.api.completions import ChatBody, RequestError
 from visspec.api.schemas import JsonGrammars
-from visspec.io.files import Json
-from visspec.loop.stats import by_depth
+from visspec.io.images import MAX_PIXELS
+from visspec.loop.stats import added_text
 from visspec.loop.stream import Answer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.types import Processor
 
-BODIES = 100_000_000  # bytes of bodies that are held at once
 logger = logging.getLogger(__name__)
+LEAST = -9999.0  # OpenAI's value for a token without probability
+CONTEXT = 3  # tokens: a character of UTF-8 has one more at most
 
 
-class ClientDisconnected(Exception):
-    """The client has disconnected."""
+class Part(NamedTuple):
+    """A piece of an answer. choice: as OpenAI's streamed ones; counts: of tokens, once, when the choice ends."""
+
+    choice: dict[str, Any]
+    counts: Counter[str]
+
+
+Tell = Callable[[Part | Exception], Any]
+
+
+class StopTextFilter:
+    """The text of one row as its tokens come. Held back is what may still change: blanks at the end, half a
+    character, and what may become a stop text, which is no part of the answer.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+        self.decode, self.stops = decode, stops
+        self.tokens: list[int] = []
+        self.text = ""  # that won't change
+        self.stopped = False
+
+    def add(self, tokens: list[int]) -> str:
+        """Take tokens, and return the text that they add."""
+        before = len(self.tokens)
+        self.tokens += tokens
+        full = self._read(len(self.tokens))
+        if any(stop in full for stop in self.stops):  # the first token that completes one: rounds don't matter
+            numbers = range(before + 1, len(self.tokens) + 1)
+            del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
+            self.stopped = True
+            full = self._read(len(self.tokens))
+            return self._grown(full[: min(at for stop in self.stops if (at := full.find(stop)) >= 0)])
+        full = full.rstrip("\ufffd")
+        return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)])
+
+    def finish(self) -> str:
+        """The text that was held back, when no token follows."""
+        return "" if self.stopped else self._grown(self._read(len(self.tokens)))
+
+    def _read(self, count: int) -> str:
+        return self.decode(self.tokens[:count]).lstrip()
+
+    def _grown(self, text: str) -> str:
+        text, before = text.rstrip(), len(self.text)
+        if len(text) > before:
+            self.text = text
+        return text[before:]
+
+
+def pending(text: str, stop: str) -> int:
+    """How many characters at the end of a text may be the beginning of a stop text."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False)
-class QueuedImages(QueuedRequest):
-    """A request of images."""
+class Row:
+    """One choice of a chat. inputs: of `generate`, until it runs. explain: says why a text breaks the schema."""
 
-    asked: ImageRequest = field(kw_only=True)
+    index: int
+    body: ChatBody
+    inputs: dict[str, Any]
+    writer: StopTextFilter
+    tell: Tell
+    cancelled: threading.Event
+    explain: Callable[[str], str | None] | None
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # that were not told
+    begun: bool = False
 
+    def entry(self) -> dict[str, Any]:
+        """Arguments of the stream. Pixels are not kept behind it."""
+        found, self.inputs = self.inputs | {"id": self, "on_tokens": self.put}, {}
+        return found | ({"on_logits": self.read} if self.body.logprobs else {})
 
-Job = TypeVar("Job", bound=QueuedRequest)
+    def read(self, tokens: list[int], logits_TV: Tensor) -> None:
+        """Take the logits of a round's tokens, before these."""
+        before, top = self.writer.tokens, self.body.top_logprobs
+        self.logprobs += token_logprobs(self.writer.decode, before, tokens, logits_TV, top)
 
+    def put(self, tokens: list[int]) -> bool:
+        """Take a round's tokens. Returns whether the row is to end."""
+        before = len(self.writer.tokens)
+        text = self.writer.add(tokens)
+        del self.logprobs[len(self.writer.tokens) - before :]  # of what follows a stop text
+        if text or self.logprobs:
+            self._tell(text)
+        return self.writer.stopped or self.cancelled.is_set()
 
-class ServerMetrics:
-    """Counts of what was served, as Prometheus reads them. Added to in any thread, each name in one."""
+    def finish(self, answer: Answer) -> None:
+        """Take the result of the stream."""
+        if answer.error is not None:
+            return self.tell(answer.error)
+        rest, count, stopped = self.writer.finish(), len(self.writer.tokens), self.writer.stopped
+        reason = "length" if answer.ended == "length" and not stopped else "stop"
+        if self.explain is not None and reason == "stop" and not stopped and (why := self.explain(self.writer.text)):
+            return self.tell(RequestError(f"response_format: the answer does not fit the schema ({why})", 500))
+        accepted, drafted = answer.origin[:count].count("drafted"), sum(one.levels for one in answer.rounds)
+        self._tell(rest, reason, Counter(tokens=count, accepted=accepted, rejected=drafted - accepted))
 
-    def __init__(self) -> None:
-        self.requests: Counter[tuple[str, str]] = Counter()  # by kind and outcome
-        names = "tokens", "drafted_tokens", "accepted_tokens", "images", "passes"
-        self.totals: dict[str, float] = dict.fromkeys(names, 0) | {"drift": 0.0, "request_seconds": 0.0}
-        self.committed = 0  # tokens of rounds
-        self.reused = 0  # tokens of prompts that were not read again
-        self.prefixes = PrefixCache(0)  # of the model of text
-        self.reached: Counter[int] = Counter()  # by depth
-        self.accepted: Counter[int] = Counter()
-
-    def row(self, answer: Answer) -> None:
-        """Count the rounds of a row that has ended."""
-        self.totals["tokens"] += len(answer.tokens)
-        self.totals["drafted_tokens"] += sum(r.levels for r in answer.rounds)
-        self.totals["accepted_tokens"] += answer.origin.count("drafted")
-        self.totals["passes"] += len(answer.rounds)
-        self.totals["drift"] += answer.drift
-        self.committed += sum(r.committed[0] for r in answer.rounds)
-        self.reused += answer.reused
-        for depth, (reached, accepted) in enumerate(zip(*by_depth(answer.rounds)), 1):
-            self.reached[depth] += reached
-            self.accepted[depth] += accepted
-
-    def over(self, kind: str, outcome: str, began: float) -> None:
-        """Count a request that has ended."""
-        self.requests[kind, outcome] += 1
-        self.totals["request_seconds"] += time.monotonic() - began
-
-    def lines(self, now: dict[str, float]) -> str:
-        """Prometheus' text. now: gauges of the moment."""
-        reached, accepted = sum(self.reached.values()), sum(self.accepted.values())
-        gauges = {
-            **now,
-            "tau": self.committed / max(self.totals["passes"], 1),
-            "acceptance": accepted / max(reached, 1),
-            "drift_per_token": self.totals["drift"] / max(self.totals["tokens"], 1),
-            "prefix_bytes": self.prefixes.bytes,
-        }
-        prefixes = {"hits": self.prefixes.hits, "misses": self.prefixes.misses, "tokens": self.reused}
-        counters = self.totals | {f"prefix_{name}": count for name, count in prefixes.items()}
-        found = [f"# TYPE visspec_{name} gauge\nvisspec_{name} {value:g}" for name, value in gauges.items()]
-        for name, value in counters.items():
-            found.append(f"# TYPE visspec_{name}_total counter\nvisspec_{name}_total {value!r}")
-        found.append("# TYPE visspec_requests_total counter")
-        for (kind, outcome), count in sorted(self.requests.items()):
-            found.append(f'visspec_requests_total{{kind="{kind}",outcome="{outcome}"}} {count}')
-        for name, counts in (("reached", self.reached), ("accepted", self.accepted)):
-            found.append(f"# TYPE visspec_{name}_total counter")
-            found += [f'visspec_{name}_total{{depth="{d}"}} {n}' for d, n in sorted(counts.items())]
-        return "\n".join(found) + "\n"
+    def _tell(self, text: str, reason: str | None = None, counts: Counter[str] | None = None) -> None:
+        logprobs = {"content": self.logprobs, "refusal": None} if self.body.logprobs else None
+        delta = {"content": text} | ({} if self.begun else {"role": "assistant"})
+        self.begun, self.logprobs = True, []
+        choice = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        self.tell(Part(choice, counts or Counter()))
 
 
-class RequestQueue:
-    """Takes requests, `places` at once, until it closes. pixels, bytes: of images that are decoded, and of bodies that
-    are held, at once. Used in the thread of the server's event loop only.
+class TextWorker:
+    """Answers chats on a stream of `slots` rows. name: of the model, as clients know it. max_new_tokens: of an answer
+    that asks for no number; max_pixels: of a request's images together.
     """
-
-    def __init__(self, places: int, meters: ServerMetrics, pixels: int = RequestLimits.at_once, bytes: int = BODIES):
-        self.places, self.meters, self.most_pixels, self.most_bytes = places, meters, pixels, bytes
-        self.taken, self.closing, self.pixels, self.bytes = 0, False, 0, 0
-        self.turn, self.freed = Lock(), Event()
-
-    @contextmanager
-    def meter(self, kind: str) -> Iterator[None]:
-        """Counts a request and how it ended. Raises RequestError for one that is cut off because the server stops."""
-        began, outcome = time.monotonic(), "ok"
-        try:
-            yield
-        except CancelledError:
-            outcome = "stopping"
-            said = "server: got an order to stop before this answer was complete, expected none"
-            raise RequestError(said, 503, code=outcome) from None
-        except BaseException as error:
-            outcome = "gone" if isinstance(error, ClientDisconnected) else "failed"
-            if isinstance(error, RequestError) and error.status < 500:
-                outcome = "refused"
-            if isinstance(error, RequestError) and error.status in (429, 503):
-                outcome = error.code or outcome
-            raise
-        finally:
-            self.meters.over(kind, outcome, began)
-
-    def check(self) -> None:
-        """Raises RequestError if there is no place."""
-        if self.closing:
-            raise RequestError("server: got a request while it stops, expected none", 503, code="stopping")
-        if self.taken >= self.places:
-            raise RequestError(
-                f"server: got a request beside {self.taken} others, expected at most {self.places} at once",
-                429,
-                code="queue_full",
-            )
-
-    @contextmanager
-    def place(self) -> Iterator[None]:
-        """A place for one request whose body is complete. Raises RequestError if there is none."""
-        self.check()
-        self.taken += 1
-        try:
-            yield
-        finally:
-            self.taken -= 1
-
-    @contextmanager
-    def held(self) -> Iterator[Callable[[int], None]]:
-        """A function that is told the bytes of a body as they come. It raises RequestError where all have too many."""
-        mine = 0
-
-        def add(count: int) -> None:
-            nonlocal mine
-            if self.bytes + count > self.most_bytes:
-                raise RequestError(
-                    f"server: got bodies of more than {self.most_bytes} bytes together, expected at most as many",
-                    429,
-                    code="queue_full",
-                )
-            self.bytes += count
-            mine += count
-
-        try:
-            yield add
-        finally:
-            self.bytes -= mine
-
-    @asynccontextmanager
-    async def decoded(self, pixels: int) -> AsyncIterator[None]:
-        """Room for images. Requests that have some get it in the order in which they came."""
-        if pixels:
-            async with self.turn:
-                while self.pixels and self.pixels + pixels > self.most_pixels:
-                    self.freed.clear()
-                    await self.freed.wait()
-                self.pixels += pixels
-        try:
-            yield
-        finally:
-            self.pixels -= pixels
-            self.freed.set()
-
-    @property
-    def patience(self) -> int:
-        """Seconds after which a client may come again: what a request took so far."""
-        served = sum(self.meters.requests.values())
-        return min(max(round(self.meters.totals["request_seconds"] / max(served, 1)), 1), 60)
-
-
-class QueueWorker(Generic[Job]):
-    """A thread that works on jobs in the order in which they come. `close` lets it finish those it has."""
-
-    def __init__(self, name: str, meters: ServerMetrics):
-        self.name, self.meters = name, meters
-        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.running: set[Job] = set()
-        self.thread = threading.Thread(target=self._work, name=f"visspec-{type(self).__name__.lower()}", daemon=True)
-        self.thread.start()
-
-    def submit(self, job: Job) -> None:
-        self.jobs.put(job)
-
-    def close(self) -> None:
-        self.jobs.put(None)
-        self.thread.join()
-
-    def _next(self, block: bool) -> Job | None:
-        """The next job that is still wanted; None at the end. Raises queue.Empty if none waits."""
-        while (job := self.jobs.get(block=block)) is not None and job.cancelled:
-            pass
-        return job
-
-    def _work(self) -> None:
-        raise NotImplementedError
-
-
-class TextWorker(QueueWorker[QueuedChat]):
-    """Answers chats on a stream of `slots` rows. name: of the model, as clients know it."""
 
     def __init__(
         self,
         name: str,
         fast: Accelerated,
         processor: Processor,
-        meters: ServerMetrics,
-        slots: int,
-        limits: RequestLimits,
+        *,
+        slots: int = 8,
+        max_new_tokens: int = 512,
+        max_pixels: int = MAX_PIXELS,
         prefix_cache: int = ROOM,
     ):
-        self.prefixes = meters.prefixes = PrefixCache(prefix_cache)  # which outlives a stream that has failed
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
-        self.fast, self.processor, self.slots = fast, processor, slots
-        self.template = response_template(processor, fast.model)
-        no_tools = chat_inputs.why_no_tools(processor, self.template is not None)
-        self.limits = replace(limits, vocab=fast.target.capabilities.vocab, no_tools=no_tools)
-        self.decoder: Any = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
-        self.processing = threading.Lock()
-        self.tensors = chat_inputs.takes_tensors(processor)
+        self.name, self.fast, self.processor, self.slots = name, fast, processor, slots
+        self.max_new_tokens, self.max_pixels = max_new_tokens, max_pixels
+        self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+        self.prefixes = PrefixCache(prefix_cache)  # outlives a stream that fails
+        tokenizer: Any = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
+        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.grammars: JsonGrammars | None = None
-        self.over = False
-        super().__init__(name, meters)
+        self.queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self.running: set[Row] = set()
+        self.closed = False
+        self.thread = threading.Thread(target=self._work, name="visspec-chats", daemon=True)
+        self.thread.start()
 
-    def job(self, asked: ChatRequest, tell: Callable[[Told], None]) -> QueuedChat:
-        """A job of a chat, whose images are decoded here and let go. Raises RequestError. Called in any thread."""
-        inputs = chat_inputs.prompt_of(self.processor, asked, self.processing, self.tensors)
-        prompt = inputs["input_ids"][0].tolist()
-        most = chat_inputs.room(len(prompt), asked, self.limits)
-        inputs = move_inputs(inputs, self.fast.model) | asked.options | {"max_new_tokens": most}
-        if asked.schema is not None:
-            inputs |= self._by_schema(asked.schema)
-        job = QueuedChat(tell, asked=asked, inputs=inputs, prompt=prompt, unread=asked.n, left=asked.n)
-        live = bool(asked.stops or asked.stream or asked.top is not None)
-        for index in range(asked.n):
-            writer = StopTextFilter(self._decode, asked.stops)
-            job.choices.append(Choice(job, index, writer, live, None if asked.top is None else []))
-        return job
-
-    def _by_schema(self, schema: Json) -> dict[str, Any]:
-        """generate's arguments for an answer of a schema. Raises RequestError."""
+    def prepare(self, body: ChatBody, tell: Tell, cancelled: threading.Event) -> tuple[list[Row], int]:
+        """The rows of a chat, one a choice, and the length of its prompt. Not for several threads at once. Raises
+        RequestError.
+        """
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs: set logprobs to true as well", param="top_logprobs")
+        images = body.images(self.max_pixels)
         try:
-            with self.processing:
+            inputs = process_chats(self.processor, [body.chat], [images])
+        except Exception as error:  # of chat templates and processors, which raise anything
+            said = str(error).split("\n")[0][:200]
+            raise RequestError(f"messages: the model's processor refuses them ({said})", param="messages") from None
+        length, explain = inputs["input_ids"].shape[1], None
+        inputs = move_inputs(inputs, self.fast.model) | body.options | {"max_new_tokens": self._room(length, body)}
+        if (schema := body.json_schema) is not None:
+            try:
                 if self.grammars is None:
                     self.grammars = JsonGrammars(self.processor.tokenizer, self.fast.model, "response_format")
-                return self.grammars.options(schema)
-        except ValueError as error:
-            raise RequestError(str(error), param="response_format") from None
+                inputs |= self.grammars.options(schema)
+            except ValueError as error:
+                raise RequestError(str(error), param="response_format") from None
+            explain = partial(self.grammars.explain, schema=schema)
+        rows = []
+        for index in range(body.n):
+            own = inputs | ({} if body.seed is None else {"seed": body.seed + index})
+            rows.append(Row(index, body, own, StopTextFilter(self.decode, body.stop), tell, cancelled, explain))
+        return rows, length
 
-    def _decode(self, tokens: list[int]) -> str:
-        return self.decoder.decode(tokens, skip_special_tokens=True)
+    def _room(self, length: int, body: ChatBody) -> int:
+        """How many tokens an answer may have behind a prompt of `length`. Raises RequestError beyond the context."""
+        left = self.context - length
+        most = body.max_completion_tokens or body.max_tokens or max(1, min(self.max_new_tokens, left))
+        if most > left:
+            said = (
+                f"messages: a prompt of {length} tokens and {most} new ones exceed the model's context, {self.context}"
+            )
+            raise RequestError(said, param="messages", code="context_length_exceeded")
+        return most
+
+    def close(self) -> None:
+        """Finish the rows in the queue."""
+        self.queue.put(None)
+        self.thread.join()
 
     def _work(self) -> None:
-        while not self.over:
+        while not self.closed:
             try:
                 for answer in self.fast.stream(self._entries(), slots=self.slots, prefix_cache=self.prefixes):
-                    self._answer(answer.id, answer)
+                    self.running.discard(answer.id)
+                    answer.id.finish(answer)
             except Exception as error:  # of the model itself: the rows that ran are lost, those that wait are not
                 logger.exception("%s: a pass failed", self.name)
-                for job in self.running:
-                    job.tell(error)
+                for row in self.running:
+                    row.tell(error)
                 self.running.clear()
 
     def _entries(self) -> Iterator[dict[str, Any] | None]:
-        """What the stream is given; it waits here while no row runs."""
+        """The entries of the stream; it waits here while no row runs."""
         while True:
             try:
-                job = self._next(block=not self.running)
+                row = self.queue.get(block=not self.running)
             except queue.Empty:
                 yield None
                 continue
-            if job is None:
-                self.over = True
+            if row is None:
+                self.closed = True
                 return
-            self.running.add(job)
-            for choice in job.choices:
-                entry = choice.arguments()
-                yield entry
-                entry.clear()
-            job.inputs = {}  # of pixels too, before it waits
-
-    def _answer(self, choice: Choice, answer: Answer) -> None:
-        job, writer = choice.job, choice.writer
-        job.left -= 1
-        if not job.left:
-            self.running.discard(job)
-        self.meters.row(answer)
-        if answer.error is not None:
-            job.tell(answer.error)
-            return
-        if not choice.live:
-            writer.add(answer.tokens)
-        rest, message = writer.finish(), {"content": writer.text}
-        if job.asked.tools:
-            message = self._parsed(job, writer) or message
-            rest = message["content"] or ""
-        choice.say(rest)
-        ended = "length" if answer.ended == "length" and not writer.stopped else "stop"
-        if "tool_calls" in message and ended == "stop":
-            ended = "tool_calls"
-        result = TextResult(choice.index, message, len(writer.tokens), len(job.prompt), ended, answer, choice.take())
-        job.tell(result)
-
-    def _parsed(self, job: QueuedChat, writer: StopTextFilter) -> dict[str, Any] | None:
-        """The message that an answer is, by the tokenizer's own parser; None if it can't read it."""
-        text, prompt = self.decoder.decode(writer.tokens), self.decoder.decode(job.prompt)
-        text = text[: min((at for stop in writer.stops if (at := text.find(stop)) >= 0), default=len(text))]
-        tools = list(job.asked.tools)
-        try:
-            return parsed_message(self.decoder.parse_response(text, self.template, prefix=prompt, tools=tools))
-        except Exception:  # of parsers of what a model wrote, which raise anything
-            return None
+            if not row.cancelled.is_set():
+                self.running.add(row)
+                yield row.entry()
 
 
-class ImageWorker(QueueWorker[QueuedImages]):
-    """Draws images with a pipeline."""
+def token_logprobs(
+    decode: Callable[[list[int]], str], before: Sequence[int], tokens: Sequence[int], logits_TV: Tensor, top: int
+) -> list[dict[str, Any]]:
+    """An entry for each of T tokens: the text that it adds behind those before, its log-softmax of `logits_TV`, and the
+    same of the `top` most likely ones in its place. `bytes` is None of a token that ends within a character.
+    """
+    logits_TV = logits_TV.float()
+    total_T1, best = logits_TV.logsumexp(dim=-1, keepdim=True), logits_TV.topk(min(top, logits_TV.shape[-1]))
+    own_T1 = logits_TV.gather(1, torch.tensor(tokens, device=logits_TV.device)[:, None])
+    values_TK = (torch.cat([own_T1, best.values], dim=1) - total_T1).tolist()
+    context, entries = list(before[-CONTEXT:]), []
+    for token, likely, values in zip(tokens, best.indices.tolist(), values_TK):
+        text = decode(context)
+        texts = [added_text(text, decode([*context, id])) for id in (token, *likely)]
+        own, *others = map(_entry, texts, values)
+        entries.append(own | {"top_logprobs": others})
+        context = [*context, token][-CONTEXT:]
+    return entries
 
-    def __init__(self, name: str, pipe: ImagePipeline, meters: ServerMetrics):
-        self.pipe = pipe
-        super().__init__(name, meters)
 
-    def _work(self) -> None:
-        while (job := self._next(block=True)) is not None:
-            self.running.add(job)
-            try:
-                job.tell(self._draw(job))
-            except Exception as error:
-                if not isinstance(error, ValueError):
-                    logger.exception("%s: images failed", self.name)
-                job.tell(error)
-            self.running.discard(job)
-
-    def _draw(self, job: QueuedImages) -> list[bytes]:
-        def look(pipe: ImagePipeline, *_: int | dict) -> None:
-            if job.cancelled:
-                pipe.interrupt = True
-
-        out = self.pipe.draw(replace(job.asked, callback_on_step_end=look))
-        self.meters.totals["images"] += len(out.images)
-        files = []
-        for image in out.images:
-            buffer = io.BytesIO()
-            image.save(buffer, "PNG")
-            files.append(buffer.getvalue())
-        return files
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    spelled = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, LEAST), "bytes": spelled}

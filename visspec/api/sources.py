@@ -12,7 +12,7 @@ import importlib
 import os
 import posixpath
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,16 @@ def as_utf8(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def readers(sources: Sequence[str | Path]) -> list[Callable[[], Iterator[Record]]]:
-    """How the sources are read, each apart from the others; plain files among them together. Raises as `records`."""
-    plain = [Path(source) for source in sources if is_plain(source)]
-    several = [reader(str(source)) for source in sources if not is_plain(source)]
-    return [*([_files(plain)] if plain else []), *several]
+def new_records(records: Iterable[Record], done: Collection[str], repeated: Callable[[str], None]) -> Iterator[Record]:
+    """Records whose ids are not done, each id once. repeated: called with each id that came before."""
+    taken: set[str] = set()
+    for record in records:
+        if record.id in taken:
+            repeated(record.id)
+            continue
+        taken.add(record.id)
+        if record.id not in done:
+            yield record
 
 
 def _files(paths: Iterable[Path], unlisted: Iterable[OSError] = ()) -> Callable[[], Iterator[Record]]:

@@ -58,8 +58,3 @@ class Workers(SingleProcess):
         from accelerate.utils import broadcast_object_list
 
         return broadcast_object_list([figures])[0]
-
-    def close(self) -> None:
-        """End the group of processes."""
-        self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()

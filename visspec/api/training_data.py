@@ -50,16 +50,13 @@ class Records:
     groups: Sequence[int] = (0,)
 
     def __init__(self, source: str, ignore: Collection[str] = ()):
-        self.source, self.ignore = source, ignore
+        self.source = source
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, number: int) -> Entry:
         raise NotImplementedError
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return records_of, (self.source, self.ignore)  # another process opens files of its own
 
     def name(self, number: int) -> str:
         """What an error calls a record."""
@@ -291,14 +288,6 @@ class TrainingData:
     def name(self, number: int) -> str:
         """What an error calls an item."""
         return self.records.name(self.record[number])
-
-    def picture(self, number: int) -> Image.Image:
-        """The first picture of a record. Raises ValueError or OSError where there is none."""
-        media = self.conversation(number).media
-        found = read_media(media[0]) if media else None
-        if not isinstance(found, Image.Image):
-            raise ValueError(f"data: {self.records.name(number)}: got no image, expected one")
-        return found
 
     def hold_out(self, most: int, seed: int) -> tuple[Tensor, Tensor]:
         """Numbers of the items to train on, and of at most `most` to validate on: `HELD_OUT` of the records, drawn by

@@ -31,7 +31,6 @@ Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number 
 Count = Annotated[int, number(int, lambda value: value >= 0, "a whole number of at least 0")]
 Share = Annotated[float, number(float, lambda value: 0 < value < float("inf"), "a number above 0")]
 Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
-Fraction = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")]
 Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -43,8 +42,7 @@ def read_options(found: argparse.Namespace, record: type) -> Any:
     options = record(**{one.name: getattr(found, one.name) for one in fields(record)})
     for one in fields(record):
         path, writes = getattr(options, one.name), one.metadata.get("writes")
-        folder = writes == "folder" or getattr(options, "ray", False)
-        if writes and path is not None and (why := unwritable(path, folder)) is not None:
+        if writes and path is not None and (why := unwritable(path, writes == "folder")) is not None:
             raise ValueError(f"--{one.name}: {why}")
     return options
 
@@ -120,12 +118,11 @@ class RayOptions:
     """Work in several processes, with Ray Data."""
 
     ray: bool = option(
-        "--workers processes, each with its own model, write parquet shards into the folder --out, on the machines"
-        " of RAY_ADDRESS or on this one (pip install 'visspec[ray]')",
+        "--workers processes, each with its own model, on the machines of RAY_ADDRESS or on this one"
+        " (pip install 'visspec[ray]')",
         False,
     )
     threads: Positive = option("of each process, with --ray", 1)
-    shard: Positive = option("records of a shard, with --ray", 64)
     retry_failed: bool = option("take the records that failed out of --out, to make them again", False)
 
 

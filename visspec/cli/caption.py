@@ -52,13 +52,9 @@ class Options(RayOptions, CaptioningOptions):
 def run(arguments: Options) -> int:
     """Finished captions are kept whatever ends it. Returns the exit code."""
     options = decode_options(arguments)
-    if arguments.ray:
-        from visspec.cli.caption_records import run_ray
-
-        return run_ray(arguments, options)
     from visspec.api import sources
 
-    if arguments.out is not None or not all(map(sources.is_plain, arguments.image)):
+    if arguments.out is not None or arguments.ray or not all(map(sources.is_plain, arguments.image)):
         from visspec.cli.caption_records import run_records
 
         return run_records(arguments, options)

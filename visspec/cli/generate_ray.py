@@ -1,5 +1,6 @@
-"""`visspec generate --ray --out FOLDER`: images by several processes, through Ray Data, as PNG in parquet shards."""
+"""`visspec generate --ray --out FOLDER`: images by several processes, with Ray Data. FOLDER/images.jsonl lists them."""
 
+import hashlib
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,31 +11,39 @@ from typing import Any
 
 from visspec.api import distributed, sources
 from visspec.api.images import ImagePipeline
-from visspec.api.shards import EXTRA, Shards
 from visspec.api.sources import Record, seed_of
+from visspec.cli.caption_records import RecordRun
 from visspec.cli.generate import CHOSEN, MEASURED, Options, method, pipeline, settings
-from visspec.cli.ray_shards import refuse, write
 from visspec.io import included
+from visspec.io.files import Journal, replacing
 
-COLUMNS = {"id": "string", "prompt": "string", "seed": "int64", "image": "binary", "tokens": "int64", "rounds": "int64"}
-COLUMNS |= {"guarantee": "string", "drift_per_token": "double", "displacement_per_token": "double", "error": "string"}
+LINES = "images.jsonl"
 
 
 def run_ray(arguments: Options) -> int:
-    """Finished shards are kept whatever ends it; ids that are there are not drawn again. Returns the exit code."""
-    refuse(arguments, "json", "grid", "maps", "stats", "image", "mask")
-    sources.need("ray", "--ray", EXTRA)
+    """Finished images are kept whatever ends it; ids that are there are not drawn again. Returns the exit code."""
+    for name in ("json", "grid", "maps", "stats", "image", "mask"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name}: got one beside --ray, expected one of the two")
+    sources.need("ray", "--ray", distributed.EXTRA)
     if not arguments.prompt and arguments.prompts is None:
         raise ValueError("prompt: got none, expected at least one")
-    readers = [partial(image_records, arguments.prompt, None, arguments.n)] if arguments.prompt else []
     if arguments.prompts is not None:
-        sources.prompts(arguments.prompts)
-        readers.append(partial(image_records, [], arguments.prompts, arguments.n))
+        sources.prompts(arguments.prompts)  # raises for a file that isn't there
     drawing, about = settings(arguments), {"model": arguments.model or included.image_model()}
     about |= {name: getattr(arguments, name) for name in ("preset", "seed", *CHOSEN)}
     about |= {name: value for name, value in drawing.items() if name != "batch_size"}
-    make = partial(worker, arguments, drawing)
-    return write(readers, make, Shards(arguments.out, COLUMNS), about, arguments)
+    read = partial(image_records, arguments.prompt, arguments.prompts, arguments.n)
+    with Journal(arguments.out / LINES, about, retry=arguments.retry_failed) as journal:
+        run = RecordRun(journal)
+        make = partial(worker, arguments, drawing)
+        for row in run.with_bar(run.with_ray(read, make, arguments, group=arguments.batch_size)):
+            if (file := row["image"]) is not None:  # named after its id: one that is drawn again replaces itself
+                row["image"] = f"{hashlib.blake2b(repr(row['id']).encode(), digest_size=8).hexdigest()}.png"
+                with replacing(arguments.out / row["image"]) as draft:
+                    draft.write_bytes(file)
+            run.add(row)
+    return run.end(arguments.out / LINES)
 
 
 def image_records(texts: list[str], file: Path | None, n: int) -> Iterator[Record]:
@@ -52,7 +61,7 @@ def worker(arguments: Options, drawing: dict[str, Any]) -> distributed.Making:
 
 
 class RecordImages:
-    """Images of records, each by its own seed; one that can't be drawn has an error."""
+    """Rows with PNG files of records, each by its own seed; one that can't be drawn has an error."""
 
     def __init__(self, pipe: ImagePipeline, options: dict[str, Any], seed: int):
         self.pipe, self.options, self.seed = pipe, options, seed
@@ -67,27 +76,24 @@ class RecordImages:
         if whole:
             yield from self._tried(whole)
 
-    def _tried(self, records: list[Record]) -> Iterator[dict[str, Any]]:
+    def _tried(self, records: list[Record]) -> list[dict[str, Any]]:
         """Their rows; if one of several can't be drawn, it is found by drawing each alone."""
         try:
-            rows = list(self._drawn(records))
+            return list(self._drawn(records))
         except (ValueError, RuntimeError) as error:
             if len(records) == 1:
-                rows = [self._row(records[0], error=f"{records[0].id}: {str(error).splitlines()[0]}")]
-            else:
-                rows = [row for record in records for row in self._tried([record])]
-        yield from rows
+                return [self._row(records[0], error=f"{records[0].id}: {str(error).splitlines()[0]}")]
+            return [row for record in records for row in self._tried([record])]
 
     def _drawn(self, records: list[Record]) -> Iterator[dict[str, Any]]:
         seeds, left = [seed_of(self.seed, record.id) for record in records], iter(records)
         for part in self.pipe.stream([str(record.prompt) for record in records], seed=seeds, **self.options):
             measured = {name: getattr(part.stats[0], name) for name in MEASURED}
             for i, image in enumerate(part.images):
-                file = io.BytesIO()
-                image.save(file, format="PNG")
+                image.save(file := io.BytesIO(), format="PNG")
                 counts = {"tokens": part.tokens[i].numel(), "rounds": int(part.passes[i].max())}
                 yield self._row(next(left), image=file.getvalue(), **counts, **measured)
 
     def _row(self, record: Record, **found: Any) -> dict[str, Any]:
-        empty = dict.fromkeys(COLUMNS) | {"tokens": 0, "rounds": 0}
-        return empty | {"id": record.id, "prompt": record.prompt, "seed": seed_of(self.seed, record.id)} | found
+        empty = {"image": None, "tokens": 0, "rounds": 0, **dict.fromkeys(MEASURED), "error": None}
+        return {"id": record.id, "prompt": record.prompt, "seed": seed_of(self.seed, record.id)} | empty | found

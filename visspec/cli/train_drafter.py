@@ -7,12 +7,6 @@ from typing import Literal
 from visspec.cli.arguments import Count, HardwareOptions, Positive, Share
 from visspec.io.options import option
 
-TEXT_ONLY = (
-    *("answers", "ignore", "epochs", "image_latents", "draft_vocab", "head_rank", "block", "max_new_tokens"),
-    *("max_pixels", "max_bad", "export", "dry_run"),
-)
-IMAGES_ONLY = ("prompts", "height", "width")
-
 
 @dataclass(kw_only=True)
 class Options(HardwareOptions):
@@ -57,7 +51,9 @@ class Options(HardwareOptions):
     accumulate: Positive = option("lessons of an update, over all processes (one of each)", 1)
     bf16: bool = option("matrix products of the drafter in bfloat16", False)
     eval_every: Positive | None = option("steps between measurements of tau on held-out data (a fifth)", None)
-    eval_rows: Positive = option("items that only validate, drawn by seed, a twentieth of the data at most (64)", 64)
+    eval_rows: Positive = option(
+        "items that only validate, drawn by seed, a twentieth of the data at most (64; 16 prompts)", 64
+    )
     max_pixels: Positive | None = option("pictures are scaled down to so many", None)
     max_bad: Count = option("items that can't be read and are passed over, in each process (100)", 100)
     save_every: Positive = option("steps between checkpoints (200)", 200)
@@ -74,9 +70,6 @@ class Options(HardwareOptions):
 
 def run(arguments: Options) -> None:
     changed = {f.name: value for f in fields(arguments) if (value := getattr(arguments, f.name)) not in (f.default, [])}
-    others, what = (IMAGES_ONLY, "images") if arguments.data is not None else (TEXT_ONLY, "text")
-    if strange := next((name for name in others if name in changed), None):
-        raise ValueError(f"{strange}: this option is for drafters of {what}. --data trains one of text.")
     if arguments.data is not None:
         from visspec.api import train_drafter
 

@@ -43,6 +43,7 @@ class SafeDrafter(Drafter):
         self.distribution = capabilities.distribution
         self.trees = capabilities.trees and not chains
         self.limits = self.distribution.limits(capabilities, device)
+        self.vocab, self.prompt_ids = capabilities.vocab, capabilities.prompt_ids
         self.debug = debug or os.environ.get("VISSPEC_DEBUG", "0") not in ("", "0")
         self.warned = False
 
@@ -139,6 +140,8 @@ class SafeDrafter(Drafter):
         check_tensor("tree.ancestor", tree.ancestor, (*shape, size), torch.bool, like.device)
         value, possible, allowed = self.distribution.drafted(draft.value, (rows, size), like)
         wrong, real = ~possible, possible
+        if self.prompt_ids > self.vocab:  # a drafter may copy them from the prompt, which is no fault
+            wrong = wrong & ((draft.value < 0) | (draft.value >= self.prompt_ids))
         if draft.real is not None:
             check_tensor("real", draft.real, (rows, size), torch.bool, like.device)
             wrong, real = wrong & draft.real, real & draft.real

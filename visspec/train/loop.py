@@ -18,7 +18,6 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -44,7 +43,7 @@ DRAFTER = "drafter"  # the folder of its weights in a checkpoint
 POINTS = 200  # of the curve of a run
 READS = 10  # steps between reads of a loss from an accelerator, which wait for it
 PATIENCE = 10  # updates in a row that may be left out because their gradients are not finite
-FREE = ("save_every", "keep", "ahead")  # options that a resumed run may change: they change no weights
+FREE = ("save_every", "keep")  # options that a resumed run may change: they change no weights
 
 
 class SingleProcess:
@@ -114,8 +113,6 @@ class Trainer:
         self.kept: list[int] = []  # steps of checkpoints
         self.best: dict[str, float] = {}  # step and tau
         self._group: tuple[int, list[list[TrainingBatch]]] = (-1, [])
-        self._coming: tuple[int, Future] | None = None
-        self._pool = ThreadPoolExecutor(max_workers=1)
 
     def run(self, report: Callable[[dict], None] | None = None) -> list[dict]:
         """Train to the last step. `report` is called with a record after each step whose loss is read: each one on a
@@ -188,14 +185,7 @@ class Trainer:
         return [stream[int(orders[-1][place])] for stream in self._group[1]]
 
     def _answers(self, index: int) -> list[list[TrainingBatch]]:
-        """The lessons of a group, by stream. With `ahead` the next group is generated in another thread meanwhile."""
-        waiting, self._coming = self._coming, None
-        answers = self._answer(index) if waiting is None or waiting[0] != index else waiting[1].result()
-        if self.plan.ahead and (index + 1) * self.parts * self.plan.reuse < self.plan.steps:
-            self._coming = (index + 1, self._pool.submit(self._answer, index + 1))
-        return answers
-
-    def _answer(self, index: int) -> list[list[TrainingBatch]]:
+        """The lessons of a group, by stream."""
         plan, found = self.plan, []
         count = plan.batches(self.accumulate)
         for stream in self.streams:
@@ -267,8 +257,6 @@ class Trainer:
     def _validate(self) -> dict[str, float]:
         if self.validate is None:
             return {}
-        if self._coming is not None:
-            wait([self._coming[1]])  # the target is not shared between threads
         self._gather()
         self.drafter.refresh()
         figures = self.workers.first(self.validate())

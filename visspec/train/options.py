@@ -40,7 +40,6 @@ class TrainingOptions:
     keep: int = 1  # newest checkpoints; the best one of validations is kept beside them
     validate_every: int = 0
     autocast: bool = False  # bfloat16 matrix products
-    ahead: bool = False  # generate the next group in a second thread during training
 
     def __post_init__(self):
         losses.of(self.loss)

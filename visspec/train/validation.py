@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from visspec.accept.exact import Exact
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
-from visspec.loop.stats import acceptance_by_depth
-from visspec.types import Acceptance, Drafter, Request, Round, Target
+from visspec.types import Drafter, Request, Target
 
 
-@dataclass(frozen=True)
-class Tau:
-    """tau includes the bonus token; by_depth is accepted / reached at each depth."""
+def measure(target: Target, drafter: Drafter, requests: Iterable[Request]) -> float:
+    """tau: tokens committed a pass of the target, the bonus token among them, of drafts at the drafter's own depth.
 
-    tau: float
-    tokens: int
-    by_depth: list[float]
-
-
-def measure(target: Target, drafter: Drafter, rule: Acceptance, requests: Iterable[Request], levels: int) -> Tau:
-    """Decode requests with a fixed draft depth. Tokens are counted after stop trimming, without the prefill's token."""
-    passes = committed = tokens = 0
-    rounds: list[Round] = []
+    Tokens are counted after stop trimming, without the prefill's token.
+    """
+    passes = committed = 0
     for request in requests:
-        state = decode(target, drafter, rule, request, FixedLength(levels))
-        tokens += sum(map(len, state.tokens))
+        state = decode(target, drafter, Exact(), request, FixedLength(drafter.traits.levels))
         committed += sum(len(t) - 1 for t in state.tokens)
         passes += sum(len(r.committed) for r in state.trace.rounds)
-        rounds += state.trace.rounds
-    by_depth = [round(share, 4) for share in acceptance_by_depth(rounds)]
-    return Tau(committed / max(passes, 1), tokens, by_depth)
+    return committed / max(passes, 1)
