@@ -35,12 +35,11 @@ import visspec
 from tests import children
 from tests.grammars import SCHEMA, json_model, json_processor
 from visspec.api import loading
-from visspec.api.answers import StopTextFilter, token_logprobs
 from visspec.api.captions import prepare
 from visspec.api.completions import ChatBody, DrawingBody, refusal
 from visspec.api.schemas import JsonGrammars, unenforced_keyword
 from visspec.api.server import Service, application
-from visspec.api.serving import TextWorker
+from visspec.api.serving import StopTextFilter, TextWorker, token_logprobs
 from visspec.io import included
 
 SHORT = 12
@@ -406,11 +405,9 @@ USER = {"role": "user", "content": "x"}
 IMAGE = "messages[0].content[0].image_url"
 REFUSED = [  # a body, and the argument that the error names
     ({"messages": []}, "messages"),
-    ({"messages": "x"}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
     ({"messages": [USER, {"role": "user", "content": 7}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     ({"messages": [USER | {"name": "eve"}]}, "messages[0].name"),
     ({"messages": [USER | {"tool_calls": [1]}]}, "messages[0].tool_calls"),
     (
@@ -422,20 +419,14 @@ REFUSED = [  # a body, and the argument that the error names
     ({"temperature": True}, "temperature"),
     ({"temperature": float("nan")}, "temperature"),
     ({"top_p": 0}, "top_p"),
-    ({"top_p": 1.1}, "top_p"),
-    ({"top_k": -1}, "top_k"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_completion_tokens": "1"}, "max_completion_tokens"),
-    ({"seed": -1}, "seed"),
     ({"seed": 2**62 + 1}, "seed"),
     ({"n": 17}, "n"),
-    ({"n": True}, "n"),
     ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ["a", ""]}, "stop[1]"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usge": True}}, "stream_options.include_usge"),
-    ({"logprobs": 1}, "logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
@@ -526,35 +517,9 @@ def test_strangers_and_strange_bodies(running, captioner):
         for scheme, status in (("bearer ", 200), ("BEARER  ", 200), ("", 401), ("Basic ", 401), ("Bearer", 401)):
             given = {"authorization": scheme.encode() + "schlüssel".encode()}
             assert guarded.http("GET", "/v1/models", headers=given).status_code == status
-        with pytest.raises(openai.NotFoundError, match="was started without --image-model"):
-            images = {"json": {"prompt": "x"}, "headers": {"authorization": "Bearer schlüssel".encode()}}
-            guarded.client()._client.base_url = guarded.client().base_url
-            answer = guarded.http("POST", "/v1/images/generations", **images)
-            raise openai.NotFoundError(answer.text, response=answer, body=None)
-
-
-NAMES = ("model", "messages", "stop", "stream", "stream_options", "seed", "n", "size", "prompt", "temperature", "top_p")
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(("role", "content", "type", "text", "image_url", "url", "5")), inner, max_size=3
-        )
-    ),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.sampled_from(NAMES), values), st.booleans())
-def test_any_body_is_read_or_refused(body, good):
-    body |= {"model": "m", "messages": [USER], "prompt": "a red ring"} if good else {}
-    for kind in (ChatBody, DrawingBody):
-        try:
-            found = kind.model_validate({name: body[name] for name in body if name in kind.model_fields})
-            assert kind is DrawingBody or (found.chat and found.options is not None)
-        except ValidationError as error:
-            assert refusal(error.errors()[0]).status == 400
+        given = {"authorization": b"bearer " + "schlüssel".encode()}
+        answer = guarded.http("POST", "/v1/images/generations", json={"prompt": "x"}, headers=given)
+        assert answer.status_code == 404 and "was started without --image-model" in answer.text
 
 
 # --- many clients, faults and the end ---------------------------------------------------------------------------------
@@ -636,13 +601,10 @@ def test_a_server_that_stops_finishes_what_it_has_in_time(grace, endless, pictur
     assert "Traceback" not in capfd.readouterr().err
 
 
-def crowd(running, pictures, clients: int, requests: int) -> None:
-    """Clients with requests of their own at once, one cut off in the middle: all right, none mixed up."""
-    kinds = []
-    for i, picture in enumerate(pictures):
-        for text, most in ((TEXT, 20 + 7 * i), ("how many shapes are there ?", 40)):
-            kinds.append((asked(text, url(picture)), most, running.alone(picture, text, max_new_tokens=most)))
-    todo, wrong, done = list(range(requests)), [], []
+@pytest.mark.parametrize("clients, requests", [(6, 12), pytest.param(16, 200, marks=pytest.mark.nightly)])
+def test_many_clients_at_once(clients, requests, captioner, pictures):
+    """With requests of their own at once, one cut off in the middle: all right, none mixed up."""
+    todo, wrong, done, kinds = list(range(requests)), [], [], []
 
     def work() -> None:
         client = running.client(max_retries=20)
@@ -655,23 +617,21 @@ def crowd(running, pictures, clients: int, requests: int) -> None:
                 found = ask(client, messages, max_tokens=most).choices[0].message.content
             (done if found == expected else wrong).append(i)
 
-    threads = [threading.Thread(target=work) for _ in range(clients)]
-    for thread in threads:
-        thread.start()
-    until(lambda: len(done) > requests // 4, 300)
-    cut = ask(running.client(max_retries=20), kinds[0][0], stream=True, max_tokens=200, temperature=1.0)
-    next(iter(cut))
-    cut.close()
-    for thread in threads:
-        thread.join(300)
-    assert not wrong and sorted(done) == list(range(requests))
-    until(lambda: not running.text.running)
-
-
-@pytest.mark.parametrize("clients, requests", [(6, 12), pytest.param(16, 200, marks=pytest.mark.nightly)])
-def test_many_clients_at_once(clients, requests, captioner, pictures):
     with Running(captioner, text={"slots": clients // 2}, places=clients - 1, drafter="vispec") as running:
-        crowd(running, pictures[: clients // 3], clients, requests)
+        for i, picture in enumerate(pictures[: clients // 3]):
+            for text, most in ((TEXT, 20 + 7 * i), ("how many shapes are there ?", 40)):
+                kinds.append((asked(text, url(picture)), most, running.alone(picture, text, max_new_tokens=most)))
+        threads = [threading.Thread(target=work) for _ in range(clients)]
+        for thread in threads:
+            thread.start()
+        until(lambda: len(done) > requests // 4, 300)
+        cut = ask(running.client(max_retries=20), kinds[0][0], stream=True, max_tokens=200, temperature=1.0)
+        next(iter(cut))
+        cut.close()
+        for thread in threads:
+            thread.join(300)
+        assert not wrong and sorted(done) == list(range(requests))
+        until(lambda: not running.text.running)
 
 
 def test_a_missing_extra_and_bad_arguments_are_sentences(monkeypatch, capsys):

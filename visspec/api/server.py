@@ -140,7 +140,8 @@ class Service:
         try:
             files = await loop.run_in_executor(self.painter, self._draw, body, cancelled)
         except ValueError as error:
-            raise RequestError(str(error), param=str(error).partition(":")[0]) from None
+            name = str(error).partition(":")[0]
+            raise RequestError(str(error), param=name if name in DrawingBody.model_fields else None) from None
         finally:
             cancelled.set()
             watch.cancel()

@@ -10,24 +10,27 @@ import queue
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from visspec.api.accelerate import Accelerated
-from visspec.api.answers import StopTextFilter, token_logprobs
 from visspec.api.captions import move_inputs, process_chats
 from visspec.api.completions import ChatBody, RequestError
 from visspec.api.schemas import JsonGrammars
 from visspec.io.images import MAX_PIXELS
+from visspec.loop.stats import added_text
 from visspec.loop.stream import Answer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.types import Processor
 
 logger = logging.getLogger(__name__)
+LEAST = -9999.0  # OpenAI's value for a token without probability
+CONTEXT = 3  # tokens: a character of UTF-8 has one more at most
 
 
 class Part(NamedTuple):
@@ -38,6 +41,50 @@ class Part(NamedTuple):
 
 
 Tell = Callable[[Part | Exception], Any]
+
+
+class StopTextFilter:
+    """The text of one row as its tokens come. Held back is what may still change: blanks at the end, half a
+    character, and what may become a stop text, which is no part of the answer.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
+        self.decode, self.stops = decode, stops
+        self.tokens: list[int] = []
+        self.text = ""  # that won't change
+        self.stopped = False
+
+    def add(self, tokens: list[int]) -> str:
+        """Take tokens, and return the text that they add."""
+        before = len(self.tokens)
+        self.tokens += tokens
+        full = self._read(len(self.tokens))
+        if any(stop in full for stop in self.stops):  # the first token that completes one: rounds don't matter
+            numbers = range(before + 1, len(self.tokens) + 1)
+            del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
+            self.stopped = True
+            full = self._read(len(self.tokens))
+            return self._grown(full[: min(at for stop in self.stops if (at := full.find(stop)) >= 0)])
+        full = full.rstrip("\ufffd")
+        return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)])
+
+    def finish(self) -> str:
+        """The text that was held back, when no token follows."""
+        return "" if self.stopped else self._grown(self._read(len(self.tokens)))
+
+    def _read(self, count: int) -> str:
+        return self.decode(self.tokens[:count]).lstrip()
+
+    def _grown(self, text: str) -> str:
+        text, before = text.rstrip(), len(self.text)
+        if len(text) > before:
+            self.text = text
+        return text[before:]
+
+
+def pending(text: str, stop: str) -> int:
+    """How many characters at the end of a text may be the beginning of a stop text."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False)
@@ -192,3 +239,28 @@ class TextWorker:
             if not row.cancelled.is_set():
                 self.running.add(row)
                 yield row.entry()
+
+
+def token_logprobs(
+    decode: Callable[[list[int]], str], before: Sequence[int], tokens: Sequence[int], logits_TV: Tensor, top: int
+) -> list[dict[str, Any]]:
+    """An entry for each of T tokens: the text that it adds behind those before, its log-softmax of `logits_TV`, and the
+    same of the `top` most likely ones in its place. `bytes` is None of a token that ends within a character.
+    """
+    logits_TV = logits_TV.float()
+    total_T1, best = logits_TV.logsumexp(dim=-1, keepdim=True), logits_TV.topk(min(top, logits_TV.shape[-1]))
+    own_T1 = logits_TV.gather(1, torch.tensor(tokens, device=logits_TV.device)[:, None])
+    values_TK = (torch.cat([own_T1, best.values], dim=1) - total_T1).tolist()
+    context, entries = list(before[-CONTEXT:]), []
+    for token, likely, values in zip(tokens, best.indices.tolist(), values_TK):
+        text = decode(context)
+        texts = [added_text(text, decode([*context, id])) for id in (token, *likely)]
+        own, *others = map(_entry, texts, values)
+        entries.append(own | {"top_logprobs": others})
+        context = [*context, token][-CONTEXT:]
+    return entries
+
+
+def _entry(text: str, logprob: float) -> dict[str, Any]:
+    spelled = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": max(logprob, LEAST), "bytes": spelled}
