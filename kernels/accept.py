@@ -20,6 +20,8 @@ An all-zero residual (due to rounding) falls back to the most likely token of th
 B rows, N draft nodes, V vocabulary, D = depth + 1, K neighbours.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from visspec.kernels.common import (
     FLOATS,
     INTS,
     TINY,
+    BenchCase,
     as_float32,
     check_ids,
     check_laws,
@@ -611,3 +614,36 @@ CASES = [
     {"nodes": 9, "vocabulary": 33, "drawn": True, "dtype": torch.bfloat16},
     {"nodes": 5, "vocabulary": 2100, "rows": 2},
 ]
+
+
+def bench_case(device: str, levels: Sequence[int] = (10, 16, 14, 10, 8), vocabulary: int = 16384) -> BenchCase:
+    """A tree of 59 likely tokens under flat distributions, exact rule, against a walk over its children in torch."""
+    g, parent, last = torch.Generator().manual_seed(0), [-1], [0]
+    for count in levels:
+        first = len(parent)
+        parent += sorted(last[i % min(5, len(last))] for i in range(count))
+        last = list(range(first, first + count))
+    nodes = len(parent)
+    p = (2 * torch.randn(nodes, vocabulary, generator=g)).softmax(-1)
+    rank = [parent[:n].count(above) for n, above in enumerate(parent)]
+    tokens = p.topk(max(rank) + 1).indices[[max(above, 0) for above in parent], rank].to(device)
+    uniforms = 0.05 * torch.rand(nodes, generator=g)  # small: nodes are accepted at several depths
+    p, uniforms, draw = p.to(device), uniforms.to(device), torch.rand(1, generator=g).to(device)
+    above = torch.tensor(parent, device=device)
+
+    def ours() -> tuple[Tensor, Tensor]:
+        path, _, following, _ = accept_tree(tokens[None], above, p[None], None, uniforms[None], draw, depth=len(levels))
+        return path, following
+
+    def eager() -> tuple[list[int], Tensor]:
+        path, law = [0], p[0].clone()
+        for n in range(1, nodes):
+            if parent[n] == path[-1]:
+                if uniforms[n] < law[tokens[n]]:
+                    path, law = [*path, n], p[n].clone()
+                else:
+                    law[tokens[n]] = 0.0
+                    law /= law.sum()
+        return path, torch.searchsorted(law.cumsum(0), draw, right=True)
+
+    return BenchCase(f"{nodes} nodes, V={vocabulary}", "float32", ours, eager)

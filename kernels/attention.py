@@ -20,6 +20,7 @@ from torch import Tensor
 from visspec.kernels.common import (
     FLOATS,
     INTS,
+    BenchCase,
     check_tensor,
     jit,
     next_power_of_2,
@@ -271,3 +272,22 @@ CASES = [
     {"nodes": 1, "heads": 2, "groups": 2},
     {"dtype": torch.bfloat16},
 ]
+
+
+def bench_case(device: str, prefix: int = 4096, nodes: int = 64, heads: int = 32, groups: int = 8) -> BenchCase:
+    """A tree of draft nodes after a long prefix, against SDPA with a mask."""
+    cuda = torch.device(device).type == "cuda"
+    dtype, prefix = (torch.bfloat16, prefix) if cuda else (torch.float32, prefix // 8)
+    sizes = ((heads, nodes), (groups, prefix + nodes), (groups, prefix + nodes))
+    q, k, v = (torch.randn(1, count, slots, 128, device=device).to(dtype) for count, slots in sizes)
+    parent = ((torch.arange(nodes, device=device) - 1) // 4).clamp_min(-1).unsqueeze(0)
+    parent[:, 0] = -1
+    seen, length = relation(parent), torch.tensor([prefix], device=device)
+    mask = torch.nn.functional.pad(seen, (prefix, 0), value=True).unsqueeze(1)
+
+    def eager() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    shape = f"{nodes} nodes, prefix {prefix}, {heads}/{groups} heads"
+    ours = lambda: tree_attention(q, k, v, length, ancestors=seen)  # noqa: E731
+    return BenchCase(shape, str(dtype).removeprefix("torch."), ours, eager)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from visspec.kernels.common import FLOATS, INTS, check_tensor, jit, next_power_of_2, operator, require, tl
+from visspec.kernels.common import FLOATS, INTS, BenchCase, check_tensor, jit, next_power_of_2, operator, require, tl
 
 
 def reference(kv: Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor) -> list[Tensor]:
@@ -138,3 +138,19 @@ def random_case(seed, rows=3, heads=2, slots=20, features=6, nodes=8, tensors=2,
 
 
 CASES = [{}, {"dtype": torch.bfloat16, "tensors": 4}, {"features": 1, "slots": 8}, {"rows": 1, "tensors": 1}]
+
+
+def bench_case(device: str, tensors: int = 16, rows: int = 4, heads: int = 8, slots: int = 1024) -> BenchCase:
+    """Keys and values of an accepted path, moved in place: after the first call the same work on other values."""
+    dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
+    kv = [torch.randn(rows, heads, slots, 128, device=device).to(dtype) for _ in range(tensors)]
+    nodes = torch.tensor([0, 3, 12, 30, 50], device=device)
+    length, count = (torch.full((rows,), n, device=device) for n in (slots - 64, len(nodes)))
+
+    def eager() -> None:
+        for t in kv:
+            t[:, :, slots - 64 : slots - 64 + len(nodes)] = t[:, :, slots - 64 + nodes]
+
+    shape = f"{tensors} x {rows}x{heads}x{slots}x128"
+    path = nodes.repeat(rows, 1)
+    return BenchCase(shape, str(dtype).removeprefix("torch."), lambda: commit_kv(kv, length, path, count), eager)

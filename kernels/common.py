@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,15 @@ UNSIGNED = {4: np.uint32, 8: np.uint64}
 TINY = 1e-30
 LOW = 0xFFFFFFFF
 Result = TypeVar("Result")
+
+
+class BenchCase(NamedTuple):
+    """What `visspec bench kernels` times of a kernel: our call, and the same in eager torch."""
+
+    shape: str
+    dtype: str
+    ours: Callable[[], Any]
+    eager: Callable[[], Any]
 
 
 def jit(varying: str = "", unaligned: str = "") -> Callable[[Callable], Any]:

@@ -18,6 +18,7 @@ from visspec.kernels.common import (
     FLOATS,
     INTS,
     LOW,
+    BenchCase,
     as_float32,
     check_ids,
     check_number,
@@ -270,3 +271,21 @@ CASES = [
     {"group": 10, "max_gap": 0.03, "near": True},
     {"group": 60, "vocabulary": 17},
 ]
+
+
+def bench_case(device: str, rows: int = 16, vocabulary: int = 65536, group: int = 14) -> BenchCase:
+    """Groups of neighbouring ranks, against a sort."""
+    g = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, rows, vocabulary, generator=g).softmax(-1).to(device)
+    token = torch.randint(vocabulary, (rows,), generator=g).to(device)
+
+    def eager() -> tuple[Tensor, ...]:
+        order = p.argsort(dim=1, descending=True, stable=True)
+        rank = (order == token[:, None]).int().argmax(1, keepdim=True)
+        near = rank + torch.arange(-(group // 2), group // 2 + 1, device=p.device)
+        ids = order.gather(1, near.clamp(0, vocabulary - 1))
+        kept = (near >= 0) & (near < vocabulary)
+        return tuple((law.gather(1, ids) * kept).sum(1) for law in (p, q))
+
+    shape = f"{rows}x{vocabulary}, group of {group}"
+    return BenchCase(shape, "float32", lambda: grouped_mass(p, q, token, group=group), eager)

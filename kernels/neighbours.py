@@ -16,6 +16,7 @@ from torch import Tensor
 from visspec.kernels.common import (
     FLOATS,
     INTS,
+    BenchCase,
     as_float32,
     check_ids,
     check_number,
@@ -238,3 +239,18 @@ CASES = [
     {"delta": 0.3, "k": 300, "vocabulary": 301},
     {"lam": 5.0, "indirect": True, "dtype": torch.bfloat16},
 ]
+
+
+def bench_case(device: str, rows: int = 59, vocabulary: int = 16384, k: int = 1000) -> BenchCase:
+    """LANTERN's bound at every node of a draft."""
+    g = torch.Generator().manual_seed(0)
+    p = torch.randn(rows, vocabulary, generator=g).softmax(-1).to(device)
+    table = torch.randint(vocabulary, (vocabulary, k), generator=g).to(device)
+    token = torch.randint(vocabulary, (rows,), generator=g).to(device)
+
+    def eager() -> Tensor:
+        sums = p.gather(1, table[token]).cumsum(1)
+        return sums.masked_fill(sums > 0.05, 0.0).amax(1)
+
+    shape = f"{rows}x{vocabulary}, k={k}"
+    return BenchCase(shape, "float32", lambda: neighbour_mass(p, token, table, delta=0.05), eager)

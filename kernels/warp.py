@@ -19,6 +19,7 @@ from torch import Tensor
 
 from visspec.kernels.common import (
     FLOATS,
+    BenchCase,
     as_float32,
     check_number,
     check_tensor,
@@ -322,3 +323,14 @@ CASES = [
     {"temperature": 0.0, "guided": True, "guidance": 2.0},
     {"vocabulary": 4100, "rows": 1, "top_k": 50, "top_p": 0.9, "dtype": torch.bfloat16},
 ]
+
+
+def bench_case(device: str, rows: int = 59, vocabulary: int = 16384) -> BenchCase:
+    """Guidance, temperature and top-k of a draft's nodes."""
+    c, u = torch.randn(2, rows, vocabulary, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+
+    def eager() -> Tensor:
+        z = (u.float() + 7.5 * (c.float() - u.float())) / 0.9
+        return z.masked_fill(z < z.topk(1000).values[:, -1:], float("-inf")).softmax(-1)
+
+    return BenchCase(f"{rows}x{vocabulary}, top-k", "bfloat16", lambda: guided_warp(c, u, 7.5, 0.9, 1000), eager)

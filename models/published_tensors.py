@@ -8,7 +8,7 @@ by an ordered list of rules, and strict placement, with errors that give a tenso
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from visspec.io.checkpoint import PICKLED, Value, check_values, inside, unwrap_names, weight_files
 
-Rules = Iterable[tuple[str, str]]
+Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
 GROUPS = 32  # of every group norm in these image codecs
 SHOWN = 4

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers as tf
 import transformers.tokenization_utils as tokenization
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tests.tiny import EOS, IMAGE, PAD, VOCAB, model_of
-from visspec.cli.bench_grammar import json_tokenizer
 
 SHAPE = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}, "count": {"enum": [1, 2, 12]}}}
 SHAPE |= {"required": ["colour", "count"], "additionalProperties": False}
@@ -38,7 +38,16 @@ LONGEST = 120  # tokens
 def tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level, behind ids that write nothing: those that the tiny models have."""
     text = '{"ground": "red", "first": {"colour": "green", "count": 12}, "seen": false}'
-    return json_tokenizer(text, 420, [f"<{n}>" for n in range(EOS + 1, VOCAB)])
+    core, more = Tokenizer(models.BPE()), [f"<{n}>" for n in range(EOS + 1, VOCAB)]
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=["<pad>", "<s>", "</s>", *more], show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )  # fmt: skip
+    core.train_from_iterator([text] * 9, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>", additional_special_tokens=more
+    )
 
 
 @functools.cache

@@ -44,14 +44,15 @@ STREAMED = ("none", "ngram")
 LIMITS = (NEW, NEW // 2, NEW // 2, NEW // 3)  # of the prompts of a stream: rows enter while others run
 WRONG = 0.3  # share of an oracle's drafts that are wrong
 HOME = Path(visspec.__file__).resolve().parents[1]
-SECTIONS = {  # outcomes, the worst first: title and explanation
+SECTIONS = {  # of the page, by outcome: title and explanation
     "WRONG": ("Wrong tokens", "Bugs in visspec."),
     "traceback": ("Unexpected errors", "Bugs in visspec."),
-    "not built": ("Not built", "No tiny model could be made from the configuration."),
-    "stock fails": ("Nothing to compare", "The class is accepted, but its own `generate` fails on these inputs."),
-    "refused": ("Refused", "Use stock `generate` for these classes."),
     "identical": ("Identical", "With every drafter and batch size, and in a stream."),
+    "refused": ("Refused", "Use stock `generate` for these classes."),
+    "stock fails": ("Nothing to compare", "The class is accepted, but its own `generate` fails on these inputs."),
+    "not built": ("Not built", "No tiny model could be made from the configuration."),
 }
+ORDER = ("WRONG", "traceback", "not built", "stock fails", "refused", "identical")  # the worst first
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Row:
     def outcome(self) -> str:
         """The worst that happened."""
         found = {cell for cells in self.cells.values() for cell in cells.values()}
-        return next(outcome for outcome in SECTIONS if outcome in found)
+        return next(outcome for outcome in ORDER if outcome in found)
 
 
 class ErringOracle(Oracle):
@@ -244,10 +245,10 @@ def page(rows: list[Row], day: str) -> str:
     intro = INTRODUCTION.format(version=tf.__version__, new=NEW, window=WINDOW, wrong=WRONG, day=day)
     parts = ["| outcome | classes | rows with text | with pictures |\n|---|---|---|---|"]
     worst: dict[str, str] = {}  # of each class
+    for row in sorted(rows, key=lambda row: ORDER.index(row.outcome)):
+        worst.setdefault(row.name, row.outcome)
     for outcome, (title, words) in SECTIONS.items():
         found = sorted((row for row in rows if row.outcome == outcome), key=lambda row: (row.name, row.inputs))
-        for row in found:
-            worst.setdefault(row.name, outcome)
         classes, pictures = list(worst.values()).count(outcome), sum(row.inputs == "pictures" for row in found)
         parts[0] += f"\n| {outcome} | {classes} | {len(found) - pictures} | {pictures} |"
         header = "| class | family | inputs |\n|---|---|---|"

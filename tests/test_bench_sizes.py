@@ -94,7 +94,7 @@ def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
 def test_a_gpu_gets_times(monkeypatch):
     """The fields that a CPU has not, as if this were a GPU."""
     case = tiny(batch=1)
-    monkeypatch.setattr(bench_sizes, "copy_bandwidth", lambda device, clock: 1e9)
+    monkeypatch.setattr(bench_sizes, "read_bandwidth", lambda device: 1e9)
     case.cuda = True
     rows = [{"size": "tiny", "layers": 2} | row for row in case.rows([0.8], 1)]
     weights = 4 * sum(p.numel() for p in case.model.parameters())

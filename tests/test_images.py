@@ -209,7 +209,7 @@ def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch)
         "islands/exact": "expected order='islands'",
     }
     for pair, words in wrong.items():
-        assert cli.main(["bench", "image", "--model", str(folder), "--prompts", "2", "--method", f"x={pair}"]) == 2
+        assert cli.main(["bench", "image", "--model", str(folder), "--count", "2", "--method", f"x={pair}"]) == 2
         assert words in capsys.readouterr().err
 
 
@@ -220,7 +220,7 @@ def test_the_bench_and_its_report(folder, tmp_path, capsys, monkeypatch):
     near = "near=jacobi:redraw=maximal,window=6/lantern:k=10,delta=0.2"
 
     def run(prompts, *methods):
-        argv = ["bench", "image", "--model", folder, "--quality", 2, "--images", tmp_path / "i", "--prompts", prompts]
+        argv = ["bench", "image", "--model", folder, "--quality", 2, "--out", tmp_path / "i", "--count", prompts]
         argv += [part for method in methods for part in ("--method", method)]
         return cli.main(list(map(str, [*argv, "--json", record])))
 

@@ -113,13 +113,14 @@ def test_as_many_passes_as_tokens_are_plain_decoding(pipe):
 
 
 def test_fewer_passes_in_the_bench(pipe):
-    others = bench_image.other_targets(pipe, [], {"iterations": [4], "denoising_steps": [2]})
-    record = bench_image.bench(pipe, PROMPTS[:1], {}, {"temperature": 1.0}, warmup=1, others=others)
+    ways = {"four": "none/coupled:window=1/parallel:iterations=4"}
+    others = {"two steps": pipe.with_parts({"denoising_steps": 2})}
+    record = bench_image.bench(pipe, PROMPTS[:1], ways, {"temperature": 1.0}, warmup=1, others=others)
     rows = {row["name"]: row for row in record["rows"]}
     assert record["stock"] is None and not record["failures"]
-    four = rows["plain, 4 iterations"]
+    four = rows["four"]
     assert four["trunk_passes"] == 4 / 64 and four["head_calls"] == 4 * 4 / 64 and four["guarantee"] == "approximate"
-    assert rows["plain"]["head_calls"] == 4 and rows["plain, 2 steps"]["head_calls"] == 2
+    assert rows["plain"]["head_calls"] == 4 and rows["two steps"]["head_calls"] == 2
 
 
 def test_what_can_not_be_drawn_in_fewer_passes_is_refused(pipe):

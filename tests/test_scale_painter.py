@@ -11,18 +11,14 @@ from transformers import GenerationConfig
 from tests.doubles import one_sentence
 from visspec import ImagePipeline
 from visspec.api import presets, zoo
-from visspec.cli import bench_image, bench_others, bench_sweep
+from visspec.cli import bench_image
 from visspec.cli.main import main
-from visspec.distributions import Maps
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
-from visspec.models.scales.reading import ConditionState
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import LabelledVARImages, calibrate_budget
 from visspec.models.var.model import VARImageConfig, VARImageModel
 from visspec.toys.scenes import scenes_of
 from visspec.toys.world.suite import suite
-from visspec.tree import empty_draft
-from visspec.types import Scores
 
 SIDES = (1, 2, 3, 4)
 LABELS = ["a photo of a red ring", "a photo of a star", "a photo of a blue cross", "a photo of a bar"]
@@ -161,51 +157,27 @@ def test_presets_of_scales():
 
 
 def test_other_targets_are_rows_of_the_bench(pipe):
-    others = bench_others.other_targets(pipe, ["plain", "scalekv"], {"share": [0.5]})
-    assert list(others) == ["scalekv", "scalekv, 0.5"]
-    others = {"half": others["scalekv, 0.5"], "two": pipe.with_parts({"refiner": fresh(1, depth=1), "handover": 2})}
+    others = bench_image.other_targets(pipe, ["plain", "scalekv"])
+    assert list(others) == ["scalekv"]
+    others = {
+        "half": pipe.with_parts({"budget": 0.5}),
+        "two": pipe.with_parts({"refiner": fresh(1, depth=1), "handover": 2}),
+    }
     record = bench_image.bench(pipe, PROMPTS, {}, {"temperature": 1.0}, warmup=1, others=others)
     rows = {row["name"]: row for row in record["rows"]}
     assert record["stock"] is None and not record["failures"]
     assert rows["plain"]["guarantee"] == "exact" and rows["plain"]["nfe"] == 4 == rows["two"]["nfe"]
     assert rows["half"]["guarantee"] == "approximate" and rows["two"]["guarantee"].startswith("exact for")
     assert rows["half"]["cache_bytes"] < rows["plain"]["cache_bytes"] > rows["two"]["cache_bytes"] > 0
-    law = record["law"]
-    assert law["n"] == 2 * 30 and 0 < law["entropy"] < 4.2 and 0 < law["top1"] < law["top10"] <= 1.0
-
-
-def test_laws_of_maps_are_noted_without_padding(pipe):
-    rule = bench_sweep.ScaleEntropyRecorder()
-    pipe("1", seed=1, drafter="none", acceptance=rule, output_type="latent", guidance_scale=1.0)
-    assert [len(part) for part in rule.seen] == [1, 4, 9, 16]
-    (group,) = ConditionState(pipe.model.var, pipe.model.autoencoder.quantize, torch.tensor([1]), 1, None).read(None)
-    first = group.logits[0].log_softmax(-1)
-    entropy = -(first.exp() * first).sum()
-    torch.testing.assert_close(rule.seen[0][0, 0], entropy, atol=1e-4, rtol=1e-4)
-    rule.seen.clear()
-    law = Maps(torch.zeros(2, 1, 4, 8), torch.tensor([[4], [1]]))
-    rule(empty_draft(torch.zeros(2, 4, dtype=torch.long)), Scores(law), None)
-    assert len(rule.seen[0]) == 5
 
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
-    assert bench_others.taught(pipe.family, suite()) is None, "no task is all of its four"
+    assert bench_image.taught(pipe.family, suite()) is None, "no task is all of its four"
     rows = scenes_of("animals", None, "prompts").prompts()
     model = fresh(labels=[row["prompt"] for row in rows])
-    assert len(rows) == 48 and bench_others.taught(LabelledVARImages(model), rows) == ["single_object"]
+    assert len(rows) == 48 and bench_image.taught(LabelledVARImages(model), rows) == ["single_object"]
     assert scenes_of(None, model, "prompts").prompts() == rows
     assert scenes_of(None, pipe.model, "prompts").name == "shapes"
-
-
-def test_what_draws_no_scales_has_no_rows_of_them():
-    family = type("Family", (), {"draws": "codes", "name": "janus", "parallel": False})
-    other = type("Pipe", (), {"family": family, "model": None, "processor": None})
-    refusals = {"handover": "no scales", "share": "no scales", "denoising_steps": "codes", "iterations": "a token at"}
-    for name, draws in refusals.items():
-        shown = name.replace("_", "-")
-        with one_sentence(rf"^--{shown}: got 1, expected none: janus draws {draws}"):
-            bench_others.other_targets(other, [], {name: [1]})
-    assert bench_others.other_targets(other, ["plain", "mulo"], {}) == {}
 
 
 # --- the shipped pair -------------------------------------------------------------------------------------------------
@@ -266,12 +238,12 @@ def test_presets_of_scales_on_the_command_line(included, tmp_path, capsys):
 @shipped
 def test_the_bench_of_the_shipped_pair(included, tmp_path, monkeypatch):
     file = tmp_path / "record.json"
-    command = ["bench", "image", "--model", "painter-var", "--prompts", "1", "--quality", "2", "--json", str(file)]
+    command = ["bench", "image", "--model", "painter-var", "--count", "1", "--quality", "2", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["visspec", *command])
-    assert main([*command, "--method", "plain", "--method", "code", "--method", "repaired", "--share", "0.5"]) == 0
+    assert main([*command, "--method", "plain", "--method", "code", "--method", "repaired"]) == 0
     record = json.loads(file.read_text())
     rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows) == ["plain", "repaired", "code", "scalekv, 0.5"]
+    assert list(rows) == ["plain", "repaired", "code"]
     for row in rows.values():
         assert row["cache_bytes"] > 0 and row["fd"] > 0 and row["fd_ratio"] > 0 and row["quality_n"] == 2
-    assert record["law"]["n"] == included.model.var.config.scales.total and rows["plain"]["fd_ratio"] == 1.0
+    assert rows["plain"]["fd_ratio"] == 1.0

@@ -162,7 +162,7 @@ def test_schedules_that_do_not_fit_are_refused():
 
 
 def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
-    fewer = bench_image.other_targets(pipe, [], {"denoising_steps": [2]})["plain, 2 steps"]
+    fewer = pipe.with_parts({"denoising_steps": 2})
     out = drawn(fewer, PROMPTS[:1], acceptance="coupled:window=1")
     assert out.traces[0].calls == {"head": 64 * 2} and len(pipe.family.steps) == 4
     for count in (1, 1001):

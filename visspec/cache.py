@@ -200,10 +200,8 @@ class SlotCache:
         if self.padding is not None:
             self.padding = self.padding[to_device(keep, self.padding.device)]
 
-    def pack(self, real: list[list[bool]]) -> list[int]:
-        """Drop the padding of prompts, so that no slot below a row's length is masked. `real`: `padding` on the host.
-        Returns each row's number of dropped slots.
-        """
+    def pack(self, real: list[list[bool]]) -> None:
+        """Drop the padding of prompts, so that no slot below a row's length is masked. real: `padding` on the host."""
         longest, slots = self.length, []
         for row, length in zip(real, self.lengths):
             kept = [s for s, is_real in enumerate(row) if is_real] + list(range(len(row), length))
@@ -211,10 +209,8 @@ class SlotCache:
         for tensor in (*self.keys, *self.values):
             old = tensor[:, :, :longest]
             old.copy_(old.gather(2, to_device(slots, tensor.device)[:, None, :, None].expand_as(old)))
-        dropped = [row.count(False) for row in real]
-        self.lengths = [length - gone for length, gone in zip(self.lengths, dropped)]
+        self.lengths = [length - row.count(False) for length, row in zip(self.lengths, real)]
         self.padding = self.mask = None
-        return dropped
 
     def join(self, other: SlotCache, take: list[int], skip: list[int]) -> None:
         """Add rows of another cache of the same model, in the room that is spare. The first skip[b] slots of the

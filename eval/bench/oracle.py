@@ -32,9 +32,3 @@ def erring(answer_BT: Tensor, acceptance: float, vocabulary: int, seed: int = 0)
     """An answer, each of whose tokens is another one with probability 1 - acceptance."""
     uniforms = torch.rand(answer_BT.shape, generator=torch.Generator().manual_seed(seed)).to(answer_BT.device)
     return torch.where(uniforms < acceptance, answer_BT, (answer_BT + 1) % vocabulary)
-
-
-def erring_every(answer_BT: Tensor, tau: int, vocabulary: int) -> Tensor:
-    """An answer whose every `tau`-th token is another one, so that a pass commits `tau` of them."""
-    right = torch.arange(answer_BT.shape[1], device=answer_BT.device) % tau > 0
-    return torch.where(right, answer_BT, (answer_BT + 1) % vocabulary)

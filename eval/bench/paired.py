@@ -9,15 +9,12 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from visspec.eval.bench.clock import peak_mb, seconds_of
 from visspec.loop.stats import acceptance_by_depth, by_depth
 from visspec.types import Round, Trace
 
@@ -101,40 +98,6 @@ def fastest(arms: Sequence[Kind], prompts: Sequence[Any]) -> Kind:
     if refusal is not None and not seconds:
         raise refusal
     return arms[min(seconds)[1]]
-
-
-@dataclass
-class ArmPasses:
-    """Seconds of every pass of an arm over all prompts, by the clock and of the processor (which others on the machine
-    hardly change), the tokens of the last one by prompt, and the process's peak memory (MB) after the first one.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    peak: float = 0.0
-
-
-def time_arms(
-    arms: Mapping[str, Callable[[], dict[int, list[int]]]], passes: int, warmup: int = 0
-) -> dict[str, ArmPasses]:
-    """Every arm over all prompts, so many times, in turns; `warmup` passes before them are not counted."""
-    for arm in [*arms.values()] * warmup:
-        arm()
-    found = {name: ArmPasses() for name in arms}
-    for _, order in turns(list(arms), passes):
-        for name in order:
-            began, own = time.process_time(), found[name]
-            seconds, own.tokens = seconds_of(arms[name])
-            own.cpu.append(time.process_time() - began)
-            own.seconds.append(seconds)
-            own.peak = own.peak or peak_mb()
-    return found
-
-
-def ratio(slow: Sequence[float], fast: Sequence[float]) -> float:
-    """Median over passes of how much longer the one took than the other."""
-    return statistics.median(s / f for s, f in zip(slow, fast))
 
 
 def geometric_mean(values: Sequence[float]) -> float:

@@ -1,24 +1,48 @@
 """Figures of the report as inline SVG: no script, 340 units wide, so that text stays readable on a phone.
 
-Colours are never the only cue: points carry numbers, bars carry values, cells carry n. Values from fewer than
-`FEW` observations are grey.
+Colours are variables of the page's palette, which has a dark form, and never the only cue: points carry numbers, bars
+values, cells n. Values from fewer than `FEW` observations are grey.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup
 
-from visspec.eval.report.data import Interval
+from visspec.eval.report.data import GUARANTEES, Interval
 
 WIDTH, LEFT, RIGHT = 340, 8, 332
 FEW = 20  # observations below which a figure is grey
-INK, FAINT, RULE, GREY = "#1b1b1b", "#5f5f5f", "#d9d9d9", "#9a9a9a"
-BLUE, ORANGE, GREEN = "#0b5cad", "#b34700", "#00724d"
+INK, FAINT, RULE, GREY = "var(--ink)", "var(--faint)", "var(--rule)", "var(--grey)"
+BLUE, ORANGE, GREEN = "var(--blue)", "var(--orange)", "var(--green)"
+COLOUR = {"tokens": BLUE, "law": GREEN, "approximate": ORANGE, "unknown": GREY}  # by kind of guarantee
 CIVIDIS = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 175, 111), (254, 232, 56))  # safe for all colour vision
 LARGEST_GRID = 32  # larger acceptance maps are pooled to this many cells per side
+
+
+class Bar(NamedTuple):
+    label: str
+    value: float
+    interval: Interval
+    n: int
+    colour: str
+    mark: str = ""
+
+
+class Point(NamedTuple):
+    """A method in a figure of speed (x) and quality (y)."""
+
+    number: int
+    label: str
+    kind: str  # of GUARANTEES
+    x: float
+    y: float
+    across: Interval
+    upwards: Interval
+    n: int
 
 
 def svg(height: float, parts: Sequence[Markup], label: str) -> Markup:
@@ -27,30 +51,24 @@ def svg(height: float, parts: Sequence[Markup], label: str) -> Markup:
     )
 
 
-def text(
-    x: float, y: float, words: str, anchor: str = "start", colour: str = INK, size: float = 11, halo: bool = True
-) -> Markup:
-    """Text; the halo keeps it readable over lines, and is off for text on a colour."""
-    mark = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}" fill="{}" font-size="{}"{}>{}</text>')
-    return mark.format(x, y, anchor, colour, size, Markup(' class="halo"') if halo else "", words)
+def text(x: float, y: float, words: str, anchor: str = "start", colour: str = INK, size: float = 11) -> Markup:
+    mark = Markup('<text x="{:.1f}" y="{:.1f}" text-anchor="{}" font-size="{}" style="fill:{}">{}</text>')
+    return mark.format(x, y, anchor, size, colour, words)
 
 
-def line(x1: float, y1: float, x2: float, y2: float, colour: str = RULE, width: float = 1, dash: str = "") -> Markup:
-    return Markup(
-        '<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" stroke="{}" stroke-width="{}" stroke-dasharray="{}"/>'
-    ).format(x1, y1, x2, y2, colour, width, dash)
+def line(x1: float, y1: float, x2: float, y2: float, colour: str = RULE, width: float = 1) -> Markup:
+    mark = Markup('<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" style="stroke:{};stroke-width:{}"/>')
+    return mark.format(x1, y1, x2, y2, colour, width)
 
 
 def rect(x: float, y: float, width: float, height: float, colour: str, title: str = "") -> Markup:
-    return Markup(
-        '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" fill="{}"><title>{}</title></rect>'
-    ).format(x, y, max(width, 0.5), height, colour, title)
+    mark = '<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" style="fill:{}"><title>{}</title></rect>'
+    return Markup(mark).format(x, y, max(width, 0.5), height, colour, title)
 
 
-def dot(x: float, y: float, radius: float, colour: str, opacity: float = 1.0, title: str = "") -> Markup:
-    return Markup(
-        '<circle cx="{:.1f}" cy="{:.1f}" r="{}" fill="{}" fill-opacity="{}"><title>{}</title></circle>'
-    ).format(x, y, radius, colour, opacity, title)
+def dot(x: float, y: float, radius: float, colour: str, title: str = "") -> Markup:
+    mark = Markup('<circle cx="{:.1f}" cy="{:.1f}" r="{}" style="fill:{}"><title>{}</title></circle>')
+    return mark.format(x, y, radius, colour, title)
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -62,20 +80,16 @@ def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def columns(
-    x: Callable[[float], float], marks: Sequence[float], top: float, bottom: float, size: float = 11, dash: str = ""
-) -> list[Markup]:
+def columns(x: Callable[[float], float], marks: Sequence[float], top: float, bottom: float) -> list[Markup]:
     """Lines down at the marks of a scale, with their numbers below."""
-    parts = [line(x(t), top, x(t), bottom, dash=dash) for t in marks]
-    return parts + [text(x(t), bottom + 13, f"{t:g}", "middle", FAINT, size) for t in marks]
+    parts = [line(x(t), top, x(t), bottom) for t in marks]
+    return parts + [text(x(t), bottom + 13, f"{t:g}", "middle", FAINT, 9) for t in marks]
 
 
-def rows(
-    y: Callable[[float], float], marks: Sequence[float], left: float, right: float, size: float = 11
-) -> list[Markup]:
+def rows(y: Callable[[float], float], marks: Sequence[float], left: float, right: float) -> list[Markup]:
     """Lines across at the marks of a scale, with their numbers on the left."""
     parts = [line(left, y(t), right, y(t)) for t in marks]
-    return parts + [text(left - 4, y(t) + round(0.35 * size), f"{t:g}", "end", FAINT, size) for t in marks]
+    return parts + [text(left - 4, y(t) + 3, f"{t:g}", "end", FAINT, 9) for t in marks]
 
 
 class Scale:
@@ -91,40 +105,59 @@ class Scale:
         return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
 
 
-def bounds(values: Sequence[float], margin: float = 0.06, log: bool = False) -> tuple[float, float]:
+def bounds(values: Sequence[float], margin: float = 0.06) -> tuple[float, float]:
     """The range of values with a margin, never empty; if all have one sign, it doesn't include the other."""
     low, high = min(values), max(values)
-    if log:
-        factor = max(high / low, 1.2) ** margin
-        return low / factor, high * factor
     short_of = max(0.2 * abs(high), 0.01) - (high - low)
     room = margin * (high - low) + max(short_of, 0.0) / 2
     return (max(low - room, 0.0) if low >= 0 else low - room), high + room
 
 
-def strip(entries: Sequence[tuple[str, Sequence[float], float, Interval]]) -> Markup:
-    """Paired ratios, one dot per prompt, one strip per method; mean and 95 % interval below. Log axis; 1 is no gain.
+def bars(entries: Sequence[Bar], words: str, log: bool = False) -> Markup:
+    """Ratios, the largest first, with their intervals; a line marks 1. log: bars from 1 on a logarithmic axis."""
+    entries = sorted(entries, key=lambda bar: -bar.value)
+    ends = [1.0] + [v for bar in entries for v in (bar.value, *(bar.interval or ()))]
+    left, pitch = 130, 20
+    high = 1.1 * max(ends)
+    x = Scale(min(0.9, 0.9 * min(ends)), high, left, RIGHT - 28, True) if log else Scale(0, high, left, RIGHT - 28)
+    bottom = pitch * len(entries) + 6
+    marks = [t for t in (0.01, 0.1, 1, 10, 100, 1000) if min(ends) <= t <= high] if log else ticks(0, high)
+    parts = columns(x, marks, 2, bottom)
+    for i, bar in enumerate(entries):
+        y, (start, end) = 4 + i * pitch, sorted((x(1 if log else 0), x(bar.value)))
+        parts.append(text(left - 16, y + 12, short(bar.label, 20), "end", size=10))
+        parts.append(text(left - 4, y + 12, bar.mark, "end", bar.colour, 9))
+        title = f"{bar.label}: {bar.value:.2f}, n={bar.n}"
+        parts.append(rect(start, y + 3, end - start, 11, bar.colour if bar.n >= FEW else GREY, title))
+        if bar.interval:
+            parts.append(line(x(bar.interval[0]), y + 8.5, x(bar.interval[1]), y + 8.5, INK, 1.5))
+            end = max(end, x(bar.interval[1]))
+        parts.append(text(end + 4, y + 12, f"{bar.value:.2f}", size=10))
+    parts += [line(x(1), 2, x(1), bottom, INK), text(RIGHT, bottom + 25, words, "end", FAINT, 9)]
+    return svg(bottom + 30, parts, words)
 
-    entries: (label, ratios, geometric mean, interval).
-    """
-    every = [1.0] + [r for _, ratios, _, _ in entries for r in ratios]
-    low, high = bounds(every, log=True)
-    x, pitch = Scale(low, high, LEFT + 6, RIGHT - 6, log=True), 58
-    bottom = pitch * len(entries) + 4
-    marks = [t for t in (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12, 16) if low <= t <= high]
-    marks = marks if len(marks) > 2 else sorted({1.0, *ticks(low, high, 8)})
-    parts = [*columns(x, marks, 16, bottom, dash="2 3"), line(x(1), 16, x(1), bottom, INK)]
-    for i, (label, ratios, mean, interval) in enumerate(entries):
-        y, colour = i * pitch, BLUE if len(ratios) >= FEW else GREY
-        parts.append(text(LEFT, y + 12, f"{short(label)} (n={len(ratios)})"))
-        for k, ratio in enumerate(ratios):
-            jitter = (k * 0.618 % 1 - 0.5) * 18
-            parts.append(dot(x(ratio), y + 30 + jitter, 2.6, colour, 0.45, f"prompt {k}: {ratio:.2f}"))
-        if interval:
-            parts.append(line(x(interval[0]), y + 48, x(interval[1]), y + 48, INK, 2.5))
-        parts.append(dot(x(mean), y + 48, 4, INK, title=f"geometric mean {mean:.2f}"))
-    parts.append(text(WIDTH / 2, bottom + 28, "times faster, log scale; left of 1 is a slowdown", "middle", FAINT))
-    return svg(bottom + 34, parts, "Paired speed-up of every prompt, one strip a method")
+
+def scatter(points: Sequence[Point], words: str, lower_is_better: bool) -> Markup:
+    """A quality measure over speed; points carry the numbers of their methods, and the shapes of their guarantees."""
+    top, bottom, left = 26, 236, 40
+    xs = bounds([1.0] + [v for p in points for v in (p.x, *(p.across or ()))])
+    ys = bounds([v for p in points for v in (p.y, *(p.upwards or ()))])
+    x, y = Scale(*xs, left, RIGHT - 6), Scale(*ys, bottom, top)
+    parts = columns(x, ticks(*xs, 6), top, bottom) + rows(y, ticks(*ys), left, RIGHT - 6)
+    for p in points:
+        colour = COLOUR[p.kind] if p.n >= FEW else GREY
+        if p.across:
+            parts.append(line(x(p.across[0]), y(p.y), x(p.across[1]), y(p.y), colour, 0.8))
+        if p.upwards:
+            parts.append(line(x(p.x), y(p.upwards[0]), x(p.x), y(p.upwards[1]), colour, 0.8))
+        said = f"{p.number}: {p.label}, {p.x:.2f} times, {words} {p.y:.4g}, n={p.n}"
+        parts += [dot(x(p.x), y(p.y), 8, "transparent", said)]
+        parts += [text(x(p.x), y(p.y) + 3.5, GUARANTEES[p.kind][0], "middle", colour, 10)]
+        parts += [text(x(p.x) + 6, y(p.y) - 4, str(p.number), size=10)]
+    direction = "lower is better" if lower_is_better else "higher is better"
+    parts.append(text(LEFT, 11, f"{words} ({direction})", colour=FAINT, size=10))
+    parts.append(text(RIGHT, bottom + 27, "times faster, 95 % intervals", "end", FAINT, 10))
+    return svg(bottom + 33, parts, f"{words} over speed")
 
 
 def waterfall(steps: Sequence[tuple[str, float]]) -> Markup:
@@ -143,39 +176,6 @@ def waterfall(steps: Sequence[tuple[str, float]]) -> Markup:
     return svg(32 * len(steps) + 4, parts, "Gap from tau to the measured speed-up, term by term")
 
 
-def curves(series: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: str, higher_is_better: bool) -> Markup:
-    """Lines over a log axis, each labelled at its right end and drawn with a dash of its own; 1 is drawn as a line.
-
-    series: (label, its points (x, y) in the order of x).
-    """
-    xs = [x for _, points in series for x, _ in points]
-    low, high = bounds([1.0] + [y for _, points in series for _, y in points])
-    top, bottom, left, right = 24, 204, 34, RIGHT - 62
-    x, y = Scale(*bounds(xs, log=True), left, right, log=True), Scale(low, high, bottom, top)
-    parts = rows(y, ticks(low, high, 5), left, right)
-    for k, at in enumerate(sorted(set(xs))):
-        parts += [line(x(at), top, x(at), bottom), text(x(at), bottom + 14 + 11 * (k % 2), f"{at:,g}", "middle", FAINT)]
-    parts.append(line(left, y(1), right, y(1), INK))
-    ends = apart([y(points[-1][1]) for _, points in series], 12)
-    for k, ((label, points), end) in enumerate(zip(series, ends)):
-        colour, dash = (BLUE, ORANGE, GREEN)[k % 3], ("", "6 3", "2 3")[k // 3 % 3]
-        for (x1, y1), (x2, y2) in pairwise(points):
-            parts.append(line(x(x1), y(y1), x(x2), y(y2), colour, 2, dash))
-        parts += [dot(x(a), y(b), 3, colour, title=f"{label} behind {a:,g}: {b:.2f}") for a, b in points]
-        parts.append(text(right + 6, end + 4, label, colour=colour))
-    parts.append(text(LEFT, 10, "higher is better" if higher_is_better else "lower is better", colour=FAINT))
-    parts.append(text(RIGHT, bottom + 40, f"{across}, log scale", "end", FAINT))
-    return svg(bottom + 46, parts, f"Ratios over {across}")
-
-
-def apart(places: Sequence[float], gap: float) -> list[float]:
-    """Heights for labels near these places, at least `gap` from each other."""
-    found, lowest = [0.0] * len(places), -math.inf
-    for k in sorted(range(len(places)), key=lambda k: places[k]):
-        found[k] = lowest = max(places[k], lowest + gap)
-    return found
-
-
 def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
     """Acceptance by depth of the draft: bars are accepted / reached, the mark is reached and accepted / drafts."""
     pitch, top, bottom = min((RIGHT - LEFT - 24) / max(len(rates), 1), 60), 32, 132
@@ -185,50 +185,47 @@ def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
         through *= rate
         x, height = LEFT + 24 + i * pitch, rate * (bottom - top)
         colour = GREY if n is not None and n < FEW else BLUE
-        parts.append(rect(x + 3, bottom - height, pitch - 6, height, colour, f"depth {i + 1}: {rate:.3f}"))
+        parts.append(rect(x + 3, bottom - height, pitch - 6, height, colour, f"depth {i + 1}: {rate:.3f}, n={n}"))
         parts.append(line(x + 3, bottom - through * 100, x + pitch - 3, bottom - through * 100, ORANGE, 2.5))
         parts.append(text(x + pitch / 2, bottom - height - 4, f"{rate:.2f}", "middle", size=9))
         parts.append(text(x + pitch / 2, bottom + 13, str(i + 1), "middle", FAINT))
-        if n is not None:
-            lower = 10 * (i % 2) if pitch < 34 else 0  # narrow bars: every other n one line lower
-            parts.append(text(x + pitch / 2, bottom + 25 + lower, f"n={n}", "middle", FAINT, 9))
     parts.append(text(LEFT, 10, "bar: accepted / reached; orange: accepted / drafts", colour=FAINT, size=10))
-    parts.append(text(RIGHT, bottom + 49, "depth in the draft", "end", FAINT))
-    return svg(bottom + 54, parts, "Acceptance by depth of the draft")
+    parts.append(text(RIGHT, bottom + 29, f"depth in the draft; grey: n under {FEW}", "end", FAINT))
+    return svg(bottom + 34, parts, "Acceptance by depth of the draft")
 
 
-def heat(total: Sequence[Sequence[float]], count: Sequence[Sequence[int]]) -> Markup:
-    """Mean acceptance over the token grid. total and count are sums over images, one entry per token (row, column).
-
-    Cells with few observations are grey. Small grids print value and n in each cell, large ones have them as titles.
-    """
-    sums, counts = pool_grid(total), pool_grid(count)
-    rows, columns = len(sums), max(map(len, sums))
-    cell = (RIGHT - LEFT) / max(columns, rows * 0.75)
-    means = [[t / n if n else None for t, n in zip(ts, ns)] for ts, ns in zip(sums, counts)]
-    top = max([1.0] + [m for row in means for m in row if m is not None])
-    parts, written = [], cell >= 34
-    for r, row in enumerate(means):
-        for c, mean in enumerate(row):
-            n, x, y = counts[r][c], LEFT + c * cell, r * cell
-            words = f"row {r}, column {c}: " + ("never drafted" if mean is None else f"{mean:.2f}") + f", n={n:g}"
-            colour = "#f2f2f2" if mean is None else shade(mean / top, n < FEW)
-            parts.append(rect(x, y, cell, cell, colour, words))
-            if written and mean is not None:
-                ink = "#ffffff" if mean / top < 0.6 else INK
-                parts.append(text(x + cell / 2, y + cell / 2, f"{mean:.2f}", "middle", ink, 10, halo=False))
-                parts.append(text(x + cell / 2, y + cell / 2 + 11, f"n={n:g}", "middle", ink, 9, halo=False))
-    y = rows * cell + 8
-    for i in range(40):
-        parts.append(rect(LEFT + i * 4, y, 4.2, 8, shade(i / 39)))
-    parts += [text(LEFT, y + 20, "0", colour=FAINT), text(LEFT + 160, y + 20, f"{top:g}", "end", FAINT)]
+def heat(grid: Sequence[Sequence[float | None]], count: Sequence[Sequence[int]]) -> Markup:
+    """Mean acceptance over the token grid, of `count` images in each cell. Cells with few images are grey."""
+    known = np.array([[0.0 if v is None else v for v in row] for row in grid])
+    counts = np.array([[0 if v is None else n for v, n in zip(*rows)] for rows in zip(grid, count)])
+    sums, counts = (blocks(cells, LARGEST_GRID).sum(axis=(1, 3)) for cells in (known * counts, counts))
+    cell = (RIGHT - LEFT) / max(sums.shape[1], sums.shape[0] * 0.75)
+    parts = []
+    for (r, c), n in np.ndenumerate(counts):
+        mean = sums[r, c] / n if n else None
+        words = f"row {r}, column {c}: " + ("never drafted" if mean is None else f"{mean:.2f}") + f", n={n}"
+        colour = RULE if mean is None else shade(mean, n < FEW)
+        parts.append(rect(LEFT + c * cell, r * cell, cell, cell, colour, words))
+    y = sums.shape[0] * cell + 8
+    parts += [rect(LEFT + i * 4, y, 4.2, 8, shade(i / 39)) for i in range(40)]
+    parts += [text(LEFT, y + 20, "0", colour=FAINT), text(LEFT + 160, y + 20, "1", "end", FAINT)]
     parts.append(text(RIGHT, y + 8, f"grey: n under {FEW}", "end", FAINT))
     return svg(y + 26, parts, "Mean acceptance over the token grid")
 
 
-def pool_grid(grid: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The grid summed in blocks, so that no side is longer than LARGEST_GRID."""
-    return blocks(np.asarray(grid), LARGEST_GRID).sum(axis=(1, 3)).tolist()
+def curve(points: Sequence[tuple[float, float]], label: str, height: float = 120) -> Markup:
+    """A line through (step, value) points, with round numbers at its left and its last value."""
+    steps, values = [x for x, _ in points], [y for _, y in points]
+    marks, first, last = ticks(min(values), max(values), 4), min(steps), max(steps)
+    low, high, left, right = min([*marks, *values]), max([*marks, *values]), LEFT + 34, RIGHT - 40
+    x = Scale(first, max(last, first + 1e-9), left, right)
+    y = Scale(low, max(high, low + 1e-9), 16 + height, 16)
+    placed = [(x(step), y(value)) for step, value in points]
+    parts = rows(y, marks, left, right) + [line(*a, *b, BLUE, 1.5) for a, b in pairwise(placed)]
+    across, down = placed[-1]
+    parts += [dot(across, down, 2.5, BLUE), text(across + 5, down + 4, f"{values[-1]:.3g}")]
+    parts += [text(left, height + 32, f"step {first:g}"), text(right, height + 32, f"{last:g}", "end")]
+    return svg(height + 40, parts, label)
 
 
 def blocks(cells: np.ndarray, most: int) -> np.ndarray:

@@ -1,34 +1,35 @@
 """`visspec report`: one self-contained HTML page from result files. No network, no script, everything escaped.
 
-First what is looked at: speed-up by method, speed against quality (`overview`), pictures of the same prompt by every
-method, and captions beside their picture. Then a table, one line a method. The rest is folded: paired ratios, the gap
-to the ideal, acceptance by depth and over the token grid, all figures with intervals and n, costs behind long prompts,
-failures, and provenance.
+First what is looked at: speed-up by method, speed against quality, pictures of the same prompt by every method, and
+captions beside their picture. Then a table of all methods. The rest is folded: the gap to the ideal, acceptance by
+depth and over the token grid, baselines. Sizes and kernels have bars and a table each.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from markupsafe import Markup
 from PIL import Image
 
 from visspec.eval.bench.paired import in_words, suspicion
-from visspec.eval.report import curves, figures, kernels, overview
+from visspec.eval.report import figures
 from visspec.eval.report import images as pictures
-from visspec.eval.report.data import KINDS, QUALITY, Method, interval, methods_of, number, pairs_of, positive, read
+from visspec.eval.report.data import GUARANTEES, Method, interval, methods_of, number, read, rows_of
+from visspec.eval.report.figures import Bar, Point
 from visspec.eval.report.records import RecordImage
 from visspec.eval.report.rendering import write_page
 from visspec.loop.stats import COLOURS
 
 MOST_PICTURES = 600  # images on the page; figures use all images
-MOST_TEXTS = 8  # coloured texts per method
 OPEN_CASES, OPEN_TEXTS = 2, 3  # prompts that are not folded, captions of a method that are not
-SECTIONS: dict[str, tuple[str, type]] = {
-    "kernels": ("Kernels", kernels.Table),
-    "prompts": ("Long prompts", curves.PromptCurves),
-    "rules": ("Rules", curves.RuleCurves),
+QUALITY = {  # field -> (name, whether lower is better)
+    "fd_ratio": ("FD over plain", True),
+    "fd": ("Fréchet distance", True),
+    "geneval": ("GenEval score", False),
+    "strict": ("strict score", False),
+    "right": ("share of right pictures", False),
+    "latent_displacement": ("latent displacement", True),
 }
 TERMS = (
     ("tau", "tau, bonus included"),
@@ -36,6 +37,8 @@ TERMS = (
     ("after_draft", "drafting"),
     ("after_host", "accept, commit = ideal"),
 )
+SIZES = ("size", "batch_size", "arm", "tau", "speedup", "ideal_speedup", "length_share", "bytes_bound", "identical")
+KERNELS = ("kernel", "shape", "dtype", "device", "time_us", "ratio_to_eager")
 
 
 def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
@@ -49,30 +52,26 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         raise ValueError("report: got no result file, expected at least one")
     if out.is_dir():
         raise ValueError(f"report: --out: {out} is a folder, expected a file")
-    together: dict[tuple[str, str], list[Method]] = {}
     methods: list[Method] = []
-    sections: dict[str, list] = {bench: [] for bench in SECTIONS}
-    others: list[dict] = []
+    sections: list[dict[str, Any]] = []
+    provenance: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for path in map(Path, paths):
         record = read(path)
-        if record["bench"] in SECTIONS:
-            sections[record["bench"]].append(SECTIONS[record["bench"]][1](record, path.name))
-        elif record["bench"] not in KINDS:
-            others.append(kernels.scalar_fields(record, path.name))
-        for method in methods_of(record, path) if record["bench"] in KINDS else []:
-            methods.append(method)
-            method.index = len(methods)
-            together.setdefault((method.kind, str(method.record.get("target") or "")), []).append(method)
+        if record["bench"] in ("sizes", "kernels"):
+            sections.append(section(record, path.name))
+        else:
+            methods += methods_of(record, path)
+        where = tuple((str(key), str(value)) for key, value in (record.get("provenance") or {}).items())
+        provenance.setdefault(where, []).append(path.name)
+    together: dict[tuple[str, str], list[Method]] = {}
+    for number_, method in enumerate(methods, start=1):
+        method.index = number_
+        together.setdefault((method.kind, method.target), []).append(method)
     groups = [MethodGroup(kind, target, found) for (kind, target), found in together.items()]
-    shown = {"groups": groups, "methods": [summary(m) for m in methods], "sections": sections, "others": others}
-    shown["failures"] = [failure for group in groups for failure in group.failures]
-    named = [(SECTIONS[bench][0], section) for bench, found in sections.items() for section in found]
-    where = [(f"{title} of {section.source}", section.provenance) for title, section in named if section.provenance]
-    relative = overview.distance_of(methods) == "fd_ratio"
-    shown |= {"provenance": where + provenance(methods), "relative": relative, "few": figures.FEW}
-    shown |= {"guarantees": overview.GUARANTEES, "equal": overview.EQUAL_FD}
+    shown = {"groups": groups, "methods": [summary(m) for m in methods], "sections": sections}
+    shown |= {"failures": [failure for group in groups for failure in group.failures], "few": figures.FEW}
+    shown |= {"provenance": [(", ".join(names), rows) for rows, names in provenance.items()], "guarantees": GUARANTEES}
     shown |= {"open_cases": OPEN_CASES, "open_texts": OPEN_TEXTS}
-    shown["shades"] = figures.shade(1.0), figures.shade(0.0), pictures.NOT_DRAFTED
     write_page(out, "report", shown)
     return out
 
@@ -81,73 +80,58 @@ class MethodGroup:
     """The methods of one bench and target on the page: figures as markup, images as rows of cells."""
 
     def __init__(self, kind: str, target: str, methods: list[Method]):
-        local = target.startswith(("/", ".", "~"))  # don't publish local paths, only the name
-        self.kind, self.target, self.methods = kind, Path(target).name if local else target, methods
+        self.kind, self.target = kind, target
         self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
         self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
-        measured = [m for m in methods if not m.record.get("family")]  # the others are settings of swept rules
-        self.headline, self.bars = overview.headline(measured), overview.methods(measured)
-        self.frontiers = overview.frontiers(measured)
-        self.curves, self.verdicts = overview.sweeps(methods)
-        self.law = next((law for m in methods if isinstance(law := m.record.get("law"), dict)), None)
-        self.kinds = [kind for kind in overview.GUARANTEES if kind in {overview.kind_of(m.record) for m in methods}]
-        self.cases, self.left_out = cases(measured, self.failures)
-        self.mapped = any(image.acceptance for m in methods for image in m.images)
-        self.strip = strip(measured)
-        self.waterfalls = [(m.label, figure) for m in measured if (figure := waterfall(m.record))]
-        self.paretos = [figure for quality in QUALITY if (figure := overview.pareto(measured, quality))]
-        rates = [(m, [number(rate) or 0.0 for rate in m.record.get("acceptance_by_depth") or []]) for m in measured]
-        self.depths = [(m.label, figures.depth_bars(r, m.record.get("reached_by_depth"))) for m, r in rates if r]
-        self.heats = [figure for m in measured for figure in heats(m)]
+        timed = [m for m in methods if m.speed]
+        fastest = {kind: [m for m in timed if m.guarantee == kind] for kind in GUARANTEES}
+        self.headline = [max(found, key=lambda m: m.speed or 0) for found in fastest.values() if found]
+        entries = [(m, m.speed or 0.0, figures.COLOUR[m.guarantee], GUARANTEES[m.guarantee][0]) for m in timed]
+        speeds = [Bar(m.label, s, m.interval("speedup"), m.n, colour, sign) for m, s, colour, sign in entries]
+        self.bars = figures.bars(speeds, "times faster, 95 % intervals") if speeds else None
+        self.against = [figure for field in (*QUALITY, "drift_per_token") if (figure := against(timed, field))]
+        self.cases, self.left_out = cases(methods, self.failures)
         self.texts = [(m.label, texts(m, self.failures)) for m in methods if m.record.get("texts")]
+        self.waterfalls = [(m.label, figure) for m in methods if (figure := waterfall(m))]
+        rates = [(m, [number(rate) or 0.0 for rate in m.record.get("acceptance_by_depth") or []]) for m in methods]
+        self.depths = [(m.label, figures.depth_bars(r, m.record.get("reached_by_depth"))) for m, r in rates if r]
+        maps = [(m, m.record.get("acceptance_map"), m.record.get("acceptance_map_n")) for m in methods]
+        self.heats = [(m.label, figures.heat(grid, count)) for m, grid, count in maps if grid and count]
         self.baselines = [row for m in methods for row in baselines(m)]
 
 
 def summary(method: Method) -> dict[str, Any]:
-    """What the tables say of a method beside its numbers: text that is generated, not taken from the file."""
-    record, ties = method.record, near_ties(method.record)
-    identical, compared = method.value("identical"), int(method.value("compared") or 0)
-    by_law = method.exact and record.get("promises_tokens") is False
-    quality = [measure for field in QUALITY if field != "drift_per_token" and (measure := method.quality(field))]
-    same = None if identical is None or not compared else int(identical)
-    found = {"method": method, "kind_of": overview.kind_of(record), "words": warning(method), "quality": quality}
-    found |= {
-        "guarantee": str(record.get("guarantee") or "not stated"),
-    }
-    found |= {"identical": same, "compared": compared, "other_tokens": by_law, "near_ties": ties}
-    found["identical_to"] = str(record.get("identical_to") or "plain decoding").replace("_", " ")
-    found["owes_identity"] = method.exact and not by_law and not ties
-    return found | {"equality": "" if by_law else equality(record)}
-
-
-def warning(method: Method) -> str:
-    """Warnings for a slowdown and for a ratio over our own plain loop above tau; empty if there is none."""
+    """What the table says of a method beside its numbers."""
+    record, identical, compared = method.record, method.value("identical"), method.value("compared")
+    quality = [
+        (QUALITY[field][0], value, method.interval(field))
+        for field in QUALITY
+        if (value := method.value(field)) is not None
+    ]
     slow = in_words(method.speed) if method.speed is not None and method.speed < 1 else ""
-    spread = interval(method.record.get("over_plain_ci95"))
-    return "; ".join(filter(None, (slow, suspicion(method.value("over_plain"), spread, method.value("tau") or 0.0))))
+    spread = interval(record.get("over_plain_ci95"))
+    doubt = suspicion(method.value("over_plain"), spread, method.value("tau") or 0.0)
+    same = "not compared"
+    if identical is not None and compared:
+        ties = (record.get("equality") or {}).get("benign") is True
+        wrong = method.guarantee == "tokens" and identical < compared and not ties
+        sign = "✓ " if identical == compared else "✗ " if wrong else ""
+        same = f"{sign}{identical:.0f} of {compared:.0f}" + (", the others near ties" if ties and not sign else "")
+    said = {"words": "; ".join(filter(None, (slow, doubt))), "same": same, "quality": quality}
+    drift = method.value("drift_per_token")
+    said["drift"] = "not measured" if drift is None else f"{drift:.4f}"
+    return {"method": method, "guarantee": str(record.get("guarantee") or "not stated"), **said}
 
 
-def near_ties(record: Mapping[str, Any]) -> bool:
-    """Whether differences to plain decoding in low precision were analysed and found to be near ties."""
-    found = record.get("equality") or {}
-    return found.get("tier") == "teacher-forced" and found.get("benign") is True
-
-
-def equality(record: Mapping[str, Any]) -> str:
-    """Text for the low-precision tier; empty if it was not measured."""
-    found = record.get("equality") or {}
-    gap = found.get("gap")
-    if not isinstance(gap, dict) or number(gap.get("max")) is None:
-        return ""
-    identical, compared = (int(number(found.get(k)) or 0) for k in ("identical", "compared"))
-    differ = f"{identical} of {compared} as plain"
-    if identical != compared and found.get("benign") is not None:
-        differ += ", the others near ties" if found["benign"] is True else ", others NOT near ties"
-    entries = found.get("first_divergences")
-    entries = entries if isinstance(entries, list) else []
-    widest = [m for e in entries if isinstance(e, dict) and (m := number(e.get("margin"))) is not None]
-    margins = f"; widest margin {max(widest):.2g}" if widest else ""
-    return f"{found.get('dtype')}: {differ}; pass shapes move logits by {number(gap['max']):.2g}{margins}"
+def against(methods: Sequence[Method], field: str) -> Markup | None:
+    """Speed against a quality measure; None where no two methods differ in it."""
+    name, lower = QUALITY.get(field, ("drift per token", True))
+    points = [
+        Point(m.index, m.label, m.guarantee, m.speed or 0.0, value, m.interval("speedup"), m.interval(field), m.n)
+        for m in methods
+        if (value := m.value(field)) is not None
+    ]
+    return figures.scatter(points, name, lower) if len({p.y for p in points}) > 1 else None
 
 
 def baselines(method: Method) -> list[dict[str, Any]]:
@@ -155,54 +139,42 @@ def baselines(method: Method) -> list[dict[str, Any]]:
     for name, row in (method.record.get("baselines") or {}).items():
         seconds, faster = number(row.get("seconds_per_prompt")), number(row.get("ours_is_faster_by"))
         shown = {"ms": None if seconds is None else 1e3 * seconds, "faster": faster, "ci": interval(row.get("ci95"))}
-        about = {"name": name.replace("_", " "), "identical": row.get("identical")}
-        found.append({"number": method.index, "n": method.n, **about, **shown})
+        found.append({"method": method, "name": name.replace("_", " "), "identical": row.get("identical"), **shown})
     return found
 
 
-def strip(methods: Sequence[Method]) -> Markup | None:
-    entries = []
-    for m in methods:
-        ratios = [r for r in map(number, m.record.get("ratios") or []) if r is not None and r > 0]
-        if ratios and m.speed:
-            entries.append((f"{m.index}: {m.label}", ratios, m.speed, positive(m.speed_interval)))
-    return figures.strip(entries) if entries else None
-
-
-def waterfall(record: Mapping[str, Any]) -> Markup | None:
+def waterfall(method: Method) -> Markup | None:
     """From tau to the measured speed-up: the terms of the ideal, then the unexplained rest."""
-    gap = record.get("gap") or {}
+    gap = method.record.get("gap") or {}
     steps = [(words, number(gap.get(term))) for term, words in TERMS]
-    steps.append(("not explained = decode only, measured", number(record.get("speedup_decode_only"))))
-    steps.append(("prefill, vision, preparation = end to end", number(record.get("speedup"))))
+    steps.append(("not explained = decode only, measured", method.value("speedup_decode_only")))
+    steps.append(("prefill, vision, preparation = end to end", method.speed))
     known = [(words, value) for words, value in steps if value is not None]
     return figures.waterfall(known) if len(known) == len(steps) else None
 
 
-def heats(method: Method) -> list[tuple[str, Markup]]:
-    """The mean acceptance map of a method: from the record, or from its images, one for each grid size."""
-    record = method.record
-    if given := record.get("acceptance_map"):
-        known = record.get("acceptance_map_n") or [[method.n] * len(row) for row in given]
-        count = [[0 if value is None else int(n or 0) for value, n in zip(*rows)] for rows in zip(given, known)]
-        total = [[n * (value or 0.0) for value, n in zip(*rows)] for rows in zip(given, count)]
-        return [(heat_title(method, known), figures.heat(total, count))]
-    grids: dict[tuple[int, ...], list[np.ndarray]] = {}
-    for image in method.images:
-        if image.acceptance:
-            grid = np.array(image.acceptance, float)  # NaN where nothing was drafted
-            grids.setdefault(grid.shape, []).append(grid)
-    found = []
-    for stack in map(np.stack, grids.values()):
-        count = (~np.isnan(stack)).sum(axis=0).tolist()
-        found.append((heat_title(method, count), figures.heat(np.nansum(stack, axis=0).tolist(), count)))
-    return found
+def section(record: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """A bench of sizes or kernels: its rows as a table, and bars of their ratios."""
+    bench, rows = record["bench"], rows_of(record, source)
+    heads, entries = (KERNELS if bench == "kernels" else SIZES), []
+    for row in rows:
+        named = [row.get(name) for name in (("kernel",) if bench == "kernels" else ("size", "batch_size", "arm"))]
+        ratio, spread = number(row.get("ratio_to_eager" if bench == "kernels" else "speedup")), None
+        if bench == "sizes":
+            spread = interval(row.get("speedup_ci95"))
+        if ratio and ratio > 0:
+            colour = figures.BLUE if ratio >= 1 else figures.ORANGE
+            entries.append(Bar(" ".join(map(str, named)), ratio, spread, figures.FEW, colour))
+    words = "times eager torch, log scale" if bench == "kernels" else "times transformers' generate"
+    table = [[cell_text(row.get(head)) for head in heads] for row in rows]
+    found = {"title": bench, "source": source, "heads": [head.replace("_", " ") for head in heads], "rows": table}
+    syncs = record.get("host_syncs_per_round")
+    found["note"] = f"The host waits {syncs} times in a round." if syncs is not None else ""
+    return found | {"bars": figures.bars(entries, words, bench == "kernels") if entries else None}
 
 
-def heat_title(method: Method, count: Sequence[Sequence[int]]) -> str:
-    fewest, most = min(map(min, count)), max(map(max, count))
-    n = f"n={most}" if fewest == most else f"n={fewest} to {most}"
-    return f"{method.index}: {method.label}, {len(count)} x {len(count[0])} tokens, {n} a cell"
+def cell_text(value: object) -> str:
+    return "–" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str, Any]], int]:
@@ -210,27 +182,22 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
 
     Returns the cases shown and how many were left out. Unreadable pictures are appended to `failures`.
     """
-    keyed = [{(str(i.prompt), str(i.seed)): i for i in m.images} for m in methods]
-    keys = list(dict.fromkeys(key for images in keyed for key in images))
-    for m, images in zip(methods, keyed):
-        for entry in m.images:  # all are checked, also those not shown
+    keyed = [(m, {(str(i.prompt), str(i.seed)): i for i in m.images}) for m in methods if m.images]
+    for m, images in keyed:
+        for entry in images.values():  # all are checked, also those not shown
             if entry.path:
                 pictures.inside(m.folder, entry.path, f"report: {m.source}")
-        missing = [key for key in keys if images and key not in images]
-        failures += [f"{m.source}: {m.label}: no image of seed {seed}: {prompt}" for prompt, seed in missing]
-    limit = max(MOST_PICTURES // max(sum(map(bool, keyed)), 1), 1)
-    shown_cases = []
-    for prompt, seed in keys[:limit]:
+    keys = list(dict.fromkeys(key for _, images in keyed for key in images))
+    shown = []
+    for prompt, seed in keys[: max(MOST_PICTURES // max(len(keyed), 1), 1)]:
         base, cells = None, []
-        for m, images in zip(methods, keyed):
-            if not images:
-                continue
-            image = images.get((prompt, seed))
-            opened = None if image is None else _open(image, m, f"seed {seed}", failures)
+        for m, images in keyed:
+            image = images.get((prompt, seed), RecordImage())
+            opened = _open(image, m, f"seed {seed}", failures)
             cells.append(cell(m, image, opened, base))
             base = opened if len(cells) == 1 else base
-        shown_cases.append({"prompt": prompt, "seed": seed, "cells": cells})
-    return shown_cases, len(keys) - len(shown_cases)
+        shown.append({"prompt": prompt, "seed": seed, "cells": cells})
+    return shown, len(keys) - len(shown)
 
 
 def _open(image: RecordImage, method: Method, which: str, failures: list[str]) -> Image.Image | None:
@@ -241,30 +208,20 @@ def _open(image: RecordImage, method: Method, which: str, failures: list[str]) -
         return None
 
 
-def cell(method: Method, image: RecordImage | None, opened, base) -> dict[str, Any]:
+def cell(method: Method, image: RecordImage, opened: Image.Image | None, base: Image.Image | None) -> dict[str, Any]:
     """One picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
-    image = image or RecordImage()
-    right, reason = image.judged
+    verdict = image.verdict or {}
     apart = pictures.difference(opened, base) if opened is not None and base is not None else None
-    found = {"number": method.index, "label": method.label, "right": right, "reason": "; ".join(reason.splitlines())}
+    found = {"method": method, "right": verdict.get("correct"), "reason": str(verdict.get("reason") or "")}
     found |= {"uri": None if opened is None else pictures.thumbnail(opened), "difference": apart}
     return found | {"acceptance": pictures.acceptance_map(image.acceptance) if image.acceptance else None}
 
 
 def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tuple[str, str]]]]:
     """(picture as a data URI, pieces of text with their origin); an unknown origin counts as plain."""
-    rows = method.record["texts"][:MOST_TEXTS]
-    found = []
+    rows, found = method.record["texts"], []
     for k, (row, png) in enumerate(zip(rows, method.record.get("thumbnails") or [None] * len(rows))):
         opened = _open(RecordImage(png=png), method, f"picture {k + 1}", failures) if png else None
         pieces = [(piece, origin if origin in COLOURS else "plain") for piece, origin in row]
         found.append((None if opened is None else pictures.thumbnail(opened), pieces))
     return found
-
-
-def provenance(methods: Sequence[Method]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(methods, its rows) for every different environment."""
-    found: dict[tuple, list[str]] = {}
-    for m in methods:
-        found.setdefault(tuple(pairs_of(m.record)), []).append(str(m.index))
-    return [(f"Methods {', '.join(numbers)}", list(rows)) for rows, numbers in found.items()]

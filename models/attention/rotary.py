@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +30,14 @@ def modules(model: nn.Module) -> list[nn.Module]:
 class SteppedRope(ModuleHooks):
     """While open, the modules give calls of this thread the frequencies of the given reaches.
 
-    reach_BN: of each node, all in the range `reaches`; None in a prefill, which has the reach of its longest row.
-    `moves` then says whether the frequencies of a request of up to `new` more tokens change.
+    reach_BN: of each node; None in a prefill, which has the reach of its longest row. `moves` then says whether the
+    frequencies of a request of up to `new` more tokens change.
     """
 
-    def __init__(
-        self, modules: list[nn.Module], reach_BN: Tensor | None = None, reaches: Iterable[int] = (), new: int = 0
-    ):
+    def __init__(self, modules: list[nn.Module], reach_BN: Tensor | None = None, new: int = 0):
         super().__init__()
-        self.modules, self.reach_BN, self.reaches, self.new, self.moves = modules, reach_BN, reaches, new, False
+        self.modules, self.reach_BN, self.new, self.moves = modules, reach_BN, new, False
+        self.reaches = [] if reach_BN is None else reach_BN.unique().tolist()
 
     def _put_up(self):
         return [module.register_forward_hook(self._leaving, with_kwargs=True) for module in self.modules]

@@ -59,13 +59,13 @@ class SlotLayers(Cache):
     """What a model is given as its cache; `slots` is what the loop works with.
 
     `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
-    own. `prompt` is the number of slots that the prompt took; `reaches` and `moves` belong to `rotary`, `past` to
+    own. `prompt` is the number of slots that the prompt took; `lag` and `moves` belong to `rotary`, `past` to
     models with layers that keep a state (`recurrent`).
     """
 
     prompt = 0
-    reaches: list[int] | None = None  # by row: positions up to the pending node's, less the row's slots
-    moves = False  # whether frequencies depend on the reach
+    lag: torch.Tensor | None = None  # (B,) by how many positions the longest prompt was ahead of a row's own
+    moves = False  # whether rotary frequencies change in this request
 
     def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
         self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
@@ -126,32 +126,25 @@ class SlotLayers(Cache):
         self.slots.select(keep)
         if self.past is not None:
             self.past.select(keep)
-        if self.reaches is not None:
-            self.reaches = [self.reaches[b] for b in keep]
+        if self.lag is not None:
+            self.lag = self.lag[keep]
 
     def join(self, other: SlotLayers, take: list[int]) -> None:
         """Add rows of another cache of the same model. Padding of both is dropped."""
         if self.slots.padding is not None:
-            self._pack(self.slots.padding.tolist())
+            self.slots.pack(self.slots.padding.tolist())
         skip = [0] * len(other.slots.lengths)
         if other.slots.padding is not None:
             real = other.slots.padding.tolist()
             if all(row == sorted(row) for row in real):  # in front of the prompts: their slots are one piece
                 skip = [row.count(False) for row in real]
             else:
-                other._pack(real)
+                other.slots.pack(real)
         self.slots.join(other.slots, take, skip)
         if self.past is not None and other.past is not None:
             self.past.join(other.past, take)
-        if self.reaches is not None and other.reaches is not None:
-            reaches = [other.reaches[b] + skip[b] for b in take]
-            self.reaches, self.moves = self.reaches + reaches, self.moves or other.moves
-
-    def _pack(self, real: list[list[bool]]) -> None:
-        """Drop padding wherever it is. `real`: `slots.padding` on the host."""
-        dropped = self.slots.pack(real)
-        if self.reaches is not None:
-            self.reaches = [reach + gone for reach, gone in zip(self.reaches, dropped)]
+        if self.lag is not None and other.lag is not None:
+            self.lag, self.moves = torch.cat([self.lag, other.lag[take]]), self.moves or other.moves
 
     def dynamic(self, lengths: list[int]) -> DynamicCache | None:
         """The first lengths[b] slots of every original row, zeros behind, as transformers' own growing cache.

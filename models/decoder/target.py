@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, contiguous_copy, gather_rows, to_device
+from visspec.cache import SlotCache, contiguous_copy, gather_rows
 from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention import folding, ragged, rotary
@@ -35,7 +35,7 @@ from visspec.models.runner.compiled import compiled_passes
 from visspec.models.runner.graphs import graphed_forward
 from visspec.models.runner.target import RunningTarget
 from visspec.sampling import process, warp
-from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Tree
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State
 
 # earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
@@ -93,6 +93,8 @@ class HFDecoder(RunningTarget):
         self.probed = check and self.device.type != "meta"
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
+        if self.probed:
+            probe.check_prompt(self)
         self._pads: bool | None = None
         self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept one (`prefix`)
         hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
@@ -154,7 +156,7 @@ class HFDecoder(RunningTarget):
             positions = torch.arange(length, device=request.prompt.device).expand(rows, length)
         newest = _last_position(positions).expand(rows)
         if self.rotary:
-            cache.reaches, cache.moves = [int(newest.max()) + 2 - cache.slots.length] * rows, turning.moves
+            cache.lag, cache.moves = newest.max() - newest, turning.moves
         ids = request.prompt if request.prompt.shape[1] else request.prompt.new_zeros(rows, 1)
         state = State(request, ids[:, -1], newest, cache, list(range(rows)), TokenBuffer(request, rows))
         aux = {"positions": positions, "attention": cache.slots.padding}
@@ -269,10 +271,11 @@ class HFDecoder(RunningTarget):
         slots: SlotCache = state.cache.slots
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
-        turning = self._steps(state.cache, tree) if state.cache.moves else nullcontext()
         ids = contiguous_copy(draft.value) if slots.steady else draft.value
-        with turning:
-            mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth
+        mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth
+        if not state.cache.moves:
+            return self.forward(model, state.cache, mask, ids, positions)
+        with rotary.SteppedRope(self.rotary, positions + state.cache.lag[:, None] + 1):
             return self.forward(model, state.cache, mask, ids, positions)
 
     def forward(
@@ -303,13 +306,6 @@ class HFDecoder(RunningTarget):
     def _whole(self, cache: SlotLayers, mask: Mask, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
         output, seen = self.forward(self.model, cache, mask, ids, positions)
         return output.logits, self.features(output, seen)
-
-    def _steps(self, cache: SlotLayers, tree: Tree) -> rotary.SteppedRope:
-        """Each node's sequence length, for models whose rotary frequencies depend on it."""
-        assert cache.reaches is not None
-        first = [reach + n for reach, n in zip(cache.reaches, cache.slots.lengths)]
-        reach_BN = to_device(first, tree.depth.device)[:, None] + tree.depth
-        return rotary.SteppedRope(self.rotary, reach_BN, range(min(first), max(first) + tree.levels + 1))
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         if state.cache.past is not None:
@@ -404,6 +400,7 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
             raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{highest} ({name})")
     return Capabilities(
         vocab=vocabulary(model),
+        prompt_ids=getattr(model.get_input_embeddings(), "num_embeddings", 0),
         never_drafted=content_ids(config),
         feature_layers=tuple(features),
         trees=not states,

@@ -139,7 +139,6 @@ class Family:
     vocabulary: Any = None  # `Vocabulary`, of codes that are ids of a text model
     codec: Any = None  # a decoder of codes that is none of the model, as `codecs.vqgan.ImageCodec`
     draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
-    parallel: bool = False  # whether it draws several tokens in a pass, given the same ones (`mar_parallel`)
     labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
     default_drafter: str = "jacobi"
     default_rule: str = "exact"

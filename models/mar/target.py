@@ -70,7 +70,6 @@ class MARImages(VectorFamily):
     """
 
     name = "mar"
-    parallel = True
 
     def __init__(
         self,

@@ -143,6 +143,11 @@ ORDERS = {  # of generation of an image's positions
         "visspec.loop.visits:SpreadOrder", "every place as far as can be from those before", "any-order images"
     ),
     "halton": Entry("visspec.loop.visits:HaltonOrder", "points of the Halton sequence", "any-order images"),
+    "parallel": Entry(
+        "visspec.models.mar.parallel:ParallelMAR",
+        "published MAR: several tokens in each of `iterations` passes",
+        "vectors",
+    ),
 }
 LENGTHS = {  # of drafts; drafters with `entropy` and `confidence` end single rows earlier
     "adaptive": Entry(

@@ -31,7 +31,6 @@ Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number 
 Count = Annotated[int, number(int, lambda value: value >= 0, "a whole number of at least 0")]
 Share = Annotated[float, number(float, lambda value: 0 < value < float("inf"), "a number above 0")]
 Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
-Fraction = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a number from 0 to 1")]
 Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 

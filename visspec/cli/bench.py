@@ -1,6 +1,7 @@
 """What the benches share: their options, the scenes that they measure on, the arms that caption, and their tables."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,11 +12,13 @@ from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api.accelerate import Accelerated
+from visspec.api.sources import Record
 from visspec.cli.arguments import JsonOption, Positive
 from visspec.eval.bench.clock import seconds_of
 from visspec.eval.bench.paired import ArmRun
 from visspec.io import included
 from visspec.io.files import write_json
+from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
@@ -102,6 +105,18 @@ def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     stops = [next((i for i, t in enumerate(row) if t in ends), len(row) - 1) for row in new.tolist()]
     return [row[: stop + 1] for row, stop in zip(new.tolist(), stops)]
+
+
+def readable(records: Iterable[Record]) -> Iterator[tuple[Any, str | None]]:
+    """Images and prompts of records; one that can't be read is named on stderr and skipped."""
+    for record in records:
+        try:
+            if record.error is not None:
+                raise ValueError(record.error)
+            read = read_image(record.image, record.id, MAX_PIXELS) if isinstance(record.image, bytes) else None
+            yield read or open_image(record.image, MAX_PIXELS), record.prompt
+        except (ValueError, OSError) as error:
+            print(f"visspec: {error}", file=sys.stderr)
 
 
 def groups_of(items: Sequence[Any], size: int) -> list[Any]:

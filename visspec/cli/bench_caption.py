@@ -1,28 +1,31 @@
-"""`visspec bench caption`: our loop with and without a drafter against transformers' generate and its assisted modes.
+"""`visspec bench caption`: our loop with and without drafters against transformers' generate and its assisted modes.
 
 One process, one set of prompts and pixels, same dtype, attention, threads, stop rule and cap; arms interleaved per
 prompt. Every arm goes through the same `model.generate` entry, so preparation and the vision tower are in every time.
 """
 
+import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from PIL import Image
 from rich.table import Table
 
 from visspec import tree as trees
-from visspec.api import loading, requests
-from visspec.api.accelerate import Accelerated, accelerate
+from visspec.api import loading, requests, sources
+from visspec.api.accelerate import Accelerated, accelerate, default_drafter
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli import bench, bench_data
-from visspec.cli.arguments import CaptioningOptions, Positive, load
-from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, measured_on, table
+from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
+from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, measured_on, readable, table
 from visspec.cli.bench_data import Prompt
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
+from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.eval.report.images import small_png
 from visspec.io import included
 from visspec.io.images import open_image
@@ -36,31 +39,48 @@ SETTINGS = ("acceptance", "batch_size", "max_new_tokens", "temperature", "seed")
 TEXTS = 8  # captions kept word by word in the record
 OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than plain decoding by design"
 FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
+PASSES = 3  # over all images, of the stream
 
 
 @dataclass(kw_only=True)
-class Options(ScenesOptions, CaptioningOptions):
-    images: Positive = option("how many held-out scenes, or prompts of --data", 64)
-    data: Path | None = option("JSON lines of MMSpec, SPEED-Bench or vLLM's custom_mm, in place of scenes", None)
+class Options(ScenesOptions, SamplingOptions, TargetOptions):
+    images: list[str] | None = option(
+        "images, as `visspec caption` reads them (default: held-out scenes)", None, metavar="PATH"
+    )
+    data: Path | None = option("JSON lines of MMSpec, SPEED-Bench or vLLM's custom_mm, in place of images", None)
+    count: Positive = option("how many images, or prompts of --data, at most", 64)
+    drafter: list[str] | None = option(
+        "one or more names with options, or folders (default: the model's own, else suffix)", None, metavar="DRAFTER"
+    )
+    acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
+    batch_size: Positive = option(default=1)
+    prompt: str | None = option("what to ask of each image", None)
     compile: bool = option("ours compiled, and transformers compiled beside it", False)
+    stream: bool = option("throughput of a stream of --batch-size slots, too", False)
 
 
 def run(arguments: Options) -> None:
     arguments.begin()
-    if arguments.data and (arguments.batch_size > 1 or arguments.prompt):
-        got = "--prompt" if arguments.prompt else f"--batch-size {arguments.batch_size}"
+    if arguments.data and (arguments.batch_size > 1 or arguments.prompt or arguments.images):
+        got = "--prompt" if arguments.prompt else "--images" if arguments.images else "--batch-size above 1"
         raise ValueError(f"data: got {got} beside it, expected prompts of the file, one by one")
-    data = bench_data.read(arguments.data, arguments.images) if arguments.data else None
-    model, processor, drafter = load(arguments)
+    data = bench_data.read(arguments.data, arguments.count) if arguments.data else None
+    found = sources.records(arguments.images) if arguments.images and data is None else None
+    model, processor = loading.load(arguments.model, **arguments.hardware)
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
     images: Sequence[Any]
-    if data is None:
-        images = arguments.scenes(processor).images(arguments.images)
-    else:
+    if data is not None:
         images = [[*map(open_image, prompt.images)] for prompt in data]
-    record = bench_caption(model, processor, images, arguments, drafter, assistant, data=data)
-    arguments.end(record, view(record), *([category_view(record)] if data else []))
+    elif found is not None:
+        images = [image for image, _ in islice(readable(found), arguments.count)]
+    else:
+        images = arguments.scenes(processor).images(arguments.count)
+    if not images:
+        raise ValueError(f"images: got none that can be read, expected some in {', '.join(arguments.images or [])}")
+    drafters: Sequence[Any] = arguments.drafter or [default_drafter(model)[0]]
+    record = bench_caption(model, processor, images, arguments, drafters, assistant, data=data)
+    arguments.end(record, *views(record))
 
 
 def bench_caption(
@@ -68,78 +88,116 @@ def bench_caption(
     processor,
     images: Sequence,
     arguments: Options,
-    drafter: str,
+    drafters: Sequence,
     assistant=None,
     warmup: int = 3,
     data: Sequence[Prompt] | None = None,
 ) -> dict[str, Any]:
-    """Run all arms on all images; returns the JSON object of docs/evaluate.md.
+    """Run all arms on all images; returns the JSON object of docs/evaluate.md, which is that of the first drafter; of
+    several, `rows` has one each.
 
     data: a prompt for each, of which an image is a list of images; the record has its categories then.
     assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
     With `compile` ours runs compiled; a further arm is transformers' generate with a static cache and compiled steps.
     """
-    groups, request = groups_of(images, arguments.batch_size), arguments.prompt or PROMPT
-    asked = [request] * len(groups) if data is None else [prompt.text for prompt in data]
-    prompts = [(i, prepare(processor, group, text, model)) for i, (group, text) in enumerate(zip(groups, asked))]
+    asked = [arguments.prompt or PROMPT] * len(images) if data is None else [prompt.text for prompt in data]
+    size, seed, base = arguments.batch_size, arguments.seed, arguments.generation
+    groups = groups_of(images, size)
+    prompts = [(i, prepare(processor, *pair, model)) for i, pair in enumerate(zip(groups, groups_of(asked, size)))]
+    rule, compiled = arguments.acceptance, arguments.compile
+    ours = {str(one): accelerate(model, one, acceptance=rule, compile=compiled) for one in drafters}
+    names = dict(zip(ours, ["ours", *(f"ours, {spec}" for spec in list(ours)[1:])]))
+    arms = stock_arms(model, prompts, arguments, assistant, warmup)
+    arms |= {names[spec]: CaptionArm(fast, base, seed) for spec, fast in ours.items()}
+    runs, failures = speed.interleave(arms, prompts, warmup, "bench caption")
+    rows = []
+    for spec, fast in ours.items():
+        row = {"drafter": spec} | summarise(runs, failures, arms, arguments.temperature, names[spec])
+        if compiled:
+            row["speedup_over_compiled"] = row["baselines"]["transformers_compiled"]["ours_is_faster_by"]
+            row |= bench.compilations(fast.setup)
+        row["equality"] = equality_tiers(fast, prompts, runs, base, model.dtype, names[spec])
+        if data is not None:
+            row["categories"] = categories(runs, data, arguments.temperature > 0, names[spec])
+        rows.append(row)
+    record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
+    record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
+    if data is not None:
+        record["turns_left_out"] = sum(prompt.later for prompt in data)
+    if arguments.stream:
+        fast = next(iter(ours.values()))
+        record |= throughput(fast, [prepare(processor, [i], [t], model) for i, t in zip(images, asked)], prompts, base)
+    settings = {name: getattr(arguments, name) for name in SETTINGS}
+    return record | measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
+
+
+def stock_arms(model, prompts: Sequence, arguments: Options, assistant, warmup: int) -> dict[str, Any]:
+    """The arms that drafters are compared with: transformers' own, and our loop without a drafter."""
     base, seed = arguments.generation, arguments.seed
-    ours = accelerate(model, drafter, acceptance=arguments.acceptance, compile=arguments.compile)
-    arms: dict[str, Any] = {
-        "transformers_generate": StockCaptionArm(model, base, seed),
-        "plain": CaptionArm(accelerate(model, None), base, seed),
-        "ours": CaptionArm(ours, base, seed),
-    }
+    plain = accelerate(model, None)
+    arms = {"transformers_generate": StockCaptionArm(model, base, seed), "plain": CaptionArm(plain, base, seed)}
     if arguments.compile:
         steps = stepwise(model, model.get_decoder())
         arms["transformers_compiled"] = StockCaptionArm(steps, base | {"cache_implementation": "static"}, seed)
     if arguments.batch_size == 1:
         warm = prompts[: max(warmup, 1)]
         # transformers' lookup drafts image placeholders and then fails on them; suppressed, it runs
-        never = {"suppress_tokens": sorted(arms["plain"].fast.target.capabilities.never_drafted)}
+        never = {"suppress_tokens": sorted(plain.target.capabilities.never_drafted)}
         lookup = [base | never | {"prompt_lookup_num_tokens": n} for n in LOOKUP_LENGTHS]
         arms["transformers_prompt_lookup"] = speed.fastest([StockCaptionArm(model, o, seed) for o in lookup], warm)
         if assistant is not None:
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
             arms["transformers_assisted"] = speed.fastest([StockCaptionArm(model, o, seed) for o in assisted], warm)
-    runs, failures = speed.interleave(arms, prompts, warmup, "bench caption")
-    record = summarise(runs, failures, arms, arguments.temperature)
-    if arguments.compile:
-        record["speedup_over_compiled"] = record["baselines"]["transformers_compiled"]["ours_is_faster_by"]
-        record |= bench.compilations(ours.setup)
-    record["equality"] = equality_tiers(ours, prompts, runs, base, model.dtype)
-    record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
-    settings = {name: getattr(arguments, name) for name in SETTINGS}
-    if data is not None:
-        record["categories"] = categories(runs, data, arguments.temperature > 0)
-        record["turns_left_out"] = sum(prompt.later for prompt in data)
-    return record | measured_on(model, seed=seed) | {"drafter": str(drafter), "n_prompts": len(images)} | settings
+    return arms
 
 
-def categories(runs: dict[str, list[speed.ArmRun]], data: Sequence[Prompt], sampled: bool) -> dict[str, dict[str, Any]]:
+def throughput(fast: Accelerated, single: Sequence, batches: Sequence, options: dict[str, Any]) -> dict[str, float]:
+    """Images a second of a stream, and that over transformers' generate in batches of as many rows.
+
+    single: inputs of each image; batches: the same in batches, as (index, inputs). Medians over passes in turns.
+    """
+    slots, model = len(batches[0][1]["input_ids"]), cast(Any, fast.model)
+    arms: dict[str, Callable[[], Any]] = {
+        "stream": lambda: list(fast.stream(single, slots=slots, **options)),
+        "transformers": lambda: [model.generate(**inputs, **options) for _, inputs in batches],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for number, order in speed.turns(list(arms), 1 + PASSES):
+        for name in order:
+            taken, _ = seconds_of(arms[name], waiter(fast.model.device))
+            seconds[name] += [taken] if number else []  # the first pass warms up
+    ratio = statistics.median(slow / quick for slow, quick in zip(seconds["transformers"], seconds["stream"]))
+    return {"images_per_second": len(single) / statistics.median(seconds["stream"]), "over_transformers": ratio}
+
+
+def categories(
+    runs: dict[str, list[speed.ArmRun]], data: Sequence[Prompt], sampled: bool, name: str = "ours"
+) -> dict[str, dict[str, Any]]:
     """Speed-up over transformers' generate and tau of every category of the prompts."""
     found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(prompt.category for prompt in data):
+    for category in dict.fromkeys(prompt.category for prompt in data):
         stock, ours = (
-            [run for run in runs[arm] if data[run.prompt].category == name] for arm in ("transformers_generate", "ours")
+            [run for run in runs[arm] if data[run.prompt].category == category]
+            for arm in ("transformers_generate", name)
         )
         if ours:
             ratio = speed.compare(stock, ours, per_token=sampled)
-            found[name] = {key: ratio[key] for key in ("speedup", "speedup_ci95", "identical", "compared")}
-            found[name] |= {"tau": speed.tau(ours)["tau"]}
+            found[category] = {key: ratio[key] for key in ("speedup", "speedup_ci95", "identical", "compared")}
+            found[category] |= {"tau": speed.tau(ours)["tau"]}
     return found
 
 
 def equality_tiers(
-    fast: Accelerated, prompts: Sequence, runs: dict[str, list[speed.ArmRun]], options, dtype
+    fast: Accelerated, prompts: Sequence, runs: dict[str, list[speed.ArmRun]], options, dtype, name: str = "ours"
 ) -> dict[str, Any]:
     """What ours and plain decoding being equal, or not, proves (`visspec.eval.bench.equality`), outside the clocks.
 
     prompts: (index, inputs). The passes compared have the two commonest depths of this bench's drafts.
     """
     tiers = equality.Tiers(dtype, greedy=not options["do_sample"])
-    depths = Counter(levels for run in runs["ours"] for levels, *_ in run.rounds if levels)
+    depths = Counter(levels for run in runs[name] for levels, *_ in run.rounds if levels)
     shapes = [trees.chain(levels, str(fast.model.device)) for levels, _ in depths.most_common(2)]
-    for plain, ours in zip(runs["plain"], runs["ours"]):
+    for plain, ours in zip(runs["plain"], runs[name]):
         differ = tiers.add(plain.tokens, ours.tokens)
         if differ or (tiers.low and tiers.forced < FORCED):
             index, inputs = prompts[ours.prompt]
@@ -148,14 +206,16 @@ def equality_tiers(
     return tiers.record()
 
 
-def summarise(runs: dict[str, list[speed.ArmRun]], failures: list[str], arms, temperature: float) -> dict[str, Any]:
-    """Ratios of every arm to ours, tau, the gap to ideal, times by stage."""
-    ours, plain, sampled = runs["ours"], runs["plain"], temperature > 0
+def summarise(
+    runs: dict[str, list[speed.ArmRun]], failures: list[str], arms, temperature: float, own: str = "ours"
+) -> dict[str, Any]:
+    """Ratios of every arm to that of a drafter, tau, the gap to ideal, times by stage."""
+    ours, plain, sampled = runs[own], runs["plain"], temperature > 0
     against = speed.compare(runs["transformers_generate"], ours, per_token=sampled)
-    fast, count = arms["ours"].fast, max(len(ours), 1)
+    fast, count = arms[own].fast, max(len(ours), 1)
     baselines = {}
     for name, found in runs.items():
-        if name == "ours":
+        if name.startswith("ours"):
             continue
         ratio = speed.compare(found, ours, per_token=sampled and name != "plain")
         each = {"seconds": [r.seconds for r in found], "tokens": [float(r.count) for r in found]}
@@ -193,22 +253,13 @@ def thumbnails(runs: Sequence[speed.ArmRun], groups: Sequence[Sequence]) -> list
     return [small_png(image) if isinstance(image, Image.Image) else None for image in shown[:TEXTS]]
 
 
-CATEGORY_COLUMNS: dict[str, Cell] = {
-    "category": "{name}",
+AGAINST_STOCK: dict[str, Cell] = {
     "n": "{compared}",
     "faster than transformers by": "{speedup:.2f}",
     "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}",
     "tau": "{tau:.2f}",
     "identical": "{identical}/{compared}",
 }
-
-
-def category_view(record: dict[str, Any]) -> Table:
-    left = f"; {n} later turns are not asked" if (n := record["turns_left_out"]) else ""
-    rows = [{"name": name, **row} for name, row in record["categories"].items()]
-    return table(f"{record['n_prompts']} prompts by category{left}", rows, CATEGORY_COLUMNS)
-
-
 COLUMNS: dict[str, Cell] = {
     "against": "{name}",
     "ms / prompt": lambda row: f"{1e3 * row['seconds_per_prompt']:.1f}",
@@ -218,14 +269,26 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
-def view(record: dict[str, Any]) -> Table:
+def views(record: dict[str, Any]) -> list[Table]:
+    """Tables of a record: the baselines of the first drafter, all drafters, categories."""
     by_law = record["guarantee"] != "approximate" and not record["promises_tokens"]
-    return table(
-        f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}",
-        [{"name": name, "compared": record["compared"], **row} for name, row in record["baselines"].items()],
-        COLUMNS,
+    caption = (
         f"ours: {record['in_words']}; tau {record['tau']:.2f} (without bonus {record['tau_without_bonus']:.2f}); "
         f"decode only {record['speedup_decode_only']:.2f}, ideal {record['ideal_speedup']:.2f}; "
         f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
-        f"\nequality: {OTHER_TOKENS if by_law else equality.in_words(record['equality'])}",
+        f"\nequality: {OTHER_TOKENS if by_law else equality.in_words(record['equality'])}"
     )
+    if "images_per_second" in record:
+        ratio = speed.in_words(record["over_transformers"])
+        caption += f"\nstream: {record['images_per_second']:.2f} images / s; against transformers in batches {ratio}"
+    title = f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
+    rows = [{"name": name, "compared": record["compared"], **row} for name, row in record["baselines"].items()]
+    found = [table(title, rows, COLUMNS, caption)]
+    if "rows" in record:
+        rows = [{"name": row["drafter"], **row} for row in record["rows"]]
+        found.append(table("drafters", rows, {"drafter": "{name}", **AGAINST_STOCK}))
+    if "categories" in record:
+        left = f"; {n} later turns are not asked" if (n := record["turns_left_out"]) else ""
+        rows = [{"name": name, **row} for name, row in record["categories"].items()]
+        found.append(table(f"prompts by category{left}", rows, {"category": "{name}", **AGAINST_STOCK}))
+    return found

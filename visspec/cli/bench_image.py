@@ -1,14 +1,13 @@
 """`visspec bench image`: ways to draw against stock generate, in the field's table: passes, time, quality, drift.
 
 Speed: arms interleaved prompt by prompt, pixels included. Quality: the suite's prompts drawn by each method with the
-same seeds, judged by the world's detector, and a Frechet distance against renders. A method is "drafter/rule". With
---sweep, relaxed rules over their parameters, quality and passes only (`bench_sweep`).
+same seeds, judged by the world's detector, and a Frechet distance against renders. A method is "drafter/rule".
 """
 
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,11 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from visspec.api import presets, tuned_preset, zoo
+from visspec.api import presets, sources, tuned_preset, zoo
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
-from visspec.cli.bench import ScenesOptions, groups_of, measured_on, row_seeds
+from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds
 from visspec.cli.bench_image_table import tables
-from visspec.cli.bench_others import compiled_family, compiled_record, other_targets, plain_setup, taught
-from visspec.cli.bench_sweep import DRAFTER, FAMILIES, law_of, passes_of, sidecar, swept
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
 from visspec.eval.metrics import features, fid, geneval, intervals, paired_kid
@@ -38,40 +35,28 @@ from visspec.io.checkpoint import read_json
 from visspec.io.files import write_json
 from visspec.io.images import open_image
 from visspec.io.options import option
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
+from visspec.models.runner.compiled import stepwise
 from visspec.types import Sampling
 
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
 REFERENCES = 4  # renders of each prompt that the distance is taken to
 HEAD_CALLS = ("head", "draft_head")  # networks of models of vectors whose sequential calls are counted
 SHOWN = 8  # images a method keeps in the record
-LAWS = 8  # images whose codes' distributions are measured
 REFERENCE_SEED = 20261121
-NUMBERS: dict[str, Any] = {"default": [], "repeat": True, "metavar": "N"}  # options for rows beside the methods'
-SHARES: dict[str, Any] = NUMBERS | {"metavar": "S"}
-SWEPT = f"relaxed rules over their parameters: {', '.join(FAMILIES)}; default: all"
 
 
 @dataclass(kw_only=True)
 class Options(DrawingOptions, ScenesOptions):
-    prompts: Positive = option("prompts of the world's suite", 24)
+    prompts: Path | None = option("lines, or JSON lines of {prompt, id} (default: held-out prompts)", None)
+    count: Positive = option("how many prompts, at most", 24)
     model: str | None = option("included name, folder or hub id of an image model (default: an included one)", None)
     tuned: Path | None = option("a file of `visspec tune`, as another method", None)
     method: list[str] | None = option("preset or name=drafter/rule; repeat; default: all", None, repeat=True)
-    task: list[str] | None = option("prompts of this task only; repeat", None, repeat=True)
-    denoising_steps: list[Positive] = option(
-        "models of vectors: also plain decoding with N steps of the head; repeat", **NUMBERS
-    )
-    iterations: list[Positive] = option("MAR: also several tokens at a time, in N passes; repeat", **NUMBERS)
-    handover: list[int] = option("models of scales: also CoDe, the first N scales by the model; repeat", **NUMBERS)
-    share: list[float] = option("models of scales: also ScaleKV, this share of the cache; repeat", **SHARES)
     quality: int = option("images a method for GenEval and FD (0: none)", 0)
-    sweep: list[str] | None = option(SWEPT, None, choices=FAMILIES, nargs="*", metavar="RULE")
-    sweep_drafter: str = option("the drafter of all swept rules", DRAFTER)
     batch_size: Positive = option("images at a time in the speed part", 1)
-    images: Path | None = option(
-        "keep the images of the quality part in this folder; it resumes", None, writes="folder"
-    )
+    out: Path | None = option("keep the images of the quality part in this folder; it resumes", None, writes="folder")
     compile: bool = option("ours compiled, and the stock class compiled beside it", False)
 
 
@@ -81,40 +66,42 @@ def run(arguments: Options) -> None:
     pipe.set_progress_bar_config(disable=True)
     draws = pipe.family.draws
     named = arguments.method or presets.IMAGES[draws]
-    others = other_targets(pipe, named, vars(arguments))
+    others = other_targets(pipe, named)
     methods = dict(parse_method(m, draws, pipe.model) for m in named if m not in others)
-    if not arguments.method and arguments.sweep is None:
+    if not arguments.method:
         methods = fitting(pipe, methods)
     if arguments.tuned is not None:
         kept = tuned_preset.read_preset(arguments.tuned, pipe.model, tuned_preset.DRAWN).values()
         methods["tuned"] = "/".join(filter(None, kept))
-    if pipe.family.no_pixels and (arguments.quality or arguments.sweep is not None):
-        given = f"quality: got {arguments.quality}, expected 0" if arguments.quality else "sweep: got it, expected not"
-        raise ValueError(f"--{given}: {pipe.family.no_pixels}")
+    if arguments.quality and (pipe.family.no_pixels or arguments.prompts):
+        why = pipe.family.no_pixels or "the detector judges held-out prompts only"
+        raise ValueError(f"--quality: got {arguments.quality}, expected 0: {why}")
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
     seed, scenes = arguments.seed, arguments.scenes(pipe.processor or pipe.model, "prompts")
-    known = scenes.prompts()
-    tasks = arguments.task or taught(pipe.family, known)
-    texts = [row["prompt"] for row in spread(known, arguments.prompts, tasks)]
-    judged = arguments.quality
-    if arguments.sweep is None:
-        record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
+    tasks = taught(pipe.family, scenes.prompts())
+    if arguments.prompts is None:
+        texts = [row["prompt"] for row in spread(scenes.prompts(), arguments.count, tasks)]
     else:
-        methods, record = swept(pipe, arguments.sweep or list(FAMILIES), arguments.sweep_drafter, options, seed)
-        judged = judged or arguments.prompts
-        record |= {"n_prompts": judged, "law": law_of(pipe, texts[:LAWS], options, seed)}
-    if judged:
+        texts = read_prompts(arguments.prompts, arguments.count)
+    record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
+    if arguments.quality:
         home = arguments.json.resolve().parent if arguments.json else None
-        judge(pipe, record, methods, options, scenes, judged, seed, arguments.images, home, tasks, others)
+        judge(pipe, record, methods, options, scenes, arguments.quality, seed, arguments.out, home, tasks, others)
     arguments.end(record, *tables(record, Console().width))
 
 
 def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """`count` prompts from all over those given, or over these tasks of them. Raises ValueError for other tasks."""
-    if strange := ", ".join(sorted(set(tasks or ()) - {row["tag"] for row in prompts})):
-        raise ValueError(f"--task: got {strange}, expected tasks of the prompts that the model is taught")
+    """`count` prompts from all over those given, or over these tasks of them."""
     rows = [row for row in prompts if tasks is None or row["tag"] in tasks]
     return rows[:: max(1, len(rows) // count)][:count]
+
+
+def read_prompts(file: Path, count: int) -> list[str]:
+    """The first `count` prompts of a file. Raises ValueError if there are none."""
+    found = [record.prompt for record in sources.prompts(file) if record.prompt][:count]
+    if not found:
+        raise ValueError(f"--prompts: got {file} without a prompt, expected one a line")
+    return found
 
 
 def parse_method(method: str, draws: str = "any order", model: PreTrainedModel | None = None) -> tuple[str, str]:
@@ -138,6 +125,24 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
         else:
             found[name] = method
     return found
+
+
+def other_targets(pipe: ImagePipeline, named: Iterable[str]) -> dict[str, ImagePipeline]:
+    """Pipelines of the presets `named` that change the target (a refiner, a budget of cache), each drawn plainly."""
+    table = presets.IMAGES[pipe.family.draws]
+    return {name: pipe.with_parts(table[name].parts) for name in named if name in table and table[name].parts}
+
+
+def plain_setup(pipe: ImagePipeline) -> str:
+    """The "drafter/rule" of plain decoding."""
+    return str(zoo.preset("plain", pipe.family.draws))
+
+
+def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
+    """The tasks whose prompts are all classes of a family that has named classes; None for any other."""
+    known = set(family.labels)
+    tasks = list(dict.fromkeys(row["tag"] for row in rows))
+    return [tag for tag in tasks if all(row["prompt"] in known for row in rows if row["tag"] == tag)] or None
 
 
 class StockImageArm:
@@ -209,18 +214,23 @@ def bench(
         stock = None
     arms: dict[str, Any] = ({} if stock is None else {"stock": stock}) | ours
     if pipe.compile and stock is not None:
-        arms["stock_compiled"] = StockImageArm(compiled_family(pipe), sampling, seed, "static")
+        compiled = family_of(stepwise(pipe.model, pipe.family.decoder), pipe.processor, **pipe.parts)
+        arms["stock_compiled"] = StockImageArm(compiled, sampling, seed, "static")
     runs, failures = speed.interleave(arms, prompts, warmup, "bench image")
     if not runs["plain"]:
         raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
     rows = [row(name, arm, runs) for name, arm in ours.items()]
-    record = compiled_record(rows, ours, runs, len(texts)) if "stock_compiled" in arms else {}
-    record |= measured_on(pipe.model, seed=seed) | {"bench": "image", "rows": rows, "n_prompts": len(texts)}
+    record = measured_on(pipe.model, seed=seed) | {"bench": "image", "rows": rows, "n_prompts": len(texts)}
+    if "stock_compiled" in arms:
+        seconds = sum(run.seconds for run in runs["stock_compiled"]) / len(texts)
+        record["baselines"] = {"transformers_compiled": {"seconds_per_image": seconds}}
+        for line in rows:
+            line |= speed.over("speedup_over_compiled", runs["stock_compiled"], runs[line["name"]])
+            line |= compilations(ours[line["name"]].setup)
     record |= {"batch_size": batch_size, "seed": seed, "failures": failures, "stock": None}
     if stock is not None:
         seconds = sum(r.seconds for r in runs["stock"]) / max(len(texts), 1)
         record["stock"] = {"cache": stock.cache, "seconds_per_image": seconds, "nfe": pipe.family.layout().positions}
-    record["law"] = None if pipe.family.draws == "vectors" else law_of(pipe, texts[:LAWS], options, seed)
     return record | {"guidance_scale": sampling.guidance, "temperature": sampling.temperature}
 
 
@@ -230,7 +240,7 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     each, before = ([len(run.rounds) + 1 for run in some] for some in (found, plain))  # passes
     tokens, memory = max(sum(run.count for run in found), 1), [trace.memory for trace in traces if trace.memory]
     row: dict[str, Any] = {"name": name, **arm.method, "order": arm.method["order"] or "raster"}
-    row |= {"guarantee": stats.guarantee, "promises_tokens": arm.promise, "family": None, "setting": None}
+    row |= {"guarantee": stats.guarantee, "promises_tokens": arm.promise}
     row |= {"n_prompts": len(found), **speed.compare(runs.get("stock", plain), found)}
     row |= {"identical": speed.compare(plain, found)["identical"], "identical_to": "plain (same seeds)"}
     row |= speed.tau(found) | speed.over("over_plain", plain, found) | speed.acceptance(found)
@@ -304,8 +314,6 @@ def judge(
             plain = found if plain is None else plain
             if plain.shape == found.shape and len(found) > 1:
                 line["fd_paired"], line["fd_paired_floor"] = paired_kid.from_features(found, plain)
-            if "nfe" not in line:
-                line |= passes_of([path for path, _ in drawn], record["rows"][0])
             judged = {r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}
             seen = [(path, replace(one, verdict=judged[str(path.relative_to(root))])) for path, one in drawn[:SHOWN]]
             line["images"] = [record_image(path, picture, home).entry() for path, picture in seen]
@@ -348,10 +356,9 @@ def draw(
         group = missing[start : start + 16]
         texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
         out = pipe(texts, seed=seeds, batch_size=16, **zoo.method(method), **options)
-        for row, ((path, _), image, origins) in enumerate(zip(group, out.images, out.maps)):
+        for (path, _), image, origins in zip(group, out.images, out.maps):
             grid = acceptance_map(origins, whole)
-            found = {"acceptance": None if grid is None else numbers(grid)} | sidecar(out, row)
-            write_json(path.with_suffix(".json"), found)
+            write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
             save(image, path)  # last: what is there is whole
     return entries
 

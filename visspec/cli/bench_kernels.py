@@ -1,18 +1,94 @@
-"""`visspec bench kernels`: time and bandwidth of each kernel."""
+"""`visspec bench kernels`: time of each kernel beside the same in eager torch.
 
+On a GPU the Triton kernels are timed, on a CPU what takes their place there: read ratios only.
+"""
+
+import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
-from visspec.cli.arguments import JsonOption
+import torch
+from rich.table import Table
+from torch.utils.benchmark import Timer
+
+from visspec import kernels
+from visspec.cli.bench import BenchOptions, Cell, table
 from visspec.io.options import option
+from visspec.io.provenance import provenance
+from visspec.kernels.common import BenchCase
+
+ROUND = ("warp", "accept", "commit")  # kernels of a round of image codes
+COLUMNS: dict[str, Cell] = {
+    "kernel": "{kernel}",
+    "shape": "{shape}",
+    "dtype": "{dtype}",
+    "us": "{time_us:.1f}",
+    "times faster than eager torch": lambda row: f"{row['ratio_to_eager']:.2f}" + " (slower)" * slower(row),
+}
 
 
 @dataclass(kw_only=True)
-class Options(JsonOption):
+class Options(BenchOptions):
     device: str = option(default="cpu")
-    quick: bool = option("small shapes only", False)
 
 
 def run(arguments: Options) -> None:
-    from visspec.eval.bench import kernels
+    arguments.begin()
+    device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: got {device} on a machine without CUDA, expected cpu")
+    record = bench_kernels(device)
+    arguments.end(record, view(record))
 
-    kernels.run(arguments.device, arguments.json, arguments.quick)
+
+@torch.inference_mode()
+def bench_kernels(device: torch.device) -> dict[str, Any]:
+    """The JSON object of docs/evaluate.md: a row for each kernel file with a `bench_case`."""
+    makers = {name: getattr(import_module(f"visspec.kernels.{name}"), "bench_case", None) for name in kernels.FILES}
+    cases: dict[str, BenchCase] = {name: make(str(device)) for name, make in makers.items() if make}
+    rows = []
+    for name, case in cases.items():
+        ours, eager = microseconds(case.ours, device), microseconds(case.eager, device)
+        row = {"kernel": name, "shape": case.shape, "dtype": case.dtype, "device": device.type}
+        rows.append(row | {"time_us": ours, "ratio_to_eager": eager / ours})
+    record: dict[str, Any] = {"bench": "kernels", "rows": rows, "provenance": provenance(device=device)}
+    return record | {"host_syncs_per_round": host_syncs([cases[name] for name in ROUND], device)}
+
+
+def microseconds(call, device: torch.device) -> float:
+    """Median time of a call: by `triton.testing` on a GPU, by `torch.utils.benchmark` on a CPU."""
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return 1e3 * do_bench(call, return_mode="median")
+    timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
+    return 1e6 * timer.blocked_autorange(min_run_time=0.1).median
+
+
+def host_syncs(cases: list[BenchCase], device: torch.device) -> int | None:
+    """How often the host waits for the device in a round of these kernels; None on a CPU, where there is no device."""
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for case in cases:
+                case.ours()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(warning.message) for warning in found)
+
+
+def slower(row: Mapping[str, Any]) -> bool:
+    return row["ratio_to_eager"] < 1
+
+
+def view(record: dict[str, Any]) -> Table:
+    syncs, device = record["host_syncs_per_round"], record["rows"][0]["device"]
+    note = "on a CPU the torch forms of the kernels are timed; the Triton kernels need --device cuda"
+    if device == "cuda":
+        note = f"the host waits {syncs} times in a round"
+    return table(f"kernels on {device}", record["rows"], COLUMNS, note, left=["shape", "dtype"])

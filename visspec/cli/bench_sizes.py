@@ -25,8 +25,7 @@ from visspec.cli.arguments import Positive, Probability
 from visspec.cli.bench import BenchOptions, Cell, table
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.clock import clock_of, issue_times, median_seconds, seconds_of, waiter
-from visspec.eval.bench.kernels import copy_bandwidth
+from visspec.eval.bench.clock import issue_times, median_seconds, seconds_of, waiter
 from visspec.eval.bench.oracle import Oracle, erring
 from visspec.io.options import option
 from visspec.io.provenance import provenance
@@ -122,7 +121,7 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     ideal_speedup: tau / (v + c + o) in passes over one node, o being the part of our plain round that is no pass;
     over_pass: what was measured in that unit. attention: how our passes attend, None for the device's own choice.
     identical of compared: rows equal to transformers'. length_share: tau of the policy over that of `levels` drafts.
-    bytes_bound: reading the weights at copy bandwidth over a pass, in seconds of both. On a GPU only: pass_ms and
+    bytes_bound: reading the weights at read bandwidth over a pass, in seconds of both. On a GPU only: pass_ms and
     host_share (the part of a pass until the host has issued it).
     """
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
@@ -284,12 +283,17 @@ class SizeCase:
         record: dict[str, Any] = dict.fromkeys(("pass_ms", "host_share"))
         record |= {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        bandwidth = copy_bandwidth(self.model.device, clock_of(self.model.device))
-        record["bytes_bound"] = weights / bandwidth / seconds[1]
+        record["bytes_bound"] = weights / read_bandwidth(self.model.device) / seconds[1]
         if self.cuda:
             record["pass_ms"] = 1e3 * seconds[1]
             record["host_share"] = min(1.0, median(issue_times(lambda _: calls[1](), self.wait)) / seconds[1])
         return record
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second at which a device reads a large tensor, by its sum."""
+    source = torch.ones((256 if device.type == "cuda" else 32) << 18, device=device)
+    return 4 * source.numel() / median_seconds({0: source.sum}, 9, waiter(device))[0]
 
 
 def acceptance_of(arm: str) -> float:

@@ -1,237 +1,164 @@
-"""`visspec tune`: choose drafter, tree, draft length and batch for a model and images, by measurement.
+"""`visspec tune`: choose drafter, draft length and batch for a model and images, by measurement.
 
-Half of the images are decoded with drafts of mixed lengths, from which the speed-up of every choice is predicted
-(`visspec.api.tuning`). The best few are measured against plain decoding on the other half, which decides between them;
-with --sweep every row is measured.
+Every choice captions half of the images beside plain decoding, which predicts its speed-up. The best few caption the
+other half, which decides between them. With `--prompts` a model that draws is tuned (`tune_image`).
 """
 
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
-from visspec.api import loading, ranks, sources, tuned_preset, tuning, zoo
-from visspec.api.accelerate import Accelerated, accelerate, default_drafter
-from visspec.api.captions import PROMPT, move_inputs, process_batch
-from visspec.cli import tune_image
+from visspec.api import loading, sources, tuned_preset, zoo
+from visspec.api.accelerate import accelerate, default_drafter
+from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
-from visspec.cli.bench import BenchOptions, CaptionArm, table
-from visspec.cli.tune_image import FINALISTS, PAYS
+from visspec.cli.bench import BenchOptions, CaptionArm, groups_of, measured_on, readable, table
 from visspec.eval.bench import paired
-from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.options import option
-from visspec.io.provenance import provenance
 from visspec.types import ConfiguredModel
 
-WIDTHS = (4,)  # of trees that are tried beside chains, for drafters that grow them
+PAYS = 1.02  # least speed-up of a choice that drafts, and as in `loop.draft_length`
+FINALISTS = 3  # rows with the best predictions, which are measured on other images or prompts
 PLAIN = "none"
-HOW = ("predicted", "measured")
+TREE = "width=4"  # tried beside chains, for drafters that grow trees
+FIGURES = ("predicted_speedup", "predicted_ci95", "measured_speedup", "measured_ci95")  # of the choice, in the record
 
 
 @dataclass(kw_only=True)
 class Options(BenchOptions, SamplingOptions, TargetOptions):
-    images: list[str] | None = option(
-        "images, as `visspec caption` reads them; none: a model that draws is tuned", None
-    )
-    prompts: Path | None = option("of a model that draws: lines, or JSON lines (default: included ones)", None)
+    images: list[str] | None = option("of a model that captions: images, as `visspec caption` reads them", None)
+    prompts: Path | None = option("of a model that draws: lines, or JSON lines of {prompt, id}", None)
     drafters: list[str] | None = option("names or folders (default: ngram, and the model's own)", None)
-    lengths: list[Positive] = option("of drafts, in levels", [1, 2, 3, 4, 6, 8])
+    lengths: list[Positive] = option("of drafts, in levels", [2, 4, 8])
     batches: list[Positive] = option("sizes of batches", [1, 4])
-    count: Positive = option("images to measure on, and as many to check on", 16)
+    count: Positive = option("images or prompts to measure on, and as many to check on", 16)
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
-    passes: Positive = option("over the images that are measured on", 2)
     prompt: str | None = option("what to ask of each image", None)
-    sweep: bool = option("measure every row, to see how good the prediction is", False)
     out: Path | None = option("write the choice to this file, for accelerate(model, FILE)", None, writes="file")
-    trees: Path | None = option("measure acceptance by rank, write it to this file and try its tree", None)
 
-    def keep(self, model: ConfiguredModel, record: dict[str, Any], view: Table, verdict: str) -> None:
-        """Print a record, and write it and its choice."""
+    def keep(self, model: ConfiguredModel, record: dict[str, Any], view: Table) -> None:
+        """Print a record with the choice in a sentence, and write it and its choice."""
         self.end(record, view)
-        print(verdict)
+        print(verdict(record))
         if self.out is not None:
             about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
             tuned_preset.write_preset(self.out, model, record["choice"], **about)
 
 
 def run(arguments: Options) -> None:
+    if arguments.model is None or (arguments.images is None) == (arguments.prompts is None):
+        raise ValueError("tune: pass --model, and --images (a model that captions) or --prompts (a model that draws)")
     arguments.begin()
-    if arguments.images is None:
+    if arguments.prompts is not None:
+        from visspec.cli import tune_image
+
         tune_image.run(arguments)
         return
-    found = sources.records(arguments.images)
+    found = sources.records(arguments.images or ())
     model, processor = loading.load(arguments.model, **arguments.hardware)
     own = default_drafter(model)[0]
     drafters = arguments.drafters or list(dict.fromkeys(["ngram", *([str(own)] if own else [])]))
     images = list(islice(readable(found), 2 * arguments.count))
     if len(images) < 2 * max(arguments.batches):
-        wanted, where = 2 * max(arguments.batches), ", ".join(map(str, arguments.images))
+        wanted, where = 2 * max(arguments.batches), ", ".join(arguments.images or ())
         raise ValueError(f"images: got {len(images)} that can be read, expected {wanted} or more in {where}")
     record = tune(model, processor, images, drafters, arguments)
-    arguments.keep(model, record, view(record), verdict(record))
+    title = f"{record['n_prompts']} images measured, {record['n_checked']} checked"
+    caption = "d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size"
+    whole = [head for head in COLUMNS if head != "drafter"]
+    arguments.keep(model, record, table(title, record["rows"], COLUMNS, caption, whole=whole))
 
 
-def readable(records: Iterator[sources.Record]) -> Iterator[tuple[Any, str | None]]:
-    """Images and prompts; what can't be read is named and passed by."""
-    for record in records:
-        try:
-            if record.error is not None:
-                raise ValueError(record.error)
-            read = read_image(record.image, record.id, MAX_PIXELS) if isinstance(record.image, bytes) else None
-            yield read or open_image(record.image, MAX_PIXELS), record.prompt
-        except (ValueError, OSError) as error:
-            print(f"visspec: {error}", file=sys.stderr)
-
-
-def candidates(drafters: Sequence[str], model: PreTrainedModel, trees: Path | None = None) -> list[str]:
-    """The drafters, and those of them that grow trees as trees too; with `trees`, also as that file's static tree.
-    Raises ValueError as `zoo.drafter`.
+def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
+    """The drafters, and those that grow trees, if their names say no structure, as trees too. Raises ValueError as
+    `zoo.drafter`.
     """
     found = []
     for spec in drafters:
-        found.append(spec)
-        if grows(spec, model):
-            shapes = [f"width={width}" for width in WIDTHS] + ([] if trees is None else [f"tree={trees}"])
-            found += [f"{spec}{',' if ':' in spec else ':'}{shape}" for shape in shapes]
+        drafter, _ = zoo.drafter(spec, model)
+        shaped = any(f"{name}=" in spec for name in ("width", "tree", "entropy", "confidence"))
+        grows = hasattr(type(drafter), "for_model") and not drafter.traits.samples and not shaped
+        found += [spec, *([f"{spec}{',' if ':' in spec else ':'}{TREE}"] if grows else [])]
     return found
-
-
-def grows(spec: str, model: PreTrainedModel) -> bool:
-    """Whether a drafter builds trees whose structure its name does not say."""
-    drafter, _ = zoo.drafter(spec, model)
-    said = any(f"{option}=" in spec for option in ("width", "tree", "entropy", "confidence"))
-    return hasattr(type(drafter), "for_model") and not said and not drafter.traits.samples
 
 
 def tune(
     model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[tuple], drafters: list[str], arguments: Options
 ) -> dict[str, Any]:
-    """Measure, predict, choose and check (image, prompt) pairs. Returns the JSON object of docs/evaluate.md.
-
-    Acceptance by rank, for `arguments.trees`, is of the first drafter that grows trees.
+    """Measure all rows on the first half of (image, prompt) pairs, the best on the second, and choose. Returns the JSON
+    object of docs/evaluate.md.
     """
-    options, seed, request, trees = arguments.generation, arguments.seed, arguments.prompt or PROMPT, arguments.trees
-    half, batches, lengths = len(images) // 2, arguments.batches, sorted(set(arguments.lengths))
+    half, request, rule = len(images) // 2, arguments.prompt or PROMPT, arguments.acceptance
+    specs, lengths = candidates(drafters, model), sorted(set(arguments.lengths))
 
-    def grouped(some: Sequence, size: int) -> list[dict[str, Any]]:
-        groups = [zip(*some[i : i + size]) for i in range(0, len(some) - size + 1, size)]
-        return [
-            move_inputs(process_batch(processor, list(i), [p or request for p in asked]), model) for i, asked in groups
-        ]
+    def batches(some: Sequence[tuple], size: int) -> list[dict[str, Any]]:
+        whole = [zip(*group) for group in groups_of(some, size) if len(group) == size]
+        return [prepare(processor, list(i), [p or request for p in asked], model) for i, asked in whole]
 
-    if trees is not None:
-        growing = [spec for spec in drafters if grows(spec, model)][:1]
-        if not growing:
-            raise ValueError(f"trees: got drafters {', '.join(drafters)}, expected one that grows trees")
-        watched = ranks.measure(model, growing[0], grouped(images[:half], 1), seed, **options)
-        ranks.write(trees, model, growing[0], watched)
-        drafters = [*growing, *(spec for spec in drafters if spec not in growing)]
-    specs = candidates(drafters[:1], model, trees) + candidates(drafters[1:], model)
-
-    def arms() -> dict[str, Accelerated]:
-        common: dict[str, Any] = {"acceptance": arguments.acceptance, "levels": max(lengths), "adaptive": False}
-        return {PLAIN: accelerate(model, None)} | {spec: accelerate(model, spec, **common) for spec in specs}
-
-    rules = {name: arm.rule for name, arm in arms().items()}  # refuses before work
-    rows: list[dict[str, Any]] = []
-    firsts = {size: grouped(images[:half], size) for size in batches}
-    checks = {size: grouped(images[half:], size) for size in batches}
-    left = {size: half % size + (len(images) - half) % size for size in batches}
-    for size in batches:
-        seen = measured(arms, firsts[size], checks[size][0], size, arguments)
-        rows += [row for one in seen.values() for row in tuning.predict_speed(one, seen[PLAIN], seed)]
-    for row in rows:
-        row["acceptance"] = arguments.acceptance
-    finalists = tuning.best(rows, PAYS, FINALISTS)
-    sizes = {row["batch_size"] for row in finalists}
-    asked = finalists + [row for row in rows if row["levels"] == 0 and row["batch_size"] in sizes]
-    asked = [row for row in rows if arguments.sweep or row in asked]
-    check(model, asked, checks, {size: groups[0] for size, groups in firsts.items()}, options, seed)
-    paying = [row for row in finalists if row["levels"] == 0 or row["measured_speedup"] >= PAYS]
-    paying += [row for row in asked if row["levels"] == 0]
-    choice = max(paying, key=lambda row: row["measured_images_per_second"])
-    drafting = [row["predicted_speedup"] for row in rows if row["levels"]]
-    kept = {name: choice[name] for name in (*tuned_preset.KEPT, "batch_size")}
-    record: dict[str, Any] = {"bench": "tune", "choice": kept}
-    record |= {"pays": choice["levels"] > 0, "best_predicted": max(drafting, default=1.0)}
-    record["guarantee"] = rules[choice["drafter"]].traits.guarantee
-    record |= {f"{how}_{what}": choice[f"{how}_{what}"] for how, what in product(HOW, ("speedup", "ci95"))}
-    record |= {"rows": rows, "n_prompts": half, "n_checked": len(images) - half, "seed": seed, **options}
-    record |= {"left_over": {str(size): n for size, n in left.items() if n}, "load": os.getloadavg()[0]}
-    record["provenance"] = provenance(model, seed=seed)
-    if arguments.sweep:
-        best = max(row["measured_images_per_second"] for row in rows)
-        record["choice_over_best"] = choice["measured_images_per_second"] / best
-        errors = [abs(row["predicted_speedup"] / row["measured_speedup"] - 1) for row in rows if row["levels"]]
-        record["prediction_error"] = {"choice": abs(choice["predicted_speedup"] / choice["measured_speedup"] - 1)}
-        record["prediction_error"] |= {"median": sorted(errors)[len(errors) // 2], "largest": max(errors)}
-    return record
+    firsts, others = ({n: batches(some, n) for n in arguments.batches} for some in (images[:half], images[half:]))
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for size in arguments.batches:
+        common = {"acceptance": rule, "batch_size": size}
+        rows[size] = [{"drafter": PLAIN, "levels": 0, **common}]
+        rows[size] += [{"drafter": spec, "levels": n, **common} for spec in specs for n in lengths]
+        measure("predicted", model, rows[size], firsts[size], others[size][0], arguments)
+    found = [row for some in rows.values() for row in some]
+    worth = [row for row in found if row["levels"] == 0 or row["predicted_speedup"] >= PAYS]
+    best = sorted(worth, key=lambda row: -row["predicted_images_per_second"])[:FINALISTS]
+    checked = []
+    for size in {row["batch_size"] for row in best}:
+        same = [rows[size][0], *(row for row in rows[size][1:] if row in best)]
+        measure("measured", model, same, others[size], firsts[size][0], arguments)
+        checked += [row for row in same if row["levels"] == 0 or row["measured_speedup"] >= PAYS]
+    choice = max(checked, key=lambda row: row["measured_images_per_second"])
+    record = measured_on(model, seed=arguments.seed) | {"bench": "tune", "pays": choice["levels"] > 0, "rows": found}
+    record["choice"] = {name: choice[name] for name in (*tuned_preset.KEPT, "batch_size")}
+    record |= {name: choice[name] for name in FIGURES}
+    record["best_predicted"] = max((row["predicted_speedup"] for row in found if row["levels"]), default=1.0)
+    record["guarantee"] = "exact" if choice["levels"] == 0 else zoo.acceptance(rule).traits.guarantee
+    record |= {"n_prompts": half, "n_checked": len(images) - half, "seed": arguments.seed}
+    return record | arguments.generation
 
 
-def measured(
-    make: Callable[[], dict[str, Accelerated]], inputs: Sequence[dict], warm: dict, size: int, arguments: Options
-) -> dict[str, tuning.DrafterMeasurement]:
-    """Every arm on every batch, in an order that alternates. Each pass has arms of its own, and a batch of other
-    images warms them up: a drafter that remembers earlier requests (`shared=true`) has seen no image before.
+def measure(what: str, model: PreTrainedModel, rows: list[dict], inputs: list, warm: dict, arguments: Options) -> None:
+    """Measure rows of one batch size, of which the first is plain decoding, and note fields named after `what` in them.
+
+    Every row has a drafter of its own, and a batch of other images, `warm`, warms it up: a drafter that remembers
+    earlier requests (`shared=true`) has seen no image before.
     """
-    seen: dict[str, tuning.DrafterMeasurement] = {}
-    lengths = sorted(set(arguments.lengths))
-    for done in range(0, arguments.passes * len(inputs), len(inputs)):
-        arms = make()
-        seen = seen or {n: tuning.DrafterMeasurement(n, size, [0] if n == PLAIN else lengths) for n in arms}
-        for number, batch in enumerate([warm, *inputs]):
-            for name in list(arms) if number % 2 else list(arms)[::-1]:
-                asked = (0,) if name == PLAIN else tuple(lengths)
-                seed = arguments.seed + size * (done + number)
-                found = tuning.observe(arms[name], batch, asked, seed, **arguments.generation)
-                if number:
-                    seen[name].batches.append(found)
-    return seen
-
-
-def check(
-    model: PreTrainedModel, rows: list[dict], inputs: dict[int, list], warm: dict[int, dict], options: dict, seed: int
-) -> None:
-    """Measure rows against plain decoding of the same batches, and note it in them. warm: batches of other images."""
-    for size in {row["batch_size"]: None for row in rows}:
-        own = [row for row in rows if row["batch_size"] == size]
-        arms = {str(i): CaptionArm(made(model, row), options, seed) for i, row in enumerate(own)}
-        paired.interleave(arms, [(len(inputs[size]), warm[size])], warmup=0)
-        runs, failures = paired.interleave(arms, list(enumerate(inputs[size])), warmup=0)
-        if failures:
-            raise ValueError(f"images: got {failures[0]}, expected images that can be captioned")
-        plain = runs[str(next(i for i, row in enumerate(own) if row["levels"] == 0))]
-        for row, found in zip(own, runs.values()):
-            ratio = paired.compare(plain, found, per_token=options["do_sample"])
-            seconds = sum(one.seconds for one in found)
-            row |= {"measured_speedup": ratio["speedup_total_time"], "measured_ci95": ratio["speedup_ci95"]}
-            row["measured_images_per_second"] = sum(len(one.tokens) for one in found) / seconds
-            row |= {key: ratio[key] for key in ("identical", "compared")}
-
-
-def made(model: PreTrainedModel, row: dict[str, Any]) -> Accelerated:
-    """What a row stands for."""
-    if row["levels"] == 0:
-        return accelerate(model, None)
-    return accelerate(model, row["drafter"], acceptance=row["acceptance"], levels=row["levels"], adaptive=False)
+    options, arms = arguments.generation, {}
+    for number, row in enumerate(rows):
+        levels = {"acceptance": row["acceptance"], "levels": row["levels"], "adaptive": False}
+        fast = accelerate(model, row["drafter"], **levels) if row["levels"] else accelerate(model, None)
+        arms[str(number)] = CaptionArm(fast, options, arguments.seed)
+    paired.interleave(arms, [(len(inputs), warm)], warmup=0)
+    runs, failures = paired.interleave(arms, list(enumerate(inputs)), warmup=0)
+    if failures:
+        raise ValueError(f"images: got {failures[0]}, expected images that can be captioned")
+    for row, found in zip(rows, runs.values()):
+        ratio = paired.compare(runs["0"], found, per_token=options["do_sample"])
+        row |= {f"{what}_speedup": ratio["speedup"], f"{what}_ci95": ratio["speedup_ci95"]}
+        images = sum(len(one.tokens) for one in found)
+        row[f"{what}_images_per_second"] = images / sum(one.seconds for one in found)
+        row |= {"tau": paired.tau(found)["tau"], "identical": ratio["identical"], "compared": ratio["compared"]}
 
 
 def verdict(record: dict[str, Any]) -> str:
     """The choice in a sentence."""
     choice, (low, high) = record["choice"], record["predicted_ci95"]
     if not record["pays"]:
-        best = record["best_predicted"]
-        return f"nothing pays: plain decoding is the fastest; the best drafter would be {paired.in_words(best)}"
+        best = paired.in_words(record["best_predicted"])
+        return f"nothing pays: plain decoding is the fastest; the best drafter would be {best}"
+    what = f"drafts of {choice['levels']} levels, batches of {choice['batch_size']}" if "levels" in choice else ""
+    chosen = ", ".join(filter(None, (choice["drafter"], what or choice["acceptance"])))
     return (
-        f"choice: {choice['drafter']}, drafts of {choice['levels']} levels, batches of {choice['batch_size']};"
-        f" predicted {record['predicted_speedup']:.2f} ({low:.2f}..{high:.2f}) times plain decoding, measured"
-        f" {record['measured_speedup']:.2f} on {record['n_checked']} other images; {record['guarantee']}"
+        f"choice: {chosen}; predicted {record['predicted_speedup']:.2f} ({low:.2f}..{high:.2f}) times plain decoding,"
+        f" measured {record['measured_speedup']:.2f} on {record['n_checked']} others; {record['guarantee']}"
     )
 
 
@@ -242,14 +169,6 @@ COLUMNS = {
     "tau": "{tau:.2f}",
     "predicted": "{predicted_speedup:.2f}",
     "95 %": "{predicted_ci95[0]:.2f}..{predicted_ci95[1]:.2f}",
-    "img/s": "{images_per_second:.2f}",
+    "img/s": "{predicted_images_per_second:.2f}",
     "measured": "{measured_speedup:.2f}",
 }
-
-
-def view(record: dict[str, Any]) -> Table:
-    title = f"{record['n_prompts']} images measured, {record['n_checked']} checked; load {record['load']:.1f}"
-    for size, count in record["left_over"].items():
-        title += f"; batches of {size} leave out {count}"
-    caption = "d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size"
-    return table(title, record["rows"], COLUMNS, caption, whole=[head for head in COLUMNS if head != "drafter"])

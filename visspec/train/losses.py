@@ -77,7 +77,7 @@ def of(kind: str):
     return KINDS[kind]
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """A chunk of what one step of a rollout predicts: N elements."""
 
     step: int
@@ -103,7 +103,7 @@ def rollout_loss(
     steps: Rollout,
     weights: Sequence[Tensor],
     law: Callable[[Tensor], Tensor],
-    each: Callable[[Part], tuple[Tensor, Tensor]],
+    each: Callable[[Chunk], tuple[Tensor, Tensor]],
     count: int,
     width: int,
     parameters: Sequence[Tensor] = (),
@@ -128,7 +128,7 @@ def rollout_loss(
             p_logits = law(at[part])
             for k in members:
                 states = leaves[k][part].requires_grad_(graph)
-                loss_N, same_N = each(Part(k, at[part], states, p_logits))
+                loss_N, same_N = each(Chunk(k, at[part], states, p_logits))
                 loss = (loss_N * shares[k][part]).sum()
                 total += loss.detach()
                 agreed[k] += (same_N * shares[k][part]).sum()
@@ -197,7 +197,7 @@ class Step(nn.Module):
     def _autocast(self, lesson: TrainingBatch) -> torch.autocast:
         return torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
-    def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: Part) -> tuple[Tensor, Tensor]:
+    def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
         """Losses and agreements of elements (N,), see `rollout_loss`."""
         (drafter,), plan, start, count = self._drafter, self.plan, lesson.prompt_length, lesson.best.shape[1]
         k, at_N, states_Nd, p_NV = part

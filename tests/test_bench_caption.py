@@ -1,0 +1,92 @@
+"""`visspec bench caption`: image files, prompts of published benchmarks, several drafters, and a stream."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from tests.doubles import one_sentence
+from visspec.cli import bench_caption, bench_data
+from visspec.cli.main import main
+
+MMSPEC = {"id": 7, "image": "a.png", "turns": ["what is here ?", "and there ?"], "category": "chart"}
+SPEED = {"question_id": "q1", "category": "coding", "sub_category": "x", "turns": ["write a loop"], "multiturn": False}
+VLLM = {"prompt": "compare them", "image_files": ["a.png", "b.png"]}
+
+
+@pytest.fixture
+def home(tmp_path):
+    for name, colour in (("a.png", "red"), ("b.png", "blue")):
+        Image.new("RGB", (96, 96), colour).save(tmp_path / name)
+    return tmp_path
+
+
+def written(home, *lines):
+    file = home / "data.jsonl"
+    file.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+    return file
+
+
+def measured(home, *more, limit="6"):
+    record = home / "out.json"
+    assert main(["bench", "caption", *map(str, more), "--max-new-tokens", limit, "--json", str(record)]) == 0
+    return json.loads(record.read_text())
+
+
+def test_three_formats(home):
+    first, second, third = bench_data.read(written(home, MMSPEC, "", SPEED, VLLM), 9)
+    assert first == bench_data.Prompt("chart", "what is here ?", [home / "a.png"], 1)
+    assert second == bench_data.Prompt("coding", "write a loop", [], 0)
+    assert third == bench_data.Prompt("custom_mm", "compare them", [home / "a.png", home / "b.png"], 0)
+    assert len(bench_data.read(written(home, MMSPEC, SPEED, "[broken"), 2)) == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [{"text": "a"}, [1], "{", {**MMSPEC, "turns": []}, {**SPEED, "turns": [{"role": "user"}]}, {**VLLM, "prompt": 3}],
+)
+def test_another_format_is_refused_by_line(home, line):
+    with one_sentence(r"line 2 of .*data\.jsonl is no prompt of MMSpec, SPEED-Bench or vLLM's custom_mm \("):
+        bench_data.read(written(home, MMSPEC, line), 9)
+
+
+def test_an_empty_file_is_refused(home):
+    with one_sentence(r"data: got .*data\.jsonl without a line, expected prompts"):
+        bench_data.read(written(home, ""), 9)
+
+
+def test_speed_by_category(home, captioner, capsys):
+    asked = [{**MMSPEC, "category": name} for name in ("chart", "photo", "chart")]
+    file = written(home, *asked, VLLM | {"image_files": ["a.png"]})
+    record = measured(home, "--data", file)
+    found = record["categories"]
+    assert {name: row["compared"] for name, row in found.items()} == {"chart": 2, "photo": 1, "custom_mm": 1}
+    assert all(row["identical"] == row["compared"] and row["tau"] >= 1 for row in found.values())
+    assert record["turns_left_out"] == 3 and record["n_prompts"] == 4
+    assert "3 later turns are not asked" in " ".join(capsys.readouterr().out.split())
+    assert main(["bench", "caption", "--data", str(file), "--batch-size", "2"]) == 2
+    assert "data: got --batch-size above 1 beside it" in capsys.readouterr().err
+
+
+def test_texts_alone_and_several_images(home, captioner):
+    model, processor = captioner
+    data = bench_data.read(written(home, {**SPEED, "turns": ["what is there ?"]}, VLLM), 9)
+    images = [[Image.open(path) for path in prompt.images] for prompt in data]
+    options = bench_caption.Options(max_new_tokens=4)
+    record = bench_caption.bench_caption(model, processor, images, options, ["ngram"], warmup=1, data=data)
+    assert record["identical"] == record["compared"] == 2 and not record["failures"]
+    assert record["thumbnails"][0] is None and record["thumbnails"][1]
+
+
+def test_several_drafters_and_a_stream(home, captioner, capsys):
+    """Images of a folder, one of which can't be read; the fields at the top are those of the first drafter."""
+    (home / "c.png").write_bytes(b"broken")
+    more = ["--drafter", "ngram", "suffix", "none", "--batch-size", "2", "--stream"]
+    record = measured(home, "--images", home, *more)
+    assert [row["drafter"] for row in record["rows"]] == ["ngram", "suffix", "none"]
+    assert all(row["identical"] == row["compared"] == 1 for row in record["rows"]) and record["n_prompts"] == 2
+    assert {name: record[name] for name in record["rows"][0]} == record["rows"][0]
+    assert "plain" in record["baselines"] and not any(name.startswith("ours") for name in record["baselines"])
+    assert record["images_per_second"] > 0 and record["over_transformers"] > 0
+    said = capsys.readouterr()
+    assert "c.png" in said.err and "images / s" in said.out and "suffix" in said.out
