@@ -14,7 +14,7 @@ test_any_order_painter.py test_any_order_presets.py
 test_caption_records.py test_cli.py test_cli_eval.py test_vector_painting.py
 test_distilled.py test_drafter_contract.py test_eagle.py test_generate_inpainting.py test_held_out.py
 test_dry_run.py test_habits_stream.py test_included.py
-test_image_drafter.py test_mar_painter.py test_notebooks.py test_package.py test_painter.py
+test_mar_painter.py test_notebooks.py test_package.py test_painter.py
 test_painter_folders.py test_ray.py
 test_scale_painter.py test_serve.py test_train.py test_train_processes.py
 test_tune.py test_verdict.py test_world.py

@@ -45,6 +45,7 @@ def _per_token(formula: Callable[[Tensor, Tensor], Tensor], q_logits: Tensor, p_
     """A formula of both logits in float32 or more, fused by the compiler on a GPU. Only q gets a gradient."""
     kind = torch.promote_types(q_logits.dtype, torch.float32)
     q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
+    p = p.clone() if p.is_inference() else p  # compiled code saves it for the gradient
     return (_compiled(formula) if q.is_cuda else formula)(q, p)
 
 
