@@ -22,7 +22,7 @@ setup(
     package_data={
         "visspec.models.zoo": [f"{name}/*" for name in WEIGHTS],
         "visspec.eval.report": ["templates/*"],
-        "visspec.toys": ["cards/*.md"],
+        "visspec.toys": ["heldout/*/*"],
         "visspec.toys.world.emoji": ["atlas.*", "OFL.txt"],
     },
 )

@@ -113,8 +113,7 @@ def shipped() -> Iterator[Case]:
     from visspec.api import loading as targets
     from visspec.api import presets, zoo
     from visspec.api.captions import prepare
-    from visspec.toys.world.render import to_image
-    from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
+    from visspec.io import included
 
     pipe = ImagePipeline.from_pretrained("painter")
     pipe.set_progress_bar_config(disable=True)
@@ -129,7 +128,7 @@ def shipped() -> Iterator[Case]:
             passes = [int(p.max()) for p in out.passes] if name != "drafter" else []
             yield f"painter/{name}/{temperature}", [[t.tolist() for t in out.tokens], passes]
     model, processor = targets.load(str(zoo.CHECKPOINTS / "captioner"))
-    pictures = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(3)]
+    pictures = included.scenes("shapes").images(3)
     inputs = prepare(processor, pictures, "describe the picture in detail .", model)
     for drafter in ("none", "ngram", "vispec"):
         for rule in ("exact", "rejection", "typical"):
@@ -184,11 +183,10 @@ def streams() -> Iterator[Case]:
     from visspec.api import loading as targets
     from visspec.api import zoo
     from visspec.api.captions import prepare
-    from visspec.toys.world.render import to_image
-    from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
+    from visspec.io import included
 
     model, processor = targets.load(str(zoo.CHECKPOINTS / "captioner"))
-    pictures = [to_image(scene_from_seed(HELD_OUT_SEED + i)) for i in range(6)]
+    pictures = included.scenes("shapes").images(6)
     entries = [prepare(processor, [picture], "describe the picture in detail .", model) for picture in pictures]
     for drafter in ("none", "ngram", "suffix", "vispec"):
         fast = accelerate(model, drafter, adaptive=False)

@@ -12,9 +12,9 @@ NEED_TOYS = """
 eval/test_emoji.py eval/test_fid.py eval/test_geneval.py eval/test_world.py
 test_any_order_painter.py test_any_order_presets.py
 test_caption_records.py test_cli.py test_cli_eval.py test_vector_painting.py
-test_distilled.py test_drafter_contract.py test_eagle.py test_generate_inpainting.py
+test_distilled.py test_drafter_contract.py test_eagle.py test_generate_inpainting.py test_held_out.py
 test_dry_run.py test_habits_stream.py test_included.py
-test_image_drafter.py test_mar_painter.py test_notebooks.py test_package.py test_painter.py
+test_mar_painter.py test_notebooks.py test_package.py test_painter.py
 test_painter_folders.py test_ray.py
 test_scale_painter.py test_serve.py test_train.py test_train_processes.py
 test_tune.py test_verdict.py test_world.py
@@ -59,19 +59,6 @@ def captioner():
         return loading.load(None)
     except ValueError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture
-def nothing_detected(monkeypatch):
-    """The emoji's detector finds nothing, at once: it looks longest at what painters draw after a few steps."""
-    from visspec.eval.metrics.detection import DetectionResult
-    from visspec.toys.world.emoji.detector import EmojiDetector
-
-    def detect(self, image, classes=()):
-        assert image.mode == "RGB" and min(image.size) >= 96
-        return DetectionResult(())
-
-    monkeypatch.setattr(EmojiDetector, "detect", detect)
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,13 @@ import torch.distributed as dist
 import visspec
 from visspec.api.captions import PROMPT, prepare
 from visspec.api.loading import load
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
+from visspec.io import included
 
 
 def captions(device: str) -> dict:
     """Tokens of two captions by drafter, and how many rows of a weight are here."""
     model, processor = load(None, device=device)
-    images = [to_image(scene) for scene in held_out_scenes(2)]
+    images = included.scenes("shapes").images(2)
     inputs = prepare(processor, images, PROMPT, model)
     found = {}
     for drafter in ("none", "ngram", "vispec"):

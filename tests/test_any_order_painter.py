@@ -30,7 +30,7 @@ def fresh(seed=0):
         embed_dim=4, num_embeddings=CODES, latent_channels=32, base_channels=32, channel_multiplier=[1, 1, 1, 1],
         num_res_blocks=1, num_patches=SIDE,
     )  # fmt: skip
-    vocab = len(painter_processor("painter-lowres").tokenizer)
+    vocab = len(painter_processor().tokenizer)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = RandARImageModel(RandARImageConfig(NETWORK, vocab, 12, 16, vq)).eval()
@@ -44,7 +44,7 @@ def fresh(seed=0):
 @pytest.fixture(scope="module")
 def pipe():
     with torch.inference_mode(False):
-        return ImagePipeline(fresh(), painter_processor("painter-lowres"))
+        return ImagePipeline(fresh(), painter_processor())
 
 
 # --- habits -----------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_other_painters_refuse_them_and_their_names_are_their_own():
 def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone(tmp_path, capsys):
     """The order of plain decoding is the family's own, halton; codes in another order have another joint law."""
     folder, record = tmp_path / "painter", tmp_path / "r.json"
-    ImagePipeline(fresh(), painter_processor("painter-lowres")).save_pretrained(folder)
+    ImagePipeline(fresh(), painter_processor()).save_pretrained(folder)
     argv = ["bench", "image", "--model", str(folder), "--count", "1", "--json", str(record), "--world", "shapes"]
     assert main(argv) == 0
     said = capsys.readouterr().out

@@ -22,10 +22,9 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions, prefetch_map
 from visspec.api.loading import load
 from visspec.cli.main import main
+from visspec.io import included
 from visspec.io.files import Journal, replacing
 from visspec.io.images import image_files
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
 
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
 
@@ -34,8 +33,8 @@ SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
 def folder(tmp_path_factory):
     home = tmp_path_factory.mktemp("images")
     (home / "deep" / "er").mkdir(parents=True)
-    for i, scene in enumerate(held_out_scenes(4)):
-        to_image(scene).save(home / ["", "deep", "deep/er", ""][i] / f"scene{i}.png")
+    for i, image in enumerate(included.scenes("shapes").images(4)):
+        image.save(home / ["", "deep", "deep/er", ""][i] / f"scene{i}.png")
     return home
 
 
@@ -497,8 +496,8 @@ def watched(argv, out: Path) -> tuple[int, list[tuple[int, int]]]:
 def many(home: Path, count: int, corrupt: int) -> None:
     """A folder of images, every `corrupt`-th of them broken."""
     kinds = []
-    for scene in held_out_scenes(5):
-        to_image(scene).save(buffer := io.BytesIO(), "PNG")
+    for image in included.scenes("shapes").images(5):
+        image.save(buffer := io.BytesIO(), "PNG")
         kinds.append(buffer.getvalue())
     for i in range(count):
         broken = i % corrupt == corrupt - 1

@@ -13,9 +13,7 @@ from PIL import Image
 from tests import tiny_clip
 from visspec.cli.main import main
 from visspec.eval.metrics import geneval
-from visspec.toys.world import suite
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import scene_from_seed
+from visspec.io import included
 
 
 def pictures(folder: Path, count: int, seed: int = 0) -> Path:
@@ -90,11 +88,11 @@ def test_clipscore_of_a_flat_folder_resumes(tmp_path, clip, monkeypatch):
 
 
 def drawn(prompt: dict, seed: int) -> Image.Image:
-    return to_image(suite.free_scene(prompt, np.random.default_rng(seed)), 96)
+    return Image.fromarray(included.scenes("shapes").render(prompt, np.random.default_rng(seed), 96))
 
 
 def test_geneval_in_its_layout_and_flat(tmp_path):
-    prompts = suite.suite()[:3]
+    prompts = included.scenes("shapes").prompts()[:3]
     flat = tmp_path / "flat"
     flat.mkdir()
     for i, prompt in enumerate(prompts):
@@ -140,7 +138,7 @@ def test_a_package_that_is_not_installed_is_named_before_work_starts(tmp_path, c
 
 def test_rows_of_another_model_are_refused_and_finished_rows_stay(tmp_path, capsys):
     folder = tmp_path / "g"
-    for i, prompt in enumerate(suite.suite()[:2]):
+    for i, prompt in enumerate(included.scenes("shapes").prompts()[:2]):
         drawn(prompt, i).save(geneval.write_prompt(folder, i, prompt) / "0000.png")
     results = tmp_path / "g.geneval.jsonl"
     measured(tmp_path, "geneval", folder)
@@ -155,4 +153,5 @@ def test_rows_of_another_model_are_refused_and_finished_rows_stay(tmp_path, caps
 
 def test_scenes_are_distinct():
     """Control: pictures of two seeds differ, so that equal scores mean equal folders."""
-    assert to_image(scene_from_seed(1)).tobytes() != to_image(scene_from_seed(2)).tobytes()
+    one, two = included.scenes("shapes").images(2)
+    assert one.tobytes() != two.tobytes()

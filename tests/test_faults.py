@@ -410,3 +410,21 @@ def test_chains_that_the_library_did_not_make_are_judged_as_they_are(rows):
     state = decoded(target, ByHand(target.table), Exact(), rows, 24)
     assert {word for row in state.trace.origin for word in row} == {"plain", "drafted", "bonus"}
     assert all(draft.tree.chain for draft in target.drafts)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycling"])
+def test_ids_of_the_prompt_that_a_pruned_head_lacks_are_no_faults(drafter):
+    """The head has fewer rows than the embedding, as that of Apertus 1.5."""
+    model = llama(seed=7)
+    head = torch.nn.Linear(model.config.hidden_size, 40, bias=False)
+    head.weight.data = model.lm_head.weight.data[:40].clone()
+    model.lm_head = head
+    ids = torch.tensor([[1, *([50, 7, 60, 9, 70, 11] * 4), 50]])
+    ids = torch.cat([ids, model.generate(ids, max_new_tokens=2, do_sample=False)[:, -1:], ids[:, 1:]], dim=1)
+    quick = visspec.accelerate(model, drafter, adaptive=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = quick.generate(ids, max_new_tokens=12, do_sample=False)
+    assert found.tolist() == model.generate(ids, max_new_tokens=12, do_sample=False).tolist()
+    assert quick.last_stats.faults == 0
+    assert quick.target.capabilities.prompt_ids > quick.target.capabilities.vocab == 40

@@ -16,7 +16,7 @@ from visspec.cli.main import main
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("any-order")
-    ImagePipeline(fresh(), painter_processor("painter-lowres")).save_pretrained(folder)
+    ImagePipeline(fresh(), painter_processor()).save_pretrained(folder)
     return folder
 
 

@@ -5,8 +5,7 @@ import transformers as tf
 
 import visspec
 from visspec.api.captions import PROMPT, chat_prompt, prepare
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
+from visspec.io import included
 
 NEW = 12
 
@@ -14,7 +13,7 @@ NEW = 12
 @pytest.fixture(scope="module")
 def loaded(captioner):
     model, processor = captioner
-    return visspec.accelerate(model, "vispec"), processor, [to_image(scene) for scene in held_out_scenes(2)]
+    return visspec.accelerate(model, "vispec"), processor, included.scenes("shapes").images(2)
 
 
 def expected(fast, processor, image) -> str:

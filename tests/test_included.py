@@ -8,7 +8,6 @@ from transformers import AutoConfig
 from visspec.api import presets, zoo
 from visspec.io import included
 from visspec.toys.table import INCLUDED
-from visspec.toys.world.worlds import world
 
 
 def model(name):
@@ -22,7 +21,12 @@ def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
     }
     targets = {row.target for row in INCLUDED.models.values()} - {""}
     assert targets | {INCLUDED.text_model, INCLUDED.image_model} <= set(INCLUDED.models)
-    references = [*INCLUDED.detectors.values(), INCLUDED.scenes, INCLUDED.parse, INCLUDED.foreign]
+    worlds = INCLUDED.worlds.values()
+    references = [
+        INCLUDED.foreign,
+        *(world.detector_reference for world in worlds),
+        *(world.render_reference for world in worlds),
+    ]
     assert all(callable(included.load(reference)) for reference in references)
 
 
@@ -61,15 +65,3 @@ def test_weights_that_are_not_in_an_installation_are_named_with_where_to_find_th
         str(zoo.included_folder("owner/painter-mar")) == "owner/painter-mar"
         and str(zoo.included_folder("nowhere")) == "nowhere"
     )
-
-
-def test_scenes_are_those_of_the_world_whose_words_a_model_knows():
-    for name in INCLUDED.worlds:
-        use, part = ("prompts", world(name).suite) if name == "animals" else ("captions", world(name).captions)
-        words = dict.fromkeys(part.vocabulary(), 0)
-        scenes = included.scenes(processor=SimpleNamespace(get_vocab=words.copy), use=use)
-        assert scenes.name == name == included.scenes(name).name
-        assert len(scenes.images(2)) == len(scenes.questions(2)) == 2 and scenes.questions(1)[0]
-        assert {prompt["tag"] for prompt in scenes.prompts()} == set(scenes.tasks)
-    with pytest.raises(ValueError, match="world: got 'seas', expected one of"):
-        included.scenes("seas")

@@ -198,11 +198,6 @@ def test_such_questions_are_seen(line):
     assert [whose in ROLES for _, whose in asked(ast.parse(line).body[0].value)] == [True]
 
 
-def load_is_own(parts):
-    """Whether a module reads back checkpoints of training runs that it wrote, or converts files of others."""
-    return parts[0] == "toys" or parts in (["train", "stages"], ["io", "convert_checkpoint"])
-
-
 LOADING = {"weights_only", "allow_pickle", "trust_remote_code"}
 
 
@@ -214,14 +209,16 @@ def loading(call):
 
 
 def test_nothing_loads_code_from_data():
-    """No pickle, eval or exec anywhere; torch.load reads back a recipe's own checkpoints, and only weights."""
+    """No pickle, eval or exec anywhere; torch.load only where published weights are converted, and only weights."""
     found = []
     for file, parts in sources():
         where = file.relative_to(ROOT)
         pickles = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
         found += [f"{where}: {path}" for path in imports_of(file) if path[0] in pickles]
         for name, options, call in facts_of(file).loads:
-            own = name == "torch.load" and load_is_own(parts) and options.get("weights_only") == "True"
+            own = (
+                parts == ["io", "convert_checkpoint"] and name == "torch.load" and options.get("weights_only") == "True"
+            )
             unsafe = name in ("eval", "exec", "compile", "torch.load") and not own
             if unsafe or options.get("allow_pickle") == "True" or options.get("trust_remote_code") == "True":
                 found.append(f"{where}: {call}")
@@ -239,10 +236,10 @@ def latest_read(tree):
 
 
 def test_no_two_classes_share_a_name():
-    """Commands and recipes aside, each of which has its own `Options`."""
+    """Commands aside, each of which has its own `Options`."""
     places = {}
     for file, parts in sources():
-        if parts[:1] not in (["cli"], ["toys"]):
+        if parts[:1] != ["cli"]:
             for name in facts_of(file).classes:
                 places.setdefault(name, []).append(".".join(parts))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -16,7 +16,7 @@ KINDS = {  # how a painter is made, its processor, what loads it, a tensor of it
     "scale": (test_scale_painter.fresh, None, scale.load, "var.head.bias", "var_image"),
     "mar": (lambda: test_mar_painter.fresh(test_mar_painter.SMALL), None, mar.load, "mar.z_proj.bias", "mar_image"),
     "any_order": (
-        test_any_order_painter.fresh, lambda: painter_processor("painter-lowres"), any_order.load, "words.weight",
+        test_any_order_painter.fresh, lambda: painter_processor(), any_order.load, "words.weight",
         "randar_image",
     ),
 }  # fmt: skip

@@ -9,10 +9,11 @@ import torch
 import transformers as tf
 
 import visspec
-from tests.doubles import NEW, TreeOracle, new_tokens
+from tests.doubles import NEW, TreeOracle, new_tokens, one_sentence
 from tests.test_rotary import MAKE
 from tests.test_targets import SIZES, refused
 from tests.tiny import FAMILIES, TEXT, TOWER, built, enliven, llama, mistral, prompt
+from tests.tiny_classes import tiny_model
 from visspec.api.loading import load
 from visspec.models.attention import masks
 from visspec.models.decoder import probe
@@ -414,3 +415,10 @@ def test_sampled_rows_of_a_driven_model_keep_their_seeds():
     expected = new_tokens(visspec.accelerate(model, None).generate(**inputs, **sampling), inputs)
     found = visspec.accelerate(model, TreeOracle(expected, 0.3)).generate(**inputs, **sampling)
     assert new_tokens(found, inputs) == expected
+
+
+def test_a_model_whose_every_prompt_would_be_refused_is_refused_at_once():
+    model = tiny_model("HyperCLOVAXVisionV2ForConditionalGeneration")
+    for _ in range(2):
+        with one_sentence("model: HyperCLOVAXVisionV2ForConditionalGeneration counts positions itself"):
+            visspec.accelerate(model, None)

@@ -17,8 +17,7 @@ from visspec.api import distributed, sources
 from visspec.api.distributed import Attempts, Job, RayWorker, ReadTask
 from visspec.api.sources import Record, seed_of
 from visspec.cli.main import main
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
+from visspec.io import included
 
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
 
@@ -99,7 +98,7 @@ def test_prompts_are_lines_or_objects(tmp_path):
 def test_bad_input_is_a_sentence(argv, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     image = tmp_path / "i.png"
-    to_image(held_out_scenes(1)[0]).save(image)
+    included.scenes("shapes").images(1)[0].save(image)
     argv = [a.replace("IMAGE", str(image)).replace("TMP", str(tmp_path)) for a in argv]
     assert words in refused(capsys, *argv)
 
@@ -182,8 +181,8 @@ def test_captions_of_two_processes_are_those_of_one(cluster, tmp_path, capsys):
     """The same records, exit codes and counts of ids that come twice, also where a run goes on."""
     home, table = tmp_path / "images", tmp_path / "t.jsonl"
     home.mkdir()
-    for i, scene in enumerate(held_out_scenes(6)):
-        to_image(scene).save(home / f"{i}.png")
+    for i, image in enumerate(included.scenes("shapes").images(6)):
+        image.save(home / f"{i}.png")
     (home / "6.png").write_bytes(b"broken")
     again = [{"id": "a", "image": "images/0.png"}] * 3 + [{"id": str(home / "1.png"), "image": "images/1.png"}]
     table.write_text("\n".join(map(json.dumps, again)))
@@ -231,7 +230,7 @@ def test_a_ray_that_dies_is_a_sentence_and_the_run_goes_on(tmp_path, monkeypatch
     home, out, said = tmp_path / "images", tmp_path / "o.jsonl", tmp_path / "said"
     home.mkdir()
     for i in range(60):
-        to_image(held_out_scenes(1)[0]).save(home / f"{i:02}.png")
+        included.scenes("shapes").images(1)[0].save(home / f"{i:02}.png")
     argv = ["caption", str(home), "--ray", "--slots", "1", "--out", str(out), "--max-new-tokens", "60"]
     with open(said, "w") as stderr:
         process = subprocess.Popen([sys.executable, "-P", "-m", "visspec.cli.main", *argv], stderr=stderr)

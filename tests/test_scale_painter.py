@@ -13,12 +13,11 @@ from visspec import ImagePipeline
 from visspec.api import presets, zoo
 from visspec.cli import bench_image
 from visspec.cli.main import main
+from visspec.io import included as held_out
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.images import LabelledVARImages, calibrate_budget
 from visspec.models.var.model import VARImageConfig, VARImageModel
-from visspec.toys.scenes import scenes_of
-from visspec.toys.world.suite import suite
 
 SIDES = (1, 2, 3, 4)
 LABELS = ["a photo of a red ring", "a photo of a star", "a photo of a blue cross", "a photo of a bar"]
@@ -172,12 +171,12 @@ def test_other_targets_are_rows_of_the_bench(pipe):
 
 
 def test_a_painter_of_classes_is_asked_for_its_classes(pipe):
-    assert bench_image.taught(pipe.family, suite()) is None, "no task is all of its four"
-    rows = scenes_of("animals", None, "prompts").prompts()
+    assert bench_image.taught(pipe.family, held_out.scenes("shapes").prompts()) is None, "no task is all of its four"
+    rows = held_out.scenes("animals").prompts()
     model = fresh(labels=[row["prompt"] for row in rows])
     assert len(rows) == 48 and bench_image.taught(LabelledVARImages(model), rows) == ["single_object"]
-    assert scenes_of(None, model, "prompts").prompts() == rows
-    assert scenes_of(None, pipe.model, "prompts").name == "shapes"
+    assert held_out.scenes(None, model, "prompts").prompts() == rows
+    assert held_out.scenes(None, pipe.model, "prompts").name == "shapes"
 
 
 # --- the shipped pair -------------------------------------------------------------------------------------------------

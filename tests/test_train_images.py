@@ -123,10 +123,10 @@ def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):
     capsys.readouterr()
     for more, said in (
         ([], "prompts: got none. Give --prompts FILE"),
-        (["--max-pixels", "9", "--prompts", "x"], "max_pixels: this option is for drafters of text"),
-        (["--data", "x", "--height", "9"], "height: this option is for drafters of images"),
+        (["--max-pixels", "9", "--prompts", "x"], "max_pixels: this run takes no such option. --data trains"),
+        (["--data", "x", "--height", "9"], "height: this run takes no such option"),
         (["--preset", "eagle3", "--prompts", "x"], "preset: got 'eagle3', expected one of image-eagle, distilled"),
-        (["--layers", "2", "--prompts", "x"], "layers: the preset 'image-eagle' has one layer"),
+        (["--layers", "2", "--prompts", "x"], "layers: got 2 with the preset 'image-eagle', which has no such value"),
         (["--prompts", str(texts("emu3"))], "holds a drafter, expected a folder of its own or --resume or --overwrite"),
     ):
         assert main([*argv, *more]) == 2 and said in capsys.readouterr().err

@@ -151,6 +151,23 @@ def test_forbidden_tokens_cost_nothing_and_a_possible_one_that_is_not_drafted_in
     assert q.grad[::2].isfinite().all() and not q.grad[:, 7].any()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", losses.KINDS)
+def test_compiled_formulas_are_the_formulas(kind, monkeypatch):
+    """As on a GPU, with distributions that were recorded in inference mode."""
+    formula, own = getattr(losses, f"_{kind}"), losses.KINDS[kind]
+    with torch.inference_mode():
+        fixed = torch.randn(5, 9)
+    for rows in (5, 3):
+        q = torch.randn(rows, 9, requires_grad=True)
+        wanted = own(q, fixed[:rows])
+        monkeypatch.setattr(losses, f"_{kind}", losses._compiled(formula))
+        found = own(q, fixed[:rows])
+        monkeypatch.undo()
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), q)[0] for loss in (found, wanted)))
+
+
 def head_of(**entries):
     """A target whose configuration says something of its logits, which they follow."""
     model = model_of("llava")

@@ -6,15 +6,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 import visspec
 from tests.test_cli import refused
 from visspec.api import loading, verdict
 from visspec.api.verdict import Member, answer_of, choose, decide, disagreement, likelihood
 from visspec.cli.main import main
-from visspec.toys.world.captions import questions
-from visspec.toys.world.render import to_image
-from visspec.toys.world.scene import held_out_scenes
+from visspec.io import included
 
 tables = st.integers(2, 5).flatmap(
     lambda n: st.lists(
@@ -82,15 +81,15 @@ def small():
     return Member("small", visspec.accelerate(model, "none"), processor)
 
 
-def asked_of(scene) -> tuple[str, str]:
-    """A question and its answer, as the tokenizer writes it."""
-    question, answer = questions(scene)[0]
-    return question, answer.replace(" .", ".")
+def asked() -> tuple[Image.Image, str, str]:
+    """A held-out picture, a question about it and its answer, as the tokenizer writes it."""
+    scenes = included.scenes("shapes")
+    row = scenes.rows[0]
+    return scenes.images(1)[0], row["questions"][0], row["answers"][0].replace(" .", ".")
 
 
 def test_a_likelihood_is_that_of_the_answers_tokens_only(captioner):
-    scene = held_out_scenes(1)[0]
-    image, (question, right) = to_image(scene), asked_of(scene)
+    image, question, right = asked()
     result = captioner.fast.generate(
         **verdict.prepare(captioner.processor, [image], question, captioner.fast.model), max_new_tokens=20,
         do_sample=False, return_dict_in_generate=True, output_logits=True,
@@ -103,8 +102,7 @@ def test_a_likelihood_is_that_of_the_answers_tokens_only(captioner):
 
 
 def test_a_panel(captioner, small, monkeypatch):
-    scene = held_out_scenes(1)[0]
-    image, (question, right) = to_image(scene), asked_of(scene)
+    image, question, right = asked()
     said = {"liar": "no shapes at all .", "mute": ""}
     real = verdict.ask
 
@@ -131,9 +129,8 @@ def test_a_panel(captioner, small, monkeypatch):
 
 
 def test_the_command(captioner, tmp_path, capsys):
-    scene = held_out_scenes(1)[0]
-    question, right = asked_of(scene)
-    to_image(scene).save(tmp_path / "a.png")
+    image, question, right = asked()
+    image.save(tmp_path / "a.png")
     argv = ["answer", str(tmp_path / "a.png"), question, "--drafts", "captioner", "captioner-small", "--model"]
     out = tmp_path / "v.json"
     assert main([*argv, "captioner", "--template", "{question}", "--json", str(out)]) in (0, None)

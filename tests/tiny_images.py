@@ -83,7 +83,7 @@ def painter(where) -> None:
         guidance_scale=3.0, max_length=52, generation_kwargs={"boi_token_id": 4},
     )  # fmt: skip
     model.save_pretrained(where)
-    painter_processor("painter-lowres").save_pretrained(where)
+    painter_processor().save_pretrained(where)
 
 
 def painter_config(**sizes) -> tf.JanusConfig:
@@ -97,9 +97,9 @@ def painter_config(**sizes) -> tf.JanusConfig:
     return tf.JanusConfig(**config)
 
 
-def painter_processor(name: str = "painter") -> tf.JanusProcessor:
-    """The processor of an included painter."""
-    return tf.JanusProcessor.from_pretrained(included_folder(name))
+def painter_processor() -> tf.JanusProcessor:
+    """The processor of the included low-resolution painter."""
+    return tf.JanusProcessor.from_pretrained(included_folder("painter-lowres"))
 
 
 def included_folder(name: str) -> Path:

@@ -455,6 +455,7 @@ class Capabilities:
     scales: tuple[int, ...] = ()  # codes of each node of an image, where nodes are maps
     any_order: bool = False  # images in any order of their places (`Request.order`)
     guarantee: str = "exact"  # the strongest that a setup may promise
+    prompt_ids: int = 0  # number of ids that a prompt may have, where it is more than `vocab`
     declared: str = ""  # with a guarantee for the declared target: its distribution, in words
 
     @property

@@ -42,9 +42,9 @@ DETECTORS: dict[str, tuple[type, str]] = {  # name: class, transformers' class o
 def detector(spec: str, device: str = "cpu") -> detection.Detector:
     """An included one by name, "KIND:MODEL" with a kind of DETECTORS, or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
     kind, _, rest = spec.partition(":")
-    own = included.table().detectors
+    own = included.table().worlds
     if spec in own:
-        return included.load(own[spec])()
+        return own[spec].detector()
     if kind == "mmdet":
         config, _, weights = rest.partition(":")
         return _build_metric("detector", spec, lambda: detectors.MMDetMask2Former(config, weights, device))

@@ -93,6 +93,8 @@ class HFDecoder(RunningTarget):
         self.probed = check and self.device.type != "meta"
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
+        if self.probed:
+            probe.check_prompt(self)
         self._pads: bool | None = None
         self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept one (`prefix`)
         hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
@@ -398,6 +400,7 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
             raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{highest} ({name})")
     return Capabilities(
         vocab=vocabulary(model),
+        prompt_ids=getattr(model.get_input_embeddings(), "num_embeddings", 0),
         never_drafted=content_ids(config),
         feature_layers=tuple(features),
         trees=not states,

@@ -1,4 +1,4 @@
-"""The emoji world: its atlas, scenes, captions, prompts and detector; both worlds behind one interface."""
+"""The emoji world: its atlas, scenes and detector; scenes of both worlds by seed."""
 
 import re
 import shutil
@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.doubles import one_sentence
-from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
+from visspec.eval.metrics.detection import DetectedColours
 from visspec.eval.metrics.geneval import judge, select_detections
-from visspec.toys.world.captions import words
+from visspec.io import included
 from visspec.toys.world.emoji import atlas
 from visspec.toys.world.emoji.detector import EmojiDetector
+from visspec.toys.world.emoji.prompts import scene_of
 from visspec.toys.world.emoji.render import ground, render, stamp
 from visspec.toys.world.emoji.scene import (
     GROUNDS,
@@ -23,26 +24,13 @@ from visspec.toys.world.emoji.scene import (
     PlacedEmoji,
     scene_from_seed,
 )
-from visspec.toys.world.emoji.suite import subjects
 from visspec.toys.world.scene import GRID, RADIUS
-from visspec.toys.world.worlds import WORLDS, world
-
-EMOJI = world("emoji")
-captions, suite = EMOJI.captions, EMOJI.suite
-
-seeds = st.integers(0, 2**31 - 1)
+from visspec.toys.world.scene import scene_from_seed as shapes_from_seed
 
 
 @pytest.fixture(scope="module")
 def detector() -> EmojiDetector:
     return EmojiDetector()
-
-
-def truth(scene: EmojiScene) -> dict[str, list[Detection]]:
-    """The scene itself as GenEval's objects."""
-    boxes = [(p.name, (p.x - p.side / 2, p.y - p.side / 2, p.x + p.side / 2, p.y + p.side / 2)) for p in scene.things]
-    found = tuple(Detection(name, 1.0, tuple(v * 96 for v in box)) for name, box in boxes)
-    return select_detections(DetectionResult(found), 0.0)
 
 
 # --- atlas ---
@@ -88,7 +76,7 @@ def test_a_picture_stands_where_the_scene_says_and_turns_clockwise():
     pixels, left, top = stamp("rocket", 50.5, 30.25, 24, 0)
     rows, columns = np.indices(pixels.shape[:2]) + 0.5
     weight = pixels[..., 3] / pixels[..., 3].sum()
-    full = atlas.premultiplied_tiles()[atlas.numbers()["rocket"]][..., 3]
+    full = atlas.premultiplied_tiles()[atlas.names().index("rocket")][..., 3]
     at = np.indices(full.shape) + 0.5
     centre = (at * full).sum((1, 2)) / full.sum() / atlas.TILE - 0.5
     found = np.array([(weight * rows).sum() + top - 30.25, (weight * columns).sum() + left - 50.5])
@@ -116,129 +104,36 @@ def test_scenes_that_cannot_be_drawn_are_refused_in_a_sentence(scene, words):
         render(scene)
 
 
-# --- captions ---
+# --- scenes by seed ---
 
 
-def test_every_wrong_word_costs_a_fact():
-    scene = EmojiScene(
-        (PlacedEmoji("owl", 0.17, 0.17, 0.28), PlacedEmoji("frame with picture", 0.5, 0.5, 0.2)), "rough", tint="blue"
-    )
-    good = "in the top left corner there is a large owl ."
-    assert captions.score(good, scene) == (3, 3) and captions.missing(good, scene) == 7
-    for old, new in (("large", "small"), ("owl", "fox face"), ("owl", "unknown thing")):
-        assert captions.score(good.replace(old, new), scene) == (2, 3)
-    assert captions.score(good.replace("top left", "bottom left"), scene) == (0, 3)
-    assert captions.score("the frame with picture is below the owl .", scene) == (1, 1)
-    assert captions.score("the owl is below the frame with picture .", scene) == (0, 1)
-    assert captions.score("behind lies a rough green ground .", scene) == (1, 2)
-    assert captions.score("", scene) == (0, 0)
-
-
-# --- prompts ---
-
-
-def test_suite_is_fixed_and_read_back():
-    rows = suite.suite()
-    assert len(rows) == 360 and len({row["prompt"] for row in rows}) == 360
-    assert all(suite.parse(row["prompt"]) == row for row in rows)
-    assert all(set(row["prompt"].split()) <= set(suite.vocabulary()) for row in rows)
-    assert len(subjects()) == 104
-
-
-def test_scenes_show_what_the_prompt_asks_for():
-    rng = np.random.default_rng(1)
-    for row in suite.suite():
-        scene = suite.free_scene(row, rng)
-        assert judge(None, truth(scene), row, DetectedColours())[0], (row["prompt"], scene)
-        assert "ground" not in row or [scene.ground, scene.tint] == row["ground"]
-
-
-# --- both worlds ---
-
-
-@pytest.mark.parametrize("name", WORLDS)
-def test_the_interface_holds_in_both_worlds(name):
-    each = world(name)
-    scene = each.scenes(1)[0]
-    assert scene == each.captioned(2**30) and each.to_image(scene).size == (each.side, each.side)
-    text = each.captions.caption(scene)
-    assert each.captions.score(text, scene)[0] == len(each.captions.facts(scene))
-    assert each.captions.read_words <= set(each.captions.vocabulary()) | {"zero", "seven", "eight", "nine"}
-    held = [thing for cell in range(9) if (thing := scene.at(cell))]
-    assert all(getattr(thing, kind) in words for thing in held for kind, words in each.facts.items())
-    assert all(getattr(scene, kind) in words for kind, words in each.settings.items()) and len(held) in each.counts
-    row = each.prompt(np.random.default_rng(0))
-    drawn = each.render(row, np.random.default_rng(1), 96)
-    found = each.detector().detect(Image.fromarray(drawn))
-    assert judge(None, select_detections(found, 0.0), row, DetectedColours())[0]
-    assert {row["tag"] for row in each.prompts()} <= set(each.tasks)
-
-
-@pytest.mark.parametrize("name", WORLDS)
-@given(seeds)
+@pytest.mark.parametrize("name", ["shapes", "emoji"])
+@given(st.integers(0, 2**31 - 1))
 @settings(max_examples=150, deadline=None)
 def test_scenes_are_legal_and_repeatable(name, seed):
-    each = world(name)
-    scene = each.captioned(seed)
-    assert scene == each.captioned(seed)
-    assert all(getattr(scene, kind) in words for kind, words in each.settings.items())
-    cells, held = [thing.cell for thing in scene.things], [getattr(t, each.captions.named) for t in scene.things]
-    assert cells == sorted(set(cells)) and len(cells) in each.counts
-    assert name == "shapes" or len(set(held)) == len(held)
+    sample, counts, sizes = (shapes_from_seed, (3, 4, 5, 6), RADIUS) if name == "shapes" else (
+        scene_from_seed, (1, 2, 3, 4, 5), SIZES)  # fmt: skip
+    scene = sample(seed)
+    assert scene == sample(seed)
+    cells = [thing.cell for thing in scene.things]
+    assert cells == sorted(set(cells)) and len(cells) in counts
+    assert name == "shapes" or len({thing.name for thing in scene.things}) == len(cells)
     for thing in scene.things:
-        size, nominal, most = (thing.radius, RADIUS, 0.0051) if name == "shapes" else (thing.side, SIZES, 0.0101)
-        left, top, reach = (
-            (thing.cell % GRID) / GRID,
-            (thing.cell // GRID) / GRID,
-            size if name == "shapes" else size / 2,
-        )
+        size, most = (thing.radius, 0.0051) if name == "shapes" else (thing.side, 0.0101)
+        reach = size if name == "shapes" else size / 2
+        left, top = (thing.cell % GRID) / GRID, (thing.cell // GRID) / GRID
         assert left < thing.x - reach and thing.x + reach < left + 1 / GRID
         assert top < thing.y - reach and thing.y + reach < top + 1 / GRID
-        assert abs(size - nominal[thing.size]) <= most and scene.at(thing.cell) is thing
+        assert abs(size - sizes[thing.size]) <= most and scene.at(thing.cell) is thing
 
 
-@pytest.mark.parametrize(("name", "least", "most"), [("shapes", 55, 122), ("emoji", 25, 125)])
-@given(seeds, seeds)
-@settings(max_examples=200, deadline=None)
-def test_captions_state_every_fact_and_nothing_else(name, least, most, seed, phrasing):
-    each = world(name)
-    scene, language, known = each.captioned(seed), each.captions, set(each.captions.vocabulary())
-    for text in (language.caption(scene), language.caption(scene, np.random.default_rng(phrasing))):
-        assert dict(language.parse(text)) == language.facts(scene)
-        assert language.score(text, scene) == (len(language.facts(scene)),) * 2
-        assert language.missing(text, scene) == 0 and least <= len(words(text)) <= most
-        assert set(text.split()) <= known
-    assert all(set(f"{question} {answer}".split()) <= known for question, answer in language.questions(scene))
-
-
-REFUSED = {
-    "shapes": [
-        "a photo of a red circle and a square",  # colour of one only
-        "a photo of a circle and a circle",
-        "a photo of a orange circle",
-        "a photo of two circle",
-        "a photo of a red circle above a bar",
-    ],
-    "emoji": [
-        "a photo of an owl on a blue ground",
-        "a photo of an owl and an owl",
-        "a photo of a owl",
-        "a photo of two owls",
-    ],
-}
-FOREIGN = ["a photo of a unicorn", "<b>a photo of a circle</b>", "<b>a photo of an owl</b>", ""]
-
-
-@pytest.mark.parametrize(("name", "prompt"), [(n, text) for n, texts in REFUSED.items() for text in (*texts, *FOREIGN)])
-def test_other_sentences_are_refused(name, prompt):
-    own = world(name).suite
-    with pytest.raises(ValueError, match=rf"^prompt: got .*, expected a sentence of the {own.world} world's grammar"):
-        own.parse(prompt)
-
-
-def test_an_unknown_world_is_refused():
-    with pytest.raises(ValueError, match=r"^world: got 'moon', expected one of \('shapes', 'emoji', 'animals'\)"):
-        world("moon")
+@pytest.mark.parametrize("name", ["emoji", "animals"])
+def test_scenes_show_the_animal_and_the_ground_of_the_prompt(name):
+    rng = np.random.default_rng(1)
+    for row in included.scenes(name).prompts():
+        scene = scene_of(row, rng)
+        assert [picture.name for picture in scene.things] == [row["include"][0]["class"]]
+        assert "ground" not in row or [scene.ground, scene.tint] == row["ground"]
 
 
 # --- detector ---
@@ -265,11 +160,12 @@ def test_grounds_and_noise_hold_nothing(detector):
 
 @pytest.mark.parametrize("count", [2, pytest.param(150, marks=pytest.mark.nightly)])
 def test_clean_renders_pass_their_prompt_and_no_other(detector, count):
-    rows, rng, right = suite.suite(), np.random.default_rng(0), 0
+    world, rng, right = included.scenes("emoji"), np.random.default_rng(0), 0
+    rows = world.prompts()
     for row in (rows[i] for i in rng.integers(len(rows), size=count)):
-        names, image = {item["class"] for item in row["include"]}, render(suite.free_scene(row, rng), 96)
-        objects = select_detections(detector.detect(Image.fromarray(image)), 0.0)
+        found = detector.detect(Image.fromarray(world.render(row, rng, 96)))
+        objects, shown = select_detections(found, 0.0), row["include"][0]["class"]
         right += judge(None, objects, row, DetectedColours())[0]
-        others = [other for other in rows if not {item["class"] for item in other["include"]} <= names]
+        others = [other for other in rows if other["include"][0]["class"] != shown]
         assert not judge(None, objects, others[int(rng.integers(len(others)))], DetectedColours())[0]
     assert right >= 0.98 * count

@@ -11,9 +11,8 @@ from PIL import Image
 from tests.children import forked
 from visspec.eval.metrics import geneval
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
-from visspec.toys.world import suite
+from visspec.io import included
 from visspec.toys.world.detector import ShapeDetector
-from visspec.toys.world.render import to_image
 
 
 def thing(label: str, score: float = 0.95, box=(0, 0, 10, 10), colour: str | None = None) -> Detection:
@@ -109,11 +108,11 @@ def test_position_needs_the_reference_and_the_relation():
 
 
 def make_root(root: Path, count: int = 6, samples: int = 2, extra: dict | None = None) -> Path:
-    rng = np.random.default_rng(0)
-    for i, row in enumerate(suite.suite()[:: 368 // count][:count]):
+    rng, scenes = np.random.default_rng(0), included.scenes("shapes")
+    for i, row in enumerate(scenes.prompts()[:: 368 // count][:count]):
         folder = geneval.write_prompt(root, i, row | (extra or {}))
         for j in range(samples):
-            to_image(suite.free_scene(row, rng), 64).save(folder / f"{j:04d}.png")
+            Image.fromarray(scenes.render(row, rng, 64)).save(folder / f"{j:04d}.png")
     return root
 
 

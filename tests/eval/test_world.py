@@ -1,10 +1,8 @@
-"""The suite, its grammar and the exact detector on clean renders."""
+"""Scenes of the prompts, and the exact detector on clean renders."""
 
 import io
-import json
 import time
 from collections import Counter
-from hashlib import blake2b
 
 import numpy as np
 import pytest
@@ -12,13 +10,16 @@ from PIL import Image
 
 from visspec.eval.metrics.detection import DetectedColours, Detection, DetectionResult
 from visspec.eval.metrics.geneval import judge, select_detections, strictly
-from visspec.toys.world import detector, suite
+from visspec.io import included
+from visspec.toys.world import detector
 from visspec.toys.world.detector import Analysis, ShapeDetector, _moments, components, noise_level
-from visspec.toys.world.palette import GROUNDS
+from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
+from visspec.toys.world.prompts import scene_of
 from visspec.toys.world.render import render
 from visspec.toys.world.scene import Scene, Shape, scene_from_seed
 
-ROWS = suite.suite()
+ROWS = included.scenes("shapes").prompts()
+BY_PROMPT = {row["prompt"]: row for row in ROWS}
 
 
 def agrees(seen: Analysis, scene: Scene, side: int) -> bool:
@@ -50,41 +51,11 @@ def truth(scene: Scene, side: int, seen: tuple[Detection, ...] = ()) -> dict[str
     return select_detections(DetectionResult(tuple(found)), 0.0)
 
 
-# --- suite and grammar ---
-
-
-def test_suite_is_fixed_and_balanced():
-    assert Counter(row["tag"] for row in ROWS) == suite.SIZES and len(ROWS) == 368
-    assert len({row["prompt"] for row in ROWS}) == 368
-    digest = suite_digest()
-    assert digest == "524a5cc9902edbe5"
-
-
-def suite_digest() -> str:
-    return blake2b(json.dumps(ROWS).encode(), digest_size=8).hexdigest()
-
-
-@pytest.mark.parametrize("tag", suite.TASKS)
-def test_every_prompt_is_read_back_and_uses_the_vocabulary(tag: str):
-    rows = list(suite.every(tag))
-    expected = {"position": 224, "color_attr": 5040}.get(tag, suite.SIZES[tag])
-    assert len(rows) == expected
-    words = set(suite.vocabulary())
-    for row in rows:
-        assert suite.parse(row["prompt"]) == row
-        assert set(row["prompt"].split()) <= words
-
-
-def test_counting_excludes_one_more():
-    counting = next(row for row in ROWS if row["tag"] == "counting")
-    assert counting["exclude"][0]["count"] == counting["include"][0]["count"] + 1
-
-
 def test_scenes_show_what_the_prompt_asks_for():
     """The ground truth satisfies its own prompt under GenEval's rules, for the whole suite."""
     rng = np.random.default_rng(1)
     for row in ROWS:
-        scene = suite.free_scene(row, rng)
+        scene = scene_of(row, rng)
         assert judge(None, truth(scene, 96), row, DetectedColours())[0], (row["prompt"], scene)
 
 
@@ -109,7 +80,7 @@ def test_detector_is_exact_on_clean_renders_of_the_suite(side: int, step: int):
     rng, detector = np.random.default_rng(5), ShapeDetector()
     grounds = Counter()
     for row in ROWS[::step]:
-        scene = suite.free_scene(row, rng)
+        scene = scene_of(row, rng)
         image = render(scene, side)
         seen = detector.analyse(image)
         assert agrees(seen, scene, side), (row["prompt"], scene, seen.shapes)
@@ -131,9 +102,9 @@ def test_no_wrong_prompt_passes_on_a_thousand_clean_images():
     rng, detector, colours = np.random.default_rng(6), ShapeDetector(), DetectedColours()
     wrong, checked = 0, 0
     for i in range(1000):
-        row = suite.sample_prompt(rng)
+        row = ROWS[int(rng.integers(368))]
         side = (64, 64, 96)[i % 3]
-        scene = suite.free_scene(row, rng)
+        scene = scene_of(row, rng)
         found = detector.detect(render_image(scene, side))
         assert not found.refused
         objects, real = select_detections(found, 0.0), truth(scene, side, found.detections)
@@ -154,22 +125,20 @@ def neighbours(row: dict, rng: np.random.Generator) -> list[dict]:
     """Prompts one word away: the same sentence with another class, colour, number or relation where it has one."""
     words = row["prompt"].split()
     out = []
-    for group in (suite.CLASSES, tuple(suite.COLOURS), ("left", "right", "above", "below"), ("two", "three", "four")):
+    for group in (CLASSES, tuple(COLOURS), ("left", "right", "above", "below"), ("two", "three", "four")):
         for i, word in enumerate(words):
             if word in group:
                 other = [*words[:i], str(rng.choice([g for g in group if g != word])), *words[i + 1 :]]
                 text = " ".join(other).replace("above of", "above").replace("below of", "below").replace("an a", "a a")
-                try:
-                    out.append(suite.parse(text))
-                except ValueError:
-                    continue
+                if text in BY_PROMPT:
+                    out.append(BY_PROMPT[text])
     return out[:3]
 
 
 @pytest.mark.nightly
 def test_detector_takes_at_most_25_ms_at_64_pixels():
     rng, detector = np.random.default_rng(7), ShapeDetector()
-    images = [render(suite.free_scene(row, rng), 64) for row in ROWS]
+    images = [render(scene_of(row, rng), 64) for row in ROWS]
     for image in images[:50]:
         detector.analyse(image)
     start = time.process_time()

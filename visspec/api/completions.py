@@ -117,6 +117,8 @@ class ChatBody(Body):
     n: int = Field(1, ge=1, le=16)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+    frequency_penalty: float = Field(0, ge=0, le=0)  # not supported, but clients send 0
+    presence_penalty: float = Field(0, ge=0, le=0)
     response_format: Annotated[SchemaFormat | PlainFormat, Field(discriminator="type")] = PlainFormat()
 
     @property

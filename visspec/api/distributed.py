@@ -126,16 +126,15 @@ def run(
     """
     need("pyarrow", "--ray", EXTRA)
     dumps = need("ray", "--ray", EXTRA).cloudpickle.dumps  # of functions of any kind
-    job, count, found = Job(dumps(read), dumps(make), done, str(Path.cwd()), **pool), 0, None
+    job, count = Job(dumps(read), dumps(make), done, str(Path.cwd()), **pool), 0
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=drive, args=(job, sender), name="visspec-ray")
     child.start()
     sender.close()
+    found: Any = ()
     try:
-        while (found := receiver.recv()) is not None:
-            if isinstance(found, str):
-                raise ValueError(found)
+        while isinstance(found := receiver.recv(), tuple):
             count += len(found[0])
             yield from found[0]
             for id in found[1]:
@@ -145,9 +144,11 @@ def run(
             f"--ray: Ray has died. {count} records of this run are finished and kept, the same command goes on there"
         ) from None
     finally:
-        if found is not None:
+        if isinstance(found, tuple):  # not at the end
             child.terminate()
         child.join()
+    if found is not None:
+        raise ValueError(found)
 
 
 def drive(job: Job, sender: Connection) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
 
 from visspec.api import loading, zoo
 from visspec.io.checkpoint import CONFIG, read_json
 from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.train.loop import Trainer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,20 +43,29 @@ model, processor = loading.load({target!r})  # or any transformers class of it
 fast = visspec.accelerate(model, {spec!r})"""
 
 
+def say(text: str) -> None:
+    """Print a sentence beside the progress bar; standard output has the figures."""
+    tqdm.write(text, file=sys.stderr)
+
+
 def finish(
-    folder: Path,
+    trainer: Trainer,
+    history: list[dict],
     model: PreTrainedModel,
-    record: dict[str, Any],
-    figures: dict[str, Any],
     draft: dict[str, Any],
     held: int,
-    form: str | None,
+    form: str | None = None,
     use: str = USE,
-) -> str:
-    """What follows training: the card of a drafter, README.md beside its weights, and its export into `folder/form`.
-    Returns what `accelerate` takes for it, with its preset's trees, `draft`. record: its provenance; figures: of its
-    validation; held: items of that; use: code of the card.
+) -> None:
+    """What follows training, in the first process: the card of a drafter, README.md beside its weights, and its export
+    into a folder of the name `form`.
+
+    history: validations; draft: its preset's trees; held: items that validate; use: code of the card.
     """
+    if trainer.workers.rank:
+        return
+    folder, record, best = trainer.folder, trainer.provenance, trainer.best.get("step")
+    figures = {"steps": trainer.plan.steps, **next((found for found in history if found["step"] == best), {})}
     options = ",".join(f"{name}={value}" for name, value in draft.items())
     spec = f"{folder}:{options}" if options else str(folder)
     settings = record["settings"]
@@ -73,7 +86,7 @@ def finish(
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
     if form is not None:
         zoo.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
-    return spec
+    say(f"{folder} holds the drafter, and README.md says how to use it (--drafter {spec})")
 
 
 def export(folder: str | Path, form: str, out: str | Path, target: str | None = None, **hardware: Any) -> str:

@@ -46,7 +46,7 @@ def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     return 1 + int(torch.stack(entropies[:-1]).argmin())
 
 
-def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any], TrainedPreset]:
+def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[str, Any], TrainedPreset]:
     """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
     found = zoo.training_preset(name)
     text = model.config.get_text_config()
@@ -67,13 +67,9 @@ def of_preset(name: str, model, options: dict[str, Any]) -> tuple[dict[str, Any]
     return network, found
 
 
-def check_preset(preset: str | None, asked: dict[str, Any]) -> None:
-    """Raises ValueError for an unknown preset, or for values that it has no place for."""
-    found = None if preset is None else zoo.training_preset(preset)
-    known = {"image_latents"} if found is None else {"image_latents", "draft_vocab", "head_rank", "block", "layers"}
-    if found is not None:
-        known &= {*found.network, *({"head_rank"} if "draft_vocab" in found.network else ())}
-    known |= {"intermediate"}
+def check_preset(name: str | None, asked: dict[str, Any], found: TrainedPreset) -> None:
+    """Raises ValueError for values that a preset has no place for."""
+    known = {*found.network, "intermediate", *(("head_rank",) if "draft_vocab" in found.network else ())}
     if strange := sorted(set(asked) - known):
-        where = "without a preset" if found is None else f"with the preset {preset!r}"
+        where = f"with the preset {name!r}" if name else "without a preset"
         raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")

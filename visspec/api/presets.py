@@ -157,6 +157,9 @@ TRAINED = {  # `visspec train drafter --preset`; docs/drafters.md says what each
         {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, TREES,
     ),
 }  # fmt: skip
+OWN = TrainedPreset(  # without a preset
+    "ViSpec's form with norms", "one latent", {"image_latents": 1}, {}, {}, kind="eagle"
+)
 TRAINED_IMAGES = {  # the same for image models that draw code after code; the first is the default
     "image-eagle": TrainedPreset(
         "EAGLE for image codes (LANTERN, arXiv 2410.03355): one layer, guided distributions from one stream",

@@ -71,7 +71,7 @@ class Matcher:
     """
 
     accept: Callable[[int], bool]
-    rollback: Callable[[int], None]
+    rollback: Callable[[int], object]
     mask: Callable[[], Tensor | None]
     finished: Callable[[], bool] = lambda: False
     text: Callable[[int], bytes | None] = lambda token: None

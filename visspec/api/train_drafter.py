@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -220,7 +219,7 @@ def run(
         raise ValueError(f"epochs: got {epochs} and {steps} steps, expected one of the two")
     given = {name: plan.pop(name, None) for name in NETWORK}
     asked = {name: value for name, value in given.items() if value is not None}
-    check_preset(preset, asked)
+    check_preset(preset, asked, zoo.training_preset(preset))
     options_of(rows, steps, eval_every, bf16, **plan)  # bad options are refused before work
     resume = resume and not dry_run
     if not dry_run:
@@ -235,16 +234,15 @@ def run(
     else:
         model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     training, validating = items.hold_out(eval_rows, seed)
-    network, found = of_preset(preset, model, asked) if preset else ({}, None)
-    plan = {"loss": loss, "seed": seed, **({} if found is None else found.plan), **plan}
+    network, found = of_preset(preset, model, asked)
+    plan = {"loss": loss, "seed": seed, **found.plan, **plan}
     options = options_of(min(rows, len(training)), steps, eval_every, bf16, **plan)
     resumed = resume and checkpoint(out) is not None
     lessons = lessons_of(out, resumed, options, several)
     if epochs is not None:
         steps = steps_of(epochs * len(training), options, lessons)
         options = options_of(min(rows, len(training)), steps, eval_every, bf16, **plan)
-    first = found is not None and found.text_first
-    total = requests_of(options, lessons) if first else 0
+    total = requests_of(options, lessons) if found.text_first else 0
     reader = Reader(items, max_bad, max_pixels)
     prompts = Prompts(model, processor, reader, training, rows, max_new_tokens, seed, own=answers == "own", total=total)
     checks = [
@@ -252,13 +250,17 @@ def run(
         for n, part in enumerate(validating.split(rows))
     ]
     if several.rank == 0:
-        say(what_is_seen(items, len(training), len(validating), options, lessons, answers))
-    drafter = drafter_of(model, prompts, found, network or asked, out, resumed, seed, export)
+        drafter_export.say(what_is_seen(items, len(training), len(validating), options, lessons, answers))
+    if network.get("fusion") == "cross" and not resumed:
+        network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
+    drafter = fresh_or_resumed(model, out, resumed, seed, zoo.drafter_class(found.kind), found.draft, **network)
+    if export is not None:
+        drafter.check_form(export)
     if dry_run:
         taken = dry_runs.measure(model, drafter, prompts, options, requests_of(options, lessons), whole)
         print(dry_runs.describe(taken, options, device))
         return [taken]
-    if found is not None and drafter.ids is not None and not resumed:
+    if drafter.ids is not None and not resumed:
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
     record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
@@ -280,8 +282,9 @@ def run(
     history = train(trainer, resume)
     if reader.bad:
         last = [*reader.bad.values()][-1]
-        say(f"{len(reader.bad)} items could not be read and others took their place, the last of them: {last}")
-    finish(trainer, history, model, {} if found is None else found.draft, len(validating), export)
+        count = len(reader.bad)
+        drafter_export.say(f"{count} items could not be read and others took their place, the last of them: {last}")
+    drafter_export.finish(trainer, history, model, found.draft, len(validating), export)
     return history
 
 
@@ -289,7 +292,7 @@ def options_of(rows: int, steps: int | None, eval_every: int | None, bf16: bool,
     """The options of a run with so many rows of a request; `plan` are fields that win. Raises ValueError for others."""
     unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
     if unknown:
-        raise ValueError(f"plan: got {unknown[0]!r}, expected a field of TrainingOptions")
+        raise ValueError(f"{unknown[0]}: this run takes no such option. --data trains for text, --prompts for images.")
     steps = steps or STEPS
     usual = {"steps": steps, "batch": rows, "rows": min(rows, STEP_ROWS), "group": GROUP, "autocast": bf16}
     every = eval_every or plan.get("validate_every", max(steps // 5, 1))
@@ -302,23 +305,6 @@ def lessons_of(out: str | Path, resumed: bool, options: TrainingOptions, several
     return known.get("accumulate", max(options.accumulate, several.world))
 
 
-def finish(
-    trainer: Trainer,
-    history: list[dict],
-    model,
-    draft: dict[str, Any],
-    held: int,
-    form: str | None = None,
-    use: str = drafter_export.USE,
-) -> None:
-    """Write the card of a trained drafter, and its form for other engines; see `drafter_export.finish`."""
-    if trainer.workers.rank == 0:
-        out, best = trainer.folder, trainer.best.get("step")
-        figures = {"steps": trainer.plan.steps, **next((found for found in history if found["step"] == best), {})}
-        spec = drafter_export.finish(out, model, trainer.provenance, figures, draft, held, form, use)
-        say(f"{out} holds the drafter, and README.md says how to use it (--drafter {spec})")
-
-
 def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any], requests: int) -> None:
     """Give a run a store of so many requests, and say its size. Raises ValueError if the disk has less room, and for a
     folder that can't be it.
@@ -329,36 +315,7 @@ def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any],
     trainer.store = Store(folder, settings, lambda: target.law(prompts(0)), device)
     if trainer.workers.rank == 0:
         rows = len(trainer.answers(0).lengths)
-        say(trainer.store.check_space(requests, rows))
-
-
-def drafter_of(
-    model,
-    prompts: Prompts,
-    found: zoo.TrainedPreset | None,
-    network: dict[str, Any],
-    out: str | Path,
-    resumed: bool,
-    seed: int,
-    form: str | None,
-) -> Any:
-    """The drafter that a run trains, resumed or new. Raises ValueError if it has no place in the form of other engines
-    that it is to be written in.
-    """
-    if found is None:
-        drafter = fresh_or_resumed(model, out, resumed, seed, **{"image_latents": 1, **network})
-    else:
-        if network.get("fusion") == "cross" and not resumed:
-            network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
-        drafter = fresh_or_resumed(model, out, resumed, seed, zoo.drafter_class(found.kind), found.draft, **network)
-    if form is not None:
-        drafter.check_form(form)
-    return drafter
-
-
-def say(text: str) -> None:
-    """Print a sentence beside the progress bar; standard output has the figures."""
-    tqdm.write(text, file=sys.stderr)
+        drafter_export.say(trainer.store.check_space(requests, rows))
 
 
 def requests_of(options: TrainingOptions, lessons: int) -> int:

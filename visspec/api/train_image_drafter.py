@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from visspec.accept.exact import Exact
-from visspec.api import zoo
+from visspec.api import drafter_export, zoo
+from visspec.api.drafter_presets import check_preset
 from visspec.api.images import ImagePipeline
 from visspec.api.presets import TRAINED_IMAGES
 from visspec.api.train_drafter import (
     check_out,
-    finish,
     fresh_or_resumed,
     keep_answers,
     lessons_of,
@@ -111,12 +111,11 @@ def run(
     Other arguments are those of `train_drafter.run`. Raises ValueError for models of vectors, of scales, and of any
     order, and where there are no prompts.
     """
-    name = preset or next(iter(TRAINED_IMAGES))
+    name = preset or "image-eagle"
     found = zoo.training_preset(name, TRAINED_IMAGES)
     given = {"layers": layers, "intermediate": intermediate}
     asked = {key: value for key, value in given.items() if value is not None}
-    if "layers" in asked and "layers" not in found.network:
-        raise ValueError(f"layers: the preset {name!r} has one layer. Leave this option out.")
+    check_preset(name, asked, found)
     if prompts is None and target not in included.table().models:
         raise ValueError("prompts: got none. Give --prompts FILE with a prompt on each line, or --data for text.")
     options = options_of(rows, steps, eval_every, bf16, **{"seed": seed, **found.plan, **plan})
@@ -162,7 +161,7 @@ def run(
     if store is not None:
         keep_answers(trainer, store, {**shared, "batch": rows, "seed": seed}, requests_of(options, lessons))
     history = train(trainer, resume)
-    finish(trainer, history, pipe.model, found.draft, held, use=USE)
+    drafter_export.finish(trainer, history, pipe.model, found.draft, held, use=USE)
     return history
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from visspec.api.entries import ACCEPTANCE, DRAFTERS, KINDS, LENGTHS, ORDERS
-from visspec.api.presets import IMAGES, TRAINED, Preset, TrainedPreset
+from visspec.api.presets import IMAGES, OWN, TRAINED, Preset, TrainedPreset
 from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
@@ -128,9 +128,9 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
     return own if own and included.present(own) else None
 
 
-def training_preset(name: str, table: dict[str, TrainedPreset] = TRAINED) -> TrainedPreset:
-    """A preset of `visspec train drafter`. Raises ValueError for an unknown name."""
-    return _pick(table, "preset", name)
+def training_preset(name: str | None, table: dict[str, TrainedPreset] = TRAINED) -> TrainedPreset:
+    """A preset of `visspec train drafter`; None is our own form. Raises ValueError for an unknown name."""
+    return OWN if name is None else _pick(table, "preset", name)
 
 
 def method(text: str) -> dict[str, str | None]:

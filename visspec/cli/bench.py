@@ -46,10 +46,10 @@ class ScenesOptions(BenchOptions):
     """Held-out scenes of a world."""
 
     world: str | None = option(
-        "of the scenes; default: the one whose words the model knows", None, choices=included.table().worlds
+        "of the scenes; default: the one whose words the model knows", None, choices=[*included.table().worlds]
     )
 
-    def scenes(self, processor: ProcessorMixin, use: str = "captions") -> included.Scenes:
+    def scenes(self, processor: ProcessorMixin, use: str = "captions") -> included.World:
         return included.scenes(self.world, processor, use)
 
 

@@ -287,7 +287,7 @@ def numbers(grid: np.ndarray) -> list[list[float | None]]:
 
 def judge(
     pipe: ImagePipeline, record: dict[str, Any], methods: Mapping[str, str], options: dict[str, Any],
-    scenes: included.Scenes, count: int, seed: int, folder: Path | None, home: Path | None = None,
+    scenes: included.World, count: int, seed: int, folder: Path | None, home: Path | None = None,
     tasks: Sequence[str] | None = None, others: Mapping[str, ImagePipeline] | None = None,
 ) -> None:  # fmt: skip
     """Draw `count` prompts of the scenes', or of some of their tasks, with every method and add GenEval, strict and FD
@@ -365,7 +365,7 @@ def draw(
 
 
 def render_references(
-    extractor: RandomConv, side: int, scenes: included.Scenes, tasks: Sequence[str] | None = None
+    extractor: RandomConv, side: int, scenes: included.World, tasks: Sequence[str] | None = None
 ) -> FeatureTable:
     """Features of several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
     rng, known = np.random.default_rng(REFERENCE_SEED), scenes.prompts()

@@ -28,7 +28,7 @@ GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-mar", "painter
 # pictures of its distribution.
 PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}
 SIDE = 192  # pixels of a picture of the gallery
-FIRST = 500  # of the held-out scenes
+FIRST = 200  # of the held-out scenes
 
 
 @dataclass

@@ -67,13 +67,9 @@ class RecordImages:
         self.pipe, self.options, self.seed = pipe, options, seed
 
     def __call__(self, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-        whole = []
-        for record in records:
-            if record.error is not None:
-                yield self._row(record, error=record.error)
-            else:
-                whole.append(record)
-        if whole:
+        records = list(records)
+        yield from (self._row(record, error=record.error) for record in records if record.error is not None)
+        if whole := [record for record in records if record.error is None]:
             yield from self._tried(whole)
 
     def _tried(self, records: list[Record]) -> list[dict[str, Any]]:

@@ -7,12 +7,6 @@ from typing import Literal
 from visspec.cli.arguments import Count, HardwareOptions, Positive, Share
 from visspec.io.options import option
 
-TEXT_ONLY = (
-    *("answers", "ignore", "epochs", "image_latents", "draft_vocab", "head_rank", "block", "max_new_tokens"),
-    *("max_pixels", "max_bad", "export", "dry_run"),
-)
-IMAGES_ONLY = ("prompts", "height", "width")
-
 
 @dataclass(kw_only=True)
 class Options(HardwareOptions):
@@ -76,9 +70,6 @@ class Options(HardwareOptions):
 
 def run(arguments: Options) -> None:
     changed = {f.name: value for f in fields(arguments) if (value := getattr(arguments, f.name)) not in (f.default, [])}
-    others, what = (IMAGES_ONLY, "images") if arguments.data is not None else (TEXT_ONLY, "text")
-    if strange := next((name for name in others if name in changed), None):
-        raise ValueError(f"{strange}: this option is for drafters of {what}. --data trains one of text.")
     if arguments.data is not None:
         from visspec.api import train_drafter
 

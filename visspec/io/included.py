@@ -7,17 +7,19 @@ names and runs with that package deleted: the table is empty then.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
 
-    from visspec.types import ConfiguredModel, Processor
+    from visspec.types import ConfiguredModel
 
 PACKAGE, TABLE = "visspec.toys", "visspec.toys.table"
 FOLDER = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
@@ -45,40 +47,77 @@ class IncludedModel:
 
 
 @dataclass(frozen=True)
+class World:
+    """Held-out pictures of one kind, which no included model was trained on, and prompts for painters of that kind.
+
+    The folder has PNGs and metadata.jsonl, which `datasets.load_dataset("imagefolder", data_dir=...)` reads: `caption`,
+    `questions` with their `answers`, and GenEval's `include`. Its prompts.jsonl has GenEval's metadata of prompts.
+    References are "module:name", loaded when they are needed.
+    """
+
+    name: str
+    folder: Path
+    detector_reference: str  # of a function: () -> `eval.metrics.detection.Detector`
+    render_reference: str  # of a function: (prompt, generator, side) -> a random picture of it, uint8 (side, side, 3)
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metadata.jsonl; none where the world has prompts only."""
+        return _lines(self.folder / "metadata.jsonl")
+
+    def images(self, count: int, first: int = 0) -> list[Image.Image]:
+        """Pictures number `first` to `first + count`. Raises ValueError where there are fewer."""
+        from PIL import Image
+
+        return [Image.open(self.folder / row["file_name"]).convert("RGB") for row in self._some(count, first)]
+
+    def questions(self, count: int, first: int = 0) -> list[list[str]]:
+        """The questions about each of these pictures."""
+        return [list(row["questions"]) for row in self._some(count, first)]
+
+    def prompts(self) -> list[dict[str, Any]]:
+        """The prompts that the world's painter was trained on, as GenEval's metadata with `prompt` and `tag`."""
+        return _lines(self.folder / "prompts.jsonl")
+
+    def render(self, prompt: Mapping[str, Any], rng: np.random.Generator, side: int) -> np.ndarray:
+        """A random picture of what a prompt says, uint8 (side, side, 3)."""
+        return load(self.render_reference)(prompt, rng, side)
+
+    def detector(self) -> Any:
+        """A new `eval.metrics.detection.Detector` of the world."""
+        return load(self.detector_reference)()
+
+    def known_to(self, processor: object, use: str) -> bool:
+        """Whether a model has all prompts as classes, or its processor or tokenizer has all words of the captions and
+        questions (`use="captions"`) or of the prompts (`use="prompts"`).
+        """
+        labels = getattr(getattr(processor, "config", None), "labels", None)
+        if labels:
+            return {row["prompt"] for row in self.prompts()} <= set(labels)
+        tokenizer = getattr(processor, "tokenizer", processor)
+        known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        if use == "prompts":
+            texts = [row["prompt"] for row in self.prompts()]
+        else:
+            texts = [text for row in self.rows for text in (row["caption"], *row["questions"], *row["answers"])]
+        return bool(texts) and set(" ".join(texts).split()) <= set(known)
+
+    def _some(self, count: int, first: int) -> list[dict[str, Any]]:
+        if first + count > len(self.rows):
+            raise ValueError(f"images: got {first + count}, but the world {self.name!r} has {len(self.rows)} pictures")
+        return self.rows[first : first + count]
+
+
+@dataclass(frozen=True)
 class Included:
-    """The table. References are "module:name", loaded when they are needed."""
+    """The table."""
 
     models: Mapping[str, IncludedModel] = field(default_factory=dict)
     drafters: tuple[str, ...] = ()  # those of `models` that `drafter=` takes by name
     text_model: str = ""  # of `models`: which one captions where none is named
     image_model: str = ""  # which one draws
-    worlds: tuple[str, ...] = ()  # kinds of pictures, by name
-    scenes: str = ""  # of a function: (world, processor, use) -> Scenes
-    detectors: Mapping[str, str] = field(default_factory=dict)  # of functions: () -> `eval.metrics.detection.Detector`
-    parse: str = ""  # of a function: a prompt -> GenEval's metadata; ValueError for one that it can't read
+    worlds: Mapping[str, World] = field(default_factory=dict)  # by name; the first is that of `text_model`
     foreign: str = ""  # of a function: (files, most pixels) -> why `text_model` can't caption one of them, or None
-
-
-class Scenes(Protocol):
-    """Held-out pictures of one world, for a bench: the same for the same numbers, and nothing is trained on them."""
-
-    name: str
-    tasks: tuple[str, ...]  # tags of `prompts`, as GenEval's
-
-    def images(self, count: int, first: int = 0) -> list[Image.Image]:
-        """Pictures number first..first+count, to be captioned."""
-
-    def questions(self, count: int, first: int = 0) -> list[list[str]]:
-        """What can be asked of each of these pictures."""
-
-    def prompts(self) -> list[dict[str, Any]]:
-        """All prompts that the world's image model is taught, as GenEval's metadata with `prompt` and `tag`."""
-
-    def render(self, prompt: Mapping[str, Any], rng: np.random.Generator, side: int) -> np.ndarray:
-        """A random picture of what a prompt says, uint8 (side, side, 3)."""
-
-    def detector(self) -> Any:
-        """`eval.metrics.detection.Detector` of the world."""
 
 
 def table() -> Included:
@@ -92,14 +131,19 @@ def load(reference: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def scenes(world: str | None = None, processor: Processor | None = None, use: str = "captions") -> Scenes:
-    """The scenes of a world by name; without a name, of the one all of whose words a model's processor knows, or of the
-    first. use: what the words are of, "captions" or "prompts". Raises ValueError for an unknown name, and where no
-    scenes are included.
+def scenes(world: str | None = None, processor: object = None, use: str = "captions") -> World:
+    """A world by name; without a name, the first whose words a model's processor knows (`World.known_to`), else the
+    first. Raises ValueError for an unknown name, and where no world is included.
     """
-    if not table().scenes:
+    worlds = table().worlds
+    if not worlds:
         raise ValueError(f"world: got {world!r} where no scenes are included, expected the package {PACKAGE}")
-    return load(table().scenes)(world, processor, use)
+    if world is None:
+        known = worlds.values() if processor is not None else ()
+        return next((each for each in known if each.known_to(processor, use)), next(iter(worlds.values())))
+    if world not in worlds:
+        raise ValueError(f"world: got {world!r}, expected one of {', '.join(worlds)}")
+    return worlds[world]
 
 
 def folder(name: str) -> Path:
@@ -119,18 +163,24 @@ def image_model() -> str:
 
 
 def detector() -> Any:
-    """The first of the included detectors. Raises ValueError where none is included."""
-    found = next(iter(table().detectors.values()), None)
-    if found is None:
-        raise ValueError(f"detector: got none, expected one: no detector is included without {PACKAGE}")
-    return load(found)()
+    """The detector of the first world. Raises ValueError where none is included."""
+    for world in table().worlds.values():
+        return world.detector()
+    raise ValueError(f"detector: got none, expected one: no detector is included without {PACKAGE}")
 
 
 def parse(prompt: str) -> dict[str, Any]:
-    """GenEval's metadata of a prompt. Raises ValueError for one that none of the included worlds knows."""
-    if not table().parse:
-        raise ValueError(f"prompt: got {prompt!r}, expected GenEval's metadata beside it: no world is included")
-    return load(table().parse)(prompt)
+    """GenEval's metadata of a prompt of an included world. Raises ValueError for any other."""
+    for world in table().worlds.values():
+        for row in world.prompts():
+            if row["prompt"] == prompt:
+                return row
+    raise ValueError(f"prompt: got {prompt!r}, expected GenEval's metadata beside it or a prompt of an included world")
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines; none where there is no file."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 def _default(name: str) -> str:

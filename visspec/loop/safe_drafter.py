@@ -43,22 +43,23 @@ class SafeDrafter(Drafter):
         self.distribution = capabilities.distribution
         self.trees = capabilities.trees and not chains
         self.limits = self.distribution.limits(capabilities, device)
+        self.vocab, self.prompt_ids = capabilities.vocab, capabilities.prompt_ids
         self.debug = debug or os.environ.get("VISSPEC_DEBUG", "0") not in ("", "0")
         self.warned = False
 
     def start(self, state: State, scores: Scores) -> None:
         state.refused = torch.zeros((), dtype=torch.long, device=self.limits.device)
-        self._try(state, "start", scores)
+        self._try(state, self.inner.start, scores)
 
     def propose(self, state: State, depth: int) -> Draft:
-        draft = self._try(state, "propose", depth, check=self._check_draft)
+        draft = self._try(state, self.inner.propose, depth, check=self._check_draft)
         return trees.empty_draft(state.pending) if draft is None else draft
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         kind = self.traits.observes
         resting = draft.tree.size == 1 and state.trace.cooldown > LEAD
         if kind != "none" and not (kind == "drafted" and resting):
-            self._try(state, "observe", draft, scores, verdict, outcome)
+            self._try(state, self.inner.observe, draft, scores, verdict, outcome)
 
     def sketch(self, state: State) -> Tensor:
         """The drafter's image; codes of -1 if it failed."""
@@ -70,44 +71,46 @@ class SafeDrafter(Drafter):
             check_tensor("codes", codes, shape, torch.long, codes.device)
             return codes.to(device)
 
-        codes = self._try(state, "sketch", check=check)
+        codes = self._try(state, self.inner.sketch, check=check)
         return torch.full(shape, -1, device=device) if codes is None else codes
 
     def select(self, state: State, keep: list[int]) -> None:
-        self._try(state, "select", keep)
+        self._try(state, self.inner.select, keep)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
-        self._try(state, "join", other, take)
+        self._try(state, self.inner.join, other, take)
 
     def finish(self, state: State) -> None:
         """After the request: count the invalid nodes, and warn once."""
-        self._try(state, "finish")
+        self._try(state, self.inner.finish)
         refused = 0 if state.refused is None else int(state.refused)
         state.trace.faults += refused
         if refused:
-            self._warn("propose", f"{refused} drafted nodes had an invalid value or distribution", None)
+            self._warn(self.inner.propose, f"{refused} drafted nodes had an invalid value or distribution", None)
 
-    def _try(self, state: State, name: str, *arguments: Any, check: Callable[..., Any] | None = None) -> Any:
+    def _try(
+        self, state: State, method: Callable[..., Any], *arguments: Any, check: Callable[..., Any] | None = None
+    ) -> Any:
         """What a method of the drafter returns, checked; None if it fails, or has failed earlier in this request."""
         if not state.drafting:
             return None
         try:
-            found = getattr(self.inner, name)(state, *arguments)
+            found = method(state, *arguments)
             return found if check is None else check(found, state, *arguments)
         except Exception as error:
             if self.debug:
                 raise
             state.drafting, state.memory = False, None  # frees what an out-of-memory drafter holds
             state.trace.faults += 1
-            self._warn(name, f"{type(error).__name__}: {error}", error)
+            self._warn(method, f"{type(error).__name__}: {error}", error)
             return None
 
-    def _warn(self, name: str, what: str, error: Exception | None) -> None:
+    def _warn(self, method: Callable[..., Any], what: str, error: Exception | None) -> None:
         """Warn once, with the line of the drafter that raised the error, or where the method begins."""
         if self.warned:
             return
         self.warned = True
-        code = inspect.unwrap(getattr(self.inner, name)).__code__
+        code = inspect.unwrap(method).__code__
         frames = traceback.extract_tb(error.__traceback__) if error else []
         lines = [code.co_firstlineno, *(frame.lineno for frame in frames if frame.filename == code.co_filename)]
         warnings.warn(
@@ -137,6 +140,8 @@ class SafeDrafter(Drafter):
         check_tensor("tree.ancestor", tree.ancestor, (*shape, size), torch.bool, like.device)
         value, possible, allowed = self.distribution.drafted(draft.value, (rows, size), like)
         wrong, real = ~possible, possible
+        if self.prompt_ids > self.vocab:  # a drafter may copy them from the prompt, which is no fault
+            wrong = wrong & ((draft.value < 0) | (draft.value >= self.prompt_ids))
         if draft.real is not None:
             check_tensor("real", draft.real, (rows, size), torch.bool, like.device)
             wrong, real = wrong & draft.real, real & draft.real

@@ -1,4 +1,4 @@
-"""Whether pictures are of the kind that the included captioner was made for."""
+"""Warns where the included captioner is given pictures of another kind than it was trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WARNING = (
 
 def foreign(paths: Iterable[Path], max_pixels: int) -> str | None:
     """A sentence about the first image that is no rendered scene of shapes; None where all are. Files that can't be
-    read are passed by.
+    read are skipped.
     """
     detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # of caption scenes
     for path in paths:

@@ -1,6 +1,8 @@
 """The included models and what belongs to them, in one table (`io.included`). Imports nothing heavy."""
 
-from visspec.io.included import Included, IncludedModel
+from pathlib import Path
+
+from visspec.io.included import Included, IncludedModel, World
 
 MODELS = {
     "captioner": IncludedModel("captions rendered scenes of coloured shapes"),
@@ -27,14 +29,18 @@ DRAFTERS = {
     "painter-mar-drafter": IncludedModel("the embedded MAR's", "mar", "painter-mar"),
     "painter-var-small": IncludedModel("the embedded VAR's, a painter by itself", "var", "painter-var"),
 }
+HELD_OUT = Path(__file__).parent / "heldout"
+SHAPES, EMOJI = "visspec.toys.world", "visspec.toys.world.emoji"
+WORLDS = [
+    World("shapes", HELD_OUT / "shapes", f"{SHAPES}.detector:ShapeDetector", f"{SHAPES}.prompts:paint"),
+    World("emoji", HELD_OUT / "emoji", f"{EMOJI}.detector:EmojiDetector", f"{EMOJI}.prompts:paint"),
+    World("animals", HELD_OUT / "animals", f"{EMOJI}.detector:animal_detector", f"{EMOJI}.prompts:paint_animal"),
+]
 INCLUDED = Included(
     models=MODELS | DRAFTERS,
     drafters=tuple(DRAFTERS),
     text_model="captioner",
     image_model="painter",
-    worlds=("shapes", "emoji", "animals"),
-    scenes="visspec.toys.scenes:scenes_of",
-    detectors={"shapes": "visspec.toys.world.detector:ShapeDetector"},
-    parse="visspec.toys.world.suite:parse",
+    worlds={world.name: world for world in WORLDS},
     foreign="visspec.toys.judges:foreign",
 )

@@ -45,6 +45,7 @@ def _per_token(formula: Callable[[Tensor, Tensor], Tensor], q_logits: Tensor, p_
     """A formula of both logits in float32 or more, fused by the compiler on a GPU. Only q gets a gradient."""
     kind = torch.promote_types(q_logits.dtype, torch.float32)
     q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
+    p = p.clone() if p.is_inference() else p  # compiled code saves it for the gradient
     return (_compiled(formula) if q.is_cuda else formula)(q, p)
 
 
@@ -77,7 +78,7 @@ def of(kind: str):
     return KINDS[kind]
 
 
-class Part(NamedTuple):
+class Chunk(NamedTuple):
     """A chunk of what one step of a rollout predicts: N elements."""
 
     step: int
@@ -103,7 +104,7 @@ def rollout_loss(
     steps: Rollout,
     weights: Sequence[Tensor],
     law: Callable[[Tensor], Tensor],
-    each: Callable[[Part], tuple[Tensor, Tensor]],
+    each: Callable[[Chunk], tuple[Tensor, Tensor]],
     count: int,
     width: int,
     parameters: Sequence[Tensor] = (),
@@ -128,7 +129,7 @@ def rollout_loss(
             p_logits = law(at[part])
             for k in members:
                 states = leaves[k][part].requires_grad_(graph)
-                loss_N, same_N = each(Part(k, at[part], states, p_logits))
+                loss_N, same_N = each(Chunk(k, at[part], states, p_logits))
                 loss = (loss_N * shares[k][part]).sum()
                 total += loss.detach()
                 agreed[k] += (same_N * shares[k][part]).sum()
@@ -197,7 +198,7 @@ class Step(nn.Module):
     def _autocast(self, lesson: TrainingBatch) -> torch.autocast:
         return torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
-    def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: Part) -> tuple[Tensor, Tensor]:
+    def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
         """Losses and agreements of elements (N,), see `rollout_loss`."""
         (drafter,), plan, start, count = self._drafter, self.plan, lesson.prompt_length, lesson.best.shape[1]
         k, at_N, states_Nd, p_NV = part

@@ -82,8 +82,3 @@ def render(scene: Scene, size: int = 96) -> np.ndarray:
         box = image[top:bottom, left:right]
         box += alpha * (np.asarray(COLOURS[shape.colour], np.float32) - box)
     return np.clip(np.rint(image), 0, 255).astype(np.uint8)
-
-
-def to_image(scene: Scene, size: int = 96) -> Image.Image:
-    """The same pixels as a PIL image."""
-    return Image.fromarray(render(scene, size))

@@ -1,4 +1,4 @@
-"""Scenes of the free tier: a few coloured shapes in distinct cells of a 3x3 layout, and how they are sampled.
+"""Scenes of the shape world: a few coloured shapes in distinct cells of a 3x3 layout, and how they are sampled.
 
 Lengths are fractions of the canvas side, the origin is the top left corner, y points down.
 """
@@ -60,10 +60,13 @@ class Shape(PlacedThing):
         return "small" if self.radius < sum(RADIUS.values()) / 2 else "large"
 
 
-def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> Scene:
-    """Sample a scene: count, cells, background and every attribute uniform; shapes are in raster order."""
+def scene_from_seed(seed: int) -> Scene:
+    """The scene number `seed`: count, cells, ground and every attribute are uniform; shapes are in raster order. Scenes
+    from HELD_OUT_SEED on are held out.
+    """
+    rng = np.random.default_rng(seed)
     choices = [(colour, kind) for kind in CLASSES for colour in COLOURS]
-    n = int(rng.choice(counts))
+    n = int(rng.choice(COUNTS))
     cells = np.sort(rng.choice(GRID * GRID, size=n, replace=False))
     pair = rng.integers(len(choices), size=n)
     large = rng.integers(2, size=n)
@@ -77,13 +80,3 @@ def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> 
         shapes.append(Shape(kind, colour, float(x), float(y), float(radius)))
     ground = GROUNDS[int(rng.integers(len(GROUNDS)))]
     return Scene(tuple(shapes), ground, int(rng.integers(1 << 31)))
-
-
-def scene_from_seed(seed: int) -> Scene:
-    """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
-    return sample_scene(np.random.default_rng(seed))
-
-
-def held_out_scenes(count: int, first: int = 0) -> list[Scene]:
-    """Held-out scenes number first..first+count, on which nothing is trained."""
-    return [scene_from_seed(HELD_OUT_SEED + first + i) for i in range(count)]

@@ -51,12 +51,6 @@ def names() -> tuple[str, ...]:
 
 
 @cache
-def numbers() -> dict[str, int]:
-    """The place of every name among `names()`."""
-    return {name: i for i, name in enumerate(names())}
-
-
-@cache
 def premultiplied_tiles() -> np.ndarray:
     """All tiles, float32 (pictures, TILE, TILE, 4): colours 0..255 times coverage, and coverage 0..1."""
     every = np.stack([np.asarray(tile, np.float32) for tile in tiles().values()])

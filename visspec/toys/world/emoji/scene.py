@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from visspec.toys.world.emoji.atlas import names, numbers
+from visspec.toys.world.emoji.atlas import names
 from visspec.toys.world.scene import GRID, PlacedThing, Scene
 
 SIZES = {"small": 0.2, "large": 0.28}
@@ -53,7 +53,7 @@ class EmojiScene(Scene):
 def check(scene: EmojiScene) -> EmojiScene:
     """The scene itself; ValueError where a name, the ground or the tint is unknown or a picture leaves the canvas."""
     for picture in scene.things:
-        if picture.name not in numbers():
+        if picture.name not in names():
             raise ValueError(f"name: got {picture.name!r}, expected one of the {len(names())} names of the atlas")
         least, most = (f(picture.x, picture.y) for f in (min, max))
         if not 0 < picture.side / 2 <= min(least, 1 - most) + 1e-6:
@@ -73,10 +73,13 @@ def sample_ground(rng: np.random.Generator) -> tuple[str, str, int]:
     return GROUNDS[int(rng.integers(len(GROUNDS)))], [*TINTS][int(rng.integers(len(TINTS)))], int(rng.integers(1 << 31))
 
 
-def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> EmojiScene:
-    """Sample a scene: count, cells, ground and every attribute uniform; no picture comes twice."""
+def scene_from_seed(seed: int) -> EmojiScene:
+    """The scene number `seed`: count, cells, ground and every attribute are uniform, and no picture comes twice. Scenes
+    from HELD_OUT_SEED on are held out.
+    """
+    rng = np.random.default_rng(seed)
     choices = [(size, name) for name in names() for size in SIZES]
-    n = int(rng.choice(counts))
+    n = int(rng.choice(COUNTS))
     cells = np.sort(rng.choice(GRID * GRID, size=n, replace=False))
     jitter = rng.uniform(-1, 1, size=(n, 4))
     pictures: list[PlacedEmoji] = []
@@ -90,13 +93,3 @@ def sample_scene(rng: np.random.Generator, counts: tuple[int, ...] = COUNTS) -> 
         pictures.append(PlacedEmoji(name, float(x), float(y), float(side), float(MOST_TURN * turn)))
     ground, tint, seed = sample_ground(rng)
     return EmojiScene(tuple(pictures), ground, seed, tint)
-
-
-def crowded_scene(seed: int) -> EmojiScene:
-    """A scene to learn to see by: half of them have six to nine pictures."""
-    return sample_scene(np.random.default_rng(seed), counts=(*COUNTS, 6, 7, 8, 9))
-
-
-def scene_from_seed(seed: int) -> EmojiScene:
-    """The scene number `seed`; held-out scenes are those with seed >= HELD_OUT_SEED."""
-    return sample_scene(np.random.default_rng(seed))

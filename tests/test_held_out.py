@@ -1,0 +1,159 @@
+"""The held-out sets of the included worlds, their reader, and the generator that made them; the included captioners."""
+
+import json
+import re
+from difflib import SequenceMatcher
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import transformers
+from PIL import Image
+
+from tests.doubles import one_sentence
+from visspec.api.captions import PROMPT, prepare
+from visspec.api.loading import load_image_model
+from visspec.eval.metrics.detection import DetectedColours
+from visspec.eval.metrics.geneval import judge_image
+from visspec.io import included
+from visspec.toys.generate import picture, write_pictures
+from visspec.toys.world.detector import ShapeDetector
+from visspec.toys.world.scene import HELD_OUT_SEED
+
+PICTURED = ("shapes", "emoji")
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_rows_have_captions_answers_and_metadata(name):
+    world = included.scenes(name)
+    assert len(world.rows) == 256 == len({row["caption"] for row in world.rows})
+    for row in world.rows:
+        assert len(row["questions"]) == len(row["answers"]) > 10
+        answers = dict(zip(row["questions"], row["answers"]))
+        count = sum(item["count"] for item in row["include"])
+        number = ("zero", "one", "two", "three", "four", "five", "six")[count]
+        assert next(a for q, a in answers.items() if q.startswith("how many")) == f"{number} ."
+        assert sum(answer == "nothing ." for answer in row["answers"]) == 9 - count
+        assert all(item["class"] in row["caption"] for item in row["include"])
+
+
+@pytest.mark.parametrize("name", PICTURED)
+def test_the_generator_makes_the_held_out_pictures(name):
+    world = included.scenes(name)
+    for i, (image, row) in enumerate(zip(world.images(12, first=200), world.rows[200:])):
+        made, caption = picture(name, HELD_OUT_SEED + 200 + i)
+        assert np.array_equal(made, image) and caption == row["caption"]
+    with one_sentence("^world: got 'moon', expected one of shapes, emoji"):
+        picture("moon", 0)
+
+
+def test_written_pictures_are_read_as_an_image_folder(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    write_pictures("emoji", tmp_path / "scenes", 3, first=5)
+    read = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "scenes"), split="train", cache_dir=tmp_path)
+    image, caption = picture("emoji", 6)
+    assert read.num_rows == 3 and read[1]["caption"] == caption and np.array_equal(read[1]["image"], image)
+
+
+@pytest.mark.parametrize("name, every", [("shapes", 16), ("emoji", 128)])
+def test_detectors_find_what_the_metadata_says(name, every):
+    world = included.scenes(name)
+    detector = ShapeDetector(0.07, 0.135) if name == "shapes" else world.detector()
+    for image, row in list(zip(world.images(256), world.rows))[::every]:
+        assert judge_image(image, row | {"prompt": row["caption"]}, detector, DetectedColours())[:2] == (True, True), (
+            row
+        )
+
+
+def test_prompts_are_fixed_and_painted():
+    counts = {name: len(world.prompts()) for name, world in included.table().worlds.items()}
+    assert counts == {"shapes": 368, "emoji": 160, "animals": 48}
+    for name, world in included.table().worlds.items():
+        row = world.prompts()[5]
+        assert row["prompt"].startswith("a photo of ") and included.parse(row["prompt"])["prompt"] == row["prompt"]
+        first, again = (world.render(row, np.random.default_rng(1), 96) for _ in range(2))
+        assert first.shape == (96, 96, 3) and first.dtype == np.uint8 and np.array_equal(first, again)
+        assert judge_image(Image.fromarray(first), row, world.detector(), DetectedColours())[0], name
+    with one_sentence("^prompt: got 'a photo of a dog', expected GenEval's metadata beside it or a prompt"):
+        included.parse("a photo of a dog")
+
+
+@pytest.mark.parametrize("model, use, world", [
+    ("captioner", "captions", "shapes"), ("captioner-small", "captions", "shapes"),
+    ("captioner-emoji", "captions", "emoji"), ("painter", "prompts", "shapes"), ("painter-emoji", "prompts", "emoji"),
+    ("painter-any-order", "prompts", "animals"), ("painter-var", "prompts", "animals"),
+])  # fmt: skip
+def test_scenes_are_those_of_the_world_whose_words_a_model_knows(model, use, world):
+    if not included.present(model):
+        pytest.skip("weights not in this tree")
+    folder = included.folder(model)
+    if use == "captions":
+        words = transformers.AutoProcessor.from_pretrained(folder)
+    else:
+        loaded, processor = load_image_model(str(folder))
+        words = processor or loaded
+    assert included.scenes(None, words, use) is included.scenes(world)
+
+
+def test_other_models_get_the_first_world_and_other_names_are_refused():
+    words = SimpleNamespace(get_vocab=lambda: {"a": 0, "photo": 1})
+    assert (
+        included.scenes(None, words).name
+        == "shapes"
+        == included.scenes().name
+        == included.scenes(None, words, "prompts").name
+    )
+    with one_sentence("^world: got 'seas', expected one of shapes, emoji, animals"):
+        included.scenes("seas")
+    for name, first in (("shapes", 250), ("animals", 0)):
+        with one_sentence(rf"^images: got {first + 8}, but the world '{name}' has \d+ pictures"):
+            included.scenes(name).images(8, first=first)
+
+
+@pytest.mark.parametrize(
+    "name, world, least, shortest",
+    [("captioner", "shapes", 0.95, 55), ("captioner-small", "shapes", 0.5, 55), ("captioner-emoji", "emoji", 0.85, 25)],
+)
+def test_captioners_say_what_is_there(name, world, least, shortest):
+    """Greedy captions against the held-out ones, word by word."""
+    if not included.present(name):
+        pytest.skip("weights not in this tree")
+    folder, scenes = included.folder(name), included.scenes(world)
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(folder).float().eval()
+    assert not model.generation_config.do_sample and model.generation_config.eos_token_id is not None
+    inputs = prepare(processor, scenes.images(8), PROMPT, model)
+    new = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
+    found = [re.findall(r"\w+|[.,]", text) for text in processor.batch_decode(new, skip_special_tokens=True)]
+    captions = [row["caption"].split() for row in scenes.rows[:8]]
+    alike = [SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(found, captions)]
+    assert sum(alike) / len(alike) >= least
+    assert min(map(len, found)) >= shortest
+
+
+@pytest.mark.skipif(not included.present("captioner"), reason="weights not in this tree")
+def test_processor_takes_both_call_forms_and_odd_images():
+    processor = transformers.AutoProcessor.from_pretrained(included.folder("captioner"))
+    image = Image.new("RGBA", (300, 170), (200, 10, 10, 255)).convert("RGB")
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "Describe the picture in detail."}]
+    chat = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    plain = processor(
+        text="user : <image> describe the picture in detail . assistant :", images=image, return_tensors="pt"
+    )
+    assert chat["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert int((plain["input_ids"] == processor.image_token_id).sum()) == 36
+    assert chat["pixel_values"].shape == (1, 3, 96, 96)
+    assert processor.tokenizer.unk_token_id not in plain["input_ids"][0].tolist()
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in included.FOLDER.glob("*/provenance.json")), ids=str)
+def test_provenance_says_which_code_trained_the_weights(folder):
+    record = json.loads((folder / "provenance.json").read_text())
+    assert re.fullmatch(r"visspec/toys/recipes/\w+\.py at tag before-reduction", record["recipe"])
+    assert "python -m visspec.toys" not in (folder / "README.md").read_text()

@@ -1,0 +1,40 @@
+"""Pictures of a world with captions, to train drafters on: `write_pictures("shapes", "scenes", 1000)` writes a folder
+that `visspec train drafter --data scenes` and `datasets.load_dataset("imagefolder", data_dir="scenes")` read.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from visspec.toys.world import captions, render, scene
+from visspec.toys.world.emoji import captions as emoji_captions
+from visspec.toys.world.emoji import render as emoji_render
+from visspec.toys.world.emoji import scene as emoji_scene
+
+SIDES = {"shapes": 96, "emoji": 120}  # pixels
+
+
+def picture(world: str, seed: int) -> tuple[Image.Image, str]:
+    """Picture number `seed` of a world, "shapes" or "emoji", and its caption. Those from `scene.HELD_OUT_SEED` on are
+    held out: the first 256 are in `visspec/toys/heldout`.
+    """
+    if world not in SIDES:
+        raise ValueError(f"world: got {world!r}, expected one of {', '.join(SIDES)}")
+    if world == "shapes":
+        shown: Any = scene.scene_from_seed(seed)
+        return Image.fromarray(render.render(shown, SIDES[world])), captions.caption(shown)
+    shown = emoji_scene.scene_from_seed(seed)
+    return Image.fromarray(emoji_render.render(shown, SIDES[world])), emoji_captions.caption(shown)
+
+
+def write_pictures(world: str, folder: str | Path, count: int, first: int = 0) -> None:
+    """Write pictures number `first` to `first + count` as PNGs, and metadata.jsonl with their captions."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "metadata.jsonl", "w", encoding="utf-8") as file:
+        for number in range(first, first + count):
+            image, caption = picture(world, number)
+            image.save(folder / f"{number:06}.png")
+            file.write(json.dumps({"file_name": f"{number:06}.png", "caption": caption}) + "\n")
