@@ -53,7 +53,7 @@ def say(argv):
     return [code or 0, *(part.getvalue() for part in said)]
 print(json.dumps([say(argv) for argv in json.loads(sys.argv[2])]))
 """
-RUN = ["list"], ["doctor"], ["bench", "kernels", "--help"], ["eval", "vqa", "--help"]
+RUN = ["list"], ["doctor"], ["bench", "kernels", "--help"], ["eval", "geneval", "--help"]
 REFUSED = {
     ("caption", "x.png"): r"model: got none, expected a folder or a hub id: no model is included .*",
     ("generate", "x"): r"model: got none, expected a folder or a hub id: no model is included .*",
