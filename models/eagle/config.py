@@ -1,4 +1,4 @@
-"""Configuration of the one-layer drafters (`eagle_head.py`)."""
+"""Configuration of the one-layer drafters (`head.py`)."""
 
 from __future__ import annotations
 
