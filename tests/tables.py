@@ -149,7 +149,7 @@ class TableTree(TableDrafter):
 
 
 class Steady:
-    """A pace that always asks for so many levels."""
+    """A draft-length policy that always asks for so many levels."""
 
     def __init__(self, levels: int):
         self.levels = levels
@@ -161,7 +161,7 @@ class Steady:
 
 
 class Wandering(Steady):
-    """A pace that asks for a random depth in every round, 0 among them."""
+    """A draft-length policy that asks for a random depth in every round, 0 among them."""
 
     def __init__(self, levels: int, seed: int = 0):
         super().__init__(levels)

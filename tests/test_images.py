@@ -237,6 +237,11 @@ def test_the_bench_and_its_report(folder, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "i" / "near" / "00001" / "samples" / "0000.png").exists()
     assert (tmp_path / "i" / "near" / "00000" / "samples" / "0000.png").stat().st_mtime_ns == kept
     assert cli.main(["report", str(record), "-o", str(page)]) == 0 and "near" in page.read_text()
+    (tmp_path / "p.txt").write_text("a photo of a red ring\n")
+    own = ["bench", "image", "--model", str(folder), "--prompts", str(tmp_path / "p.txt"), "--method", "plain"]
+    assert cli.main([*own, "--json", str(record)]) == 0 and json.loads(record.read_text())["n_prompts"] == 1
+    assert cli.main([*own, "--quality", "2"]) == 2
+    assert "expected 0: the detector judges held-out prompts only" in capsys.readouterr().err
     assert cli.main(["bench", "image", "--model", str(folder), "--method", "odd"]) == 2
     assert "preset: got 'odd'" in capsys.readouterr().err
 

@@ -142,7 +142,7 @@ def test_a_drafter_accepts_as_much_of_the_included_captioner(captioner):
 
     model, processor = captioner
     scenes, quick = included.scenes(None, processor), visspec.accelerate(model, tokenizer=processor, adaptive=False)
-    pairs = list(zip(scenes.images(3), scenes.questions(3)))
+    pairs = list(zip(scenes.images(3), (row["questions"] for row in scenes.rows)))
     records = [
         Record(f"{n}-{i}", image, prompt=q) for i, (image, own) in enumerate(pairs) for n, q in enumerate(own[:5])
     ]

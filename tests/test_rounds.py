@@ -1,5 +1,5 @@
-"""What a round is said to have done, row by row: where tokens came from, tau by depth, and what the pace learns of it;
-and that drafters draft for the place where the loop stands.
+"""What a round is said to have done, row by row: where tokens came from, tau by depth, and what the
+draft-length policy learns of it; and that drafters draft for the place where the loop stands.
 """
 
 import copy
@@ -132,11 +132,11 @@ def test_rows_draft_no_further_than_they_would_alone():
     assert all(there == room for there, room in seen) and len({there for there, _ in seen}) > 3
 
 
-# --- pace -------------------------------------------------------------------------------------------------------------
+# --- draft-length policy -----------------------------------------------------------------------------------------
 
 
 def to_device(length_policy, rounds, verify=1e-3, draft=1e-4, context=0):
-    """A pace that has seen rounds; times: seconds as functions of the levels."""
+    """A draft-length policy that has seen rounds; times: seconds as functions of the levels."""
     verify, draft = (f if callable(f) else lambda levels, f=f: f for f in (verify, draft))
     for each in rounds:
         latest = {"verify": verify(each.levels), "accept": 0.0, "draft": draft(each.levels), "observe": 0.0}

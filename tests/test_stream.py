@@ -401,6 +401,7 @@ def test_plain_options_are_read_once_and_not_mixed_up(monkeypatch):
     quick, calls, real = fast("llava", "none"), [], requests.of_generate
     entries = [{k: v for k, v in e.items() if k != "seed"} for e in prompts("llava", count=4)]  # six limits
     expected = alone(quick, entries)
+    assert together(quick, entries, slots=12) == expected  # the probe of joined pictures makes requests of its own
     monkeypatch.setattr(requests, "of_generate", lambda *a, **o: calls.append(o) or real(*a, **o))
     assert together(quick, entries, slots=12) == expected
     assert len(calls) < len(entries) and {o["max_new_tokens"] for o in calls} == set(LIMITS)

@@ -36,7 +36,7 @@ GENERATION = (
     "fast = visspec.accelerate(model, 'ngram')\n"
     "ours = fast.generate(input_ids=ids, max_new_tokens=12, do_sample=False)\n"
     "assert torch.equal(ours, model.generate(ids, max_new_tokens=12, do_sample=False))\n"
-    "assert visspec.accelerate(model).name == 'ngram'\n"
+    "assert visspec.accelerate(model).name == 'suffix'\n"
     "assert not visspec.zoo.SHIPPED\n"
     "assert visspec.zoo.preset('naive', model=model).drafter == 'image-eagle:tree=dynamic'\n"
 )
@@ -53,7 +53,7 @@ def say(argv):
     return [code or 0, *(part.getvalue() for part in said)]
 print(json.dumps([say(argv) for argv in json.loads(sys.argv[2])]))
 """
-RUN = ["list"], ["doctor"], ["bench", "kernels", "--help"], ["eval", "vqa", "--help"]
+RUN = ["list"], ["doctor"], ["bench", "kernels", "--help"], ["eval", "geneval", "--help"]
 REFUSED = {
     ("caption", "x.png"): r"model: got none, expected a folder or a hub id: no model is included .*",
     ("generate", "x"): r"model: got none, expected a folder or a hub id: no model is included .*",

@@ -22,9 +22,7 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
 from visspec.io.checkpoint import (
-    CONFIG,
     LARGEST,
-    check_positive,
     check_shapes,
     check_whole,
     check_wholes,
@@ -38,6 +36,7 @@ from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.export import RENAMED, SIZES
 from visspec.models.block.sequential import Spark, published_name, sequential_of
 from visspec.models.decoder.target import vocabulary
+from visspec.models.drafting.checkpoint import sentence_of
 from visspec.models.drafting.published_config import (
     check_ids,
     check_verifier,
@@ -70,17 +69,15 @@ def read(
 
     Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
     """
-    try:
+    with sentence_of(folder), torch.device("meta"):
         config, block = config_of(folder, form, data, model, causal)
         vocab = entry(folder, layer_of(folder, form, data), "vocab_size", int)
         if vocab != vocabulary(model):
             raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
         few = _own_vocabulary(data, vocab) if form == "speculators" else 0
         head = _sequential(folder, form, data, vocab, few, model)
-    except ValueError as error:
-        said = str(error)
-        raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
-    network = DFlash2Model if algorithm(form, data) == "dflash2" else MuseGlimmerAssistantModel
+        network = DFlash2Model if algorithm(form, data) == "dflash2" else MuseGlimmerAssistantModel
+        assistant: Any = network(config)
     if network is DFlash2Model and 0 < few < vocab:
         raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
     skipped = {"speculators": OF_THE_TARGET, "deepspec": COPIES}.get(form, ())
@@ -95,8 +92,6 @@ def read(
     def named(own: str) -> str:
         return stored.get(own) or published_name(own, sequential.WRITTEN)
 
-    with torch.device("meta"):
-        assistant: Any = network(config)
     check_shapes(assistant, {wanted: tuple(shapes[name]) for name, wanted in names.items()}, folder, named)
     if head is not None:
         check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
@@ -126,9 +121,8 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
 def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: PreTrainedModel) -> Any:
     """The head that walks through the places, on `meta`; None if the form or the checkpoint has none."""
     said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
-    with torch.device("meta"):
-        table = cast(Tensor, model.get_input_embeddings().weight)
-        return sequential_of(folder, algorithm(form, data), said, vocab, few, table)
+    table = cast(Tensor, model.get_input_embeddings().weight)
+    return sequential_of(folder, algorithm(form, data), said, vocab, few, table)
 
 
 def algorithm(form: str, data: dict) -> str:
@@ -144,30 +138,21 @@ def config_of(
     said = data if form == "speculators" else {**data, **more}
     check_verifier(folder, data, model)
     sizes = {name: entry(folder, layer, name, int) for name in SIZES}
-    for name, value in sizes.items():
-        check_whole(name, value, 1, MOST_LAYERS if name == "num_hidden_layers" else LARGEST)
+    check_whole("num_hidden_layers", sizes["num_hidden_layers"], 1, MOST_LAYERS)
     theta, scaling, _, _, partial = rope_of(folder, layer)
     if partial != 1:
         raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shorten(partial)}, expected 1.0")
-    check_positive("rope_theta", theta)
-    for name, factor in (scaling or {}).items():
-        if name != "rope_type":
-            check_positive(name, factor)
     for name, wanted in (("attention_bias", False), ("hidden_act", "silu")):
         if (found := layer.get(name) or wanted) != wanted:
             raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {wanted!r}")
     for name in ("block_size", "mask_token_id"):
         check_whole(name, said.get(name), 2 if name == "block_size" else 0, LARGEST)
-    eps = layer.get("rms_norm_eps", 1e-6)
-    check_positive("rms_norm_eps", eps)
     kinds = _kinds(folder, layer, sizes["num_hidden_layers"])
     window: Any = layer.get("sliding_window") if "sliding_attention" in kinds else 1
     longest = layer.get("max_position_embeddings") or 1
-    for name, value in (("sliding_window", window), ("max_position_embeddings", longest)):
-        check_whole(name, value)
     config = MuseGlimmerAssistantConfig(
         **sizes,
-        rms_norm_eps=float(eps),
+        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope_parameters={"rope_type": "default", "rope_theta": theta, **(scaling or {})},
         max_position_embeddings=longest,
         sliding_window=window,
@@ -233,8 +218,6 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
         )
     numbers = {name: said.get(name) for name in ("input_embedding_scale", "output_multiplier")}
     softcap = said.get("final_logit_softcapping") or 0.0
-    for name, value in {**numbers, "final_logit_softcapping": softcap or 1.0}.items():
-        check_positive(name, 1.0 if value is None else value)
     scale, multiplier = (1.0 if value is None else float(value) for value in numbers.values())
     hides = (own is None or bool(own)) if causal is None else causal
     return DFlashVariant(

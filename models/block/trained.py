@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
 from visspec.cache import additive, to_device
-from visspec.io.checkpoint import LARGEST, check_fields, check_whole
+from visspec.io.checkpoint import check_whole
 from visspec.models.block.dflash2 import DFlash2Model, with_convolutions
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.sequential import CandidateSelector, Confidence, Markov, Sequential, Spark
@@ -60,20 +60,11 @@ class BlockConfig(checkpoint.DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_fields(self, "kv_heads", "group")
-        check_fields(self, "target_layers", "layers", high=MOST_LAYERS)
-        check_fields(self, "markov", "selector", low=0, high=self.vocab)
-        for name, low, high in (
-            ("head_size", 2, LARGEST),
-            ("mask", 0, self.vocab - 1),
-            ("block", 2, MAX_NODES),
-            ("candidates", 1, self.vocab),
-            ("taps", 1, self.block),
-        ):
-            check_whole(name, getattr(self, name), low, high)
+        check_whole("layers", self.layers, 1, MOST_LAYERS)
+        check_whole("mask", self.mask, 0, self.vocab - 1)
+        check_whole("block", self.block, 2, MAX_NODES)
+        check_whole("candidates", self.candidates, 1, self.vocab)
         self.check_layers(1, self.target_layers)
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of the {self.heads} heads")
         if self.selector and (self.markov or self.confidence):
             raise ValueError(f"selector: got {self.selector} beside DSpark's heads, expected one or the other")
 

@@ -3,7 +3,7 @@
 LlamaGen's VQ-16 and VQ-8, Janus's tokenizer and the VQGAN of Chameleon, Anole and Lumina-mGPT differ in widths, in
 their codebook and in whether the coarsest level has attention: all of them are settings of one stock class. Where a
 published decoder looks codes up L2-normalised, the codebook is stored normalised, so that the stock class needs no
-flag. `layouts_vq.py` loads the published key layouts.
+flag. `vq_layout.py` loads the published key layouts.
 
 Shapes: B images, T = rows * columns codes, D code size, K codes, c channels.
 """

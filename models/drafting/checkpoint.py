@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -18,11 +19,11 @@ from torch import Tensor
 from visspec.io import hub
 from visspec.io.checkpoint import (
     CONFIG,
-    check_fields,
     check_folder,
     check_positive,
     check_shapes,
     check_wholes,
+    first_line,
     load_strictly,
     read_json,
     read_shapes,
@@ -45,8 +46,8 @@ NAMES = {
 class DrafterConfig:
     """Base class of configurations of a network and of the target that it is made for, as config.json has them.
 
-    Numbers with a fraction are above 0, and so are the sizes that all networks have; subclasses check what else they
-    have, after this class. Raises ValueError.
+    Raises ValueError for numbers and flags that the network would run with and give nonsense. Sizes need no check: the
+    network is built on `meta` first, and its tensors are compared with those of the file.
     """
 
     family: str
@@ -54,9 +55,6 @@ class DrafterConfig:
     hidden: int
 
     def __post_init__(self):
-        if not isinstance(self.family, str):
-            raise ValueError(f"family: got {shorten(self.family)}, expected a name")
-        check_fields(self, "vocab", "hidden", "heads", "intermediate")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type in ("float", float):
@@ -158,10 +156,18 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
         raise ValueError(
             f"drafter: {CONFIG} of {folder} has {found}, expected the fields of {kind.config_class.__name__}"
         )
-    try:
+    with sentence_of(folder):
         return kind.config_class(**data)
-    except ValueError as error:
-        raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
+
+
+@contextmanager
+def sentence_of(folder: str | Path) -> Iterator[None]:
+    """Context manager: what a configuration and its network raise becomes a ValueError that names the file."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
+        said = first_line(error)
+        raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
 
 
 def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
@@ -171,7 +177,7 @@ def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> A
     folder = hub.resolve_folder(folder)
     config = read_config(folder, kind)
     check(config)
-    with torch.device("meta"):
+    with sentence_of(folder), torch.device("meta"):
         head = kind(config)
     check_shapes(head, read_shapes(Path(folder)), folder)
     derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not stored

@@ -75,8 +75,6 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     both generations of configurations.
     """
     given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ValueError(f"drafter: rope_scaling of {folder} is {shorten(given)}, expected an object")
     given = {name: value for name, value in given.items() if value is not None}
     theta = given.pop("rope_theta", layer.get("rope_theta", 10000.0))
     old = given.pop("type", "default")
@@ -87,6 +85,8 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
         raise ValueError(
             f"drafter: rope_scaling of {folder} is {shorten(kind)}, expected {', '.join([*ROPE_SCALINGS, 'mrope'])}"
         )
+    if missing := sorted(name for name in ROPE_SCALINGS[kind] if name not in given):
+        raise ValueError(f"drafter: rope_scaling of {folder} has no {missing[0]!r}, expected it for {kind!r}")
     factors = [*ROPE_SCALINGS[kind], *(name for name in OPTIONAL_FACTORS.get(kind, ()) if name in given)]
     scaling = None if kind == "default" else {"rope_type": kind, **{name: given.get(name) for name in factors}}
     if given.get("truncate", True) is not True:

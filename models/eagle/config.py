@@ -1,12 +1,11 @@
-"""Configuration of the one-layer drafters (`eagle_head.py`)."""
+"""Configuration of the one-layer drafters (`head.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from visspec.io.checkpoint import LARGEST, check_fields, check_positive, check_whole, check_wholes, shorten
+from visspec.io.checkpoint import LARGEST, check_fields, check_whole, check_wholes, shorten
 from visspec.models.drafting.checkpoint import DrafterConfig
-from visspec.models.layers import MOST_LAYERS, OPTIONAL_FACTORS, ROPE_SCALINGS
 from visspec.types import MAX_NODES
 
 IMAGES = {  # slots of an image in the draft sequence
@@ -20,6 +19,12 @@ IMAGES = {  # slots of an image in the draft sequence
     "blind": "no elements, and no features of the target in place of which zeros stand: a control",
 }
 COMPRESSED = ("latents", "queries", "gated")  # values of `images` with `image_latents`
+CHOICES = {"fusion": ("sum", "split", "cross"), "images": tuple(IMAGES), "positions": ("target", "index", "grid")}
+OF_FUSIONS = {  # flags, and the values of `fusion` that read them
+    **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm"), ("split",)),
+    **dict.fromkeys(("norm_input", "qk_layer_norm"), ("sum",)),
+    "norm_output": ("split", "sum"),
+}
 
 
 @dataclass(frozen=True)
@@ -74,107 +79,35 @@ class EagleConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_fields(self, "target_hidden", "kv_heads")
-        check_whole("head_size", self.head_size, 2, LARGEST)
-        check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
-        check_whole("draft_vocab", self.draft_vocab, 0, self.vocab)
-        check_whole("head_rank", self.head_rank, 0, self.hidden)
-        check_whole("image_latents", self.image_latents, 0)
         check_fields(self, "levels", "block", high=MAX_NODES - 1)
-        for name, known in (
-            ("fusion", ("sum", "split", "cross")),
-            ("images", tuple(IMAGES)),
-            ("positions", ("target", "index", "grid")),
-        ):
+        check_whole("head_rank", self.head_rank, 0, self.hidden)
+        for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
         self.check_layers(-self.target_layers - 1, self.target_layers + 1)
         for name, high in (("image_ids", LARGEST), ("mrope_section", self.head_size)):
             object.__setattr__(self, name, check_wholes(name, getattr(self, name), 0, high))
-        self._check_forms()
+        self._check_ignored()
 
-    def _check_forms(self) -> None:
-        """Raises ValueError for entries that do not go together."""
-        if self.head_size % 2:
-            raise ValueError(f"head_size: got {self.head_size}, expected an even number")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads: got {self.kv_heads}, expected a divisor of the {self.heads} heads")
-        if self.partial_rotary_factor > 1 or self.rotated < 2 or self.rotated % 2:
-            raise ValueError(
-                f"partial_rotary_factor: got {self.partial_rotary_factor}, expected an even number of the"
-                f" {self.head_size} channels"
-            )
-        if self.mrope_section and sum(self.mrope_section) != self.rotated // 2:
-            expected = f"numbers that sum to {self.rotated // 2}"
-            raise ValueError(f"mrope_section: got {shorten(self.mrope_section)}, expected {expected}")
-        if self.fusion == "cross" and (len(self.feature_layers) > 2 or self.feature_layers[-1] != -1):
-            raise ValueError(
-                f"feature_layers: got {list(self.feature_layers)} with fusion 'cross', expected [-1] or [layer, -1]"
-            )
-        if self.fusion == "cross" and (self.hidden != self.target_hidden or self.block > 1):
-            raise ValueError(
-                f"fusion: got 'cross' with hidden size {self.hidden} and block {self.block}, expected the target's"
-                f" {self.target_hidden} and block 1"
-            )
-        if self.fusion == "sum" and (self.hidden != self.target_hidden or self.feature_layers != (-1,)):
-            raise ValueError(
-                f"fusion: got 'sum' with hidden size {self.hidden} and layers {list(self.feature_layers)}, expected the"
-                f" target's {self.target_hidden} and its last layer"
-            )
-        if self.hidden != self.target_hidden and not (self.own_embedding and self.draft_vocab):
-            raise ValueError(
-                f"hidden: got {self.hidden} and a target of {self.target_hidden}, expected an embedding and a head of"
-                " the drafter's own"
-            )
-        if self.head_rank and not self.draft_vocab:
-            raise ValueError(
-                f"head_rank: got {self.head_rank} with draft_vocab 0, expected a head of the drafter's own"
-            )
-        self._check_images()
-        self._check_norms()
-        self._check_rope()
-
-    def _check_images(self) -> None:
-        if (self.images in COMPRESSED) != (self.image_latents > 0):
-            raise ValueError(
-                f"image_latents: got {self.image_latents} with images {self.images!r}, expected a count above 0 with"
-                f" {', '.join(COMPRESSED)} and 0 without"
-            )
-        if self.images == "embeddings" and self.fusion != "sum":
-            raise ValueError(f"images: got 'embeddings' with fusion {self.fusion!r}, expected fusion 'sum'")
-        if self.images in COMPRESSED and (self.fusion != "sum" or self.hidden % self.heads):
-            raise ValueError(f"images: got {self.images!r}, expected fusion 'sum' and heads that share the hidden size")
-        if self.hidden != self.target_hidden and self.images in ("slots", "embeddings", "latents"):
-            raise ValueError(
-                f"images: got {self.images!r} with hidden size {self.hidden}, expected the target's"
-                f" {self.target_hidden}, whose embeddings it reads"
-            )
-
-    def _check_norms(self) -> None:
-        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
-        for names, *known in (
-            (flags, "split"),
-            (("norm_input", "qk_layer_norm"), "sum"),
-            (("norm_output",), "split", "sum"),
-        ):
-            if self.fusion not in known and (named := [name for name in names if getattr(self, name)]):
-                expected = " or ".join(map(repr, known))
-                raise ValueError(f"{named[0]}: got true with fusion {self.fusion!r}, expected fusion {expected}")
-        if self.norm_before_fc and self.fc_norm:
-            raise ValueError("norm_before_fc, fc_norm: got both, expected one of them")
-
-    def _check_rope(self) -> None:
-        scaling = self.rope_scaling
-        if scaling is None:
-            return
-        kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
-        needed = ROPE_SCALINGS.get(kind) if isinstance(kind, str) else None
-        names = set(scaling) - {"rope_type"}
-        if needed is None or not needed <= names <= needed | OPTIONAL_FACTORS.get(str(kind), set()):
-            kinds = ", ".join(ROPE_SCALINGS)
-            raise ValueError(f"rope_scaling: got {shorten(scaling)}, expected the rope_type {kinds} with its factors")
-        for name in names:
-            check_positive(name, scaling[name])
+    def _check_ignored(self) -> None:
+        """Raises ValueError for values that the network would ignore or read as something else, without an error."""
+        latents, layers = self.images in COMPRESSED, self.feature_layers
+        ignored = {
+            "images": self.fusion != "sum" and (latents or self.images == "embeddings"),
+            "image_latents": latents != (self.image_latents > 0),
+            "head_rank": self.head_rank and not self.draft_vocab,
+            "block": self.fusion == "cross" and self.block > 1,
+            "feature_layers": layers[-1] != -1 or len(layers) > (2 if self.fusion == "cross" else 1),
+            "mrope_section": self.mrope_section and sum(self.mrope_section) != self.rotated // 2,
+            **{name: getattr(self, name) and self.fusion not in fusions for name, fusions in OF_FUSIONS.items()},
+        }
+        ignored["feature_layers"] = ignored["feature_layers"] and self.fusion != "split"
+        for name, wrong in ignored.items():
+            if wrong:
+                raise ValueError(
+                    f"{name}: got {shorten(getattr(self, name))}, which does not go with fusion {self.fusion!r}, images"
+                    f" {self.images!r}, draft_vocab {self.draft_vocab} and {self.rotated} rotary channels"
+                )
 
     @property
     def rotated(self) -> int:

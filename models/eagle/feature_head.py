@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from visspec.io.checkpoint import LARGEST, check_whole, check_wholes, shorten
 from visspec.models.drafting.checkpoint import DrafterConfig
-from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, unit
+from visspec.models.layers import FeatureRMSNorm, rotate, unit
 from visspec.types import MAX_NODES
 
 
@@ -49,8 +49,6 @@ class HeadConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_whole("target_layers", self.target_layers, 1, MOST_LAYERS)
-        check_whole("image_latents", self.image_latents, 0)
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         self.check_layers(-self.target_layers - 1, self.target_layers)
         for name, high in (("image_ids", LARGEST), ("mrope_section", self.hidden)):

@@ -11,7 +11,7 @@ layer predicts the feature after token t + 1. What differs is data (`EagleConfig
   a part of the vocabulary decode it.
 * fusion "cross" (DREAM, arXiv 2505.19201): a layer over embeddings alone, then gated cross-attention to the target's
   features up to token t, in whose place predicted features stand behind it, and an MLP (`FeatureCrossAttention`).
-* images: what the slots of an image are in the draft sequence, see `eagle_config.IMAGES`.
+* images: what the slots of an image are in the draft sequence, see `eagle.config.IMAGES`.
 
 Names of weights are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
 halves, as Llama's are. Shapes: B rows, T elements, R image runs, S slots of a run, H heads, K heads of keys, E head

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import check_fields, shorten
+from visspec.io.checkpoint import shorten
 from visspec.models.eagle.feature_head import FeatureHead, HeadConfig
 from visspec.models.layers import TINY
 
@@ -37,11 +37,10 @@ class ImageHeadConfig(HeadConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_fields(self, "codes", "rows", "columns")
-        if self.codes > self.vocab or self.image_latents or self.feature_layers != (-1,):
+        if self.image_latents or self.feature_layers != (-1,):
             raise ValueError(
-                f"codes, image_latents, feature_layers: got {self.codes}, {self.image_latents},"
-                f" {shorten(self.feature_layers)}, expected at most {self.vocab} (vocab), 0 and the last layer alone"
+                f"image_latents, feature_layers: got {self.image_latents}, {shorten(self.feature_layers)}, expected 0"
+                " and the last layer alone"
             )
 
     @property

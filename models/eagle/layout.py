@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import CONFIG, check_shapes, check_wholes, load_strictly, read_tensors, shorten
+from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shorten
 from visspec.models.decoder.target import content_ids, vocabulary
+from visspec.models.drafting.checkpoint import sentence_of
 from visspec.models.drafting.published_config import (
     check_ids,
     check_verifier,
@@ -82,13 +83,11 @@ def read(
     if missing:
         data = {**data, "vocab_size": vocabulary(model)}
         shapes = {n: (s[0] + missing, *s[1:]) if n == EMBEDDING else s for n, s in shapes.items()}
-    try:
+    with sentence_of(folder), torch.device("meta"):
         data = _normed(folder, form, data, norm_output)
         config = config_of(folder, form, data, shapes, model, images, layers)
-    except ValueError as error:
-        said = str(error)
-        raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
-    EagleDrafter.check_target(config, model)
+        EagleDrafter.check_target(config, model)
+        head = EagleHead(config)
     whole = config.draft_vocab == config.vocab  # such heads may have maps that map nothing
     skipped = (*OF_THE_TARGET, "d2t", "t2d") if whole else OF_THE_TARGET
     names = {own: name for own, (name, _) in stored.items() if own not in skipped}
@@ -97,8 +96,6 @@ def read(
     def named(own: str) -> str:
         return rename_tensor(own, [("^" + re.escape(ours), theirs) for theirs, ours in used])
 
-    with torch.device("meta"):
-        head = EagleHead(config)
     check_shapes(head, {own: tuple(shapes[own]) for own in names}, folder, named)
     head = head.to_empty(device="cpu").to(model.dtype)
     tensors = strip_prefix(read_tensors(folder), folder)

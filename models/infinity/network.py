@@ -1,10 +1,10 @@
 """Infinity's transformer: all bits of a scale at once, given the scales before it and a text. (arXiv 2412.04431)
 
-VAR's block (`var.py`) with another place and another condition. A position holds a row of bits, each with a classifier
-of two logits. Queries and keys are rotated by the position's row and column, stretched to the finest grid of the full
-schedule, so positions of all scales that lie at one spot are rotated alike. Every block attends to features of the
-text (T5's), and their attentive pooling modulates its norms and is the first scale's input. Parameters have their
-published names, blocks without the chunks that training filed them in.
+VAR's block (`var.network`) with another place and another condition. A position holds a row of bits, each with a
+classifier of two logits. Queries and keys are rotated by the position's row and column, stretched to the finest grid
+of the full schedule, so positions of all scales that lie at one spot are rotated alike. Every block attends to
+features of the text (T5's), and their attentive pooling modulates its norms and is the first scale's input.
+Parameters have their published names, blocks without the chunks that training filed them in.
 
 Shapes: R rows, Q positions of a pass, L positions of an image, C width, H heads, E head size, T text tokens, F features
 of one, n bits of a position.

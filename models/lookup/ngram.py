@@ -2,7 +2,7 @@
 2023).
 
 Works for all targets, uses no device time, and helps if the output repeats the prompt or itself. The search runs on
-the host on ids that are already there; image placeholders are never drafted (the guard rejects them).
+the host on ids that are already there; image placeholders are never drafted (`SafeDrafter` masks them).
 
 What every match would have drafted is known as tokens come, drafted or not. Where drafts were measured not to pay
 (`State.doubted`), a length of match that was wrong the last `PATIENCE` times drafts nothing until it was right once, so

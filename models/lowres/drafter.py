@@ -64,7 +64,7 @@ class LowRes(Drafter):
     def start(self, state: State, scores: Scores) -> None:
         fixed, total = state.request.fixed, state.request.max_new_tokens
         codes_BN = self.sketch(state)
-        drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # the guard inserts grammar tokens
+        drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # `SafeDrafter` inserts grammar tokens
         free = torch.arange(total) if fixed is None else (fixed[:total] == FREE).nonzero()[:, 0]
         drawn_BT[:, free[-codes_BN.shape[1] :].to(drawn_BT.device)] = codes_BN  # a preview before it is not drafted
         rows: list[list[int]] = [[] for _ in state.tokens]

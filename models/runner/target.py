@@ -41,7 +41,7 @@ class RunningTarget(Target):
         forward: Forward,
         eager: Callable[[], Tensor],
     ) -> list[Tensor | None] | None:
-        """What `forward` gives in a recording, for a tree and inputs that `encode_draft` makes; None where the pass is
+        """What `forward` gives in a recording, for a tree and the inputs of `given`; None where the pass is
         to run as `eager`.
         """
         return None if self.recorder is None else self.recorder.run(state, *given(), forward, eager)

@@ -11,7 +11,6 @@ import importlib
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import warnings
@@ -73,7 +72,7 @@ class ReadTask:
     def __call__(self, batch: Table) -> Iterator[Table]:
         os.chdir(self.job.home)
         twice: list[str] = []
-        records = new_records(pickle.loads(self.job.read)(), self.job.done, twice.append)
+        records = new_records(serializer().loads(self.job.read)(), self.job.done, twice.append)
         while (group := list(islice(records, self.job.group))) or twice:
             yield pack((group, list(twice)))
             twice.clear()
@@ -84,12 +83,12 @@ class RayWorker:
 
     def __init__(self, job: Job, attempts: ActorHandle):
         os.chdir(job.home)
-        self.attempts, self.making = attempts, pickle.loads(job.make)()
+        self.attempts, self.making = attempts, serializer().loads(job.make)()
         if "torch" in sys.modules:  # importing it takes seconds of a worker that makes its records without
             sys.modules["torch"].set_num_threads(job.threads)
 
     def __call__(self, batch: Table) -> Table:
-        records, twice = pickle.loads(batch["pickled"][0].as_py())
+        records, twice = serializer().loads(batch["pickled"][0].as_py())
         again = self._add(f"group of {[r.id for r in records[:1]]}", 1) > 1  # the worker that had it before has died
         return pack((list(self._one_by_one(records) if again else self.making(records)), twice))
 
@@ -105,10 +104,15 @@ class RayWorker:
         return importlib.import_module("ray").get(self.attempts.add.remote(what, change))
 
 
+def serializer() -> Any:
+    """Ray's own serializer, for messages between the processes of a run. Nothing from a file is read with it."""
+    return importlib.import_module("ray").cloudpickle
+
+
 def pack(value: object) -> Table:
     """A table of one row, as tasks of Ray Data exchange them."""
     arrow = importlib.import_module("pyarrow")
-    return arrow.table({"pickled": arrow.array([pickle.dumps(value)], arrow.large_binary())})
+    return arrow.table({"pickled": arrow.array([serializer().dumps(value)], arrow.large_binary())})
 
 
 def run(
@@ -125,8 +129,8 @@ def run(
     Raises ValueError with what an actor raised, or if Ray itself dies.
     """
     need("pyarrow", "--ray", EXTRA)
-    dumps = need("ray", "--ray", EXTRA).cloudpickle.dumps  # of functions of any kind
-    job, count = Job(dumps(read), dumps(make), done, str(Path.cwd()), **pool), 0
+    need("ray", "--ray", EXTRA)
+    job, count = Job(serializer().dumps(read), serializer().dumps(make), done, str(Path.cwd()), **pool), 0
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=drive, args=(job, sender), name="visspec-ray")
@@ -207,7 +211,7 @@ def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
             num_gpus=job.gpus or None,
         )
     )
-    return (pickle.loads(row["pickled"]) for row in made.iter_rows())
+    return (serializer().loads(row["pickled"]) for row in made.iter_rows())
 
 
 def error_text(error: BaseException) -> str:

@@ -79,7 +79,7 @@ class TrainedPreset(NamedTuple):
     sees: str
     network: dict[str, Any]
     plan: dict[str, Any]
-    draft: dict[str, Any]  # width and nodes, or a shape of `Shaped.shaped`
+    draft: dict[str, Any]  # width and nodes, or a shape of `StructuredDrafter.shaped`
     text_first: bool = False  # begin with text alone, then more and more pictures
     kind: str = "eagle-head"  # of `DRAFTERS`
 

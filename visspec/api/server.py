@@ -86,7 +86,7 @@ class Service:
     def __init__(self, text: TextWorker, pipe: ImagePipeline | None = None, image_model: str | None = None):
         self.text, self.pipe, self.image_model, self.began = text, pipe, image_model, int(time.time())
         self.unread = asyncio.Semaphore(text.slots)  # chats whose pixels are held, because the model has not read them
-        self.reader, self.painter = (ThreadPoolExecutor(1, f"visspec-{name}") for name in ("reader", "painter"))
+        self.reader, self.drawing = (ThreadPoolExecutor(1, f"visspec-{name}") for name in ("reader", "drawing"))
 
     async def chat(self, body: ChatBody, request: Request) -> Any:
         chunks = self._chunks(body, request)
@@ -138,7 +138,7 @@ class Service:
         loop, cancelled = asyncio.get_running_loop(), threading.Event()
         watch = loop.create_task(disconnected(request, cancelled.set))
         try:
-            files = await loop.run_in_executor(self.painter, self._draw, body, cancelled)
+            files = await loop.run_in_executor(self.drawing, self._draw, body, cancelled)
         except ValueError as error:
             name = str(error).partition(":")[0]
             raise RequestError(str(error), param=name if name in DrawingBody.model_fields else None) from None
@@ -177,7 +177,7 @@ class Service:
     def close(self) -> None:
         """Finish what was taken."""
         self.text.close()
-        for pool in (self.reader, self.painter):
+        for pool in (self.reader, self.drawing):
             pool.shutdown(cancel_futures=True)
 
 

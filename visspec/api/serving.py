@@ -88,7 +88,7 @@ def pending(text: str, stop: str) -> int:
 
 
 @dataclass(eq=False)
-class Row:
+class AnswerRow:
     """One choice of a chat. inputs: of `generate`, until it runs. explain: says why a text breaks the schema."""
 
     index: int
@@ -163,13 +163,13 @@ class TextWorker:
         tokenizer: Any = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.grammars: JsonGrammars | None = None
-        self.queue: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self.running: set[Row] = set()
+        self.queue: queue.SimpleQueue[AnswerRow | None] = queue.SimpleQueue()
+        self.running: set[AnswerRow] = set()
         self.closed = False
         self.thread = threading.Thread(target=self._work, name="visspec-chats", daemon=True)
         self.thread.start()
 
-    def prepare(self, body: ChatBody, tell: Tell, cancelled: threading.Event) -> tuple[list[Row], int]:
+    def prepare(self, body: ChatBody, tell: Tell, cancelled: threading.Event) -> tuple[list[AnswerRow], int]:
         """The rows of a chat, one a choice, and the length of its prompt. Not for several threads at once. Raises
         RequestError.
         """
@@ -194,7 +194,7 @@ class TextWorker:
         rows = []
         for index in range(body.n):
             own = inputs | ({} if body.seed is None else {"seed": body.seed + index})
-            rows.append(Row(index, body, own, StopTextFilter(self.decode, body.stop), tell, cancelled, explain))
+            rows.append(AnswerRow(index, body, own, StopTextFilter(self.decode, body.stop), tell, cancelled, explain))
         return rows, length
 
     def _room(self, length: int, body: ChatBody) -> int:

@@ -353,7 +353,7 @@ def fresh_or_resumed(
     **options: Any,
 ):
     """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`. draft:
-    width and nodes of its trees, or another shape of `Shaped.shaped`.
+    width and nodes of its trees, or another shape of `StructuredDrafter.shaped`.
     """
     sizes = {name: value for name, value in (draft or {}).items() if name not in zoo.SHAPE}
     shape = {name: value for name, value in (draft or {}).items() if name in zoo.SHAPE}

@@ -25,7 +25,7 @@ from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
 SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
-SHAPE = ("tree", "entropy", "confidence")  # options of every drafter that builds its drafts level by level (`Shaped`)
+SHAPE = ("tree", "entropy", "confidence")  # options of every `StructuredDrafter`
 VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
     "int": (int, "a whole number"),
     "float": ((int, float), "a finite number"),

@@ -77,14 +77,15 @@ def run(arguments: Options) -> None:
         why = pipe.family.no_pixels or "the detector judges held-out prompts only"
         raise ValueError(f"--quality: got {arguments.quality}, expected 0: {why}")
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
-    seed, scenes = arguments.seed, arguments.scenes(pipe.processor or pipe.model, "prompts")
-    tasks = taught(pipe.family, scenes.prompts())
+    seed, scenes, tasks = arguments.seed, None, None
     if arguments.prompts is None:
+        scenes = arguments.scenes(pipe.processor or pipe.model, "prompts")
+        tasks = taught(pipe.family, scenes.prompts())
         texts = [row["prompt"] for row in spread(scenes.prompts(), arguments.count, tasks)]
     else:
         texts = read_prompts(arguments.prompts, arguments.count)
     record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
-    if arguments.quality:
+    if arguments.quality and scenes is not None:
         home = arguments.json.resolve().parent if arguments.json else None
         judge(pipe, record, methods, options, scenes, arguments.quality, seed, arguments.out, home, tasks, others)
     arguments.end(record, *tables(record, Console().width))

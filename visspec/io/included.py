@@ -69,11 +69,10 @@ class World:
         """Pictures number `first` to `first + count`. Raises ValueError where there are fewer."""
         from PIL import Image
 
-        return [Image.open(self.folder / row["file_name"]).convert("RGB") for row in self._some(count, first)]
-
-    def questions(self, count: int, first: int = 0) -> list[list[str]]:
-        """The questions about each of these pictures."""
-        return [list(row["questions"]) for row in self._some(count, first)]
+        if first + count > len(self.rows):
+            raise ValueError(f"images: got {first + count}, but the world {self.name!r} has {len(self.rows)} pictures")
+        rows = self.rows[first : first + count]
+        return [Image.open(self.folder / row["file_name"]).convert("RGB") for row in rows]
 
     def prompts(self) -> list[dict[str, Any]]:
         """The prompts that the world's painter was trained on, as GenEval's metadata with `prompt` and `tag`."""
@@ -101,11 +100,6 @@ class World:
         else:
             texts = [text for row in self.rows for text in (row["caption"], *row["questions"], *row["answers"])]
         return bool(texts) and set(" ".join(texts).split()) <= set(known)
-
-    def _some(self, count: int, first: int) -> list[dict[str, Any]]:
-        if first + count > len(self.rows):
-            raise ValueError(f"images: got {first + count}, but the world {self.name!r} has {len(self.rows)} pictures")
-        return self.rows[first : first + count]
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def drift_text(drift: float | None) -> str:
 
 
 def ended_by(state: State, row: int) -> str:
-    """Why a finished row ended, as `why_ended`."""
+    """Why a finished row ended, see `finish_reason`."""
     return finish_reason(state.tokens[row], state.request.of(row)[0])
 
 
