@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+import scipy.stats
 import torch
 from torch import Tensor
 
@@ -135,3 +136,13 @@ def split(spans, cuts):
         choices.append([((a, b), (b - a) / (high - low)) for a, b in itertools.pairwise(ends)])
     for chosen in itertools.product(*choices):
         yield [span for span, _ in chosen], odds(w for _, w in chosen)
+
+
+def chi_square(counts, distribution):
+    """p-value of observed counts under a law; cells of tiny expectation are pooled."""
+    counts, expected = counts.flatten().double(), distribution.flatten() * counts.sum()
+    small = expected < 5
+    assert counts[expected == 0].sum() == 0, "a token of probability zero was drawn"
+    pooled = [torch.cat([x[~small], x[small].sum()[None]]) for x in (counts, expected)]
+    keep = pooled[1] > 0
+    return scipy.stats.chisquare(pooled[0][keep].numpy(), pooled[1][keep].numpy(), sum_check=False).pvalue

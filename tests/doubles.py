@@ -22,6 +22,7 @@ import visspec
 from tests.tiny import FAMILIES, VOCAB, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.api import requests
+from visspec.cli.main import main
 from visspec.distributions import Categorical
 from visspec.types import Draft, Drafter, DrafterTraits, State
 
@@ -35,6 +36,18 @@ def one_sentence(match: str | None) -> Iterator[pytest.ExceptionInfo[ValueError]
         yield error
     text = str(error.value)
     assert "\n" not in text and not re.search(r"\w\.( |$)", text) and len(text) < 500, text
+
+
+def refused(capsys, *argv, code=2) -> str:
+    """Run, expect an exit code and exactly one line on stderr; return it."""
+    try:
+        found = main(list(map(str, argv)))
+    except SystemExit as error:
+        found = error.code
+    line = capsys.readouterr().err.strip()
+    assert found == code, line
+    assert "Traceback" not in line
+    return line
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> Path:

@@ -14,9 +14,8 @@ import torch
 import visspec
 from tests import tiny_images
 from tests.any_order import Toy, potts, process, published_passes
-from tests.distributions import output_law, total_variation, verdicts
+from tests.distributions import chi_square, output_law, total_variation, verdicts
 from tests.doubles import one_sentence
-from tests.test_law import chi_square
 from tests.tiny import model_of
 from visspec import ImagePipeline
 from visspec import tree as trees

@@ -229,7 +229,6 @@ BAD = [
     ({"image": torch.zeros(4, 3, 48, 48)}, "image: got 4, expected one or 1, one for each prompt"),
     ({"image": torch.full((6, 6), CODES)}, "image: got codes 24..24, expected 0..23"),
     ({"image": torch.zeros(5, 5, dtype=torch.long)}, "image: got codes of shape (5, 5), expected (6, 6)"),
-    ({"strength": 0.5}, "strength: got 0.5, expected none"),
 ]
 
 

@@ -15,8 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.children import command
-from tests.doubles import tar_of
-from tests.test_cli import refused
+from tests.doubles import refused, tar_of
 from visspec.api import sources, zoo
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions, prefetch_map
@@ -652,11 +651,6 @@ def test_three_thousand_records_of_every_kind_and_five_kills(name, three_thousan
     assert {row["id"] for row in rows if row["error"]} == {id for id, fine in good.items() if not fine}
     captions[name] = {row["id"]: row["caption"] for row in rows}
     assert all(one == captions[name] for one in captions.values())
-
-
-@pytest.mark.nightly
-def test_many_kills_lose_no_record_and_repeat_none(tmp_path):
-    check_kills(tmp_path, 2000, 100, [300, 900, 1500])
 
 
 @pytest.mark.nightly

@@ -21,6 +21,7 @@ from PIL import Image
 from rich.console import Console
 
 import visspec
+from tests.doubles import refused
 from visspec.api import zoo
 from visspec.api.captions import PROMPT
 from visspec.cli import bench_image_table, demo
@@ -38,18 +39,6 @@ def pictures(tmp_path_factory):
         image.save(path, quality=95)
         paths.append(str(path))
     return paths
-
-
-def refused(capsys, *argv, code=2) -> str:
-    """Run, expect an exit code and exactly one line on stderr; return it."""
-    try:
-        found = main(list(map(str, argv)))
-    except SystemExit as error:
-        found = error.code
-    line = capsys.readouterr().err.strip()
-    assert found == code, line
-    assert "Traceback" not in line
-    return line
 
 
 def test_caption_files_tells_the_facts_and_writes_json(pictures, tmp_path, capsys):

@@ -136,21 +136,6 @@ def test_a_package_that_is_not_installed_is_named_before_work_starts(tmp_path, c
     assert "generated: got" in refused(capsys, "fid", tmp_path / "none", tmp_path)  # does not need it
 
 
-def test_rows_of_another_model_are_refused_and_finished_rows_stay(tmp_path, capsys):
-    folder = tmp_path / "g"
-    for i, prompt in enumerate(included.scenes("shapes").prompts()[:2]):
-        drawn(prompt, i).save(geneval.write_prompt(folder, i, prompt) / "0000.png")
-    results = tmp_path / "g.geneval.jsonl"
-    measured(tmp_path, "geneval", folder)
-    kept = results.read_text().splitlines(keepends=True)
-    results.write_text(kept[0] + kept[1][:20])
-    measured(tmp_path, "geneval", folder)
-    assert results.read_text().splitlines(keepends=True) == kept
-    results.write_text(kept[0].replace(json.loads(kept[0])["evaluator"], "0" * 16))
-    assert main(["eval", "geneval", str(folder)]) == 2
-    assert "another task or model" in capsys.readouterr().err
-
-
 def test_scenes_are_distinct():
     """Control: pictures of two seeds differ, so that equal scores mean equal folders."""
     one, two = included.scenes("shapes").images(2)

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.distributions import plain_law
+from tests.distributions import chi_square, plain_law
 from tests.tables import Steady, Table, TableDrafter, TableTarget, TableTree, decoded
-from tests.test_law import chi_square
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.distributions import Categorical, draw

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.doubles import refused
 from tests.test_any_order_painter import PIXELS, TEXTS, fresh, masked
-from tests.test_cli import refused
 from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.cli.main import main

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.distributions import context_law, output_law, plain_law, total_variation
+from tests.distributions import chi_square, context_law, output_law, plain_law, total_variation
 from tests.doubles import one_sentence
-from tests.test_law import chi_square
 from tests.tiny_images import janus, prompts
 from visspec import tree as trees
 from visspec.accept.exact import Exact

@@ -20,7 +20,6 @@ import visspec
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
 from tests.test_image_targets import TEXTS, Case, draw, made, named
-from tests.test_threads import Words
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.grouped import Grouped
@@ -43,7 +42,7 @@ WORDED = ["janus", "emu3", "anole", "lumina", "llamagen-class", "llamagen-captio
 @torch.inference_mode(False)
 def drawn() -> ImagePipeline:
     """A tiny Janus that reads letters."""
-    return ImagePipeline(tiny.janus(), Words())
+    return ImagePipeline(tiny.janus(), tiny.Words())
 
 
 # --- negative prompts -------------------------------------------------------------------------------------------------
@@ -52,7 +51,7 @@ def drawn() -> ImagePipeline:
 def reading(name: str) -> Case:
     """A family that reads texts, and three of them."""
     if name == "janus":
-        family = family_of(tiny.janus(), Words())
+        family = family_of(tiny.janus(), tiny.Words())
         return Case(family, family.layout(), 3.0, None, None)
     return made(name)
 
@@ -306,7 +305,7 @@ class Unknown(Rejection):
     ({"drafter": f"lowres:model={zoo.CHECKPOINTS}/../x"}, "model: got "),
     ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear that no name"),
     ({"drafter": type("Own", (Jacobi,), {})()}, "drafter: got a Own that no name"),
-    ({"processor": Words()}, "processor: got Words"),
+    ({"processor": tiny.Words()}, "processor: got Words"),
 ])  # fmt: skip
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(pipe, tmp_path, change, words):
     other = ImagePipeline(**pipe.components)

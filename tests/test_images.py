@@ -127,12 +127,10 @@ def test_what_belongs_to_the_model_moves_with_it(folder):
     ({"temperature": -1}, "temperature: got -1"), ({"top_p": 1.5}, "top_p: got 1.5"),
     ({"guidance_scale": -2}, "guidance: got -2"), ({"drafter": "nothing"}, "drafter: got 'nothing'"),
     ({"acceptance": "lantern:k=5000,delta=0.1"}, "k: got 5000"),
-    ({"acceptance": "lantern:delta=1.5"}, "delta: got 1.5"),
-    ({"acceptance": "nothing"}, "acceptance: got 'nothing'"), ({"drafter": "jacobi:redraw=odd"}, "redraw: got 'odd'"),
+    ({"acceptance": "nothing"}, "acceptance: got 'nothing'"),
     ({"drafter": "jacobi:redraw=independent"}, "drafter: Jacobi samples, expected point masses for the rule Exact"),
     ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear"), ({"drafter": 3}, "drafter: got 3"),
     ({"acceptance": 3}, "acceptance: got 3"), ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
-    ({"acceptance": "lantern:k=1.5"}, "k: got 1.5"), ({"acceptance": "grouped:max_gap=nan"}, "max_gap: got nan"),
     ({"drafter": "recycling", "acceptance": "block"}, "drafter: Recycling drafts trees"),
     ({"order": "islands", "acceptance": "local"}, "drafter: got none that drafts whole images"),
     ({"height": 0}, "height: got 0"),
@@ -250,6 +248,4 @@ def test_grid_and_maps():
     images = [Image.new("RGB", (20, 20), c) for c in ("red", "green", "blue")]
     sheet = grid.grid(images, ["a b c d e f g", "", "x"], columns=2)
     assert sheet.getpixel((grid.MARGIN, grid.MARGIN)) == (255, 0, 0) and sheet.width == 2 * 20 + 3 * grid.MARGIN
-    with pytest.raises(ValueError, match="images: got none"):
-        grid.grid([])
     assert grid.origin_image(np.zeros((2, 3), np.uint8), 30).size == (30, 30)

@@ -3,13 +3,12 @@
 import dataclasses
 
 import pytest
-import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import visspec
-from tests.distributions import choice_rounds, context_law, contexts, output_law, plain_law, total_variation
+from tests.distributions import chi_square, choice_rounds, context_law, contexts, output_law, plain_law, total_variation
 from tests.doubles import drafted, new_tokens
 from tests.tiny import model_of, prompt
 from visspec import sampling
@@ -165,16 +164,6 @@ def test_noise_does_not_depend_on_how_it_is_consumed(steps, peek):
         assert torch.equal(noise.window(step)[0], whole[at : at + step])
         noise.advance([step])
         at += step
-
-
-def chi_square(counts, distribution):
-    """p-value of observed counts under a law; cells of tiny expectation are pooled."""
-    counts, expected = counts.flatten().double(), distribution.flatten() * counts.sum()
-    small = expected < 5
-    assert counts[expected == 0].sum() == 0, "a token of probability zero was drawn"
-    pooled = [torch.cat([x[~small], x[small].sum()[None]]) for x in (counts, expected)]
-    keep = pooled[1] > 0
-    return scipy.stats.chisquare(pooled[0][keep].numpy(), pooled[1][keep].numpy(), sum_check=False).pvalue
 
 
 class Window:

@@ -24,14 +24,6 @@ from visspec.models.llamagen import network as llamagen
 # --- from a loader to a pipeline -------------------------------------------------------------------------------------
 
 
-class Words:
-    """Texts to ids that end with the begin-of-image token, padded on the left."""
-
-    def __call__(self, text, **_):
-        ids = torch.tensor([[0] * (5 - len(t.split())) + [1, *range(7, 7 + len(t.split())), 3] for t in text])
-        return {"input_ids": ids, "attention_mask": (ids != 0).long()}
-
-
 def test_a_janus_without_ids_says_what_must_be_set_and_then_draws(tmp_path):
     model = copy.deepcopy(tiny_images.janus())
     model.generation_config = GenerationConfig()
@@ -50,7 +42,7 @@ def test_a_janus_without_ids_says_what_must_be_set_and_then_draws(tmp_path):
     with pytest.raises(ValueError, match="processor: got NoneType, expected a processor of transformers to save"):
         pipe.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists(), "nothing is written before that is known"
-    pipe = ImagePipeline(model, Words())
+    pipe = ImagePipeline(model, tiny_images.Words())
     out = pipe(["a red cube", "two"], seed=0)
     assert [image.size for image in out.images] == [(32, 32)] * 2 and out.tokens[0].shape == (16,)
 

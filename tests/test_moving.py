@@ -12,8 +12,9 @@ from transformers import GenerationConfig
 import visspec
 from tests import tiny_images
 from tests.doubles import new_tokens
-from tests.test_threads import Words, pipeline
+from tests.test_threads import pipeline
 from tests.tiny import llama, llava, prompt, shapes
+from tests.tiny_images import Words
 from visspec.api.accelerate import Speculative
 from visspec.api.images import ImagePipeline
 from visspec.models.eagle.drafter import FeatureDrafter

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli import refused
+from tests.doubles import refused
 from visspec.api import distributed, sources
 from visspec.api.distributed import Attempts, Job, RayWorker, ReadTask
 from visspec.api.sources import Record, seed_of

@@ -636,7 +636,7 @@ def test_many_clients_at_once(clients, requests, captioner, pictures):
 
 
 def test_a_missing_extra_and_bad_arguments_are_sentences(monkeypatch, capsys):
-    from tests.test_cli import refused
+    from tests.doubles import refused
 
     assert "--port: got 70000" in refused(capsys, "serve", "--port", "70000")
     assert "--slots" in refused(capsys, "serve", "--slots", "0")

@@ -34,18 +34,8 @@ THREADS = 8
 TEXTS = ["a", "b c", "d e f"]
 
 
-class Words:
-    """As much of a `JanusProcessor` as prompts need: letters are ids."""
-
-    def __call__(self, text, **_):
-        lines = [[tiny_images.BOS, *(7 + ord(c) % 20 for c in t if c != " "), tiny_images.BOI] for t in text]
-        longest = max(map(len, lines))
-        ids = torch.tensor([[tiny_images.PAD] * (longest - len(line)) + line for line in lines])
-        return {"input_ids": ids, "attention_mask": (ids != tiny_images.PAD).long()}
-
-
 def pipeline(**options) -> ImagePipeline:
-    return ImagePipeline(tiny_images.janus(), Words(), **options)
+    return ImagePipeline(tiny_images.janus(), tiny_images.Words(), **options)
 
 
 @pytest.fixture
@@ -243,7 +233,7 @@ def test_a_rule_serves_two_targets(rule):
     with torch.no_grad():
         weight = other.model.vqmodel.quantize.embedding.weight
         weight.copy_(weight.flip(0) ** 3)
-    first, second = pipeline(), ImagePipeline(other, Words())
+    first, second = pipeline(), ImagePipeline(other, tiny_images.Words())
     asked = {"prompt": TEXTS, "seed": 1, "drafter": "jacobi:redraw=maximal,window=4", "output_type": "latent"}
     expected = [p(**asked, acceptance=copy.deepcopy(rule)).stats[0].displacement_per_token for p in (first, second)]
     assert expected[0] != expected[1]

@@ -13,8 +13,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from tests.children import forked, of_tests
+from tests.doubles import refused
 from tests.parallel_target import captions
-from tests.test_cli import refused
 from tests.tiny import model_of
 from tests.training_processes import pictures
 from visspec.api import loading

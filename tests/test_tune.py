@@ -6,7 +6,7 @@ import pytest
 
 import visspec
 from tests import tiny_images
-from tests.test_cli import refused
+from tests.doubles import refused
 from tests.tiny import model_of
 from visspec.api import tuned_preset
 from visspec.cli import tune as command

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import visspec
-from tests.test_cli import refused
+from tests.doubles import refused
 from visspec.api import loading, verdict
 from visspec.api.verdict import Member, answer_of, choose, decide, disagreement, likelihood
 from visspec.cli.main import main

@@ -278,3 +278,13 @@ class ChameleonTexts:
 
     def __init__(self):
         self.tokenizer = word_tokenizer(CHAMELEON, bos_token="<s>", pad_token="<pad>", eos_token="</s>")
+
+
+class Words:
+    """As much of a `JanusProcessor` as prompts need: letters are ids."""
+
+    def __call__(self, text, **_):
+        lines = [[BOS, *(7 + ord(c) % 20 for c in t if c != " "), BOI] for t in text]
+        longest = max(map(len, lines))
+        ids = torch.tensor([[PAD] * (longest - len(line)) + line for line in lines])
+        return {"input_ids": ids, "attention_mask": (ids != PAD).long()}

@@ -58,8 +58,6 @@ class Grouped(Rejection):
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
         """q(x) p(C)/q(C) - p(x), as one fraction, so that a group of one adds exactly 0."""
-        if self.reads_codes and self.clusters_V is None and self.embedding_VE is None:
-            raise ValueError("acceptance: Grouped has no codebook, expected bind(capabilities) first")
         rows, q = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None], draft.q
         q_BNV = None if q is None else categorical(q).p
         law_BNV, x_BN1 = p_BNV[rows, above(draft.tree)], draft.value[..., None]

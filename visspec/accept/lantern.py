@@ -53,24 +53,20 @@ class Lantern(Rejection):
         super().bind(capabilities)
         self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
 
-    def table(self) -> Tensor:
-        if self.table_Vk is None:
-            raise ValueError(f"acceptance: {type(self).__name__} has no codebook, expected bind(capabilities) first")
-        return self.table_Vk
-
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
         return self.borrowed_mass(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
         """The kernel sums the neighbours' mass itself, for the tested nodes only."""
-        return {"neighbours": self.table(), self.bound: self.value}
+        return {"neighbours": self.table_Vk, self.bound: self.value}
 
     def borrowed_mass(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
         """(B, D) mass added to codes x under the distributions of their parents."""
+        assert self.table_Vk is not None  # of `bind`
         rows, size, _ = p_BNV.shape
         law_BD = above_BD + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
         mass_R = kernels.neighbour_mass(
-            p_BNV.flatten(0, 1), x_BD.flatten(), self.table(), row=law_BD.flatten(), **{self.bound: self.value}
+            p_BNV.flatten(0, 1), x_BD.flatten(), self.table_Vk, row=law_BD.flatten(), **{self.bound: self.value}
         )
         return mass_R.view_as(x_BD)
 

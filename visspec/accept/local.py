@@ -62,8 +62,7 @@ class Local(Acceptance[Gumbel]):
 
     def within_tolerance(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
         """(B, N) whether codes x are accepted under the distributions of their positions; never grammar ids."""
-        if self.near_Vk is None or self.codes is None:
-            raise ValueError("acceptance: Local has no codebook, expected bind(capabilities) first")
+        assert self.near_Vk is not None and self.codes is not None  # of `bind`
         pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
         return (pooled_BN >= self.tau) & (x_BN < len(self.codes))
 

@@ -213,8 +213,6 @@ class Captions(AbstractContextManager):
         frames: int = FRAMES,
         **generate: Any,
     ):
-        if not isinstance(workers, int) or workers < 1:
-            raise ValueError(f"workers: got {workers!r}, expected a whole number of at least 1")
         self.fast, self.processor, self.request, self.slots, self.workers = fast, processor, request, slots, workers
         self.max_pixels, self.frames, self.generate = max_pixels, frames, generate
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)

@@ -14,8 +14,6 @@ MARGIN = 8
 
 def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: int | None = None) -> Image.Image:
     """Images of one size in rows, each caption below its image, wrapped. Without `columns` about square."""
-    if not images:
-        raise ValueError("images: got none, expected at least one")
     columns = columns or round(len(images) ** 0.5)
     width, height = images[0].size
     font = ImageFont.load_default(max(9, width // 9))

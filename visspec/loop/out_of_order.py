@@ -42,7 +42,9 @@ def decode_wavefront(
     schedule: generates all positions. audited: measure the drift, in one extra pass.
     Raises ValueError for a request that can't be decoded out of order.
     """
-    _check(request)
+    for name, value in (("processors", request.sampling.processors), ("stop", request.stop), ("eos", request.eos)):
+        if value:
+            raise ValueError(f"{name}: got {value!r}, expected none: images are not decoded in raster order here")
     trace = Trace()
     with stage(trace, "prefill"):
         state, scores = target.prefill(request)
@@ -58,20 +60,6 @@ def decode_wavefront(
             state.meters["drift"] = audit(decoder)
     decoder.finish()
     return state
-
-
-def _check(request: Request) -> None:
-    for name, value in (("processors", request.sampling.processors), ("stop", request.stop), ("eos", request.eos)):
-        if value:
-            raise ValueError(f"{name}: got {value!r}, expected none: images are not decoded in raster order here")
-    if request.keep_logits:
-        raise ValueError("keep_logits: got True, expected False: images are not decoded in raster order here")
-    total = request.max_new_tokens
-    if request.grid is None:
-        raise ValueError("grid: got None, expected the rows and columns of an image")
-    free = total if request.fixed is None else int((request.fixed[:total] == FREE).sum())
-    if free < request.grid[0] * request.grid[1]:
-        raise ValueError(f"grid: got {request.grid} and {free} places for codes, expected one for each")
 
 
 class OutOfOrderDecoder:
