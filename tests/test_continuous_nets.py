@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
 from tests.doubles import one_sentence
-from tests.test_image_nets import Formulas, affine, attention, conv, filled, llama_names, resnet, within
+from tests.test_image_nets import Formulas, affine, attention, conv, filled, resnet, within
 from visspec.io.convert_checkpoint import convert
 from visspec.models.codecs import kl_layout as layouts_kl
 from visspec.models.mar import layout as layouts_mar
@@ -354,7 +354,13 @@ NEXTSTEP = {  # entries of the published config.json that count, at a small size
 
 
 def nextstep_names(table=0):
-    names = {name.removeprefix("model."): shape for name, shape in llama_names("", 40).items()}
+    names = {"embed_tokens.weight": (40, 32), "norm.weight": (32,), "lm_head.weight": (40, 32)}
+    for layer in ("layers.0", "layers.1"):
+        names[f"{layer}.self_attn.q_proj.weight"] = names[f"{layer}.self_attn.o_proj.weight"] = (32, 32)
+        names[f"{layer}.self_attn.k_proj.weight"] = names[f"{layer}.self_attn.v_proj.weight"] = (16, 32)
+        names[f"{layer}.mlp.gate_proj.weight"] = names[f"{layer}.mlp.up_proj.weight"] = (48, 32)
+        names[f"{layer}.mlp.down_proj.weight"] = (32, 48)
+        names[f"{layer}.input_layernorm.weight"] = names[f"{layer}.post_attention_layernorm.weight"] = (32,)
     for layer in [name.removesuffix(".q_proj.weight") for name in names if name.endswith(".q_proj.weight")]:
         for part in "qkv":
             names[f"{layer}.{part}_proj.bias"] = names[f"{layer}.{part}_proj.weight"][:1]
