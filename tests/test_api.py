@@ -320,8 +320,6 @@ def test_positional_prompt_and_no_mask():
     assert torch.equal(fast("llama", "ngram").generate(inputs["input_ids"], **GREEDY), expected)
     assert torch.equal(fast("llama", "ngram").generate(inputs=inputs["input_ids"], **GREEDY), expected)
     assert torch.equal(fast("llama", "ngram").generate(inputs["input_ids"], GenerationConfig(**GREEDY)), expected)
-    with pytest.raises(ValueError, match="num_beams: got 2"):
-        fast("llama", "ngram").generate(inputs["input_ids"], GenerationConfig(num_beams=2))
     with pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
         fast("llama", "ngram").generate(inputs["input_ids"], inputs=inputs["input_ids"])
 
@@ -426,8 +424,6 @@ class OtherCache(DynamicCache):
 
 
 REFUSED = {
-    "no tokens": ({"max_new_tokens": 0}, "max_new_tokens: got 0, expected at least 1"),
-    "negative": ({"max_new_tokens": -3}, "max_new_tokens: got -3, expected at least 1"),
     "config": ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams: got 3, expected 1"),
     "beams": ({"num_beams": 4}, "num_beams: got 4, expected 1"),
     "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: got 0.6"),
@@ -439,18 +435,7 @@ REFUSED = {
     "custom": ({"custom_generate": print}, "custom_generate: got builtin_function_or_method, expected None"),
     "quantized": ({"cache_implementation": "quantized"}, "cache_implementation: got 'quantized', expected 'dynamic'"),
     "offloaded": ({"cache_implementation": "offloaded"}, "cache_implementation: got 'offloaded'"),
-    "paged": ({"generation_config": GenerationConfig(cache_implementation="paged")}, "got 'paged', expected 'dynamic'"),
     "cache": ({CACHE: OtherCache()}, f"{CACHE}: got OtherCache, expected an empty DynamicCache"),
-    "seed": ({"seed": 2**64}, "seed: got 18446744073709551616, expected whole numbers from 0 to"),
-    "negative seed": ({"seed": -1}, "seed: got -1, expected whole"),
-    "true": ({"seed": True, "do_sample": True}, "seed: got True, expected whole"),
-    "half": ({"seed": 0.5}, "seed: got 0.5, expected whole"),
-    "seeds": ({"seed": [2**64]}, "seed: got 18446744073709551616"),
-    "generator": ({"generator": "cpu"}, "generator: got 'cpu', expected"),
-    "cold": ({"do_sample": True, "temperature": 0.0}, "temperature: got 0"),
-    "colder": ({"do_sample": True, "temperature": -1.0}, "temperature: got -1.0"),
-    "top-p": ({"do_sample": True, "top_p": 1.5}, "top_p"),
-    "top-k": ({"do_sample": True, "top_k": -2}, "top_k"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import visspec
 from tests import tiny_images as tiny
+from tests.doubles import one_sentence
 from tests.test_image_targets import TEXTS, Case, draw, made, named
 from tests.test_threads import Words
 from visspec.accept.exact import Exact
@@ -24,7 +26,7 @@ from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
-from visspec.api import image_call, presets, saving, zoo
+from visspec.api import presets, saving, zoo
 from visspec.api.images import ImagePipeline
 from visspec.loop.orders import RejectedRegions
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
@@ -136,28 +138,16 @@ def refused(call, error=ValueError) -> str:
 
 def test_negative_prompts_that_are_refused(monkeypatch):
     monkeypatch.setattr("visspec.loop.setup.DecodingSetup.decode", lambda *a: pytest.fail("decoding began"))
-    pipe, glm = drawn(), named("glm_image")[1]
-    classes = named("llamagen-class")[1]
-    cases = {
-        "negative_prompt: got 3, expected a text or a list": lambda: pipe("a", negative_prompt=3),
-        "negative_prompt: got ['b', 3], expected a text": lambda: pipe(["a", "c"], negative_prompt=["b", 3]),
-        "negative_prompt: got 2 texts, expected 1, one for": lambda: pipe("a", negative_prompt=["b", "c"]),
-        "negative_prompt: got 1 texts, expected 2": lambda: pipe(["a", "b"], negative_prompt=["b"]),
-        "negative_prompt: got 'b', expected None: without guidance": lambda: pipe(
-            "a", negative_prompt="b", guidance_scale=1.0
-        ),
-        "negative_prompt: got 'b', expected None: glm_image has no unconditional": lambda: glm(
-            "a", negative_prompt="b", output_type="latent"
-        ),
-        "negative_prompt: got 'b', expected a class number 0..9": lambda: classes(
-            "3", negative_prompt="b", output_type="latent"
-        ),
-        "negative_prompt: got 142 tokens and an image of 16, expected at most 128": lambda: pipe(
-            "a", negative_prompt="b" * 140
-        ),
-    }
-    for start, call in cases.items():
-        assert (text := refused(call)).startswith(start), text
+    pipe, glm, classes = drawn(), named("glm_image")[1], named("llamagen-class")[1]
+    for caller, text, negative, more, start in (
+        (pipe, ["a", "b"], ["b"], {}, "negative_prompt: got 1 texts, expected 2"),
+        (pipe, "a", "b", {"guidance_scale": 1.0}, "negative_prompt: got 'b', expected None: without guidance"),
+        (glm, "a", "b", {}, "negative_prompt: got 'b', expected None: glm_image has no unconditional"),
+        (classes, "3", "b", {}, "negative_prompt: got 'b', expected a class number 0..9"),
+        (pipe, "a", "b" * 140, {}, "negative_prompt: got 142 tokens and an image of 16, expected at most 128"),
+    ):
+        with one_sentence(re.escape(start)):
+            caller(text, negative_prompt=negative, output_type="latent", **more)
 
 
 def test_a_family_of_ones_own_without_negative_prompts_is_told():
@@ -187,19 +177,10 @@ def test_a_tuple_instead_of_an_output(pipe):
     assert pipe.last_output.seeds == [1, 2] and "Trace" not in repr(out)
 
 
-def test_arguments_that_mean_nothing_here(monkeypatch):
-    pipe = drawn()
-    monkeypatch.setattr("visspec.loop.setup.DecodingSetup.decode", lambda *a: pytest.fail("decoding began"))
-    text = refused(lambda: pipe("a", num_inference_steps=50))
-    assert text.startswith("num_inference_steps: got 50, expected none: ") and "`drafter`" in text
-    assert refused(lambda: pipe("a", latents=torch.zeros(1))).startswith("latents: got a Tensor, expected none: ")
-    for name in image_call.MEANINGLESS:
-        assert refused(lambda name=name: pipe("a", **{name: 1})).startswith(f"{name}: got 1, expected none: ")
-    assert refused(lambda: next(pipe.stream("a", eta=0.5))).startswith("eta: got 0.5")
-    assert "nothing_known" in refused(lambda: pipe("a", nothing_known=None), TypeError)
-    monkeypatch.undo()
-    assert pipe("a", latents=None, prompt_embeds=None, seed=0).tokens
-    assert not set(image_call.MEANINGLESS) & set(inspect.signature(ImagePipeline.__call__).parameters)
+def test_arguments_of_diffusers_alone_are_unexpected():
+    for call in (drawn(), lambda *given, **options: next(drawn().stream(*given, **options))):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'num_inference_steps'"):
+            call("a", num_inference_steps=50)
 
 
 # --- callbacks --------------------------------------------------------------------------------------------------------
@@ -244,27 +225,12 @@ def test_codes_of_a_layout_with_row_ends_are_handed_without_them():
     assert seen[-1].shape == (1, 2, 5) and seen[-1][0].equal(out.images[0])
 
 
-@pytest.mark.parametrize("change", ["returned", "in place", "state", "unknown", "type"])
-def test_what_a_callback_wants_changed_is_refused(change):
-    def callback(pipeline, step, done, given):
-        if change == "in place":
-            given["latents"].zero_()
-        return {
-            "returned": {"latents": given["latents"] + 1}, "in place": None, "state": {"state": 3},
-            "unknown": {"prompt_embeds": given["latents"]}, "type": given["latents"],
-        }[change]  # fmt: skip
-
-    text = refused(lambda: drawn()("a", seed=0, callback_on_step_end=callback))
-    assert text.startswith("callback_on_step_end: got a") and "expected" in text
-    assert drawn()("a", seed=0).tokens and not drawn()._jobs
-
-
-def test_names_that_no_callback_can_have():
-    for wrong in (["latents", "timesteps"], "latents", [3], None):
-        text = refused(lambda wrong=wrong: drawn()("a", callback_on_step_end_tensor_inputs=wrong))
-        assert text == (
-            f"callback_on_step_end_tensor_inputs: got {wrong!r}, expected a list of names among latents, tokens"
-        )
+def test_what_a_callback_wants_changed_is_refused():
+    for change in ("latents", "state", "prompt_embeds"):
+        text = refused(lambda: drawn()("a", callback_on_step_end=lambda *given: {change: torch.zeros(1)}))  # noqa: B023
+        assert text.startswith(f"callback_on_step_end: got another {change!r} back, expected") and not drawn()._jobs
+    text = refused(lambda: drawn()("a", callback_on_step_end_tensor_inputs=["timesteps"]))
+    assert text == "callback_on_step_end_tensor_inputs: got ['timesteps'], expected some of latents, tokens"
 
 
 # --- saved pipelines --------------------------------------------------------------------------------------------------

@@ -286,7 +286,6 @@ def test_drafters_that_take_no_rows():
         ({"slots": True}, "slots: got True"),
         ({"ahead": -1}, "ahead: got -1"),
         ({"seed": [1, 2]}, "seed: got 2 seeds"),
-        ({"seed": -1}, "seed: got -1"),
         ({"num_beams": 4}, "num_beams: got 4"),
     ],
 )

@@ -40,13 +40,6 @@ def test_grounds_are_grey_near_the_canvas_and_fixed_by_the_generator(kind):
     assert (first.std() > 3) == (kind != "plain")
 
 
-def test_unknown_names_are_refused_by_name():
-    with pytest.raises(ValueError, match="'hexagon'"):
-        inside("hexagon", np.zeros(1), np.zeros(1))
-    with pytest.raises(ValueError, match="'grass'"):
-        ground("grass", 8, np.random.default_rng(0))
-
-
 def test_rendering_is_fast():
     scenes = [scene_from_seed(i) for i in range(100)]
     begun = time.process_time()

@@ -45,7 +45,7 @@ class ClipScorer:
     @torch.inference_mode()
     def cosines(self, images: Sequence[Image.Image], texts: Sequence[str]) -> np.ndarray:
         """Cosine of each pair, float64 (n,)."""
-        if len(images) != len(texts):
+        if len(images) != len(texts):  # cosine_similarity would broadcast one of them
             raise ValueError(f"different counts: {len(images)} images and {len(texts)} texts")
         u, v = self.of_images(images).double(), self.of_texts(texts).double()
         return torch.nn.functional.cosine_similarity(u, v).cpu().numpy()

@@ -178,13 +178,6 @@ def test_noise_level_ignores_grey_texture_and_sees_colour_noise():
         assert abs(noise_level(noisy) - sigma) < 0.1 * sigma
 
 
-def test_detector_names_a_bad_argument():
-    with pytest.raises(ValueError, match="radii"):
-        ShapeDetector(0.2, 0.1)
-    with pytest.raises(ValueError, match="at least 32"):
-        ShapeDetector().analyse(np.zeros((8, 8, 3)))
-
-
 def jpeg(image: np.ndarray) -> np.ndarray:
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "JPEG", quality=75)

@@ -255,7 +255,6 @@ class Accelerated:
         streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
         kwargs.pop("custom_generate", None)
-        requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(kwargs)
         requests.adopt_cache(kwargs)
         media = queueing.media_of(kwargs)
@@ -340,7 +339,6 @@ class Speculative:
         self.last_stats: Stats | None = None
 
     def __call__(self, model, input_ids, *, tok_streamer=None, generator=None, seed=None, **prepared):
-        requests.check_seeds(generator, seed)
         fast = self.fast
         if fast is None or fast.target.model is not model:
             fast = self.fast = accelerate(model, self.drafter, **self.options)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
-from inspect import Parameter, signature
+from dataclasses import KW_ONLY, dataclass, field
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -31,27 +29,6 @@ if TYPE_CHECKING:
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 TENSORS = ("latents", "tokens")  # what a callback may ask for
-ONE_BY_ONE = "an image is one token after another, as many as its grid has; `drafter` sets how many a pass drafts"
-NO_LATENTS = "tokens are drawn from no start; `seed` or `generator` makes them come again"
-FROM_TEXT = "prompts are texts (`prompt`, `negative_prompt`); families read ids with `from_ids`"
-TEXT_ALONE = "images are drawn from texts alone"
-MEANINGLESS = {  # arguments of diffusers' pipelines (and transformers' generate), and what to use for tokens
-    **dict.fromkeys(("num_inference_steps", "timesteps", "sigmas"), ONE_BY_ONE),
-    **dict.fromkeys(("latents",), NO_LATENTS),
-    **dict.fromkeys(("prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds"), FROM_TEXT),
-    **dict.fromkeys(("negative_pooled_prompt_embeds", "prompt_attention_mask"), FROM_TEXT),
-    **dict.fromkeys(("prompt_2", "prompt_3", "negative_prompt_2", "negative_prompt_3"), "a model has one text encoder"),
-    **dict.fromkeys(("ip_adapter_image", "control_image"), TEXT_ALONE),
-    "strength": "what a mask shows white is drawn anew (`image`, `mask_image`)",
-    **dict.fromkeys(("guidance_rescale", "true_cfg_scale"), "guidance mixes logits; `guidance_scale` is its scale"),
-    **dict.fromkeys(("cross_attention_kwargs", "joint_attention_kwargs"), "attention is the model's own"),
-    "eta": "no noise is added on the way; `temperature` says how much is left to chance",
-    "clip_skip": "all layers of the model count",
-    "max_sequence_length": "prompts are as long as they are, up to the model's positions",
-    **dict.fromkeys(("callback", "callback_steps"), "`callback_on_step_end` is called after every pass"),
-    "do_sample": "`temperature` 0 is greedy",
-    "max_new_tokens": ONE_BY_ONE,
-}
 
 
 @dataclass
@@ -108,19 +85,16 @@ class ImageRequest:
     callback_on_step_end: Callable[[Any, int, int, dict], dict | None] | None = None
     callback_on_step_end_tensor_inputs: Sequence[str] = TENSORS[:1]
 
-    @classmethod
-    def of(cls, prompt: str | Sequence[str], options: Mapping[str, Any]) -> ImageRequest:
-        """From a call's arguments. Raises as `refuse_diffusers_arguments`."""
-        known = {one.name for one in fields(cls)}
-        refuse_diffusers_arguments({name: value for name, value in options.items() if name not in known})
-        return cls(prompt, **{name: value for name, value in options.items() if name in known})
-
     def __post_init__(self) -> None:
         check_texts(self.prompt)
         for name in ("num_images_per_prompt", "batch_size"):
             if not isinstance(count := getattr(self, name), int) or count < 1:
                 raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
-        check_callback(self.callback_on_step_end, self.callback_on_step_end_tensor_inputs)
+        if not set(self.callback_on_step_end_tensor_inputs) <= set(TENSORS):
+            given = self.callback_on_step_end_tensor_inputs
+            raise ValueError(
+                f"callback_on_step_end_tensor_inputs: got {given!r}, expected some of {', '.join(TENSORS)}"
+            )
         if self.output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type: got {self.output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
         for name in ("height", "width"):
@@ -135,16 +109,6 @@ class ImageRequest:
     def each(self, of_prompts: Sequence[str]) -> list[str]:
         """What belongs to the prompts, for every image."""
         return [one for one in of_prompts for _ in range(self.num_images_per_prompt)]
-
-
-def takes_request(method: Callable) -> Callable:
-    """Shows the fields of `ImageRequest` as arguments of a method, before its own of keywords alone."""
-    shown = signature(method)
-    own = list(shown.parameters.values())
-    asked = list(signature(ImageRequest).parameters.values())
-    kept = [parameter for parameter in own if parameter.kind is Parameter.KEYWORD_ONLY]
-    method.__signature__ = shown.replace(parameters=[own[0], *asked, *kept])  # type: ignore[attr-defined]
-    return method
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,11 +160,14 @@ class ProgressCallback:
         self.bar.update(self.tokens - before)
         asked = self.job.request
         if asked.callback_on_step_end is not None:
-            own = tensors_so_far(state, self.job.layout, asked.callback_on_step_end_tensor_inputs)
-            given = {name: tensor.clone() for name, tensor in own.items()}
-            handed = {"state": state, **given}
-            back = asked.callback_on_step_end(self.pipeline, len(state.trace.rounds), self.tokens, handed)
-            check_unchanged(back, state, given, own)
+            tensors = tensors_so_far(state, self.job.layout, asked.callback_on_step_end_tensor_inputs)
+            handed = {"state": state, **tensors}
+            back = asked.callback_on_step_end(self.pipeline, len(state.trace.rounds), self.tokens, dict(handed)) or {}
+            if changed := [name for name, value in back.items() if value is not handed.get(name)]:
+                raise ValueError(
+                    f"callback_on_step_end: got another {changed[0]!r} back, expected it as it was handed: tokens that"
+                    " are drawn stay (`pipeline.interrupt` ends the call)"
+                )
         if self.job.interrupt:
             raise Interrupted
 
@@ -221,16 +188,6 @@ def pass_numbers(origin: list[str]) -> list[int]:
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
-
-
-def refuse_diffusers_arguments(others: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments of diffusers that have no meaning here, TypeError for those of nobody."""
-    for name, value in others.items():
-        if name not in MEANINGLESS:
-            raise TypeError(f"ImagePipeline got an unexpected keyword argument {name!r}")
-        if value is not None:
-            shown = repr(value) if isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
-            raise ValueError(f"{name}: got {shown}, expected none: {MEANINGLESS[name]}")
 
 
 def texts_of(given: object) -> list[str]:
@@ -291,37 +248,16 @@ def encode_prompts(
 
 
 def sampling_of(given: Mapping[str, Any], model: nn.Module, family: Family) -> Sampling:
-    """A call's settings, the model's own where it gives None. Raises ValueError that names what is off."""
+    """A call's settings, the model's own where it gives None. Raises ValueError as `Sampling` does."""
     own = getattr(model, "generation_config", None)
     usual = {"guidance_scale": family.default_guidance, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     values: dict[str, Any] = {}
     for name, value in given.items():
         theirs = None if name == "guidance_scale" else getattr(own, name, None)
-        value = next((v for v in (value, theirs) if v is not None), usual[name])
-        number = isinstance(value, (int, float)) and math.isfinite(value)
-        if name == "top_p":
-            right, wanted = number and 0 < value <= 1, "a number in (0, 1]"
-        elif name == "top_k":
-            right, wanted = isinstance(value, int) and value >= 0, "a whole number of 0 or more"
-        else:
-            right, wanted = number and value >= 0, "a number of 0 or more"
-        if not right:
-            raise ValueError(f"{name}: got {value}, expected {wanted}")
-        values[name] = value
-    sampling = Sampling(guidance=float(values.pop("guidance_scale")), **values)
+        values[name] = next((v for v in (value, theirs) if v is not None), usual[name])
+    sampling = Sampling(guidance=values.pop("guidance_scale"), **values)
     family.check_sampling(sampling)
     return sampling
-
-
-def check_callback(callback: Callable | None, tensors: Sequence[str]) -> None:
-    """Raises ValueError for a callback that can't be called, and for unknown names of tensors."""
-    if callback is not None and not callable(callback):
-        raise ValueError(f"callback_on_step_end: got {callback!r}, expected a function")
-    named = isinstance(tensors, (list, tuple)) and all(isinstance(name, str) for name in tensors)
-    if not named or not set(tensors) <= set(TENSORS):
-        raise ValueError(
-            f"callback_on_step_end_tensor_inputs: got {tensors!r}, expected a list of names among {', '.join(TENSORS)}"
-        )
 
 
 # --- what a callback is handed ----------------------------------------------------------------------------------------
@@ -340,21 +276,3 @@ def tensors_so_far(state: State, layout: ImageLayout, names: Sequence[str]) -> d
     codes = layout.codes(torch.stack([torch.cat(pair) for pair in zip(rows, room)]))
     found = {"tokens": codes, "latents": layout.latents(codes)}
     return {name: found[name] for name in names}
-
-
-def check_unchanged(back: dict | None, state: State, given: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Raises ValueError for changes by a callback, which returned `back` and was handed `given`, copies of `own`."""
-    if back is not None and not isinstance(back, dict):
-        raise ValueError(f"callback_on_step_end: got a {type(back).__name__} back, expected None or what it was handed")
-    for name, value in {**given, **(back or {})}.items():
-        same = value is state if name == "state" else isinstance(value, Tensor) and name in own
-        if not same or (name in own and not _same(value, own[name])):
-            raise ValueError(
-                f"callback_on_step_end: got another {name!r} back, expected it as it was handed: tokens that are drawn"
-                " stay (`pipeline.interrupt` ends the call)"
-            )
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether both are equal, NaN where the other is."""
-    return one.shape == other.shape and bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -203,7 +203,6 @@ class ImagePipeline:
             if not self._inside:
                 self._move("cpu")
 
-    @image_call.takes_request
     def __call__(
         self, prompt, image=None, mask_image=None, *, return_dict: bool = True, **options: Any
     ) -> ImageOutput | Any:
@@ -224,9 +223,8 @@ class ImagePipeline:
         negative_prompt: what guidance leads away from, one text or one for each prompt; "" is the prompt without words,
         None the model's own. callback_on_step_end_tensor_inputs: "latents", codes (B, rows, columns), and "tokens",
         (B, rows * columns), -1 where none is yet, are handed beside the state; to change them is refused.
-        Arguments of diffusers that have no meaning here (`num_inference_steps`) raise ValueError, with what has.
         """
-        out = self.draw(ImageRequest.of(prompt, {"image": image, "mask_image": mask_image, **options}))
+        out = self.draw(ImageRequest(prompt, image, mask_image, **options))
         return out if return_dict else (out.images,)
 
     def draw(self, request: ImageRequest) -> ImageOutput:
@@ -241,7 +239,7 @@ class ImagePipeline:
 
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[ImageOutput]:
         """Like `__call__`, but yields each batch when it is finished."""
-        yield from self._parts(ImageRequest.of(prompt, options))
+        yield from self._parts(ImageRequest(prompt, **options))
 
     @torch.inference_mode()
     def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:

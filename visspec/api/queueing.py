@@ -40,7 +40,6 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
         raise ValueError(
             f"seed: got {len(seed)} seeds, expected one number, or the seed of each prompt in its arguments"
         )
-    requests.check_seeds(options.get("generator"), seed)
     requests.check(options)
 
 
@@ -115,7 +114,6 @@ class RequestBuilder:
         seed, generator, streamer = own.pop("seed", None), own.pop("generator", None), own.pop("streamer", None)
         calls = {name: own.pop(name, None) for name in ("on_tokens", "on_logits")}
         requests.check(own)
-        requests.check_seeds(generator, seed)
         requests.adopt_stop_strings(own)
         for name in ONE_PROMPT:
             if (value := own.get(name)) not in (None, False, 1):

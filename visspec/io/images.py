@@ -27,8 +27,6 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
     missing permissions, another format, a broken or truncated file, or more than `max_pixels` pixels.
     """
     path = Path(path)
-    if max_pixels < 1:
-        raise ValueError(f"max_pixels must be at least 1, not {max_pixels}")
     if not path.exists():
         raise FileNotFoundError(f"there is no image file {path}")
     if not path.is_file():

@@ -235,8 +235,6 @@ class ShapeDetector(WorldDetector):
     def __init__(
         self, min_radius: float = 0.11, max_radius: float = 0.16, score: float = 0.65, max_unexplained: float = 0.04
     ):
-        if not 0 < min_radius <= max_radius < 0.5:
-            raise ValueError(f"radii must satisfy 0 < min_radius <= max_radius < 0.5, not {min_radius}, {max_radius}")
         self.min_radius, self.max_radius = min_radius, max_radius
         self.score, self.max_unexplained = score, max_unexplained
         self.fingerprint = digest("shapes-1", min_radius, max_radius, score, max_unexplained)

@@ -1,9 +1,8 @@
-"""The pictures of the emoji world: tiles of one image file and their names, checked against their digest when read.
+"""The pictures of the emoji world: tiles of one image file and their names.
 
 The pictures are Google's Noto Color Emoji, under the SIL Open Font License 1.1 (OFL.txt beside this file).
 """
 
-import hashlib
 import json
 from functools import cache
 from pathlib import Path
@@ -18,30 +17,14 @@ COLUMNS = 32
 DIGEST = "bf72b705405db9fb82736d0fd1428dd26f0c49d635d0c8c1c9a2d51c52b2ee31"  # of the files that belong to this version
 
 
-def digest(image: Path, names: list[str]) -> str:
-    """Digest of an atlas: of the image file's bytes and the names in their order."""
-    return hashlib.sha256(image.read_bytes() + "\n".join(names).encode()).hexdigest()
-
-
-def read(folder: Path = FOLDER) -> dict[str, Image.Image]:
-    """Tiles (RGBA, TILE pixels a side) by name; ValueError where a file is missing or is not this version's."""
-    for file in (folder / IMAGE, folder / NAMES):
-        if not file.is_file():
-            raise ValueError(f"atlas: got no file {file}, expected the one that comes with the package")
-    names = json.loads((folder / NAMES).read_text(encoding="utf-8"))["names"]
-    found = digest(folder / IMAGE, names)
-    if found != DIGEST:
-        raise ValueError(f"atlas: got files with the digest {found[:16]} in {folder}, expected {DIGEST[:16]}")
-    with Image.open(folder / IMAGE, formats=["WEBP"]) as stored:
+@cache
+def tiles() -> dict[str, Image.Image]:
+    """Tiles (RGBA, TILE pixels a side) by name, read once."""
+    names = json.loads((FOLDER / NAMES).read_text(encoding="utf-8"))["names"]
+    with Image.open(FOLDER / IMAGE, formats=["WEBP"]) as stored:
         page = stored.convert("RGBA")
     corners = [(i % COLUMNS * TILE, i // COLUMNS * TILE) for i in range(len(names))]
     return {name: page.crop((x, y, x + TILE, y + TILE)) for name, (x, y) in zip(names, corners)}
-
-
-@cache
-def tiles() -> dict[str, Image.Image]:
-    """The package's own tiles, read once."""
-    return read()
 
 
 @cache

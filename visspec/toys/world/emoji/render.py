@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image
 
 from visspec.toys.world.emoji.atlas import TILE, tiles
-from visspec.toys.world.emoji.scene import GROUNDS, TINTS, EmojiScene, check
+from visspec.toys.world.emoji.scene import TINTS, EmojiScene
 
 SLOPE = 26.0  # grey levels from the canvas's middle to the end of its gradient
 CLOUDS = 13.0  # standard deviations in grey levels
@@ -19,8 +19,6 @@ def ground(kind: str, tint: str, size: int, rng: np.random.Generator) -> np.ndar
     """Ground, float32 (size, size, 3) in 0..255: tint and gradient, soft clouds (`cloudy`, `rough`), grain (`grainy`,
     `rough`); clouds and gradient scale with the canvas, grain is per pixel.
     """
-    if kind not in GROUNDS or tint not in TINTS:
-        raise ValueError(f"ground: got {kind!r} in {tint!r}, expected one of {GROUNDS} in one of {tuple(TINTS)}")
     axis = (np.arange(size, dtype=np.float32) + 0.5) * 2 / size - 1
     angle, slope = rng.uniform(0, 2 * np.pi), SLOPE * rng.uniform(0.3, 1)
     image = np.asarray(TINTS[tint], np.float32) + 8 * rng.standard_normal(3).astype(np.float32)
@@ -72,7 +70,6 @@ def stamp_on(
 
 def render(scene: EmojiScene, size: int = 120) -> np.ndarray:
     """Pixels of a scene, uint8 (size, size, 3), sRGB; later pictures lie over earlier ones."""
-    check(scene)
     image = ground(scene.ground, scene.tint, size, np.random.default_rng(scene.texture_seed))
     for picture in scene.things:
         lengths = (picture.x * size, picture.y * size, picture.side * size)

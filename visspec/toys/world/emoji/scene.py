@@ -50,24 +50,6 @@ class EmojiScene(Scene):
     tint: str = "grey"
 
 
-def check(scene: EmojiScene) -> EmojiScene:
-    """The scene itself; ValueError where a name, the ground or the tint is unknown or a picture leaves the canvas."""
-    for picture in scene.things:
-        if picture.name not in names():
-            raise ValueError(f"name: got {picture.name!r}, expected one of the {len(names())} names of the atlas")
-        least, most = (f(picture.x, picture.y) for f in (min, max))
-        if not 0 < picture.side / 2 <= min(least, 1 - most) + 1e-6:
-            raise ValueError(
-                f"scene: got a {picture.name!r} of side {picture.side:.2f} at ({picture.x:.2f}, {picture.y:.2f}), "
-                "expected a picture inside the canvas, from 0 to 1"
-            )
-    if scene.ground not in GROUNDS:
-        raise ValueError(f"ground: got {scene.ground!r}, expected one of {GROUNDS}")
-    if scene.tint not in TINTS:
-        raise ValueError(f"tint: got {scene.tint!r}, expected one of {tuple(TINTS)}")
-    return scene
-
-
 def sample_ground(rng: np.random.Generator) -> tuple[str, str, int]:
     """Ground, tint and texture seed, each uniform."""
     return GROUNDS[int(rng.integers(len(GROUNDS)))], [*TINTS][int(rng.integers(len(TINTS)))], int(rng.integers(1 << 31))
