@@ -92,13 +92,13 @@ def _layout(t: Tensor) -> tuple:
     return tuple(t.shape), t.stride(), t.dtype, t.device
 
 
-def commit_kv(kv: Tensor | Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor, check: bool = False) -> None:
+def commit_kv(kv: Tensor | Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor) -> None:
     """Commits in place: kv is a tensor (B, H, S, F) or a list of them (keys and values of every layer).
 
     length (B,) int: slots in use before the draft; path (B, D) int as `accept_tree` returns it; count (B,) int: nodes
     to keep, at most the valid columns of path. Tensors of a call share shape, strides, dtype and device; the last
     stride is 1.
-    Raises ValueError or TypeError naming the argument; with check=True also for slots outside the cache.
+    Raises ValueError or TypeError naming the argument.
     """
     kv = [kv] if isinstance(kv, Tensor) else list(kv)
     require(len(kv) > 0, "kv", "no tensor", "at least one")
@@ -111,14 +111,6 @@ def commit_kv(kv: Tensor | Sequence[Tensor], length: Tensor, path: Tensor, count
     check_tensor("path", path, (B, None), INTS, device)
     check_tensor("length", length, (B,), INTS, device)
     check_tensor("count", count, (B,), INTS, device)
-    if check:
-        S, D = kv[0].shape[2], path.shape[1]
-        require(bool((count <= D).all()) and int(count.min()) >= 0, "count", count.tolist(), f"counts in [0, {D}]")
-        top = int((length + path.amax(1)).max())
-        require(int(length.min()) >= 0 and top < S, "length", f"a node at slot {top}", f"slots below {S}")
-        kept = torch.arange(D, device=device) < count.unsqueeze(1)
-        ascending = path >= torch.arange(D, device=device)
-        require(bool((ascending | ~kept).all()), "path", "a node before its own column", "ascending nodes")
     _commit_kv_op(kv, length, path, count)
 
 

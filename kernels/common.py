@@ -152,18 +152,6 @@ def _differs(want: int | None, size: int) -> bool:
     return want is not None and want != size
 
 
-def check_laws(name: str, distribution: Tensor) -> None:
-    """Debugging check (synchronises): rows are finite, non-negative and sum to one within half a percent for 16-bit
-    distributions (eight bits of mantissa), within 1e-4 otherwise.
-    """
-    tolerance = 1e-4 if distribution.dtype in (torch.float32, torch.float64) else 5e-3
-    total = distribution.double().sum(-1)
-    worst = float((total - 1).abs().max()) if total.numel() else 0.0
-    finite = bool(torch.isfinite(distribution).all()) and bool((distribution >= 0).all())
-    require(finite, name, "negative or non-finite probabilities", "rows of probabilities")
-    require(worst <= tolerance, name, f"a row that sums to one only within {worst:.3g}", f"within {tolerance:.3g}")
-
-
 def sortable(score: Tensor, index: Tensor) -> Tensor:
     """int64 keys that order fp32 scores, equal ones by smaller index first; `LOW - (key & LOW)` is the index again."""
     bits = (score + 0.0).view(torch.int32)

@@ -52,10 +52,11 @@ class OwnImageModel(PreTrainedModel):
                 f"model_type: got {entries.get('model_type')!r} in {where}, expected {configuration.model_type!r}"
             )
         try:
+            with torch.device("meta"):
+                check_shapes(cls(configuration.from_dict(entries)), read_shapes(where), where)
             model: Any = cls(configuration.from_dict(entries))
         except Exception as error:  # of whichever library checks the part that is wrong
             raise ValueError(f"model: config.json of {where} describes no model ({first_line(error)})") from None
-        check_shapes(model, read_shapes(where), where)
         load_strictly(model.to(dtype), read_tensors(where), where)
         if (where / GENERATION_CONFIG_NAME).is_file():
             model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
 from tests.doubles import one_sentence
-from tests.test_image_nets import Formulas, affine, attention, conv, filled, llama_names, resnet, within
+from tests.test_image_nets import Formulas, affine, attention, conv, filled, resnet, within
 from visspec.io.convert_checkpoint import convert
 from visspec.models.codecs import kl_layout as layouts_kl
 from visspec.models.mar import layout as layouts_mar
@@ -231,19 +231,15 @@ def test_a_published_training_checkpoint_is_converted_and_loads(published, tmp_p
 def test_what_does_not_fit_mar_is_refused(published, tmp_path):
     file = tmp_path / "mar.safetensors"
 
-    def refused(tensors, words, **options):
-        save_file(tensors, file)
+    for changed, heads, words in (
+        (published | {"head.weight": torch.zeros(1)}, 4, r"unknown tensor 'head\.weight'"),
+        (published | {"fake_latent": torch.full((1, 32), float("nan"))}, 4, "not finite"),
+        (published, None, "heads: .* width 32, expected heads="),
+        (published, 5, "heads: got 5, expected a divisor of the width 32"),
+    ):
+        save_file(changed, file)
         with one_sentence(words):
-            layouts_mar.load_mar(file, **{"heads": 4} | options)
-
-    for name in sorted(published)[::17]:
-        refused({n: t for n, t in published.items() if n != name}, r"checkpoint: .* (lacks|has no tensor) .*expected")
-        wrong = published | {name: torch.zeros(*published[name].shape, 2)}
-        refused(wrong, rf"tensor '{re.escape(name)}' of .* has shape .* expected")
-    refused(published | {"head.weight": torch.zeros(1)}, r"unknown tensor 'head\.weight'")
-    refused(published | {"fake_latent": torch.full((1, 32), float("nan"))}, r"not finite")
-    refused(published, r"heads: .* width 32, expected heads=", heads=None)
-    refused(published, r"heads: got 5, expected a divisor of the width 32", heads=5)
+            layouts_mar.load_mar(file, heads=heads)
 
 
 # --- KL autoencoders -------------------------------------------------------------------------------------------------
@@ -335,10 +331,6 @@ def test_the_published_autoencoder_has_its_sizes():
 
 def test_what_does_not_fit_an_autoencoder_is_refused(tmp_path):
     tensors, file = filled(kl_names(*TINY_KL)), tmp_path / "kl.safetensors"
-    for name in sorted(tensors)[::23]:
-        save_file({n: t for n, t in tensors.items() if n != name}, file)
-        with one_sentence(r"checkpoint: .* expected"):
-            layouts_mar.load_mar_vae(file)
     save_file(tensors | {"quantize.weight": torch.zeros(1)}, file)
     with pytest.raises(ValueError, match=r"unknown tensor 'quantize\.weight'"):
         layouts_mar.load_mar_vae(file)
@@ -354,10 +346,13 @@ NEXTSTEP = {  # entries of the published config.json that count, at a small size
 
 
 def nextstep_names(table=0):
-    names = {name.removeprefix("model."): shape for name, shape in llama_names("", 40).items()}
-    for layer in [name.removesuffix(".q_proj.weight") for name in names if name.endswith(".q_proj.weight")]:
-        for part in "qkv":
-            names[f"{layer}.{part}_proj.bias"] = names[f"{layer}.{part}_proj.weight"][:1]
+    names = {"embed_tokens.weight": (40, 32), "norm.weight": (32,), "lm_head.weight": (40, 32)}
+    for layer in ("layers.0", "layers.1"):
+        for part, rows in (("q", 32), ("k", 16), ("v", 16)):
+            names |= affine(f"{layer}.self_attn.{part}_proj", rows, 32)
+        names |= {f"{layer}.self_attn.o_proj.weight": (32, 32), f"{layer}.mlp.down_proj.weight": (32, 48)}
+        names[f"{layer}.mlp.gate_proj.weight"] = names[f"{layer}.mlp.up_proj.weight"] = (48, 32)
+        names[f"{layer}.input_layernorm.weight"] = names[f"{layer}.post_attention_layernorm.weight"] = (32,)
     names |= affine("image_in_projector", 32, 16) | affine("image_out_projector", 32, 32)
     names |= {"gen_pos_embed": (1, table, 32)} if table else {}
     return names | head_names("image_head.net", 16, 32, 24, 3, 1)
@@ -406,21 +401,17 @@ def test_nextstep_loads_as_published(tmp_path, table, used, normalised):
 def test_what_does_not_fit_nextstep_is_refused(tmp_path):
     tensors = filled(nextstep_names())
 
-    def refused(words, found=tensors, **config):
-        nextstep_folder(tmp_path / "a", found, **config)
+    bias = {"layers.0.self_attn.o_proj.bias": torch.zeros(32)}
+    for words, more, config in (
+        ("unknown tensor 'layers.0.self_attn.o_proj.bias'", bias, {}),
+        ("has no 'boi'", {}, {"boi": None}), ("has no 'latent_patch_size'", {}, {"latent_patch_size": None}),
+        ("size: got 16, expected a multiple of 3 x 3", {}, {"latent_patch_size": 3}),
+        ("has no tensor 'gen_pos_embed'", {}, {"use_gen_pos_embed": True}),
+        ("has 5 heads, expected a divisor of 32", {}, {"num_attention_heads": 5}),
+    ):  # fmt: skip
+        nextstep_folder(tmp_path / "a", tensors | more, **config)
         with one_sentence(words):
             layouts_nextstep.load_nextstep(tmp_path / "a", normalised=False)
-
-    for name in sorted(set(tensors) - {"lm_head.weight"})[::13]:
-        refused(r"checkpoint: .* (lacks|has no tensor|heads)", {n: t for n, t in tensors.items() if n != name})
-        refused(r"expected", tensors | {name: torch.zeros(*tensors[name].shape, 2)})
-    refused(r"unknown tensor 'layers\.0\.self_attn\.o_proj\.bias'",
-            tensors | {"layers.0.self_attn.o_proj.bias": torch.zeros(32)})  # fmt: skip
-    refused(r"has no 'boi'", boi=None)
-    refused(r"has no 'latent_patch_size'", latent_patch_size=None)
-    refused(r"patch: got 'two', expected a whole number", latent_patch_size="two")
-    refused(r"size: got 16, expected a multiple of 3 x 3", latent_patch_size=3)
-    refused(r"has no tensor 'gen_pos_embed'", use_gen_pos_embed=True)
 
 
 @torch.no_grad()

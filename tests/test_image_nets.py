@@ -135,14 +135,13 @@ def test_prefixes_and_their_refusals(model):
     assert torch.equal(both[:2], once) and both.shape[0] == 4 and torch.equal(both[2], both[3])
     if model.config.condition == "class":
         assert torch.equal(both[2, 0], model.cls_embedding.embedding_table.weight[10])
-        wrong = [torch.tensor([11]), torch.tensor([-1]), torch.zeros(1), torch.zeros(1, 1, dtype=torch.long)]
+        wrong = torch.tensor([11])
     else:
         inner = model.cls_embedding.cap_proj(model.cls_embedding.uncond_embedding)
         torch.testing.assert_close(both[2], inner)
-        wrong = [torch.zeros(1, 4, 12), torch.zeros(1, 3, 11), torch.tensor([1])]
-    for bad in wrong:
-        with pytest.raises(ValueError, match=r"condition: got .*, expected"):
-            model.prefix(bad)
+        wrong = torch.zeros(1, 4, 12)
+    with pytest.raises(ValueError, match=r"condition: got .*, expected"):
+        model.prefix(wrong)
 
 
 def test_captions_move_to_the_left():
@@ -166,9 +165,7 @@ def test_published_sizes():
         llamagen.LlamaGenConfig.of("XS", 16)
 
 
-@pytest.mark.parametrize(
-    "change", [{"heads": 3}, {"kv_heads": 3}, {"condition": "text"}, {"prefix": 2}, {"grid": 0}, {"codes": 2.5}]
-)
+@pytest.mark.parametrize("change", [{"heads": 3}, {"condition": "text"}, {"prefix": 2}])
 def test_wrong_settings_are_refused(change):
     with pytest.raises(ValueError, match=r"got .*, expected"):
         llamagen.LlamaGenConfig(**({"layers": 1, "heads": 4, "hidden_size": 32, "grid": 4} | change))
@@ -372,9 +369,8 @@ def test_codecs_decode_and_encode_as_published(tmp_path, form):
     codec.model.save_pretrained(tmp_path / "stock")  # round trip as the stock class it is
     again = vqgan.ImageCodec(vqgan.VQModel.from_pretrained(tmp_path / "stock").eval())
     assert torch.equal(again.decode(tokens, grid), found)
-    for bad in (tokens[:, :-1], tokens + 16, tokens - 17):
-        with pytest.raises(ValueError, match=r"tokens: got .*, expected"):
-            codec.decode(bad, grid)
+    with pytest.raises(ValueError, match=r"tokens: got .*, expected"):
+        codec.decode(tokens - 17, grid)
     with pytest.raises(ValueError, match="pixels: got shape"):
         codec.encode(pixels[:, :5])
 
@@ -477,20 +473,16 @@ LOADERS = {
 def test_what_does_not_fit_is_refused_by_its_published_name(tmp_path, layout):
     names, load = LOADERS[layout]
     file, tensors = tmp_path / "model.safetensors", filled(names())
-    some = [name for name in sorted(tensors) if not re.search("codebook_used|^loss", name)]
-    for name in some[:: len(some) // 3]:
-        save_file({k: v for k, v in tensors.items() if k != name}, file)
-        with one_sentence(r"checkpoint: .* (lacks|has no tensor) .*expected"):
+    name = next(name for name in sorted(tensors) if not re.search("codebook_used|^loss", name))
+    for changed, words in (
+        ({k: v for k, v in tensors.items() if k != name}, r"checkpoint: .* (lacks|has no tensor) .*expected"),
+        (tensors | {name: torch.zeros(*tensors[name].shape, 2)}, rf"{re.escape(name)}.*expected"),
+        (tensors | {"head.weight": torch.zeros(1)}, r"unknown tensor 'head\.weight'"),
+        ({"a": torch.zeros(1)}, r"has no tensor .*\(but a, ...\), expected another layout"),
+    ):
+        save_file(changed, file)
+        with one_sentence(words):
             load(file)
-        save_file(tensors | {name: torch.zeros(*tensors[name].shape, 2)}, file)
-        with one_sentence(rf"{re.escape(name)}.*expected"):
-            load(file)
-    save_file(tensors | {"head.weight": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match=r"unknown tensor 'head\.weight'"):
-        load(file)
-    save_file({"a": torch.zeros(1)}, file)
-    with pytest.raises(ValueError, match=r"has no tensor .*\(but a, ...\), expected another layout"):
-        load(file)
 
 
 def test_llamagen_does_not_guess(tmp_path):
@@ -500,9 +492,8 @@ def test_llamagen_does_not_guess(tmp_path):
         layouts_llamagen.load_llamagen(file)
     with pytest.raises(ValueError, match=r"heads: .* has 2 layers of width 32"):
         layouts_llamagen.load_llamagen(file, 4)
-    for heads in (0, 1, 3):
-        with pytest.raises(ValueError, match=f"heads: got {heads} for a wqkv of 64 x 32"):
-            layouts_llamagen.load_llamagen(file, 4, heads)
+    with pytest.raises(ValueError, match="heads: got 3 for a wqkv of 64 x 32"):
+        layouts_llamagen.load_llamagen(file, 4, 3)
 
 
 def test_pickles_are_converted_only_when_asked(tmp_path):

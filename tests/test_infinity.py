@@ -254,9 +254,6 @@ def test_published_schedules():
 
 def test_what_does_not_fit_is_refused(tmp_path):
     tensors = published()
-    for name in sorted(tensors)[::9]:
-        with one_sentence(r"checkpoint: .* expected"):
-            load(tmp_path, {n: t for n, t in tensors.items() if n != name})
     with pytest.raises(ValueError, match=r"unknown tensor 'block_chunks\.0\.module\.0\.ca_gamma'"):
         load(tmp_path, tensors | {"block_chunks.0.module.0.ca_gamma": torch.zeros(WIDTH)})
     with pytest.raises(ValueError, match=r"expected at most 15, beginning with one position"):

@@ -281,10 +281,6 @@ def test_what_does_not_fit_a_transformer_is_refused(tmp_path):
         with one_sentence(words):
             layouts_var.load_var(file, **options)
 
-    for name in sorted(tensors.keys() - {"attn_bias_for_masking"})[::5]:
-        refused(r"checkpoint: .* expected", {n: t for n, t in tensors.items() if n != name})
-        cut = tensors[name][..., :-1].contiguous()
-        refused(r"(checkpoint|heads|scales|\w+): .* expected", tensors | {name: cut})
     refused(r"unknown tensor 'blocks\.0\.attn\.k_bias'", tensors | {"blocks.0.attn.k_bias": torch.zeros(32)})
     refused(r"lvl_1L of .* expected the level", tensors | {"lvl_1L": tensors["lvl_1L"].flip(1)})
     refused(r"scales: got maps of \(1, 4, 9\) codes", tensors, scales=ScaleSizes.square(1, 2, 3))
@@ -297,27 +293,20 @@ def test_what_does_not_fit_a_transformer_is_refused(tmp_path):
 
 def test_what_does_not_fit_an_autoencoder_is_refused(tmp_path, vae_tensors):
     file = tmp_path / "vae.safetensors"
-
-    def refused(words, changed):
+    bare = {name: tensor for name, tensor in vae_tensors.items() if "quant_resi" not in name}
+    for words, changed in (
+        ("unknown tensor 'quantize.beta'", vae_tensors | {"quantize.beta": torch.zeros(1)}),
+        ("expected VAR's quantiser", bare),
+    ):
         save_file(changed, file)
         with one_sentence(words):
             layouts_var.load_var_vae(file)
 
-    for name in sorted(vae_tensors.keys() - {"quantize.ema_vocab_hit_SV"})[::17]:
-        refused(r"checkpoint: .* expected", {n: t for n, t in vae_tensors.items() if n != name})
-    refused(r"unknown tensor 'quantize\.beta'", vae_tensors | {"quantize.beta": torch.zeros(1)})
-    refused(r"has shape \(31,\), expected thirds", vae_tensors | {"encoder.mid.attn_1.qkv.bias": torch.zeros(31)})
-    bare = {name: tensor for name, tensor in vae_tensors.items() if "quant_resi" not in name}
-    refused("expected VAR's quantiser", bare)
-
 
 def test_wrong_settings_are_refused(vae):
     for words, make in (
-        ("scales: got none", lambda: ScaleSizes(())),
-        ("scales: got 0, expected", lambda: ScaleSizes.square(1, 0)),
-        ("scales: got 3, expected rows and columns", lambda: ScaleSizes((3,))),
-        ("heads: got 3, expected a divisor", lambda: VARConfig(32, 1, 3, SMALL.scales)),
-        ("depth: got 0", lambda: VARConfig(32, 0, 2, SMALL.scales)),
+        ("scales: got 0 codes in 0 maps", lambda: ScaleSizes(())),
+        ("scales: got 1 codes in 2 maps", lambda: ScaleSizes.square(1, 0)),
         (
             r"codes: got shape \(1, 29\), expected \(B, 30\)",
             lambda: vae.decode(torch.zeros(1, 29).long(), SMALL.scales),

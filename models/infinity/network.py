@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.io.checkpoint import check_fields
 from visspec.models.layers import GeluMLP, rotate
 from visspec.models.scales.blocks import EPSILON, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
@@ -92,13 +91,6 @@ class InfinityConfig:
     reach: tuple[int, int] | None = None
 
     def __post_init__(self):
-        check_fields(self, "width", "depth", "heads", "code_size", "text", "pool", "longest", "levels")
-        if self.hidden is not None:
-            check_fields(self, "hidden")
-        if self.width % (4 * self.heads):
-            raise ValueError(f"heads: got {self.heads}, expected heads of a multiple of 4 channels in {self.width}")
-        if self.width % self.pool:
-            raise ValueError(f"pool: got {self.pool}, expected a divisor of the width {self.width}")
         if len(self.scales) > self.levels or self.scales.sizes[0] != 1:
             found = f"{len(self.scales)} beginning with {self.scales.sizes[0]} positions"
             raise ValueError(f"scales: got {found}, expected at most {self.levels}, beginning with one position")

@@ -7,13 +7,12 @@ of the row that has most, S slots of a sequence: those of the class, then tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.io.checkpoint import check_fields
 from visspec.models.layers import GeluMLP, Network
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
@@ -36,7 +35,6 @@ class MARConfig:
     hidden: int | None = None  # of the blocks' MLPs; default 4 width
 
     def __post_init__(self):
-        check_fields(self, *(name for name, value in asdict(self).items() if name != "hidden" or value is not None))
         if self.width % self.heads:
             raise ValueError(f"heads: got {self.heads}, expected a divisor of the width {self.width}")
 

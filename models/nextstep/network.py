@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Qwen2Config, Qwen2Model
 
-from visspec.io.checkpoint import check_fields
 from visspec.models.layers import Network
 from visspec.models.published_tensors import stock
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
@@ -34,8 +33,6 @@ class NextStepConfig:
     positions: int = 0
 
     def __post_init__(self):
-        check_fields(self, "size", "patch", "head_width", "head_depth")
-        check_fields(self, "image_start", "positions", low=0)
         if self.size % self.patch**2:
             raise ValueError(f"size: got {self.size}, expected a multiple of {self.patch} x {self.patch} latents")
 

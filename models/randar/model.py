@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import JanusVQVAE, JanusVQVAEConfig, PreTrainedConfig
 
-from visspec.io.checkpoint import check_whole
 from visspec.models.folders import OwnImageModel
 from visspec.models.llamagen.network import LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
@@ -35,8 +34,6 @@ class RandARImageConfig(PreTrainedConfig):
         vq_config: JanusVQVAEConfig | dict[str, Any] | None = None,
         **options: Any,
     ):
-        for name, value in (("vocab", vocab), ("words", words), ("features", features)):
-            check_whole(name, value, 1, 1 << 20)
         given = vq_config if isinstance(vq_config, JanusVQVAEConfig) else JanusVQVAEConfig(**(vq_config or {}))
         self.vq_config = given
         self.network = {"layers": 1, "heads": 1, "hidden_size": 16} | (network or {})

@@ -10,7 +10,7 @@ Shapes: B images, T codes of all maps, S codes of a map, c channels of codes, (H
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -20,8 +20,6 @@ import torch
 from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from visspec.io.checkpoint import check_whole, check_wholes
 
 GROUPS = 32  # of every group norm
 MOST_CODES = 1 << 20  # of all maps of an image
@@ -35,15 +33,12 @@ class ScaleSizes:
     grids: tuple[tuple[int, int], ...]
 
     def __post_init__(self):
-        if not self.grids:
-            raise ValueError("scales: got none, expected at least one map")
-        for grid in self.grids:
-            if not isinstance(grid, tuple) or len(grid) != 2:
-                raise ValueError(f"scales: got {grid!r}, expected rows and columns of each map")
-            for side in grid:
-                check_whole("scales", side)
-        if (codes := sum(rows * columns for rows, columns in self.grids)) > MOST_CODES:
-            raise ValueError(f"scales: got {codes} codes in {len(self.grids)} maps, expected at most {MOST_CODES}")
+        codes = sum(rows * columns for rows, columns in self.grids)
+        if not self.grids or min(map(min, self.grids)) < 1 or codes > MOST_CODES:
+            raise ValueError(
+                f"scales: got {codes} codes in {len(self.grids)} maps, expected at most {MOST_CODES} in maps of at"
+                " least one row and column"
+            )
 
     @classmethod
     def square(cls, *sides: int) -> ScaleSizes:
@@ -173,15 +168,6 @@ class MultiScaleShape:
     blocks: int = 2
     shared: int = 4
     kernel: int = 3
-
-    def __post_init__(self):
-        for name, value in asdict(self).items():
-            if name == "multipliers":
-                check_wholes(name, value, 1, 1 << 16)
-            else:
-                check_whole(name, value, 0 if name == "blocks" else 1, 1 << 16)
-        if self.channels % GROUPS:
-            raise ValueError(f"channels: got {self.channels}, expected a multiple of {GROUPS}")
 
 
 class ScaleVAE(nn.Module):

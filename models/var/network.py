@@ -19,7 +19,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import check_fields
 from visspec.models.layers import GeluMLP
 from visspec.models.scales.blocks import Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
@@ -40,13 +39,6 @@ class VARConfig:
     classes: int = 1000
     hidden: int | None = None  # of the blocks' MLPs; default 4 width
     shared: bool = False
-
-    def __post_init__(self):
-        check_fields(self, "width", "depth", "heads", "codes", "code_size", "classes")
-        if self.hidden is not None:
-            check_fields(self, "hidden")
-        if self.width % self.heads:
-            raise ValueError(f"heads: got {self.heads}, expected a divisor of the width {self.width}")
 
     @classmethod
     def of(cls, depth: int, scales: ScaleSizes, shared: bool = False) -> VARConfig:

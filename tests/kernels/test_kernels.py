@@ -66,7 +66,7 @@ def test_commit_kv(case):
     for seed in SEEDS:
         arguments = commit.random_case(seed, **case)
         wanted = commit.reference(**arguments)
-        kernels.commit_kv(**arguments, check=True)
+        kernels.commit_kv(**arguments)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
 
 
@@ -116,8 +116,6 @@ def test_guided_warp_takes_logits_in_any_layout():
     for scores in (False, True):
         found = kernels.guided_warp(z, top_k=3, scores=scores)
         assert found.is_contiguous() and torch.equal(found, kernels.guided_warp(z.contiguous(), top_k=3, scores=scores))
-    with pytest.raises(ValueError, match=r"^guidance: found -1"):
-        kernels.guided_warp(z, z, guidance=-1.0)
 
 
 @cases(warp)
@@ -163,38 +161,19 @@ KV = torch.zeros(2, 1, 8, 4)
     [
         (lambda: kernels.guided_warp(torch.zeros(2, 5, dtype=torch.int64)), TypeError, "logits"),
         (lambda: kernels.guided_warp(LAW, LAW[:1]), ValueError, "uncond"),
-        (lambda: kernels.guided_warp(LAW, temperature=-1.0), ValueError, "temperature"),
-        (lambda: kernels.guided_warp(LAW, top_p=1.5), ValueError, "top_p"),
         (lambda: kernels.guided_warp(LAW, temperature=float("nan")), ValueError, "temperature"),
-        (lambda: kernels.guided_warp(LAW, LAW, guidance=float("inf")), ValueError, "guidance"),
-        (lambda: kernels.guided_warp(LAW, top_p=float("nan")), ValueError, "top_p"),
+        (lambda: kernels.guided_warp(LAW, LAW, guidance=-1.0), ValueError, "guidance: found -1"),
+        (lambda: kernels.guided_warp(LAW, top_p=1.5), ValueError, "top_p"),
         (lambda: kernels.neighbour_mass(LAW, IDS, TABLE), ValueError, "delta"),
         (lambda: kernels.neighbour_mass(LAW, IDS - 2, TABLE, delta=0.1), ValueError, "token: found ids from -1"),
         (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, delta=0.1, row=IDS), ValueError, "row: found ids from 1 to 2"),
-        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, delta=0.1, row=IDS - 2), ValueError, "row"),
-        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, delta=float("nan")), ValueError, "delta"),
-        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, lam=float("inf")), ValueError, "lam"),
-        (lambda: kernels.grouped_mass(LAW, None, IDS - 2, clusters=TABLE[:, 0]), ValueError, "token: found ids from"),
-        (lambda: kernels.grouped_mass(LAW, None, IDS * 9, group=2), ValueError, "token"),
-        (lambda: kernels.grouped_mass(LAW, None, IDS, group=2, max_gap=float("nan")), ValueError, "max_gap"),
-        (lambda: kernels.grouped_mass(LAW, None, IDS, group=2, max_gap=-0.1), ValueError, "max_gap"),
-        (
-            lambda: kernels.grouped_mass(LAW, None, IDS, group=2, embedding=LAW[0, :, None], max_distance=-1.0),
-            ValueError,
-            "max_distance",
-        ),
         (lambda: kernels.neighbour_mass(LAW, IDS, TABLE[:4], delta=0.1), ValueError, "neighbours"),
-        (lambda: kernels.neighbour_mass(LAW, IDS * 9, TABLE, delta=0.1), ValueError, "token"),
-        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, lam=0.5), ValueError, "lam"),
+        (lambda: kernels.grouped_mass(LAW, None, IDS * 9, group=2), ValueError, "token"),
+        (lambda: kernels.grouped_mass(LAW, None, IDS, group=2, max_gap=-0.1), ValueError, "max_gap"),
         (lambda: kernels.grouped_mass(LAW, None, IDS), ValueError, "group"),
         (lambda: kernels.grouped_mass(LAW, None, IDS, group=2, max_distance=1.0), ValueError, "max_distance"),
-        (lambda: kernels.commit_kv([], IDS, IDS, IDS), ValueError, "kv"),
         (lambda: kernels.commit_kv([KV, KV[:, :, :4]], IDS, TABLE[:2], IDS), ValueError, "kv"),
-        (lambda: kernels.commit_kv([KV, KV.to("meta")], IDS, TABLE[:2], IDS), ValueError, "kv"),
-        (lambda: kernels.commit_kv(KV, IDS + 6, TABLE[:2], IDS, check=True), ValueError, "length"),
-        (lambda: kernels.ancestors(LAW), TypeError, "parent"),
         (lambda: kernels.ancestors(IDS[None], -1), ValueError, "levels"),
-        (lambda: kernels.ancestors(IDS[None]), ValueError, "parent"),
         (lambda: kernels.tree_attention(KV, KV, KV, IDS), ValueError, "parent"),
         (lambda: kernels.tree_attention(KV, KV.double(), KV, IDS), TypeError, "k:"),
         (lambda: kernels.tree_attention(KV[:, :, :0], KV, KV, IDS), ValueError, "q: found an empty tree"),
