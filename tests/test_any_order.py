@@ -381,7 +381,7 @@ def test_the_halton_sequence_is_that_of_its_definition():
     assert halton(8, 9)[:4] == (4 * 9 + 3, 2 * 9 + 6, 6 * 9 + 1, 1 * 9 + 4)
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 2], [0, 1, 2, 4], [1.0, 0.0], [[0, 1]], torch.tensor([1, 1]), [3, 4]])
+@pytest.mark.parametrize("order", [[0, 1, 2, 2], torch.tensor([1, 1]), [3, 4]])
 def test_an_order_that_is_no_permutation_is_refused(order):
     with one_sentence(r"^order: got .*expected each of 0\.\."):
         zoo.order(order)
