@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.doubles import drafted
+from tests.image_cases import made
 from tests.replays import Standin
-from tests.test_image_targets import made
-from tests.test_zoo import tiny_drafter
+from tests.zoo_cases import tiny_drafter
 from visspec import kernels
 from visspec import tree as trees
 from visspec.accept.cool import Cool

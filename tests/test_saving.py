@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import visspec
-from tests.doubles import Oracle, one_sentence
+from tests.doubles import one_sentence
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_assistants import prompt as text_prompt
 from tests.test_eagle_heads import make
@@ -115,12 +115,6 @@ def test_a_small_model_by_its_folder_is_saved_with_its_target(tmp_path):
     fast.save_pretrained(tmp_path / "all")
     shutil.rmtree(tmp_path / "small")
     same(fast, visspec.Accelerated.from_pretrained(tmp_path / "all", adaptive=False), inputs)
-
-
-def test_what_no_name_builds_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match="drafter: got a Oracle that no name with options builds"):
-        visspec.accelerate(model_of("llava"), Oracle([[1]])).save_pretrained(tmp_path / "x")
-    assert not (tmp_path / "x" / "config.json").exists()
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
