@@ -330,7 +330,7 @@ def test_a_target_of_text_is_refused_in_a_sentence(tmp_path):
 
 def test_a_pipeline_is_saved_with_the_files_of_its_drafter(tmp_path):
     spec = f"{published('anole', tmp_path / 'd')}:tree=dynamic,width=3"
-    saved = saving._drafter_entry(spec, tiny.chameleon(), tmp_path / "s")
+    saved = saving._drafter_entry(spec, tiny.chameleon(), None, tmp_path / "s")
     assert saved == {"folder": "drafter", "options": "tree=dynamic,width=3"}
     again, _ = zoo.drafter(str(tmp_path / "s"), tiny.chameleon())
     assert isinstance(again, LanternDrafter) and again.trained.equal(zoo.drafter(spec, tiny.chameleon())[0].trained)
