@@ -15,12 +15,20 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from visspec.io.checkpoint import PICKLED, Value, check_values, inside, unwrap_names, weight_files
+from visspec.io.checkpoint import (
+    PICKLE,
+    PICKLED,
+    Value,
+    inside,
+    load_strictly,
+    read_file,
+    unwrap_names,
+    weight_files,
+)
 
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
@@ -36,36 +44,18 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
     weights in addition to plain ones.
     """
     path = Path(path)
-    if path.is_dir():
-        pickled = sorted(p.name for p in path.iterdir() if p.suffix in PICKLED)
-        if pickled and not any(path.glob("*.safetensors")):
-            raise _is_pickle(path / pickled[0])
-        files = weight_files(path)
-    elif path.suffix in PICKLED:
-        raise _is_pickle(path)
-    elif path.is_file():
-        files = [inside(path.parent, path.name)]
-    else:
+    if not path.exists():
         raise ValueError(f"checkpoint: {path} does not exist, expected a .safetensors file or a folder of them")
+    if path.suffix in PICKLED and path.is_file():
+        raise ValueError(f"checkpoint: {path} holds {PICKLE.format(path.name)}")
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                found = {name: opened.get_tensor(name) for name in opened.keys()}
-        except Exception as error:
-            raise ValueError(f"checkpoint: {file} is not a readable safetensors file ({error})") from None
+    for file in weight_files(path) if path.is_dir() else [inside(path.parent, path.name)]:
+        found = read_file(file, lambda opened, name: opened.get_tensor(name))
         twice = sorted(tensors.keys() & found.keys())
         if twice:
             raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model")
         tensors |= found
     return unwrap_names(tensors, path)
-
-
-def _is_pickle(path: Path) -> ValueError:
-    return ValueError(
-        f"checkpoint: {path} holds pickled weights, expected .safetensors"
-        " (python -m visspec.io.convert_checkpoint FILE OUT writes them)"
-    )
 
 
 def rename_tensor(name: str, rules: Rules) -> str:
@@ -91,20 +81,8 @@ def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") ->
 
 def place(module: nn.Module, named: Named, where: str | Path) -> None:
     """Copy renamed tensors into a module with exactly these tensors, cast to the module's dtype."""
-    wanted = module.state_dict()
-    extra, missing = sorted(named.keys() - wanted.keys()), sorted(wanted.keys() - named.keys())
-    if extra:
-        raise ValueError(f"checkpoint: {where} has the unknown tensor {named[extra[0]][0]!r}, expected another layout")
-    if missing:
-        raise ValueError(f"checkpoint: {where} lacks what becomes {missing[0]!r}, expected {len(wanted)} tensors")
-    for name, (published, tensor) in named.items():
-        if tensor.shape != wanted[name].shape:
-            found, expected = tuple(tensor.shape), tuple(wanted[name].shape)
-            raise ValueError(f"checkpoint: tensor {published!r} of {where} has shape {found}, expected {expected}")
-        check_values(published, tensor, wanted[name], where)
-    with torch.no_grad():
-        for name, (_, tensor) in named.items():
-            wanted[name].copy_(tensor)
+    published = {new: name for new, (name, _) in named.items()}
+    load_strictly(module, {new: tensor for new, (_, tensor) in named.items()}, where, lambda n: published.get(n, n))
 
 
 def require(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: str | Path) -> Tensor:

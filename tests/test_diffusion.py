@@ -267,8 +267,7 @@ BAD = {
     "block": ({"block": 0}, "block: got 0, expected a whole number from 1"),
     "steps": ({"steps": 5, "block": 4}, "steps: got 5, expected a whole number from 1 to 4"),
     "reads": ({"reads": 0}, "reads: got 0"),
-    "width": ({"width": 0}, "width: got 0"),
-    "shifted": ({"shifted": "yes"}, "shifted: got 'yes', expected true or false"),
+    "vocabulary": ({"network": bert(vocab_size=5000)}, f"drafter: vocabulary of 5000, expected the target's {VOCAB}"),
     "trees": ({"steps": 2, "width": 2}, "steps: got 2 for trees, expected 1"),
     "positions": ({"block": 80}, "block: got 80, expected less than the 80 positions"),
 }
@@ -278,12 +277,10 @@ BAD = {
 def test_values_that_are_none_are_refused(what):
     options, sentence = BAD[what]
     with pytest.raises(ValueError, match=sentence):
-        DiffusionModel(bert(), model_of("llama"), **{"mask": MASK, **options})
+        DiffusionModel(**{"network": bert(), "model": model_of("llama"), "mask": MASK, **options})
 
 
-def test_other_vocabularies_and_shapes_are_refused():
-    with pytest.raises(ValueError, match=f"drafter: vocabulary of 5000, expected the target's {VOCAB}"):
-        DiffusionModel(bert(vocab_size=5000), model_of("llama"), mask=MASK)
+def test_trees_of_several_passes_are_refused():
     with pytest.raises(ValueError, match="tree: got '3-2' with 2 steps, expected chains"):
         DiffusionModel(bert(), model_of("llama"), mask=MASK, steps=2).shaped(tree="3-2")
 

@@ -15,7 +15,6 @@ from visspec import ImagePipeline
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
 from visspec.api import zoo
-from visspec.api.loading import load_image_model
 from visspec.loop.decode import apply_verdict, decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
@@ -267,15 +266,9 @@ def case_drawn(case, target, used, temperature):
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"levels": 0}, "levels: got 0, expected at least 1"),
-        ({"refine": 0}, "refine: got 0, expected at least 1"),
-    ],
-)
-def test_bad_options_are_refused_in_a_sentence(options, said):
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize("options", [{"levels": 0}, {"refine": 0}])
+def test_bad_options_are_refused_in_a_sentence(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))}: got 0, expected at least 1"):
         drafter(**options)
 
 
@@ -299,6 +292,3 @@ def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
     passes = [int(numbers.max()) + 1 for numbers in fast.passes]
     assert sum(passes) < 3 * 24 and fast.stats[0].faults == 0 and fast.stats[0].guarantee == "exact"
     assert (SHIPPED.parent / "model.safetensors").stat().st_size < 8e6
-    emoji = load_image_model("painter-emoji")[0]
-    with pytest.raises(ValueError, match="painter-distilled is made for a model with"):
-        zoo.drafter("painter-distilled", emoji)

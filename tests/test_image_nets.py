@@ -502,7 +502,7 @@ def test_pickles_are_converted_only_when_asked(tmp_path):
     out.parent.mkdir()
     torch.save({"model": tensors, "optimizer": {"state": {}}, "steps": 3, "args": argparse.Namespace(lr=1.0)}, pickled)
     for path in (pickled, tmp_path):
-        with one_sentence(r"pickled weights, expected \.safetensors .*convert_checkpoint"):
+        with one_sentence(r"pickled weights \(c2i_B_256\.pt\), expected \.safetensors .*convert_checkpoint"):
             layouts_llamagen.load_llamagen(path, 4, 4)
     convert_checkpoint.convert(pickled, out)
     assert load_file(out).keys() == tensors.keys()

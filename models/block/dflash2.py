@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantDecoderLayer
 
-from visspec.io.checkpoint import check_whole
-
 CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}  # as published
 
 
@@ -26,8 +24,7 @@ def with_convolutions(
     config: MuseGlimmerAssistantConfig, taps: int | None, group: int | None
 ) -> MuseGlimmerAssistantConfig:
     """The configuration of a DFlash network made one of DFlash 2. Raises ValueError for sizes that don't fit it."""
-    for name, value, most in zip(CONVOLUTIONS, (taps, group), (config.block_size, config.hidden_size)):
-        check_whole(name, value, 1, most)
+    for name, value in zip(CONVOLUTIONS, (taps, group)):
         setattr(config, name, value)
     if config.hidden_size % config.conv_group_size:
         raise ValueError(f"conv_group_size: got {group}, expected a divisor of the hidden size {config.hidden_size}")

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from visspec.cache import to_device
-from visspec.io.checkpoint import check_whole, shorten
+from visspec.io.checkpoint import check_whole
 from visspec.models.decoder.small_model import READS, VOCABULARY_PADDING
 from visspec.models.decoder.target import describe, vocabulary
 from visspec.models.drafting.structure import Chain, StructuredDrafter
@@ -72,8 +72,6 @@ class DiffusionModel(StructuredDrafter):
             ("nodes", nodes, MAX_NODES - 1),
         ):
             check_whole(name, value, 1, most)
-        if not isinstance(shifted, bool):
-            raise ValueError(f"shifted: got {shorten(shifted)}, expected true or false")
         if steps > 1 and width > 1:
             raise ValueError(f"steps: got {steps} for trees, expected 1")
         longest = getattr(config, "max_position_embeddings", None) or 1 << 30

@@ -74,7 +74,7 @@ def read(
         vocab = entry(folder, layer_of(folder, form, data), "vocab_size", int)
         if vocab != vocabulary(model):
             raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
-        few = _own_vocabulary(data, vocab) if form == "speculators" else 0
+        few = (data.get("draft_vocab_size") or vocab) if form == "speculators" else 0
         head = _sequential(folder, form, data, vocab, few, model)
         network = DFlash2Model if algorithm(form, data) == "dflash2" else MuseGlimmerAssistantModel
         assistant: Any = network(config)
@@ -233,13 +233,6 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
 
 
 # --- a vocabulary of its own ------------------------------------------------------------------------------------------
-
-
-def _own_vocabulary(data: dict, vocab: int) -> int:
-    """Ids that the drafter's own head predicts, as many as the target's if it says nothing."""
-    count = data.get("draft_vocab_size", vocab)
-    check_whole("draft_vocab_size", count, 1, vocab)
-    return count
 
 
 def _check_head(

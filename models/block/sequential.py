@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import LARGEST, check_whole, shorten
+from visspec.io.checkpoint import check_whole, shorten
 from visspec.models.layers import over_vocabulary
 
 Below = Callable[[int, Tensor], Tensor]
@@ -229,21 +229,15 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
             check_whole(name, size, 1, vocab)
         return CandidateSelector(vocab, hidden, *sizes)
     if kind == "domino":
-        for name, low in (("gru_hidden_dim", 1), ("emb_dim", 1), ("pure_draft_prefix_len", 0)):
-            check_whole(name, said.get(name, 0), low, LARGEST)
         prefix = said.get("pure_draft_prefix_len", 0)
         return Domino(vocab, table, said["gru_hidden_dim"], said["emb_dim"], prefix)
     rank, named = said.get("markov_rank", 256 if nested else 0) or 0, said.get("markov_head_type", KINDS[0])
-    check_whole("markov_rank", rank, 0, LARGEST)
     if rank and named not in KINDS:
         raise ValueError(
             f"drafter: markov_head_type of {folder} is {shorten(named)}, expected one of {', '.join(KINDS)}"
         )
     has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
     beside = said.get("confidence_head_with_markov", nested)
-    for name, value in (("enable_confidence_head", has), ("confidence_head_with_markov", beside)):
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}: got {shorten(value)}, expected true or false")
     if has and beside and not rank:
         raise ValueError(f"drafter: markov_rank of {folder} is 0, expected one above 0 for its confidence head")
     if not (rank or has):

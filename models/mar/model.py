@@ -9,7 +9,6 @@ import torch
 from diffusers import AutoencoderKL
 from transformers import PreTrainedConfig
 
-from visspec.io.checkpoint import check_whole
 from visspec.models.folders import OwnImageModel
 from visspec.models.mar.network import MAR, MARConfig
 from visspec.models.vectors.diffusion_head import Schedule, schedule
@@ -35,7 +34,6 @@ class MARImageConfig(PreTrainedConfig):
         sizes = MARConfig(
             **({"width": 32, "depth": 1, "heads": 2, "head_width": 32, "head_depth": 1} | (network or {}))
         )
-        check_whole("denoising_steps", denoising_steps, 2, 1000)
         self.network, self.labels = asdict(sizes), [str(i) for i in range(sizes.classes)] if labels is None else labels
         if len(set(self.labels)) != sizes.classes:
             raise ValueError(f"labels: got {len(set(self.labels))} names, expected {sizes.classes}, one for each class")

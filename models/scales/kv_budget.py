@@ -250,8 +250,6 @@ def selectivity(
     """
     if not 0 < share <= 1:
         raise ValueError(f"share: got {share}, expected a share in (0, 1]")
-    if isinstance(condition, Tensor) and (condition.dim() != 1 or not len(condition)):
-        raise ValueError(f"classes: got shape {tuple(condition.shape)}, expected at least one number")
     scales, rows = model.config.scales, len(condition)
     watched = AttentionMeter(scales, model.config.depth, share)
     reading = ConditionState(model, quantizer, condition, rows, watched)

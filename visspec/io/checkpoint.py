@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE = "pickled weights ({}), expected .safetensors (python -m visspec.io.convert_checkpoint FILE OUT writes them)"
 MAX_JSON_BYTES = 16 << 20
 LITEMA = "model_ema."  # prefix of names without dots
 AVERAGED = ("ema.", "ema_model.", LITEMA)  # prefixes of averaged weights in training checkpoints
@@ -108,9 +109,8 @@ def weight_files(folder: Path) -> list[Path]:
     found = sorted(folder.glob("*.safetensors"))
     if not found:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
-        what = f"pickled weights ({pickled[0]})" if pickled else "no weights"
-        hint = " (python -m visspec.io.convert_checkpoint FILE OUT writes them)" if pickled else ""
-        raise ValueError(f"checkpoint: {folder} has {what}, expected .safetensors{hint}")
+        what = PICKLE.format(pickled[0]) if pickled else "no weights, expected .safetensors"
+        raise ValueError(f"checkpoint: {folder} has {what}")
     return [inside(folder, path.name) for path in found]
 
 
@@ -143,12 +143,19 @@ def _each_tensor(
 ) -> dict[str, Value]:
     found: dict[str, Value] = {}
     for path in weight_files(folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                found |= {name: get(file, name) for name in file.keys() if wanted is None or name in wanted}
-        except Exception as error:
-            raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
+        found |= read_file(path, get, wanted)
     return found
+
+
+def read_file(
+    path: Path, get: Callable[[safe_open, str], Value], wanted: Collection[str] | None = None
+) -> dict[str, Value]:
+    """What `get` reads of the tensors of one safetensors file, or of those with these names."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: get(file, name) for name in file.keys() if wanted is None or name in wanted}
+    except Exception as error:
+        raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
 
 
 def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
