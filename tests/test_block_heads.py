@@ -195,9 +195,6 @@ def test_the_loss_is_least_where_the_rate_is_told():
     assert (told < losses.confidence(rate.logit() - 0.1, q, p)).all()
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
-
-
 # --- structure and length of blocks -----------------------------------------------------------------------------------
 
 

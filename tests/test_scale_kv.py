@@ -222,7 +222,6 @@ def checked(*row):
          "budget: got one beside a refiner"),
         (lambda: SmallVAR(network(0)).attach(VARImages(network(0), codec=vae(), budget=CacheBudget.full(SCALES, 2))),
          "drafter: got one beside a refiner or a budget"),
-        (lambda: selectivity(network(0), vae().quantize, torch.zeros(0).long(), None), "classes: got shape"),
     ],
 )  # fmt: skip
 def test_wrong_budgets_are_refused(make, words):

@@ -13,14 +13,15 @@ size.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import check_fields, check_positive
+from visspec.io.checkpoint import check_whole
+from visspec.models.drafting.checkpoint import DrafterConfig
 from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
 from visspec.types import MAX_NODES
 
@@ -29,14 +30,11 @@ KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target or
 
 
 @dataclass(frozen=True)
-class DistilledConfig:
+class DistilledConfig(DrafterConfig):
     """Configuration of the network and of its target, whose pictures have `rows` rows of `columns` positions, row ends
     included. `vocab` includes codes and grammar ids. guidance, temperature: of the distributions that it was taught.
     """
 
-    family: str
-    vocab: int
-    hidden: int
     target_layers: int
     codes: int
     rows: int
@@ -50,18 +48,15 @@ class DistilledConfig:
     levels: int = 24
 
     def __post_init__(self):
-        check_fields(self, "layers", high=MOST_LAYERS)
-        check_fields(self, "levels", high=MAX_NODES - 1)
-        check_fields(self, "guidance", "temperature", "rope_theta", check=check_positive)
+        super().__post_init__()
+        check_whole("layers", self.layers, 1, MOST_LAYERS)
+        check_whole("levels", self.levels, 1, MAX_NODES - 1)
         if self.hidden % (2 * self.heads):
             raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
 
     @property
     def positions(self) -> int:
         return self.rows * self.columns
-
-    def to_dict(self) -> dict:
-        return asdict(self)
 
 
 class DistilledLayer(nn.Module):

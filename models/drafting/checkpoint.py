@@ -57,6 +57,8 @@ class DrafterConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if isinstance(value, list):  # as JSON has it
+                object.__setattr__(self, field.name, tuple(value))
             if field.type in ("float", float):
                 check_positive(field.name, value)
             elif field.type in ("bool", bool) and not isinstance(value, bool):
@@ -64,9 +66,7 @@ class DrafterConfig:
 
     def check_layers(self, low: int, high: int) -> None:
         """Raises ValueError unless `feature_layers` lists numbers from low to high, at least one."""
-        layers = check_wholes("feature_layers", vars(self)["feature_layers"], low, high)
-        object.__setattr__(self, "feature_layers", layers)
-        if not layers:
+        if not check_wholes("feature_layers", vars(self)["feature_layers"], low, high):
             raise ValueError("feature_layers: got (), expected at least one layer")
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import Value, check_wholes, shorten, unwrap_names
+from visspec.io.checkpoint import Value, shorten, unwrap_names
 from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS, depth
 
 VERSION = "0.9.0"  # of speculators, whose layout is written
@@ -94,7 +94,7 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     theta = float(theta) if isinstance(theta, int) else theta
     partial = given.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
     partial = 1.0 if partial is None else float(partial) if type(partial) is int else partial
-    return theta, scaling, check_wholes("mrope_section", section, 0, 1 << 14), interleaved, partial
+    return theta, scaling, tuple(section), interleaved, partial
 
 
 def check_verifier_named(model: PreTrainedModel, form: str, verifier: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from visspec.io.checkpoint import LARGEST, check_fields, check_whole, check_wholes, shorten
+from visspec.io.checkpoint import check_whole, shorten
 from visspec.models.drafting.checkpoint import DrafterConfig
 from visspec.types import MAX_NODES
 
@@ -79,14 +79,13 @@ class EagleConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_fields(self, "levels", "block", high=MAX_NODES - 1)
+        check_whole("levels", self.levels, 1, MAX_NODES - 1)
+        check_whole("block", self.block, 1, MAX_NODES - 1)
         check_whole("head_rank", self.head_rank, 0, self.hidden)
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
         self.check_layers(-self.target_layers - 1, self.target_layers + 1)
-        for name, high in (("image_ids", LARGEST), ("mrope_section", self.head_size)):
-            object.__setattr__(self, name, check_wholes(name, getattr(self, name), 0, high))
         self._check_ignored()
 
     def _check_ignored(self) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import LARGEST, check_whole, check_wholes, shorten
+from visspec.io.checkpoint import check_whole, shorten
 from visspec.models.drafting.checkpoint import DrafterConfig
 from visspec.models.layers import FeatureRMSNorm, rotate, unit
 from visspec.types import MAX_NODES
@@ -51,8 +51,6 @@ class HeadConfig(DrafterConfig):
         super().__post_init__()
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         self.check_layers(-self.target_layers - 1, self.target_layers)
-        for name, high in (("image_ids", LARGEST), ("mrope_section", self.hidden)):
-            object.__setattr__(self, name, check_wholes(name, getattr(self, name), 0, high))
         half = self.hidden // self.heads // 2
         if self.hidden != 2 * half * self.heads:
             raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")

@@ -30,6 +30,7 @@ from visspec.io.checkpoint import (
     read_tensors,
     shorten,
 )
+from visspec.models.drafting.checkpoint import sentence_of
 from visspec.models.drafting.published_config import strip_prefix
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
@@ -158,7 +159,7 @@ def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], f
             f"drafter: input_type of {folder} is {shorten(size)}, expected that of images of {rows} x {rows} codes, of"
             f" {', '.join(f'{name} ({side})' for name, side in GRIDS.items())}"
         )
-    try:
+    with sentence_of(folder):
         return EagleConfig(
             **layer_fields(folder, data, shapes),
             family=family.name,
@@ -170,8 +171,6 @@ def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], f
             qk_layer_norm=QUERY in shapes,
             levels=5,
         )
-    except ValueError as error:
-        raise ValueError(f"drafter: {CONFIG} of {folder}: {error}") from None
 
 
 @torch.no_grad()

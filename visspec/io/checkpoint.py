@@ -47,12 +47,6 @@ def check_whole(name: str, value: object, low: int = 1, high: int = LARGEST) -> 
         raise ValueError(f"{name}: got {shorten(value)}, expected a whole number from {low} to {high}")
 
 
-def check_fields(record: object, *names: str, check: Callable[..., None] = check_whole, **limits: int) -> None:
-    """Raises ValueError as `check` does, for the first of these fields of a configuration that does not pass it."""
-    for name in names:
-        check(name, getattr(record, name), **limits)
-
-
 def check_wholes(name: str, values: object, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
     """A list of at most `most` integers, as a tuple. Raises ValueError as `check_whole` does."""
     if not isinstance(values, (list, tuple)) or len(values) > most:
