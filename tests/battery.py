@@ -29,7 +29,7 @@ sys.modules.setdefault("tests", package)
 
 from tests import tiny  # noqa: E402
 from tests.doubles import Grower, Hostile, Oracle, TreeOracle, new_tokens, stock  # noqa: E402
-from tests.test_image_targets import CASES, draw, made  # noqa: E402
+from tests.image_cases import CASES, draw, made  # noqa: E402
 from tests.tiny import FAMILIES, model_of, prompt, shapes  # noqa: E402
 
 Case = tuple[str, Any]  # its name, and whatever JSON can hold of its output

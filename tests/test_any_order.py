@@ -22,16 +22,15 @@ from visspec import tree as trees
 from visspec.api import zoo
 from visspec.distributions import Categorical
 from visspec.loop.draft_length import FixedLength
-from visspec.loop.orders import RejectedRegions
-from visspec.loop.setup import build_setup, check_order
-from visspec.loop.visits import HaltonOrder, ListedOrder, SpreadOrder, halton, spread
+from visspec.loop.setup import build_setup
+from visspec.loop.visits import HaltonOrder, SpreadOrder, halton, spread
 from visspec.models.image_codes.families import family_of
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.llamagen.network import LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.randar.ahead import Ahead
 from visspec.models.randar.target import RandARTarget
-from visspec.types import FREE, Draft, DrafterTraits, Request, Sampling
+from visspec.types import FREE, Draft, Request, Sampling
 
 SIDE, CODES = 4, 24
 PLACES = SIDE * SIDE
@@ -381,15 +380,7 @@ def test_the_halton_sequence_is_that_of_its_definition():
     assert halton(8, 9)[:4] == (4 * 9 + 3, 2 * 9 + 6, 6 * 9 + 1, 1 * 9 + 4)
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 2], [0, 1, 2, 4], [1.0, 0.0], [[0, 1]], torch.tensor([1, 1]), [3, 4]])
-def test_an_order_that_is_no_permutation_is_refused(order):
-    with one_sentence(r"^order: got .*expected each of 0\.\."):
-        zoo.order(order)
-
-
 def test_an_order_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="order: got 4 places, expected the 4 \\* 4 of the image"):
-        ListedOrder([3, 1, 0, 2]).places(4, 4)
     with pytest.raises(ValueError, match=r"^order: got 4 places, expected each of 0\.\.15 once"):
         draw("class", [0], order=(3, 1, 0, 2))
 
@@ -437,11 +428,6 @@ def test_what_is_no_image_of_the_model_is_refused(change, said):
     change(request)
     with one_sentence(re.escape(said)):
         RandARTarget(family()).prefill(request)
-
-
-def test_orders_that_are_planned_are_refused():
-    with one_sentence("order: got RejectedRegions, expected raster, spread, halton or a list of places"):
-        check_order(RejectedRegions(), family().make_target(DrafterTraits(), False))
 
 
 def test_drafters_of_any_order_are_refused_elsewhere():

@@ -12,7 +12,7 @@ from tests.distributions import context_law, output_law, plain_law, total_variat
 from tests.doubles import drafted
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import Stopping
-from tests.test_zoo import janus_pair, tiny_drafter
+from tests.zoo_cases import janus_pair, tiny_drafter
 from visspec import sampling, tree
 from visspec.accept import block
 from visspec.accept.block import Block, RoundNoise

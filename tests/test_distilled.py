@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributions import total_variation
+from tests.image_cases import made
 from tests.published import judged
 from tests.test_image_drafter import check_rejection, check_reported, family, proposed, request, run
-from tests.test_image_targets import made
 from tests.tiny_images import janus, prompts
 from visspec import ImagePipeline
 from visspec.accept.exact import Exact, follow

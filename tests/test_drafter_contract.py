@@ -17,9 +17,9 @@ from tests import (
     test_scales,
 )
 from tests.doubles import check_exact
-from tests.test_image_targets import made
-from tests.test_zoo import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
+from tests.image_cases import made
 from tests.tiny import model_of, prompt, shapes, single_row
+from tests.zoo_cases import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
 from visspec.accept.coupled import Coupled
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection

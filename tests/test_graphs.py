@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import visspec
+from tests import image_cases as images
 from tests import test_compiled as compiling
-from tests import test_image_targets as images
 from tests import test_stream as streaming
 from tests.doubles import Grower, Hostile, Oracle, TreeOracle, fast, new_tokens, stock
 from tests.replays import Standin, recording

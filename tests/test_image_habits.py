@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import visspec
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
-from tests.test_image_targets import TEXTS, Case, draw, made, named
+from tests.image_cases import TEXTS, Case, draw, made, named
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.grouped import Grouped

@@ -129,8 +129,8 @@ def test_what_belongs_to_the_model_moves_with_it(folder):
     ({"acceptance": "lantern:k=5000,delta=0.1"}, "k: got 5000"),
     ({"acceptance": "nothing"}, "acceptance: got 'nothing'"),
     ({"drafter": "jacobi:redraw=independent"}, "drafter: Jacobi samples, expected point masses for the rule Exact"),
-    ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear"), ({"drafter": 3}, "drafter: got 3"),
-    ({"acceptance": 3}, "acceptance: got 3"), ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
+    ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear"),
+    ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
     ({"drafter": "recycling", "acceptance": "block"}, "drafter: Recycling drafts trees"),
     ({"order": "islands", "acceptance": "local"}, "drafter: got none that drafts whole images"),
     ({"height": 0}, "height: got 0"),
@@ -140,11 +140,6 @@ def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch)
     with one_sentence(f"^{re.escape(words)}") as error:
         pipe(**({"prompt": PROMPTS[0]} | change))
     assert "expected" in str(error.value)
-
-
-def test_a_model_that_draws_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"^model: got the type .* expected an image model of janus"):
-        ImagePipeline(torch.nn.Linear(1, 1), None)
 
 
 @pytest.mark.parametrize("tokenizer_of", [lambda p: p, lambda p: p.tokenizer])
@@ -198,12 +193,7 @@ def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
 
 def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch):
     monkeypatch.setattr("visspec.cli.bench_image.StockImageArm.__call__", lambda *a: pytest.fail("drawing began"))
-    wrong = {"jacobi/nope": "acceptance: got 'nope'", "jacobi/lantern:k=2000": "k: got 2000"}
-    wrong |= {
-        "jacobi/": "acceptance: got ''",
-        "none/local/islands": "drafter: got none that drafts whole images",
-        "islands/exact": "expected order='islands'",
-    }
+    wrong = {"jacobi/nope": "acceptance: got 'nope'", "islands/exact": "expected order='islands'"}
     for pair, words in wrong.items():
         assert cli.main(["bench", "image", "--model", str(folder), "--count", "2", "--method", f"x={pair}"]) == 2
         assert words in capsys.readouterr().err

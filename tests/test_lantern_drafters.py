@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 import visspec
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
+from tests.image_cases import TEXTS, llamagen, llamagen_model
 from tests.published import Weights, attended, mlp
-from tests.test_image_targets import TEXTS, llamagen, llamagen_model
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 
-from tests.test_image_targets import CASES, expected, made
+from tests.image_cases import CASES, expected, made
 from tests.tiny_images import CODES, SIDE, janus, prompts, sibling
 from visspec.accept.exact import Exact
 from visspec.accept.local import Local, spread

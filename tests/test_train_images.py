@@ -7,7 +7,7 @@ import torch
 
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
-from tests.test_image_targets import llamagen_model
+from tests.image_cases import llamagen_model
 from visspec import ImagePipeline
 from visspec.accept.exact import Exact
 from visspec.api import train_image_drafter as training

@@ -169,9 +169,8 @@ class Request:
 
     @cached_property
     def stride(self) -> int:
-        """Positions between a token and the one below it; synchronises once. Raises ValueError without a grid."""
-        if self.grid is None:
-            raise ValueError("grid: got None, expected the rows and columns of an image")
+        """Positions between a token and the one below it; synchronises once."""
+        assert self.grid is not None
         ends = 0 if self.fixed is None else int((self.fixed[: self.max_new_tokens] != FREE).sum())
         return self.grid[1] + (ends >= self.grid[0])  # plus one if every row ends with a grammar token
 

@@ -218,14 +218,11 @@ class Captions(AbstractContextManager):
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)
         self._processing = threading.Lock()  # tokenizers are not made for several threads
         self._runs: weakref.WeakSet[Generator[Caption, None, None]] = weakref.WeakSet()
-        self._closed = False
 
     def __call__(self, records: Iterable[Record | str | Path]) -> Iterator[Caption]:
         """Captions in the order in which they end; one of an image that can't be read or captioned has an error. If
         `records` raises, what was read before is captioned first.
         """
-        if self._closed:
-            raise ValueError("captions: got a call after close(), expected one before it")
         raised: list[Exception] = []
         read = prefetch_map(self._prepare, _until_error(records, raised), self.workers, 2 * self.slots)
         options = {k: v for k, v in self.generate.items() if k != "seed"}
@@ -246,8 +243,7 @@ class Captions(AbstractContextManager):
             raise raised[0]
 
     def close(self) -> None:
-        """End the captions that are being made; later calls raise ValueError."""
-        self._closed = True
+        """End the captions that are being made."""
         for run in list(self._runs):
             run.close()
 

@@ -314,7 +314,7 @@ class ImagePipeline:
     def _build(self, drafter, acceptance, order) -> DecodingSetup:
         rule = own_rule(acceptance)
         # with adaptive lengths the samples of rules with their own random numbers would depend on timing
-        length = FixedLength if isinstance(rule, Acceptance) and rule.traits.judges_draws else None
+        length = FixedLength if rule.traits.judges_draws else None
         return build_setup(
             *self._drafter(drafter),
             rule,

@@ -54,10 +54,8 @@ def resolve_folder(where: str | Path) -> Path:
 def push(name: str, save: Callable[[Path], Any], private: bool | None = None, message: str | None = None) -> str:
     """Write a folder by `save` and upload it as repository `name`, which is made if it is not there. Returns its URL.
 
-    Raises ValueError for a name that is no hub id; errors of the hub are huggingface_hub's own.
+    Errors are huggingface_hub's own.
     """
-    if ID.fullmatch(name) is None:
-        raise ValueError(f"repo_id: got {name!r}, expected owner/name")
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder))
         api = huggingface_hub.HfApi()

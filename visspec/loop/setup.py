@@ -88,10 +88,6 @@ def build_setup(
     passes, and verdicts with them (None: where that pays). debug: raise the drafter's exceptions. Raises ValueError in
     one sentence.
     """
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise ValueError(f"drafter: got {drafter!r}, expected a visspec.Drafter or the name of one")
-    if not isinstance(rule, Acceptance):
-        raise ValueError(f"acceptance: got {rule!r}, expected a rule or the name of one")
     if drafter is not None:
         drafter.attach(subject)
         if compile:

@@ -67,10 +67,7 @@ class ListedOrder(VisitOrder):
     name = "given"
 
     def __init__(self, order: Iterable[Any]):
-        try:
-            self.order = tuple(index(place) for place in order)
-        except TypeError:
-            raise ValueError("order: got places that are no whole numbers, expected each of 0..n - 1 once") from None
+        self.order = tuple(index(place) for place in order)
         count = len(self.order)
         if sorted(self.order) != list(range(count)):
             raise ValueError(
