@@ -38,44 +38,6 @@ BLOCKS = {
 PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2 and 3 call themselves, if they do
 HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, which are called as their target is
 ASSISTANTS = ("muse_glimmer_assistant", "gemma4_assistant", "gemma4_unified_assistant")
-NOT_READ = {  # classes, types of speculators, entries and tensors: what it is, and what to take in its place
-    **dict.fromkeys(
-        ("PEagleDraftModel", "peagle", "mask_hidden"),
-        (
-            "P-EAGLE, several layers that predict all places of a pass from learned states",
-            "an EAGLE-3 head of one layer or a block drafter (DFlash, DSpark) of the same target",
-        ),
-    ),
-    "Gemma4Eagle3Model": (
-        "EAGLE-3 with Gemma 4's own layer",
-        "Gemma 4's own assistant, or an EAGLE-3 head in the form of speculators",
-    ),
-    "LlamaForCausalLMEagle3Deep": (
-        "NVIDIA's EAGLE-3 of several layers", "a head of one layer (LlamaForCausalLMEagle3)",
-    ),
-    **dict.fromkeys(
-        ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"),
-        (
-            "EAGLE-3 with DeepSeek's latent attention",
-            "a head with Llama's layer (LlamaForCausalLMEagle3), as SpecForge trains for such targets",
-        ),
-    ),
-    "MiniCPMForCausalLMEagle3": (
-        "EAGLE-3 with MiniCPM's layer", "a head with Llama's layer (LlamaForCausalLMEagle3)",
-    ),
-    "Gemma4DSparkModel": (
-        "DSpark with Gemma 4's own layers",
-        "Gemma 4's own assistant, or a DSpark drafter in the form of speculators",
-    ),
-    "QwenDFlareDraftModel": (
-        "DFlare, whose layers mix the target's states each in its own way",
-        "AngelSlim's DFlash of the same target (QwenDFlashDraftModel)",
-    ),
-    **dict.fromkeys(
-        ("MedusaModel", "medusa_num_heads"),
-        ("Medusa, whose heads do not see what was drafted", "an EAGLE-3 head of the same target"),
-    ),
-}  # fmt: skip
 WORDS = ("eagle", "dflash", "speculator", "medusa", "spark", "mtp", "hydra", "draft")  # of drafters that we don't have
 
 
@@ -86,10 +48,6 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
     """
     names, named = set(names), list_of(data.get("architectures"))
     first = next(iter(named), "") if all(isinstance(name, str) for name in named) else ""
-    for name in (first, data.get("speculators_model_type"), *data, *names):
-        if isinstance(name, str) and name in NOT_READ:
-            what, instead = NOT_READ[name]
-            raise ValueError(f"drafter: {folder} is a checkpoint of {name!r}, {what}, expected {instead}")
     if "speculators_model_type" in data:
         return SPECULATORS[_speculators(folder, data)], "speculators"
     if first in BLOCKS:
