@@ -25,7 +25,7 @@ from visspec.train.loop import Trainer
 
 WORDS = ["a red cube", "blue", "a blue cube on grass"]
 TARGETS = {
-    "janus": lambda: ImagePipeline(tiny.janus(), Worded()),
+    "janus": lambda: ImagePipeline(tiny.janus(), tiny.Words()),
     "emu3": lambda: ImagePipeline(tiny.emu3(), tiny.emu3_processor()),
     "glm_image": lambda: ImagePipeline(tiny.glm_image(), tiny.glm_processor()),
     "chameleon": lambda: ImagePipeline(tiny.chameleon(), tiny.ChameleonTexts(), parts={"style": "lumina"}),
@@ -33,14 +33,6 @@ TARGETS = {
 }
 SMALL = {"steps": 4, "rows": 2, "group": 1, "reuse": 2, "unroll": 2, "save_every": 1, "eval_every": 2}
 SIZES = {"emu3": {"height": 8, "width": 6}, "chameleon": {"height": 64, "width": 64}}
-
-
-class Worded:
-    """As much of a `JanusProcessor` as prompts need."""
-
-    def __call__(self, text, **options):
-        ids, attention = tiny.prompts(len(text))
-        return {"input_ids": ids, "attention_mask": attention.long()}
 
 
 class Stopped(Exception): ...
