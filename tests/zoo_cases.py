@@ -18,6 +18,7 @@ from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
+from visspec.models.lookup.context import ContextDrafter
 from visspec.models.lookup.recycling import Recycling
 from visspec.models.lookup.suffix import SuffixDrafter
 from visspec.models.lowres.drafter import LowRes
@@ -32,6 +33,7 @@ DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
     "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
     "suffix": lambda **options: SuffixDrafter(**options),
+    "context": lambda **options: ContextDrafter(**options),
     "recycling": lambda **options: Recycling(**options),
     "layers": lambda **options: LayerSkip(**options),
     "jacobi": lambda **options: zoo.load(zoo.DRAFTERS["jacobi"][0])(**{**options, "window": 5}),

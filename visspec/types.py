@@ -367,6 +367,7 @@ class Trace:
     faults: int = 0  # number of invalid drafts and exceptions of the drafter
     calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
+    nodes: int = 1  # of the latest pass, its root included
     requested: int = 0  # levels that the drafter was asked for in the latest round
     structure: Structure = OWN  # that it was asked for
     chain: list[int] = field(default_factory=list)  # tokens that first children alone would have committed, of each row
@@ -390,6 +391,8 @@ class State:
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
     target: Target | None = None  # for drafters that run its layers or read its keys and values
+    # given the tokens that drafts of 1, 2, ... nodes (the root included) are expected to commit, how many nodes pay
+    worth: Callable[[Sequence[float]], int] = len
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
@@ -566,6 +569,7 @@ class DrafterTraits:
     observes: str = "all"  # rounds that it is told of: "all"; "drafted" and those before it drafts again; "none"
     partial: bool = False  # it runs some of the target's own layers (`Target.partial`)
     any_order: bool = False  # it drafts for any-order targets alone
+    counts_nodes: bool = False  # it asks `State.worth` how many nodes of its draft pay
     own_noise: bool = False  # draws that it reports come from numbers of its own, which serve several rounds
     ahead: int = (
         0  # distributions of so many later codes after each node that it reads, of any-order targets: `aux["ahead"]`
@@ -588,6 +592,9 @@ class Drafter:
     def structures(self) -> Sequence[Structure]:
         """Structures that it can draft in, narrower ones first."""
         return (OWN,)
+
+    def restrict_to_chains(self) -> None:
+        """Called where the target or the rule takes no trees. A drafter that only drafts trees is refused then."""
 
     def compile(self) -> None:
         """Called after `attach` where compiled passes were asked for; by default a drafter runs as it is."""

@@ -58,6 +58,10 @@ ACCEPTANCE = {
 DRAFTERS = {
     "none": Entry(None, "plain decoding in our loop"),
     "ngram": Entry("visspec.models.lookup.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
+    "context": Entry(
+        "visspec.models.lookup.context:ContextDrafter",
+        "one tree of what the context and earlier passes propose; nothing to train",
+    ),
     "suffix": Entry(
         "visspec.models.lookup.suffix:SuffixDrafter",
         "what followed the longest ending seen before; shared=true: in all requests",

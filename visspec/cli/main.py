@@ -20,6 +20,7 @@ COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options`, if it
     "answer": "several models answer about an image, agreement selects, a large one decides",
     "serve": "answer OpenAI's clients over HTTP: chats with images, and images from prompts",
     "bench": "measure",
+    "bench text": "a text model's drafters against transformers' generate and prompt lookup, by kind of prompt",
     "bench caption": "captioning against transformers' generate and assisted modes",
     "bench image": "methods of image generation against stock generate",
     "bench sizes": "passes and loops at the sizes of real models, with random weights and an oracle drafter",

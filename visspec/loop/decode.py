@@ -78,6 +78,7 @@ def advance(
             if drafter is not None and depth
             else forced or trees.empty_draft(state.pending)
         )
+    trace.nodes = draft.tree.size
     with stage(trace, "verify"):
         scores = target.verify(state, draft)
     with stage(trace, "accept"):

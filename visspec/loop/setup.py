@@ -13,6 +13,7 @@ from visspec.accept.graphed_rule import GraphedRule
 from visspec.distributions import Categorical
 from visspec.loop.draft_length import AdaptiveLength, DraftLengthPolicy, FixedLength
 from visspec.loop.orders import Raster, RejectedRegions
+from visspec.loop.pass_costs import AdaptiveNodes
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Passes, Request, State, Target
 
@@ -117,7 +118,8 @@ def build_setup(
             f" expected raster or one of {kinds[1]}"
         )
     check_order(order, target)
-    length_policy = (length or (AdaptiveLength if traits.adaptive_depth else FixedLength))(levels or traits.levels)
+    adaptive = AdaptiveNodes if traits.counts_nodes else AdaptiveLength
+    length_policy = (length or (adaptive if traits.adaptive_depth else FixedLength))(levels or traits.levels)
     if not traits.adaptive_depth and not isinstance(length_policy, FixedLength):
         kind = type(length_policy).__name__
         raise ValueError(f"length: got {kind} for {type(drafter).__name__}, expected 'fixed', as its drafts are")
@@ -145,6 +147,8 @@ def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
     if drafter is None:
         return
     kind = type(drafter).__name__
+    if drafter.traits.trees and (rule.traits.chains_only or not target.capabilities.trees):
+        drafter.restrict_to_chains()
     if (drafted := drafter.traits.distribution) is not wanted:
         raise ValueError(f"drafter: {kind} drafts for {drafted.__name__} distributions, expected {wanted.__name__}")
     if drafter.traits.partial and not target.capabilities.layers:

@@ -1,0 +1,285 @@
+"""Drafts one tree of what the context and earlier passes propose. Nothing is trained and no network runs.
+
+Two sources propose the tokens below a node:
+
+* matches: the continuations of earlier occurrences of the row's last 16, 8, 5, 3, 2 or 1 tokens in its prompt and
+  output (prompt lookup; Saxena, 2023);
+* candidates: the tokens that the target ranked highest after the same two tokens, or the same one, last time (token
+  recycling; Luo et al., arXiv 2408.08696).
+
+Each proposal has a probability of acceptance that is learned online, by its source, the length of the match or the
+rank, and the depth. A token that several sources propose has 1 - (1 - p)(1 - q). The tree is grown best-first by the
+product of probabilities along the path, and the draft-length policy keeps as many nodes as pay (`State.worth`). Rates
+are learned from every proposal below an accepted node, drafted or not, so text that repeats nothing costs no drafts.
+
+Shapes: B rows, N nodes, M accepted nodes, V vocabulary, K candidates.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, zip_longest
+from math import prod
+
+import torch
+from torch import Tensor
+
+from visspec import tree as trees
+from visspec.cache import to_device
+from visspec.distributions import categorical
+from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+
+LENGTHS = (16, 8, 5, 3, 2, 1)  # of matches, in tokens
+MATCHES = 4  # earlier occurrences that are followed
+CANDIDATES = 10  # tokens that are kept of what the target ranked highest
+LONG = 3  # tokens; a match of so many leaves little to the candidates
+DEPTHS = 4  # that rates tell apart; deeper levels share the last one
+FORGET, WEIGHT = 0.998, 4.0  # of rates: forgetting, and the weight of the prior in observations
+LEAST = 0.008  # probability below which no node is drafted
+MATCH_PRIOR = (0.9, 0.85, 0.7, 0.5, 0.35, 0.15)  # of the newest occurrence, by length; older ones have 0.8 of it
+PAIR_PRIOR = (0.5, 0.12, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # of candidates after two tokens, by rank
+TOKEN_PRIOR = (0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # after one token
+# Sources are numbered: matches by length and occurrence, then candidates in nine groups of ranks. A group tells what
+# matches say (a long one, a short one, none) and what the candidates follow (two tokens; one, beside others that follow
+# two; one alone).
+FIRST_GROUP = len(LENGTHS) * MATCHES
+GROUPS = 3 * (PAIR_PRIOR, tuple(p / 4 for p in TOKEN_PRIOR), TOKEN_PRIOR)
+
+CandidateTable = dict[Hashable, list[int]]  # by a token, and by a pair of tokens
+Place = tuple[CandidateTable, tuple[int, int]]  # a token behind another one, and the table that it is looked up in
+Pointer = tuple[int, int]  # a match: its source, and the place in the row's text of what it proposes
+
+
+class AcceptanceRates:
+    """How often the proposals of each source are accepted, by depth."""
+
+    def __init__(self) -> None:
+        matches = [p * 0.8**k for p in MATCH_PRIOR for k in range(MATCHES)]
+        priors = [*matches, *(p for group in GROUPS for p in group)]
+        self.prior = [p for p in priors for _ in range(DEPTHS)]
+        self.rate = list(self.prior)
+        self.hits, self.tries = [0.0] * len(self.rate), [0.0] * len(self.rate)
+
+    def learn(self, key: int, hit: bool) -> None:
+        self.hits[key] = FORGET * self.hits[key] + hit
+        self.tries[key] = FORGET * self.tries[key] + 1.0
+        self.rate[key] = (self.hits[key] + WEIGHT * self.prior[key]) / (self.tries[key] + WEIGHT)
+
+
+@dataclass(slots=True)
+class Proposal:
+    """A token proposed below a node: by which sources (keys of `AcceptanceRates`), and how its matches go on."""
+
+    keys: list[int] = field(default_factory=list)
+    pointers: list[Pointer] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Node:
+    """A node of a row's tree, and what is proposed below it."""
+
+    token: int
+    parent: int
+    depth: int
+    reach: float  # probability that the path to it is accepted
+    pointers: list[Pointer]
+    below: dict[int, Proposal] = field(default_factory=dict)
+
+
+class RowContext:
+    """Prompt and output of a row, indexed by their n-grams, and the row's newest tree.
+
+    Args:
+        prompt: The row's ids.
+        candidates: What the target ranked highest, of this row or of all.
+        rates: Those of this row or of all.
+    """
+
+    def __init__(self, prompt: Sequence[int], candidates: CandidateTable, rates: AcceptanceRates):
+        self.candidates, self.rates = candidates, rates
+        self.ids: list[int] = []
+        self.prompt = len(prompt)
+        self.places: dict[tuple[int, ...], list[int]] = {}  # of what followed an n-gram, the newest last
+        self.tree: list[Node] = []
+        self._append(prompt)
+
+    def extend(self, output: Sequence[int]) -> None:
+        """Take in what was added to the row's output."""
+        self._append(output[len(self.ids) - self.prompt :])
+
+    def _append(self, tokens: Sequence[int]) -> None:
+        ids, places = self.ids, self.places
+        for token in tokens:
+            for n in LENGTHS:
+                if n <= len(ids):
+                    found = places.setdefault(tuple(ids[-n:]), [])
+                    found.append(len(ids))
+                    if len(found) > MATCHES:
+                        del found[0]
+            ids.append(token)
+
+    def matches(self) -> list[Pointer]:
+        """The continuations of the longest matches, the newest first."""
+        found: dict[int, int] = {}  # source by place
+        for i, n in enumerate(LENGTHS):
+            if n <= len(self.ids):
+                for place in reversed(self.places.get(tuple(self.ids[-n:]), ())):
+                    if len(found) < MATCHES:
+                        found.setdefault(place, i * MATCHES + len(found))
+        return [(source, place) for place, source in found.items()]
+
+    def grow(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
+        """The tree (or chain) of at most `nodes` nodes with the highest probabilities of acceptance, its root first."""
+        self.tree = [Node(self.ids[-1], -1, 0, 1.0, self.matches())]
+        heap: list[tuple[float, int, int, int]] = []  # (-reach, order, parent, token)
+        self._propose(0, heap)
+        while heap and len(self.tree) <= nodes:
+            reach, _, parent, token = heapq.heappop(heap)
+            if chain:
+                heap.clear()
+            above = self.tree[parent]
+            self.tree.append(Node(token, parent, above.depth + 1, -reach, above.below[token].pointers))
+            self._propose(len(self.tree) - 1, heap if above.depth + 1 < depth else [])
+        return self.tree
+
+    def _propose(self, index: int, heap: list[tuple[float, int, int, int]]) -> None:
+        """Collect what the sources propose below a node in `Node.below`, and add it to the heap."""
+        node = self.tree[index]
+        level, below, longest = min(node.depth, DEPTHS - 1), node.below, 0
+        for source, place in node.pointers:
+            if place < len(self.ids):
+                proposal = below.setdefault(self.ids[place], Proposal())
+                proposal.keys.append(source * DEPTHS + level)
+                proposal.pointers.append((source, place + 1))
+                longest = max(longest, LENGTHS[source // MATCHES])
+        before = self.tree[node.parent].token if index else self.ids[-2] if len(self.ids) > 1 else -1
+        pair, alone = self.candidates.get((before, node.token), ()), self.candidates.get(node.token, ())
+        group = 3 * (0 if longest >= LONG else 1 if longest else 2)
+        for g, ranked in ((group, pair), (group + (1 if pair else 2), alone)):
+            for rank, token in enumerate(ranked):
+                source = FIRST_GROUP + g * CANDIDATES + rank
+                below.setdefault(token, Proposal()).keys.append(source * DEPTHS + level)
+        found = {token: 1.0 - prod(1.0 - self.rates.rate[key] for key in each.keys) for token, each in below.items()}
+        scale = node.reach / max(sum(found.values()), 1.0)  # siblings exclude each other
+        for token, probability in found.items():
+            if probability * scale >= LEAST:
+                heapq.heappush(heap, (-probability * scale, len(heap), index, token))
+
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Learn from the tokens that followed the root of the newest tree."""
+        tree, self.tree = self.tree, []
+        at: int | None = 0 if tree else None
+        for token in tokens:
+            if at is None:
+                return
+            for proposed, proposal in tree[at].below.items():
+                for key in proposal.keys:
+                    self.rates.learn(key, proposed == token)
+            at = next((n for n, node in enumerate(tree) if node.parent == at and node.token == token), None)
+
+
+class Memory:
+    """What the drafter keeps of a request. The target's candidates reach the host without a wait of their own."""
+
+    def __init__(self, rows: list[RowContext]):
+        self.rows = rows
+        self.copies: list[tuple[list[Place], Tensor, torch.cuda.Event | None]] = []  # on their way
+
+    def send(self, places: list[Place], logits_MV: Tensor) -> None:
+        """Start copying the highest ranked ids of these places to the host."""
+        best = logits_MV.topk(min(CANDIDATES, logits_MV.shape[-1]), dim=-1)
+        ids_MK = best.indices.masked_fill(best.values.isneginf(), -1)
+        if not ids_MK.is_cuda:
+            self.copies.append((places, ids_MK, None))
+            return
+        host = torch.empty(ids_MK.shape, dtype=ids_MK.dtype, pin_memory=True).copy_(ids_MK, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        self.copies.append((places, host, arrived))
+
+    def receive(self) -> None:
+        """Take in the copies that have arrived; others are asked for again in the next round."""
+        while self.copies and (self.copies[0][2] is None or self.copies[0][2].query()):
+            places, ids_MK, _ = self.copies.pop(0)
+            for (candidates, pair), best in zip(places, ids_MK.tolist()):
+                candidates[pair] = candidates[pair[1]] = [id for id in best if id >= 0]
+
+
+class ContextDrafter(Drafter):
+    """One tree a row of what its context and earlier passes propose.
+
+    Args:
+        nodes: Most nodes of a tree without its root.
+        levels: Most levels of a tree.
+
+        shared: Whether rows and requests share rates and candidates. Rules that toss numbers of their own (`rejection`
+            and the relaxed ones) never share them, since there the tokens of a seed depend on the draft.
+    """
+
+    def __init__(self, nodes: int = 32, levels: int = 16, shared: bool = True):
+        for name, value in (("nodes", nodes), ("levels", levels)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        self.nodes, self.levels, self.shared = nodes, levels, shared
+        self.traits = DrafterTraits(levels=levels, trees=True, joins=True, counts_nodes=True)
+        self.common: tuple[CandidateTable, AcceptanceRates] = ({}, AcceptanceRates())
+
+    def start(self, state: State, scores: Scores) -> None:
+        shared = self.shared and (state.noise is None or not state.noise.samples)
+        prompts = state.request.prompt.tolist()
+        state.memory = Memory(
+            [RowContext(ids, *(self.common if shared else ({}, AcceptanceRates()))) for ids in prompts]
+        )
+
+    def propose(self, state: State, depth: int) -> Draft:
+        memory: Memory = state.memory
+        memory.receive()
+        grown = []
+        for row in state.rows:
+            memory.rows[row].extend(state.tokens[row])
+            grown.append(memory.rows[row].grow(self.nodes, depth, not self.traits.trees))
+        reaches = zip_longest(*([node.reach for node in tree[1:]] for tree in grown), fillvalue=0.0)
+        size = state.worth(list(accumulate((sum(reach) / len(grown) for reach in reaches), initial=1.0)))
+        return _draft(state.pending, [tree[:size] for tree in grown], size)
+
+    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        memory: Memory = state.memory
+        places: list[Place] = []
+        nodes: list[tuple[int, int]] = []
+        for b, (row, path, new) in enumerate(zip(state.rows, outcome.path, outcome.tokens)):
+            if row in state.finished:
+                continue
+            context = memory.rows[row]
+            context.learn(new)
+            context.extend(state.tokens[row])
+            known = context.ids[-len(path) - 2 : -1]  # the token before the root, and those of the path
+            places += [(context.candidates, pair) for pair in pairwise(known)]
+            nodes += [(b, n) for n in path[-(len(known) - 1) :]]
+        if nodes:
+            b_M, n_M = to_device([list(column) for column in zip(*nodes)], state.pending.device)
+            memory.send(places, categorical(scores.distribution).logits[b_M, n_M])
+
+    def join(self, state: State, other: State, take: list[int]) -> None:
+        for b, row in zip(take, state.rows[-len(take) :]):
+            state.memory.rows[row : row + 1] = [other.memory.rows[other.rows[b]]]
+
+    def restrict_to_chains(self) -> None:
+        self.traits = replace(self.traits, trees=False)
+
+
+def _draft(pending_B: Tensor, grown: list[list[Node]], size: int) -> Draft:
+    """A draft of one tree a row, padded to `size` nodes with nodes that are not real."""
+    if size == 1:
+        return trees.empty_draft(pending_B)
+    device, fewest = pending_B.device, min(map(len, grown))
+    if fewest == size and all(node.parent == n - 1 for tree in grown for n, node in enumerate(tree)):
+        return trees.ragged_draft(pending_B, [[node.token for node in tree[1:]] for tree in grown])
+    rows = [[(n.token, n.parent) for n in tree] + [(0, 0)] * (size - len(tree)) for tree in grown]
+    token_BN, parent_BN = to_device(rows, device).unbind(-1)
+    value_BN = torch.cat([pending_B[:, None], token_BN[:, 1:]], dim=1)
+    levels = max(node.depth for tree in grown for node in tree)
+    count_B1 = to_device([[len(tree)] for tree in grown], device)
+    real_BN = None if fewest == size else torch.arange(size, device=device) < count_B1
+    return Draft(value_BN, trees.from_parents(parent_BN, max(levels, 1)), real=real_BN)

@@ -1,0 +1,188 @@
+"""The drafter that merges matches in the context with the target's earlier candidates, and the policy that counts its
+nodes.
+"""
+
+from types import SimpleNamespace as Bag
+
+import pytest
+import torch
+from transformers import BatchEncoding
+
+import visspec
+from tests.tiny import model_of, prompt, shapes
+from visspec.cli import bench_text
+from visspec.cli.main import main
+from visspec.loop.pass_costs import PATIENCE, SIZES, AdaptiveNodes, PassCosts
+from visspec.models.lookup.context import LENGTHS, MATCHES, AcceptanceRates, ContextDrafter, Memory, RowContext
+
+TEXT = [1, 2, 3, 4, 5, 1, 2, 3, 9, 5, 1, 2, 3]
+
+
+def row(text, candidates=None):
+    return RowContext(text, candidates or {}, AcceptanceRates())
+
+
+def tokens(tree):
+    return [node.token for node in tree[1:]]
+
+
+def test_the_longest_and_newest_match_comes_first():
+    found = row(TEXT).matches()
+    assert [TEXT[place] for _, place in found] == [9, 4]  # both followed 1 2 3
+    assert [LENGTHS[source // MATCHES] for source, _ in found] == [3, 3]
+    longer = row([8, 6, 5, 1, 2, 3, 9, 1, 2, 3, 4, 8, 6, 5, 1, 2, 3]).matches()
+    assert [LENGTHS[source // MATCHES] for source, _ in longer] == [5, 3]
+
+
+def test_a_tree_follows_matches_and_candidates():
+    context = row(TEXT, {3: [7]})
+    tree = context.grow(nodes=32, depth=3)
+    assert {4, 7, 9} <= {node.token for node in tree if node.depth == 1}
+    assert all(tree[node.parent].depth == node.depth - 1 for node in tree[1:])
+    assert [node.reach for node in tree] == sorted((node.reach for node in tree), reverse=True)
+    assert max(node.depth for node in tree) <= 3
+    small = context.grow(nodes=2, depth=3)
+    assert tokens(small) == tokens(tree)[:2]
+
+
+def test_a_chain_has_one_node_a_level():
+    tree = row(TEXT, {3: [7]}).grow(nodes=32, depth=4, chain=True)
+    assert [node.parent for node in tree] == list(range(-1, len(tree) - 1)) and len(tree) > 2
+
+
+def test_agreement_of_sources_raises_a_probability():
+    alone = row(TEXT).grow(nodes=32, depth=1)
+    both = row(TEXT, {3: [9]}).grow(nodes=32, depth=1)
+    reach = [next(node.reach for node in tree if node.token == 9) for tree in (alone, both)]
+    assert reach[1] > reach[0]
+
+
+def test_rates_are_learned_from_proposals_that_were_not_drafted():
+    context = row(TEXT, {3: [7]})
+    rates = context.rates
+    context.grow(nodes=1, depth=1)
+    before = list(rates.rate)
+    context.learn([9])
+    raised = [key for key, rate in enumerate(rates.rate) if rate > before[key]]
+    assert len(raised) == 1 and sum(a != b for a, b in zip(before, rates.rate)) == 3
+    context.learn([9])  # a tree teaches once
+    assert rates.rate != before and sum(rates.tries) == 3
+
+
+def test_candidates_are_kept_by_pair_and_by_token():
+    memory, candidates = Memory([]), {}
+    memory.send([(candidates, (1, 2))], torch.tensor([[0.0, 3.0, 2.0, float("-inf")]]))
+    memory.receive()
+    assert candidates == {(1, 2): [1, 2, 0], 2: [1, 2, 0]}
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
+def test_text_is_that_of_plain_decoding(options):
+    inputs = prompt("llama", shapes("llama")["ragged"])
+    plain = visspec.accelerate(model_of("llama"), None).generate(**inputs, **options, max_new_tokens=24)
+    fast = visspec.accelerate(model_of("llama"), "context")
+    for _ in range(3):  # with what earlier requests have left
+        assert torch.equal(fast.generate(**inputs, **options, max_new_tokens=24), plain)
+
+
+def test_tokens_of_a_seed_do_not_depend_on_earlier_requests_under_rejection():
+    inputs = prompt("llama", shapes("llama")["ragged"])
+    options = {"do_sample": True, "temperature": 1.0, "seed": 3, "max_new_tokens": 24}
+    fast = visspec.accelerate(model_of("llama"), ContextDrafter(), acceptance="rejection", adaptive=False)
+    assert torch.equal(fast.generate(**inputs, **options), fast.generate(**inputs, **options))
+
+
+@pytest.mark.parametrize("options", [{"nodes": 0}, {"levels": 0}])
+def test_sizes_below_one_are_refused(options):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        ContextDrafter(**options)
+
+
+# --- the cost of a pass -----------------------------------------------------------------------------------------------
+
+
+def test_a_size_that_was_not_measured_costs_what_its_cheaper_neighbour_costs():
+    costs = PassCosts({1: 1.0, 4: 1.6, 8: 1.4})
+    assert [costs.at(n) for n in (1, 2, 4, 6, 8, 16)] == [1.0, 1.0, 1.6, 1.4, 1.4, 1.4]
+    costs.add(4, 100.0)  # an outlier counts as one and a half times what is known
+    assert costs.seconds[4] == pytest.approx(0.9 * 1.6 + 0.1 * 2.4, rel=1e-2)
+    costs.add(5, 7.0)
+    assert 5 not in costs.seconds
+
+
+def test_the_best_size_is_the_fastest_per_second():
+    costs = PassCosts({1: 1.0, 2: 1.6, 3: 1.9, 4: 1.3, 6: 1.35, 8: 1.4, 12: 2.0, 16: 2.5})
+    expected = [1.0, 1.5, 1.8, 2.0, 2.1, 2.2, 2.25, 2.3, *[2.3] * 8]
+    assert costs.best(expected) == 8
+    assert costs.best([1.0, 1.01, 1.02]) == 1
+    assert costs.best([1.0, 1.7]) == 4  # padded: four nodes cost less than two
+    assert costs.best([1.0, 1.3]) == 1
+    assert costs.best([1.0, 1.2, 2.0]) == 4
+    assert PassCosts().best(expected) == 1  # plain decoding is measured first
+
+
+def drafted(policy, seconds, expected, rounds=200):
+    """Seconds a token of rounds that commit what is expected, and how many of them drafted."""
+    time = made = drafts = 0.0
+    for _ in range(rounds):
+        trace = Bag(origin=[[]], context=40, requested=0, nodes=1, latest={})
+        state = Bag(trace=trace, budget=64, worth=len)
+        if policy.depth(state):
+            trace.nodes = state.worth(expected)
+        trace.latest = {"verify": seconds(trace.nodes), "accept": 0.0, "draft": 0.002, "observe": 0.001}
+        policy.observe(trace)
+        time, made = time + sum(trace.latest.values()), made + expected[min(trace.nodes, len(expected)) - 1]
+        drafts += trace.nodes > 1
+    return time / made, drafts
+
+
+def test_the_policy_finds_the_best_size():
+    expected = [1 + 0.4 * n**0.5 for n in range(33)]
+    for seconds in (lambda n: 1.0, lambda n: 1 + 0.02 * n, lambda n: 1 + 0.3 * (n > 1) + 0.05 * n, lambda n: float(n)):
+        best = min((seconds(n) + 0.003) / expected[n - 1] for n in SIZES if n <= 33)
+        assert drafted(AdaptiveNodes(), seconds, expected)[0] < 1.04 * best
+
+
+def test_where_nothing_pays_the_drafter_rests():
+    found, drafts = drafted(AdaptiveNodes(), lambda n: float(n), [1.0 + 0.1 * n for n in range(33)], rounds=400)
+    assert found < 1.02 and drafts <= 4 and PATIENCE < 400
+
+
+# --- bench text -------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_of_ten_kinds(tmp_path):
+    prompts = bench_text.read_prompts(None)
+    assert len(prompts) == 48 and len({prompt.kind for prompt in prompts}) == 10
+    own = tmp_path / "prompts.txt"
+    own.write_text('Hello\n{"prompt": "Hi", "kind": "greeting"}\n')
+    assert bench_text.read_prompts(own) == [("Hello", ""), ("Hi", "greeting")]
+    own.write_text('{"text": "Hi"}\n')
+    with pytest.raises(ValueError, match="line 1: expected a JSON object with the key 'prompt'"):
+        bench_text.read_prompts(own)
+
+
+class Letters:
+    """A tokenizer of the tiny model: an id a letter."""
+
+    chat_template = None
+
+    def __call__(self, text, return_tensors):
+        ids = torch.tensor([[ord(letter) % 50 + 3 for letter in text]])
+        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+
+
+def test_bench_text_has_a_row_an_arm_and_kind():
+    options = bench_text.Options(model="tiny", max_new_tokens=12)
+    prompts = [bench_text.TextPrompt("abcabcabc", "a"), bench_text.TextPrompt("hello hello", "b")]
+    found = bench_text.bench_text(model_of("llama"), Letters(), prompts, options, ["context"])
+    arms = ("generate_static", "prompt_lookup", "plain", "context")
+    assert [(row["name"], row["kind"]) for row in found["rows"]] == [(a, k) for a in arms for k in ("all", "a", "b")]
+    assert not found["failures"] and all(row["identical"] == row["compared"] == row["n"] for row in found["rows"])
+    assert all(("tau" in row) == (row["name"] in ("plain", "context")) for row in found["rows"])
+
+
+def test_bench_text_needs_a_model(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "text"])
+    assert "--model" in capsys.readouterr().err

@@ -1,0 +1,134 @@
+"""`visspec bench text`: drafters against transformers' own ways of decoding a text model, by kind of prompt.
+
+One process, one set of prompts, the same dtype, attention, threads and cap in all arms, which take turns prompt by
+prompt. Each arm goes through `generate`, so the prefill is in every time.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from visspec.api import loading
+from visspec.api.accelerate import accelerate, default_drafter
+from visspec.cli.arguments import HardwareOptions, Positive, SamplingOptions
+from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, measured_on, table
+from visspec.eval.bench import paired as speed
+from visspec.io.options import option
+
+LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
+WARMUP = 3  # prompts
+PROMPTS = Path(speed.__file__).with_name("prompts.jsonl")
+COLUMNS: dict[str, Cell] = {
+    "arm": "{name}",
+    "prompts": "{kind}",
+    "n": "{compared}",
+    "faster than generate by": "{speedup:.2f}",
+    "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}",
+    "tau": "{tau:.2f}",
+    "identical": "{identical}/{compared}",
+}
+
+
+class TextPrompt(NamedTuple):
+    """A prompt of a user, and its kind."""
+
+    text: str
+    kind: str
+
+
+@dataclass(kw_only=True)
+class Options(BenchOptions, SamplingOptions, HardwareOptions):
+    model: str = option("folder of a text model")
+    prompts: Path | None = option(
+        "a prompt a line, or JSON lines with `prompt` and `kind` (default: 48 held-out prompts of ten kinds)", None
+    )
+    count: Positive | None = option("how many prompts, at most (default: all)", None)
+    drafter: list[str] | None = option(
+        "one or more names with options, or folders (default: the model's own, else auto)", None, metavar="DRAFTER"
+    )
+
+
+def run(arguments: Options) -> None:
+    arguments.begin()
+    prompts = read_prompts(arguments.prompts)[: arguments.count]
+    model, tokenizer = loading.load_saved(arguments.model, **arguments.hardware)
+    record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or [str(default_drafter(model)[0])])
+    title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
+    arguments.end(record, table(title, record["rows"], COLUMNS, left=["prompts"]))
+
+
+def read_prompts(path: Path | None) -> list[TextPrompt]:
+    """The prompts of a file; the held-out ones of the package without a file.
+
+    Raises:
+        ValueError: The file has no prompt, or a line of JSON without one.
+    """
+    lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.startswith("{"):
+            found.append(TextPrompt(line, ""))
+            continue
+        try:
+            row = json.loads(line)
+            text, kind = row["prompt"], str(row.get("kind", ""))
+        except (ValueError, KeyError):
+            raise ValueError(f"{path}, line {number}: expected a JSON object with the key 'prompt'.") from None
+        if path is not None or row["split"] == "held-out":
+            found.append(TextPrompt(str(text), kind))
+    if not found:
+        raise ValueError(f"{path} has no prompts.")
+    return found
+
+
+def bench_text(
+    model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
+) -> dict[str, Any]:
+    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row an arm and kind of prompt."""
+    inputs = [(i, encode(tokenizer, prompt.text, model.device)) for i, prompt in enumerate(prompts)]
+    base, seed = arguments.generation, arguments.seed
+    lookup = [StockCaptionArm(model, base | {"prompt_lookup_num_tokens": n}, seed) for n in LOOKUP_LENGTHS]
+    static = StockCaptionArm(model, base | {"cache_implementation": "static", "disable_compile": True}, seed)
+    best = speed.fastest(lookup, inputs[:WARMUP])
+    arms: dict[str, StockCaptionArm | CaptionArm] = {
+        "generate": StockCaptionArm(model, base, seed),
+        "generate_static": static,
+        "prompt_lookup": best,
+        "plain": CaptionArm(accelerate(model, None), base, seed),
+    }
+    arms |= {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}
+    runs, failures = speed.interleave(arms, inputs, WARMUP, "bench text")
+    kinds = ["all", *dict.fromkeys(prompt.kind for prompt in prompts if prompt.kind)]
+    rows = [
+        row(name, kind, prompts, runs, per_token=arguments.temperature > 0)
+        for name in arms
+        if name != "generate"
+        for kind in kinds
+    ]
+    record = {"bench": "text", "rows": rows, "failures": failures, "n_prompts": len(prompts)}
+    record["prompt_lookup_num_tokens"] = best.options["prompt_lookup_num_tokens"]
+    return record | base | {"seed": seed} | measured_on(model, seed=seed)
+
+
+def encode(tokenizer: Any, text: str, device: Any) -> dict[str, Any]:
+    """The inputs of a prompt, in the tokenizer's chat template if it has one."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        return dict(tokenizer(text, return_tensors="pt").to(device))
+    messages = [{"role": "user", "content": text}]
+    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    return dict(found.to(device))
+
+
+def row(
+    name: str, kind: str, prompts: Sequence[TextPrompt], runs: dict[str, list[speed.ArmRun]], per_token: bool
+) -> dict[str, Any]:
+    """Speed-up of an arm over `generate` on the prompts of a kind."""
+    stock, found = (
+        [run for run in runs[arm] if kind == "all" or prompts[run.prompt].kind == kind] for arm in ("generate", name)
+    )
+    ratio = speed.compare(stock, found, per_token)
+    keys = ("speedup", "speedup_ci95", "speedup_decode_only", "identical", "compared")
+    own = {"tau": speed.tau(found)["tau"]} if any(run.rounds for run in found) else {}
+    return {"name": name, "kind": kind, "n": len(found)} | {key: ratio[key] for key in keys} | own
