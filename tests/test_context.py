@@ -13,13 +13,13 @@ from tests.tiny import model_of, prompt, shapes
 from visspec.cli import bench_text
 from visspec.cli.main import main
 from visspec.loop.pass_costs import PATIENCE, SIZES, AdaptiveNodes, PassCosts
-from visspec.models.lookup.context import LENGTHS, MATCHES, AcceptanceRates, ContextDrafter, Memory, RowContext
+from visspec.models.lookup.context import LENGTHS, MATCHES, ContextDrafter, Memory, RowContext, SourceRates
 
 TEXT = [1, 2, 3, 4, 5, 1, 2, 3, 9, 5, 1, 2, 3]
 
 
 def row(text, candidates=None):
-    return RowContext(text, candidates or {}, AcceptanceRates())
+    return RowContext(text, candidates or {}, SourceRates())
 
 
 def tokens(tree):

@@ -52,7 +52,7 @@ Place = tuple[CandidateTable, tuple[int, int]]  # a token behind another one, an
 Pointer = tuple[int, int]  # a match: its source, and the place in the row's text of what it proposes
 
 
-class AcceptanceRates:
+class SourceRates:
     """How often the proposals of each source are accepted, by depth."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class AcceptanceRates:
 
 @dataclass(slots=True)
 class Proposal:
-    """A token proposed below a node: by which sources (keys of `AcceptanceRates`), and how its matches go on."""
+    """A token proposed below a node: by which sources (keys of `SourceRates`), and how its matches go on."""
 
     keys: list[int] = field(default_factory=list)
     pointers: list[Pointer] = field(default_factory=list)
@@ -97,7 +97,7 @@ class RowContext:
         rates: Those of this row or of all.
     """
 
-    def __init__(self, prompt: Sequence[int], candidates: CandidateTable, rates: AcceptanceRates):
+    def __init__(self, prompt: Sequence[int], candidates: CandidateTable, rates: SourceRates):
         self.candidates, self.rates = candidates, rates
         self.ids: list[int] = []
         self.prompt = len(prompt)
@@ -224,14 +224,12 @@ class ContextDrafter(Drafter):
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         self.nodes, self.levels, self.shared = nodes, levels, shared
         self.traits = DrafterTraits(levels=levels, trees=True, joins=True, counts_nodes=True)
-        self.common: tuple[CandidateTable, AcceptanceRates] = ({}, AcceptanceRates())
+        self.common: tuple[CandidateTable, SourceRates] = ({}, SourceRates())
 
     def start(self, state: State, scores: Scores) -> None:
         shared = self.shared and (state.noise is None or not state.noise.samples)
         prompts = state.request.prompt.tolist()
-        state.memory = Memory(
-            [RowContext(ids, *(self.common if shared else ({}, AcceptanceRates()))) for ids in prompts]
-        )
+        state.memory = Memory([RowContext(ids, *(self.common if shared else ({}, SourceRates()))) for ids in prompts])
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: Memory = state.memory
