@@ -421,7 +421,7 @@ def test_tables_of_bench_image_cut_nothing_off(columns):
     assert max(map(len, text.splitlines())) <= columns
     assert text.count("measured") == 4
     words = set(text.replace("│", " ").replace("┃", " ").split())
-    heads = {word for head in bench_image_table.HEADS for word in head.split()}
+    heads = {word for head in bench_image_table.CELLS for word in head.split()} - {"head", "calls"}
     assert words >= heads | {"coupled-lantern", "approximate", "123.400", "10.12..12.34", "1024.0", "1234.5", "stock"}
 
 

@@ -86,13 +86,11 @@ def test_prompts_are_lines_or_objects(tmp_path):
     "argv, words",
     [
         (["caption", "IMAGE", "--ray"], "--out: got none, expected a .jsonl or .parquet file"),
-        (["caption", "IMAGE", "--ray", "--out", "TMP/x"], "expected a file that ends in .jsonl or .parquet"),
         (["caption", "IMAGE", "--ray", "--out", "TMP/x.jsonl"], "ray is not installed, expected it (pip install"),
         (["generate", "a ring", "--ray", "--out", "TMP/x"], "ray is not installed, expected it (pip install"),
         (["generate", "a ring", "--ray", "--out", "TMP/x", "--grid", "TMP/g.png"], "--grid: got one beside --ray"),
         (["generate", "--out", "TMP/x"], "prompt: got none"),
         (["generate", "a ring", "--retry-failed", "--out", "TMP/x"], "--retry-failed: got it without --ray"),
-        (["generate", "--prompts", "TMP/none", "--out", "TMP/x"], "got no such file"),
     ],
 )
 def test_bad_input_is_a_sentence(argv, words, tmp_path, capsys, monkeypatch):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, Self
+from typing import Any, Generic, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -247,37 +247,7 @@ class NodeProcessor:
         return longest < self.least or shortest >= self.least
 
 
-class Noise(Protocol):
-    """Random numbers of a request, with one generator a row (`sampling.BufferedNoise`)."""
-
-    generators: list[torch.Generator]
-    samples: bool  # whether drafts are draws from a distribution that they report, independent of these numbers
-
-    def window(self, positions: int) -> Tensor:
-        """(B, positions, width): the numbers of each row's next positions. Reading them does not consume them."""
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Consume positions: counts[b] nodes of row b are now final."""
-
-    def child_generators(self) -> list[torch.Generator]:
-        """A generator for each row, for numbers of a drafter. Called once a request."""
-
-    def select(self, keep: Sequence[int]) -> None:
-        """Keep only these rows."""
-
-    def join(self, other: Self, take: Sequence[int]) -> None:
-        """Add rows of other noise of the same kind."""
-
-    def draft(self, distribution: Any, level: int) -> tuple[Tensor, Any]:
-        """A drafted value for each row (B,), `level` positions after the next one, and the distribution it was drawn
-        from; None where drafts are point masses to the rule.
-        """
-
-    def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
-        """Logits of W nodes of a level as a tree ranks them."""
-
-
-NoiseT = TypeVar("NoiseT", bound=Noise, default=Any)
+NoiseT = TypeVar("NoiseT", default=Any)  # random numbers of a request: a `sampling.BufferedNoise`
 
 
 class OutputBuffer:
@@ -387,7 +357,7 @@ class State:
     cache: Any  # the target's cache
     rows: list[int]
     output: OutputBuffer  # the target chooses it
-    noise: Noise | None = None
+    noise: Any = None  # random numbers, `sampling.BufferedNoise`; None with greedy sampling
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state
     target: Target | None = None  # for drafters that run its layers or read its keys and values

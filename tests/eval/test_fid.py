@@ -1,4 +1,4 @@
-"""Frechet distance and its family: numerics, parity with torch-fidelity and torchmetrics, references, folders."""
+"""Frechet distance and its family: numerics, parity with torch-fidelity, references, folders."""
 
 import json
 import types
@@ -78,23 +78,6 @@ def test_parity_with_torch_fidelity(n: int, d: int, shift: float):
     ours = fid.from_features(x, y)
     assert abs(ours - theirs) <= tolerance(theirs, x, y)
     assert abs(fid.from_features(x, y + 0.05) - theirs) > tolerance(theirs, x, y)  # the bound can be missed
-
-
-def test_parity_with_torchmetrics():
-    module = pytest.importorskip("torchmetrics.image.fid")
-
-    class Same(torch.nn.Module):
-        num_features = 32
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    x, y = draws(300, 32, 5), draws(350, 32, 6, 0.4)
-    metric = module.FrechetInceptionDistance(feature=Same(), input_img_size=(32,)).set_dtype(torch.float64)
-    metric.update(x, real=True)
-    metric.update(y, real=False)
-    theirs = float(metric.compute())
-    assert abs(fid.from_features(x, y) - theirs) <= tolerance(theirs, x, y)
 
 
 def test_golden_numbers_without_the_other_libraries():

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from visspec.distributions import Categorical, categorical
 from visspec.replay import REPLAYING, Call, Recording, Recordings, stream
+from visspec.sampling import BufferedNoise
 from visspec.tree import branch, limit_children
-from visspec.types import Acceptance, Draft, Noise, Scores, Tree, Verdict
+from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
 
-class GraphedRule(Recordings, Acceptance[Noise]):
+class GraphedRule(Recordings, Acceptance[BufferedNoise]):
     """`rule` in recordings, one for each of the first `most` shapes. `record` stands in for `cuda_graph` in tests."""
 
     def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):
@@ -41,10 +42,10 @@ class GraphedRule(Recordings, Acceptance[Noise]):
     def inner(self) -> Acceptance:
         return self.rule.inner
 
-    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Noise:
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> BufferedNoise:
         return self.rule.make_noise(generators, width)
 
-    def __call__(self, draft: Draft, scores: Scores, noise: Noise | None) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: BufferedNoise | None) -> Verdict:
         logits = categorical(scores.distribution).logits
         record = self.recorder(logits.device)
         if record is None:

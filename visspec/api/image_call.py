@@ -86,7 +86,10 @@ class ImageRequest:
     callback_on_step_end_tensor_inputs: Sequence[str] = TENSORS[:1]
 
     def __post_init__(self) -> None:
-        check_texts(self.prompt)
+        if not self.texts:
+            raise ValueError(f"prompt: got {self.prompt!r}, expected a text or a list of texts")
+        if odd := [text for text in self.texts if text.encode(errors="replace").decode() != text]:
+            raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can hold")  # tokenizers: TypeError
         for name in ("num_images_per_prompt", "batch_size"):
             if not isinstance(count := getattr(self, name), int) or count < 1:
                 raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
@@ -190,30 +193,13 @@ def pass_numbers(origin: list[str]) -> list[int]:
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-def texts_of(given: object) -> list[str]:
-    """A text, or a list of texts, as a list; an empty one for anything else."""
-    texts = [given] if isinstance(given, str) else list(given) if isinstance(given, (list, tuple)) else []
-    return texts if all(isinstance(text, str) for text in texts) else []
-
-
-def check_texts(prompt: str | Sequence[str]) -> None:
-    """Raises ValueError for anything but a text or a list of texts."""
-    texts = texts_of(prompt)
-    if not texts:
-        raise ValueError(f"prompt: got {prompt!r}, expected a text or a list of texts")
-    if odd := [t for t in texts if t.encode(errors="replace").decode() != t]:  # tokenizers raise TypeError
-        raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can hold")
-
-
 def negatives_of(
     given: str | Sequence[str] | None, texts: list[str], guidance: float, family: Family
 ) -> list[str] | None:
     """A negative prompt for each text, None for the model's own. Raises ValueError where it would change nothing."""
     if given is None:
         return None
-    found = texts_of(given) * (len(texts) if isinstance(given, str) else 1)
-    if not found:
-        raise ValueError(f"negative_prompt: got {given!r}, expected a text or a list of texts, one for each prompt")
+    found = [given] * len(texts) if isinstance(given, str) else list(given)
     if len(found) != len(texts):
         raise ValueError(f"negative_prompt: got {len(found)} texts, expected {len(texts)}, one for each prompt")
     why = "" if family.guided else f"{family.name} has no unconditional prompt"

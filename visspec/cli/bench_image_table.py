@@ -23,7 +23,6 @@ FD: tuple[Cell, ...] = ("{fd:.3f}", "({fd_paired:.2g})")  # that of pairs below 
 FAR = "{latent_displacement:.4f}"
 HEAD_CALLS = "head calls / token"  # where there are any
 SPEED = ("method", "NFE", HEAD_CALLS, "fewer by", "ms / NFE", "over stock", "95 %")
-HEADS = tuple(head for head in CELLS if head != HEAD_CALLS)
 
 
 def tables(record: dict[str, Any], width: int) -> list[Table]:

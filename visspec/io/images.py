@@ -100,7 +100,6 @@ def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
 
 def image_files(
     folder: str | Path,
-    recursive: bool = True,
     unlisted: list[OSError] | None = None,
     suffixes: tuple[str, ...] = SUFFIXES,
 ) -> list[Path]:
@@ -114,10 +113,8 @@ def image_files(
         raise FileNotFoundError(f"there is no folder {folder}")
     files: list[Path] = []
     lost: list[OSError] = [] if unlisted is None else unlisted
-    for home, below, names in os.walk(folder, onerror=lost.append):
+    for home, _, names in os.walk(folder, onerror=lost.append):
         files += [Path(home, n) for n in names if Path(n).suffix.lower() in suffixes and not n.startswith(".")]
-        if not recursive:
-            below.clear()
     if unlisted is None and lost:
         raise lost[0]
     if not files and not lost:
@@ -134,13 +131,11 @@ def inside(folder: str | Path, name: str) -> Path:
     return path
 
 
-def iter_images(
-    files: Iterable[Path], broken: list[tuple[Path, str]], max_pixels: int = MAX_PIXELS
-) -> Iterator[tuple[Path, Image.Image]]:
+def iter_images(files: Iterable[Path], broken: list[tuple[Path, str]]) -> Iterator[tuple[Path, Image.Image]]:
     """Open files one at a time, in order; unreadable files are appended to `broken` with the reason."""
     for path in files:
         try:
-            image = open_image(path, max_pixels)
+            image = open_image(path)
         except (ValueError, FileNotFoundError) as error:
             broken.append((path, str(error)))
             continue
