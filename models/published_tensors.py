@@ -110,13 +110,8 @@ def multipliers(
     level = prefix + block.split("{}")[0]
     widths = [
         require(tensors, f"{prefix}{block.format(i)}.0.conv1.weight", 4, where).shape[0]
-        for i in range(count(tensors, level))
+        for i in range(max(count(tensors, level), 1))
     ]
-    if not widths or not all(width and first and width % first == 0 == width % GROUPS for width in (first, *widths)):
-        raise ValueError(
-            f"checkpoint: {where} has levels of {widths} channels after {first}, expected multiples of"
-            f" the first and of {GROUPS}"
-        )
     return first, tuple(width // first for width in widths)
 
 

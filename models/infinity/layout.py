@@ -36,7 +36,7 @@ def load_infinity(path: str | Path, scales: ScaleSizes | None = None, dtype: tor
     scales: the size and shape of its images, which weights do not tell; default `infinity.schedule()`, square images of
     a megapixel. dtype: default, that of the file. Raises ValueError in one sentence before any weight is placed.
     """
-    named = _flat(read_all_tensors(path), path)
+    named = _flat(read_all_tensors(path))
     tensors = unnamed(named)
     model = Infinity(config_of(tensors, scales or schedule(), path))
     model = model.to(dtype or tensors["word_embed.weight"].dtype).eval()
@@ -44,12 +44,10 @@ def load_infinity(path: str | Path, scales: ScaleSizes | None = None, dtype: tor
     return model
 
 
-def _flat(tensors: Mapping[str, Tensor], where: str | Path) -> Named:
-    """With blocks by their number alone. Raises ValueError unless all chunks have as many."""
+def _flat(tensors: Mapping[str, Tensor]) -> Named:
+    """With blocks by their number alone, of chunks that have as many each."""
     places = {(int(match[1]), int(match[2])) for match in map(re.compile(CHUNK).match, tensors) if match}
-    chunks, each = (max((at[i] for at in places), default=-1) + 1 for i in range(2))
-    if len(places) != chunks * each:
-        raise ValueError(f"checkpoint: {where} has {len(places)} blocks in {chunks} chunks, expected as many in each")
+    each = max((place for _, place in places), default=-1) + 1
     rules = [(f"^{CHUNK}", lambda match: f"blocks.{int(match[1]) * each + int(match[2])}.")]
     return rename(tensors, rules, NOT_WEIGHTS)
 

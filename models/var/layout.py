@@ -68,7 +68,7 @@ def _scales(level_L: Tensor, given: ScaleSizes | None, where: str | Path) -> Sca
 
 def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiScaleVAE:
     """VAR's autoencoder, or another of its layout, in evaluation mode."""
-    named = rename(_split(read_all_tensors(path), path), (), NOT_VQ_WEIGHTS)
+    named = rename(_split(read_all_tensors(path)), (), NOT_VQ_WEIGHTS)
     tensors = unnamed(named)
     shape = shape_of(tensors, path)
     model = MultiScaleVAE(shape).eval().to(dtype or tensors[CODEBOOK].dtype)
@@ -94,7 +94,7 @@ def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShap
     )
 
 
-def _split(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor]:
+def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """With queries, keys and values of attention apart, as taming's layout has them."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -102,7 +102,5 @@ def _split(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Tensor
         if match is None:
             found[name] = tensor
             continue
-        if not tensor.dim() or len(tensor) % 3:
-            raise ValueError(f"checkpoint: tensor {name!r} of {where} has shape {tuple(tensor.shape)}, expected thirds")
         found |= {f"{match[1]}.{part}.{match[2]}": third for part, third in zip("qkv", tensor.chunk(3))}
     return found
