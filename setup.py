@@ -7,7 +7,7 @@ from setuptools import find_packages, setup
 FOLDERS = ("models", "kernels", "eval")
 WEIGHTS = [  # of models/zoo: those of the demo and the README, and their drafters; the repository has the others
     *("captioner", "captioner-vispec", "captioner-emoji", "captioner-emoji-vispec"),
-    *("painter", "painter-eagle", "painter-lowres", "painter-upsampler", "painter-emoji", "painter-emoji-eagle"),
+    *("painter", "painter-eagle", "painter-emoji", "painter-emoji-eagle"),
 ]
 
 # an editable install warns that ./visspec comes first where the repository is the working folder; it may, see __init__

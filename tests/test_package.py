@@ -35,14 +35,11 @@ def copied(source: Path, *without: str) -> Path:
 
 
 def packaged() -> set[str]:
-    """The included models that a wheel holds: those of the demo, their drafters, and what presets need of the first
-    painter.
-    """
+    """The included models that a wheel holds: those of the demo, and their drafters."""
     shown = {captioner for captioner, _ in demo.WORLDS.values()} | set(demo.PAINTERS)
-    kinds = dict.fromkeys(shown, ("assistant", "distilled", "lowres", "upsampler"))  # left out, by target
-    kinds[included.image_model()] = ("assistant", "distilled")
+    left_out = ("assistant", "distilled", "lowres", "upsampler")
     models = included.table().models.items()
-    return shown | {name for name, row in models if row.target in shown and row.kind not in kinds[row.target]}
+    return shown | {name for name, row in models if row.target in shown and row.kind not in left_out}
 
 
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
