@@ -245,7 +245,7 @@ def test_drafts_are_checked():
     assert lawful.tolist() == [[True, False, False]] and bool(q.logits.isfinite().all())
     q, lawful = Maps(logits, torch.tensor([[1, 1, 1]])).sanitize(safe, limits)
     assert lawful.tolist() == [[True, False, True]], "padding is not judged"
-    with pytest.raises(ValueError, match=r"q: got shapes"):
+    with pytest.raises(ValueError, match=r"q.logits: got shape"):
         Maps(logits[..., :2], torch.tensor([[1, 1, 2]])).sanitize(safe, limits)
 
 
