@@ -9,13 +9,18 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: demo test test-all lint types bench real models interop notebooks docs
 
-$(VENV)/.ready: pyproject.toml setup.py
+$(VENV)/.demo: pyproject.toml setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+# what tests, linters and notebooks need beside that
+$(VENV)/.ready: $(VENV)/.demo
 	$(BIN)/python -m pip install -q -e ".[test,eval,notebook,data,ray,serve,train]"
 	touch $@
 
-demo: $(VENV)/.ready
+demo: $(VENV)/.demo
 	$(BIN)/visspec demo
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
