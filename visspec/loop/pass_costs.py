@@ -11,6 +11,7 @@ import threading
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 
 from visspec.types import DraftLengthPolicy, State, Trace
 
@@ -23,6 +24,11 @@ REACH = 4  # times the largest measured size: larger ones are not tried yet
 GAIN = 1.02  # over plain decoding that a draft must promise
 PATIENCE, REST = 8, 32  # rounds in turn that do not pay before the drafter rests, and most rounds of a rest
 SHORT = 1024  # tokens; behind fewer the cost of a pass hardly depends on their number
+
+
+def averaged(known: float, seconds: float) -> float:
+    """The moving average of a time with a new measurement, whose outliers are clipped."""
+    return FORGET * known + (1 - FORGET) * min(seconds, OUTLIER * known)
 
 
 class PassCosts:
@@ -39,8 +45,7 @@ class PassCosts:
             self.seconds[size] *= FADE
         if nodes in SIZES:
             known = self.seconds.get(nodes)
-            new = FIRST * seconds if known is None else min(seconds, OUTLIER * known)
-            self.seconds[nodes] = new if known is None else FORGET * known + (1 - FORGET) * new
+            self.seconds[nodes] = FIRST * seconds if known is None else averaged(known, seconds)
 
     def at(self, nodes: int) -> float:
         """Seconds of a pass, as far as known."""
@@ -79,15 +84,12 @@ class AdaptiveNodes(DraftLengthPolicy):
         super().__init__(levels)
         self.costs: dict[tuple[int, int], PassCosts] = defaultdict(PassCosts)
         self.overhead = 0.0  # seconds of a round beside its pass
-        self.vain, self.resting, self.rest = (
-            0,
-            0,
-            1,
-        )  # rounds in turn that did not pay; rounds of this and the next rest
+        self.vain = 0  # rounds in turn that did not pay
+        self.resting, self.rest = 0, 1  # rounds of this rest and of the next one
         self._lock = threading.Lock()  # held for a few microseconds a round
 
     def depth(self, state: State) -> int:
-        state.worth = lambda expected: self._worth(state.trace, expected)
+        state.worth = partial(self._worth, state.trace)  # not of the state, which would keep itself alive
         limit = self.limit(state)
         with self._lock:
             if self.resting:
@@ -121,8 +123,4 @@ class AdaptiveNodes(DraftLengthPolicy):
             self._at(trace).add(trace.nodes, latest["verify"] + latest["accept"])
             if trace.requested:
                 beside = latest["draft"] + latest["observe"]
-                self.overhead = (
-                    beside
-                    if not self.overhead
-                    else FORGET * self.overhead + (1 - FORGET) * min(beside, OUTLIER * self.overhead)
-                )
+                self.overhead = averaged(self.overhead, beside) if self.overhead else beside
