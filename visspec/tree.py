@@ -118,6 +118,20 @@ def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
     return chain_draft(pending_B, padded, real=torch.arange(width + 1, device=pending_B.device) <= count_B1)
 
 
+def pad(draft: Draft, size: int, levels: int) -> Draft:
+    """Append nodes that are not real, up to `size` nodes; a chain stays one, where it may have so many levels."""
+    tree, value, more = draft.tree, draft.value, size - draft.tree.size
+    if more <= 0 or draft.q is not None or (tree.chain and size > levels + 1):
+        return draft
+    real = draft.real if draft.real is not None else torch.ones(value.shape[:2], dtype=torch.bool, device=value.device)
+    if tree.chain:
+        longer = chain(size - 1, str(value.device))
+    else:
+        longer = from_parents(torch.cat([tree.parent, tree.parent.new_zeros(len(tree.parent), more)], 1), tree.levels)
+    fill = value.new_zeros(len(value), more, *value.shape[2:])
+    return Draft(torch.cat([value, fill], 1), longer, real=torch.cat([real, real.new_zeros(len(value), more)], 1))
+
+
 def paths(tree: Tree) -> Tensor:
     """(1|B, N, levels + 1) indices of each node's ancestors from the root to itself, padded with -1."""
     return tree_cache(tree, _paths)

@@ -341,8 +341,6 @@ class Trace:
     requested: int = 0  # levels that the drafter was asked for in the latest round
     structure: Structure = OWN  # that it was asked for
     chain: list[int] = field(default_factory=list)  # tokens that first children alone would have committed, of each row
-    cooldown: int = 0  # rounds to come without drafting, for the same reason
-    doubted: bool = False  # whether drafting has rested and no draft was accepted since
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
 
@@ -366,11 +364,6 @@ class State:
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
-
-    @property
-    def doubted(self) -> bool:
-        """Whether drafts were measured not to pay, and none was accepted since: a drafter may ask more of its own."""
-        return self.trace.doubted
 
     @property
     def structure(self) -> Structure:
@@ -536,7 +529,6 @@ class DrafterTraits:
     whole_images: bool = False  # it can draft a whole image (`sketch`)
     distribution: type[Distribution] = Categorical  # of the values it drafts
     joins: bool = False  # rows can enter a running batch (`join`)
-    observes: str = "all"  # rounds that it is told of: "all"; "drafted" and those before it drafts again; "none"
     partial: bool = False  # it runs some of the target's own layers (`Target.partial`)
     any_order: bool = False  # it drafts for any-order targets alone
     counts_nodes: bool = False  # it asks `State.worth` how many nodes of its draft pay
@@ -593,7 +585,7 @@ class Drafter:
         raise NotImplementedError
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Called after each round, or as `traits.observes` says."""
+        """Called after each round."""
 
     def finish(self, state: State) -> None:
         """Called when a request has ended, unless an exception ended it."""
@@ -649,10 +641,12 @@ class Acceptance(Generic[NoiseT]):
 class DraftLengthPolicy:
     """Base class (`loop.draft_length`). `depth` is called before each round, `observe` after it.
 
-    levels: maximum number of levels. structures: that the drafter offers; the chosen one is `state.trace.structure`.
+    Args:
+        levels: Maximum number of levels.
     """
 
-    structures: Sequence[Structure] = (OWN,)
+    structures: Sequence[Structure] = (OWN,)  # that the drafter offers; the chosen one is `state.trace.structure`
+    counts_nodes = False  # whether the drafter asks `State.worth` how many nodes pay
 
     def __init__(self, levels: int = 8):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
@@ -666,6 +660,10 @@ class DraftLengthPolicy:
     def depth(self, state: State) -> int:
         """Levels to draft in this round; 0 for none. Stored in `state.trace.requested`."""
         raise NotImplementedError
+
+    def pad(self, state: State, nodes: int) -> int:
+        """Size to pad a draft of so many nodes to, because a pass over it takes less time."""
+        return nodes
 
     def observe(self, trace: Trace) -> None:
         """The latest round has ended: `trace.rounds[-1]`, `trace.latest`."""

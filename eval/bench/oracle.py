@@ -14,7 +14,7 @@ class Oracle(Drafter):
     """
 
     def __init__(self, drafts_BT: Tensor | None = None, levels: int = 8, adaptive: bool = False):
-        self.traits = DrafterTraits(levels=levels, adaptive_depth=adaptive, observes="none")
+        self.traits = DrafterTraits(levels=levels, adaptive_depth=adaptive)
         self.drafts_BT = drafts_BT
 
     def propose(self, state: State, depth: int) -> Draft:

@@ -1,9 +1,10 @@
 """Drafts one tree of what the context and earlier passes propose. Nothing is trained and no network runs.
 
-Two sources propose the tokens below a node:
+Three sources propose the tokens below a node:
 
-* matches: the continuations of earlier occurrences of the row's last 16, 8, 5, 3, 2 or 1 tokens in its prompt and
-  output (prompt lookup; Saxena, 2023);
+* matches: the continuations of earlier occurrences of the row's last tokens in its prompt and output (prompt lookup;
+  Saxena, 2023);
+* answers: the same in the answers of requests that have ended (SuffixDecoding; Oliaro et al., arXiv 2411.04975);
 * candidates: the tokens that the target ranked highest after the same two tokens, or the same one, last time (token
   recycling; Luo et al., arXiv 2408.08696).
 
@@ -18,6 +19,7 @@ Shapes: B rows, N nodes, M accepted nodes, V vocabulary, K candidates.
 from __future__ import annotations
 
 import heapq
+import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, zip_longest
@@ -31,8 +33,13 @@ from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
-LENGTHS = (16, 8, 5, 3, 2, 1)  # of matches, in tokens
+SOURCES = ("matches", "answers", "candidates")
+LENGTHS = (16, 8, 5, 3, 2, 1)  # of matches that rates tell apart, in tokens
 MATCHES = 4  # earlier occurrences that are followed
+INDEXED = 3  # tokens of the longest n-grams that are indexed; longer matches are found by comparing
+PLACES = 8  # newest occurrences of an n-gram that are kept
+BEFORE = 4  # tokens of the prompt's end that stand before an answer
+MOST_ANSWERS = 1 << 16  # tokens of answers that are kept, about 40 MB; beyond, the memory starts anew
 CANDIDATES = 10  # tokens that are kept of what the target ranked highest
 LONG = 3  # tokens; a match of so many leaves little to the candidates
 DEPTHS = 4  # that rates tell apart; deeper levels share the last one
@@ -41,22 +48,69 @@ LEAST = 0.008  # probability below which no node is drafted
 MATCH_PRIOR = (0.9, 0.85, 0.7, 0.5, 0.35, 0.15)  # of the newest occurrence, by length; older ones have 0.8 of it
 PAIR_PRIOR = (0.5, 0.12, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # of candidates after two tokens, by rank
 TOKEN_PRIOR = (0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # after one token
-# Sources are numbered: matches by length and occurrence, then candidates in nine groups of ranks. A group tells what
-# matches say (a long one, a short one, none) and what the candidates follow (two tokens; one, beside others that follow
-# two; one alone).
-FIRST_GROUP = len(LENGTHS) * MATCHES
+# Rates are numbered: matches by length and occurrence, the same of answers, then candidates in nine groups of ranks. A
+# group tells what matches say (a long one, a short one, none) and what the candidates follow (two tokens; one, beside
+# others that follow two; one alone).
+FIRST_ANSWER = len(LENGTHS) * MATCHES
+FIRST_GROUP = 2 * FIRST_ANSWER
 GROUPS = 3 * (PAIR_PRIOR, tuple(p / 4 for p in TOKEN_PRIOR), TOKEN_PRIOR)
 
 CandidateTable = dict[Hashable, list[int]]  # by a token, and by a pair of tokens
 Place = tuple[CandidateTable, tuple[int, int]]  # a token behind another one, and the table that it is looked up in
-Pointer = tuple[int, int]  # a match: its source, and the place in the row's text of what it proposes
+Pointer = tuple[int, list[int], int]  # a match: its rate, a text, and the place in it of what the match proposes
+
+
+class TextIndex:
+    """Texts one behind the other, indexed by their n-grams. A negative id ends a text."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.start = 0  # of the newest text
+        self.places: dict[tuple[int, ...], list[int]] = {}  # of what followed an n-gram, the newest last
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Extend the newest text."""
+        ids, places = self.ids, self.places
+        for token in tokens:
+            here = len(ids)
+            for n in range(1, min(INDEXED, here - self.start) + 1):
+                found = places.setdefault(tuple(ids[-n:]), [])
+                found.append(here)
+                if len(found) > PLACES:
+                    del found[0]
+            ids.append(token)
+
+    def matches(self, text: Sequence[int], first: int) -> list[Pointer]:
+        """The continuations of the longest matches of a text's end, and of these of the newest.
+
+        Args:
+            first: Number of the first rate.
+        """
+        found: dict[int, int] = {}  # length by place
+        for n in range(min(INDEXED, len(text)), 0, -1):
+            for place in reversed(self.places.get(tuple(text[-n:]), ())):
+                if place not in found:
+                    found[place] = n if n < INDEXED else self._length(text, place)
+            if len(found) >= MATCHES:
+                break
+        ranked = sorted(
+            (next(i for i, n in enumerate(LENGTHS) if n <= length), -place) for place, length in found.items()
+        )
+        return [(first + i * MATCHES + k, self.ids, -place) for k, (i, place) in enumerate(ranked[:MATCHES])]
+
+    def _length(self, text: Sequence[int], place: int) -> int:
+        """Tokens before a place that equal the text's end."""
+        for n in range(INDEXED, min(LENGTHS[0], len(text), place)):
+            if self.ids[place - n - 1] != text[-n - 1]:
+                return n
+        return min(LENGTHS[0], len(text), place)
 
 
 class SourceRates:
     """How often the proposals of each source are accepted, by depth."""
 
     def __init__(self) -> None:
-        matches = [p * 0.8**k for p in MATCH_PRIOR for k in range(MATCHES)]
+        matches = 2 * [p * 0.8**k for p in MATCH_PRIOR for k in range(MATCHES)]
         priors = [*matches, *(p for group in GROUPS for p in group)]
         self.prior = [p for p in priors for _ in range(DEPTHS)]
         self.rate = list(self.prior)
@@ -88,20 +142,38 @@ class Node:
     below: dict[int, Proposal] = field(default_factory=dict)
 
 
+@dataclass
+class Shared:
+    """What rows and requests learn from each other."""
+
+    candidates: CandidateTable = field(default_factory=dict)
+    rates: SourceRates = field(default_factory=SourceRates)
+    answers: TextIndex = field(default_factory=TextIndex)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while an answer is added
+
+    def add(self, answer: Sequence[int]) -> None:
+        """Add an answer that has ended."""
+        with self.lock:
+            if len(self.answers.ids) + len(answer) > MOST_ANSWERS:
+                self.answers = TextIndex()
+            index = self.answers
+            index.append([*answer, -1])
+            index.start = len(index.ids)
+
+
 class RowContext:
-    """Prompt and output of a row, indexed by their n-grams, and the row's newest tree.
+    """Prompt and output of a row, and the row's newest tree.
 
     Args:
         prompt: The row's ids.
-        candidates: What the target ranked highest, of this row or of all.
-        rates: Those of this row or of all.
+        shared: What is learned, by this row or by all.
+        sources: Those of `SOURCES` that propose tokens.
     """
 
-    def __init__(self, prompt: Sequence[int], candidates: CandidateTable, rates: SourceRates):
-        self.candidates, self.rates = candidates, rates
-        self.ids: list[int] = []
-        self.prompt = len(prompt)
-        self.places: dict[tuple[int, ...], list[int]] = {}  # of what followed an n-gram, the newest last
+    def __init__(self, prompt: Sequence[int], shared: Shared, sources: Sequence[str] = SOURCES):
+        self.shared, self.sources, self.rates = shared, sources, shared.rates
+        self.index, self.prompt = TextIndex(), len(prompt)
+        self.ids = self.index.ids
         self.tree: list[Node] = []
         self._append(prompt)
 
@@ -110,25 +182,22 @@ class RowContext:
         self._append(output[len(self.ids) - self.prompt :])
 
     def _append(self, tokens: Sequence[int]) -> None:
-        ids, places = self.ids, self.places
-        for token in tokens:
-            for n in LENGTHS:
-                if n <= len(ids):
-                    found = places.setdefault(tuple(ids[-n:]), [])
-                    found.append(len(ids))
-                    if len(found) > MATCHES:
-                        del found[0]
-            ids.append(token)
+        if "matches" in self.sources:
+            self.index.append(tokens)
+        else:
+            self.ids += tokens
+
+    def end(self) -> None:
+        """The row has ended: share its answer."""
+        if "answers" in self.sources:
+            self.shared.add(self.ids[max(self.prompt - BEFORE, 0) :])
 
     def matches(self) -> list[Pointer]:
         """The continuations of the longest matches, the newest first."""
-        found: dict[int, int] = {}  # source by place
-        for i, n in enumerate(LENGTHS):
-            if n <= len(self.ids):
-                for place in reversed(self.places.get(tuple(self.ids[-n:]), ())):
-                    if len(found) < MATCHES:
-                        found.setdefault(place, i * MATCHES + len(found))
-        return [(source, place) for place, source in found.items()]
+        found = self.index.matches(self.ids, 0) if "matches" in self.sources else []
+        if "answers" in self.sources:
+            found += self.shared.answers.matches(self.ids[-LENGTHS[0] :], FIRST_ANSWER)
+        return found
 
     def grow(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
         """The tree (or chain) of at most `nodes` nodes with the highest probabilities of acceptance, its root first."""
@@ -146,22 +215,25 @@ class RowContext:
 
     def _propose(self, index: int, heap: list[tuple[float, int, int, int]]) -> None:
         """Collect what the sources propose below a node in `Node.below`, and add it to the heap."""
-        node = self.tree[index]
+        node, rate = self.tree[index], self.rates.rate
         level, below, longest = min(node.depth, DEPTHS - 1), node.below, 0
-        for source, place in node.pointers:
-            if place < len(self.ids):
-                proposal = below.setdefault(self.ids[place], Proposal())
+        least = LEAST / node.reach
+        for source, ids, place in node.pointers:
+            if place < len(ids) and ids[place] >= 0:
+                proposal = below.setdefault(ids[place], Proposal())
                 proposal.keys.append(source * DEPTHS + level)
-                proposal.pointers.append((source, place + 1))
-                longest = max(longest, LENGTHS[source // MATCHES])
+                proposal.pointers.append((source, ids, place + 1))
+                longest = max(longest, LENGTHS[source % FIRST_ANSWER // MATCHES])
         before = self.tree[node.parent].token if index else self.ids[-2] if len(self.ids) > 1 else -1
-        pair, alone = self.candidates.get((before, node.token), ()), self.candidates.get(node.token, ())
+        known = self.shared.candidates
+        pair, alone = known.get((before, node.token), ()), known.get(node.token, ())
         group = 3 * (0 if longest >= LONG else 1 if longest else 2)
         for g, ranked in ((group, pair), (group + (1 if pair else 2), alone)):
             for rank, token in enumerate(ranked):
-                source = FIRST_GROUP + g * CANDIDATES + rank
-                below.setdefault(token, Proposal()).keys.append(source * DEPTHS + level)
-        found = {token: 1.0 - prod(1.0 - self.rates.rate[key] for key in each.keys) for token, each in below.items()}
+                key = (FIRST_GROUP + g * CANDIDATES + rank) * DEPTHS + level
+                if rate[key] >= least or token in below:
+                    below.setdefault(token, Proposal()).keys.append(key)
+        found = {token: 1.0 - prod(1.0 - rate[key] for key in each.keys) for token, each in below.items()}
         scale = node.reach / max(sum(found.values()), 1.0)  # siblings exclude each other
         for token, probability in found.items():
             if probability * scale >= LEAST:
@@ -213,23 +285,26 @@ class ContextDrafter(Drafter):
     Args:
         nodes: Most nodes of a tree without its root.
         levels: Most levels of a tree.
-
-        shared: Whether rows and requests share rates and candidates. Rules that toss numbers of their own (`rejection`
-            and the relaxed ones) never share them, since there the tokens of a seed depend on the draft.
+        sources: What proposes tokens, some of "matches", "answers" and "candidates", joined by "+".
+        shared: Whether rows and requests share what they learn. Rules that toss numbers of their own (`rejection` and
+            the relaxed ones) never share it, since there the tokens of a seed depend on the draft.
     """
 
-    def __init__(self, nodes: int = 32, levels: int = 16, shared: bool = True):
+    def __init__(self, nodes: int = 32, levels: int = 16, sources: str = "+".join(SOURCES), shared: bool = True):
         for name, value in (("nodes", nodes), ("levels", levels)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
+        self.sources = tuple(sources.split("+"))
+        if unknown := [name for name in self.sources if name not in SOURCES]:
+            raise ValueError(f"sources: unknown {unknown[0]!r}. Choose from {', '.join(SOURCES)}, joined by '+'.")
         self.nodes, self.levels, self.shared = nodes, levels, shared
         self.traits = DrafterTraits(levels=levels, trees=True, joins=True, counts_nodes=True)
-        self.common: tuple[CandidateTable, SourceRates] = ({}, SourceRates())
+        self.common = Shared()
 
     def start(self, state: State, scores: Scores) -> None:
         shared = self.shared and (state.noise is None or not state.noise.samples)
         prompts = state.request.prompt.tolist()
-        state.memory = Memory([RowContext(ids, *(self.common if shared else ({}, SourceRates()))) for ids in prompts])
+        state.memory = Memory([RowContext(ids, self.common if shared else Shared(), self.sources) for ids in prompts])
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: Memory = state.memory
@@ -240,20 +315,23 @@ class ContextDrafter(Drafter):
             grown.append(memory.rows[row].grow(self.nodes, depth, not self.traits.trees))
         reaches = zip_longest(*([node.reach for node in tree[1:]] for tree in grown), fillvalue=0.0)
         size = state.worth(list(accumulate((sum(reach) / len(grown) for reach in reaches), initial=1.0)))
-        return _draft(state.pending, [tree[:size] for tree in grown], size)
+        return _draft(state.pending, [tree[:size] for tree in grown])
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         memory: Memory = state.memory
         places: list[Place] = []
         nodes: list[tuple[int, int]] = []
         for b, (row, path, new) in enumerate(zip(state.rows, outcome.path, outcome.tokens)):
-            if row in state.finished:
-                continue
             context = memory.rows[row]
             context.learn(new)
             context.extend(state.tokens[row])
+            if row in state.finished:
+                context.end()
+                continue
+            if "candidates" not in self.sources:
+                continue
             known = context.ids[-len(path) - 2 : -1]  # the token before the root, and those of the path
-            places += [(context.candidates, pair) for pair in pairwise(known)]
+            places += [(context.shared.candidates, pair) for pair in pairwise(known)]
             nodes += [(b, n) for n in path[-(len(known) - 1) :]]
         if nodes:
             b_M, n_M = to_device([list(column) for column in zip(*nodes)], state.pending.device)
@@ -267,12 +345,24 @@ class ContextDrafter(Drafter):
         self.traits = replace(self.traits, trees=False)
 
 
-def _draft(pending_B: Tensor, grown: list[list[Node]], size: int) -> Draft:
-    """A draft of one tree a row, padded to `size` nodes with nodes that are not real."""
+def prompt_lookup(nodes: int = 16, levels: int = 8) -> ContextDrafter:
+    """Chains of what followed the row's last tokens in its prompt and output."""
+    drafter = ContextDrafter(nodes, levels, "matches", shared=False)
+    drafter.restrict_to_chains()
+    return drafter
+
+
+def token_recycling(nodes: int = 32, levels: int = 8, shared: bool = True) -> ContextDrafter:
+    """Trees of what the target ranked highest after each token in earlier passes."""
+    return ContextDrafter(nodes, levels, "candidates", shared)
+
+
+def _draft(pending_B: Tensor, grown: list[list[Node]]) -> Draft:
+    """A draft of one tree a row; shorter ones are filled with nodes that are not real."""
+    device, size, fewest = pending_B.device, max(map(len, grown)), min(map(len, grown))
     if size == 1:
         return trees.empty_draft(pending_B)
-    device, fewest = pending_B.device, min(map(len, grown))
-    if fewest == size and all(node.parent == n - 1 for tree in grown for n, node in enumerate(tree)):
+    if all(node.parent == n - 1 for tree in grown for n, node in enumerate(tree)):
         return trees.ragged_draft(pending_B, [[node.token for node in tree[1:]] for tree in grown])
     rows = [[(n.token, n.parent) for n in tree] + [(0, 0)] * (size - len(tree)) for tree in grown]
     token_BN, parent_BN = to_device(rows, device).unbind(-1)

@@ -362,7 +362,7 @@ class Speculative:
 
 def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
-    layer in its own files that predicts further tokens, or an included one that is made for it; else "suffix", which
+    layer in its own files that predicts further tokens, or an included one that is made for it; else "context", which
     needs no training. Nothing is fetched.
     """
     folder = getattr(model, "name_or_path", None)
@@ -374,7 +374,7 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     elif found := zoo.included_drafter(model):
         why = "it is made for the model"
     else:
-        found, why = "suffix", "nothing was made for the model"
+        found, why = "context", "nothing was made for the model"
     logger.info("drafter: %s, because %s", found, why)
     return found, why
 

@@ -57,18 +57,16 @@ ACCEPTANCE = {
 }
 DRAFTERS = {
     "none": Entry(None, "plain decoding in our loop"),
-    "ngram": Entry("visspec.models.lookup.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
     "context": Entry(
         "visspec.models.lookup.context:ContextDrafter",
-        "one tree of what the context and earlier passes propose; nothing to train",
+        "one tree of what the context, earlier answers and earlier passes propose; nothing to train; the default",
     ),
-    "suffix": Entry(
-        "visspec.models.lookup.suffix:SuffixDrafter",
-        "what followed the longest ending seen before; shared=true: in all requests",
+    "ngram": Entry(
+        "visspec.models.lookup.context:prompt_lookup", "of `context` only chains of what the row's own text repeats"
     ),
     "recycling": Entry(
-        "visspec.models.lookup.recycling:Recycling",
-        "trees of what the target ranked highest after each token in earlier passes; shared=true: of all requests",
+        "visspec.models.lookup.context:token_recycling",
+        "of `context` only what the target ranked highest after each token in earlier passes",
     ),
     "layers": Entry(
         "visspec.models.decoder.layer_skip:LayerSkip",

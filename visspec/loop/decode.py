@@ -78,12 +78,16 @@ def advance(
             if drafter is not None and depth
             else forced or trees.empty_draft(state.pending)
         )
+        levels = draft.tree.levels
+        if levels:
+            draft = trees.pad(draft, length_policy.pad(state, draft.tree.size), state.budget - 1)
     trace.nodes = draft.tree.size
     with stage(trace, "verify"):
         scores = target.verify(state, draft)
     with stage(trace, "accept"):
         verdict = rule(draft, scores, state.noise)
         outcome = apply_verdict(state, draft, scores, verdict)
+        trace.rounds[-1] = trace.rounds[-1]._replace(levels=levels)  # those of padding do not count
     with stage(trace, "commit"):
         target.commit(state, draft, outcome)
     if drafter is not None:

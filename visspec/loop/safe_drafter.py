@@ -25,8 +25,6 @@ from visspec.distributions import check_tensor
 from visspec.grammar import fill, fixed_ids
 from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Verdict
 
-LEAD = 16  # plain rounds before drafts are made again that a drafter of `observes="drafted"` is told of
-
 
 class SafeDrafter(Drafter):
     """A drafter guarded for one target. chains: the rule judges no trees."""
@@ -56,10 +54,7 @@ class SafeDrafter(Drafter):
         return trees.empty_draft(state.pending) if draft is None else draft
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        kind = self.traits.observes
-        resting = draft.tree.size == 1 and state.trace.cooldown > LEAD
-        if kind != "none" and not (kind == "drafted" and resting):
-            self._try(state, self.inner.observe, draft, scores, verdict, outcome)
+        self._try(state, self.inner.observe, draft, scores, verdict, outcome)
 
     def sketch(self, state: State) -> Tensor:
         """The drafter's image; codes of -1 if it failed."""

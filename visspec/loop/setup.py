@@ -13,7 +13,6 @@ from visspec.accept.graphed_rule import GraphedRule
 from visspec.distributions import Categorical
 from visspec.loop.draft_length import AdaptiveLength, DraftLengthPolicy, FixedLength
 from visspec.loop.orders import Raster, RejectedRegions
-from visspec.loop.pass_costs import AdaptiveNodes
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Passes, Request, State, Target
 
@@ -118,13 +117,12 @@ def build_setup(
             f" expected raster or one of {kinds[1]}"
         )
     check_order(order, target)
-    adaptive = AdaptiveNodes if traits.counts_nodes else AdaptiveLength
-    length_policy = (length or (adaptive if traits.adaptive_depth else FixedLength))(levels or traits.levels)
+    length_policy = (length or (AdaptiveLength if traits.adaptive_depth else FixedLength))(levels or traits.levels)
     if not traits.adaptive_depth and not isinstance(length_policy, FixedLength):
         kind = type(length_policy).__name__
         raise ValueError(f"length: got {kind} for {type(drafter).__name__}, expected 'fixed', as its drafts are")
     if drafter is not None:
-        length_policy.structures = drafter.structures
+        length_policy.structures, length_policy.counts_nodes = drafter.structures, drafter.traits.counts_nodes
     return DecodingSetup(target, guarded, name, rule, length_policy, order.bind(rule, guarded))
 
 
