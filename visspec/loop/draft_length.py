@@ -35,8 +35,8 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # nodes of a pass t
 WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97  # of acceptance, a round
 MEMORY = 10  # measurements that the seconds of a size are averaged over
-OUTLIER = 1.5  # times the known seconds; a longer pass counts as so much
-OPTIMISM = 0.9  # of the interpolated seconds of a size that was not measured, so that it is tried
+OUTLIER, STALLED = 1.5, 3.0  # times the known seconds; more counts as so much. The second for a first measurement
+OPTIMISM = 0.95  # of the interpolated seconds of a size that was not measured, so that it is tried
 REACH = 4  # times the largest measured size: larger ones are not tried yet
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
 MISSES = 2 / 3  # share of a narrower structure's misses that are expected of a wider one before it was drafted
@@ -57,18 +57,22 @@ class CostTable:
     """
 
     def __init__(self, seconds: dict[int, float] | None = None):
-        self.seconds = dict(seconds or {})
+        self.seconds, self.foreign = dict(seconds or {}), seconds is not None
         self.counts: dict[int, int] = {}  # of measurements
         self.used: set[int] = set()  # sizes measured since `forget_unused`
 
-    def add(self, size: int, seconds: float) -> None:
-        """Learn from a measurement."""
-        known = self.at(size)
-        if known > 0 and not self.counts:
-            self.seconds = {n: t * seconds / known for n, t in self.seconds.items()}
+    def add(self, size: int, seconds: float, warm: bool = True) -> None:
+        """Learn from a measurement. One that is not warm, and too long, only bounds the next ones."""
+        known, count = self.at(size), self.counts.get(size, 0)
+        if not warm:
+            self.seconds[size] = min(seconds, known or seconds)
+            return
+        if known > 0 and self.foreign:
+            scale, self.foreign = min(max(seconds / known, 1 / REACH), REACH), False
+            self.seconds = {n: t * scale for n, t in self.seconds.items()}
         elif known > 0:
-            seconds = min(seconds, OUTLIER * known)
-        count = self.counts[size] = min(self.counts.get(size, 0) + 1, MEMORY)
+            seconds = min(seconds, (OUTLIER if count else STALLED) * known)
+        self.counts[size] = count = min(count + 1, MEMORY)
         before = self.seconds.get(size, seconds)
         self.seconds[size] = before + (seconds - before) / count
         self.used.add(size)
@@ -92,7 +96,7 @@ class CostTable:
 
     def forget_unused(self, keep: int) -> None:
         """Forget sizes that were not measured since the last call: they may have had a bad start."""
-        for size in set(self.counts) - self.used - {keep, max(self.counts, default=keep)}:
+        for size in set(self.counts) - self.used - {keep}:
             del self.counts[size], self.seconds[size]
         self.used.clear()
 
@@ -185,14 +189,14 @@ class Costs:
         """The table of a structure; a new one starts with that of the widest narrower one."""
         if structure not in self.drafts:
             narrower = max((known for known in self.drafts if known < structure), default=None)
-            self.drafts[structure] = CostTable({0: 0.0} if narrower is None else self.drafts[narrower].seconds)
+            self.drafts[structure] = CostTable(None if narrower is None else self.drafts[narrower].seconds)
+            self.drafts[structure].seconds[0] = 0.0
         return self.drafts[structure]
 
     @property
     def step(self) -> float:
-        """Seconds of a plain pass; before one was timed, at least a part of a wider one."""
-        passes = self.passes
-        return max(passes.seconds[1] if 1 in passes.seconds else passes.at(1) / SURE, 1e-9)
+        """Seconds of a plain pass; before one was timed, of the narrowest pass."""
+        return max(self.passes.at(1), 1e-9)
 
     def start(self) -> Costs:
         """What is known, as a start under other circumstances."""
@@ -272,7 +276,8 @@ class AdaptiveLength(DraftLengthPolicy):
         if costs.rounds >= (WARM_UP if unsure else max(costs.next_probe, WARM_UP)):
             costs.next_probe = max(FIRST_PROBE, min(4 * costs.rounds, costs.rounds + PROBES))
             costs.passes.forget_unused(1)
-            for table in costs.drafts.values():
+            for structure, table in costs.drafts.items():  # what was unlucky once is tried again
+                self.acceptance(structure).fade(0.5 if table.used else 0.0)
                 table.forget_unused(0)
             return True
         allowed = self.share * costs.step  # that a plain pass pays back
@@ -356,8 +361,9 @@ class AdaptiveLength(DraftLengthPolicy):
         self.committed += tokens
         # On CUDA the pass is queued in `verify` and finishes in `accept`.
         verified, beside = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
-        if self.rounds > WARM_UP - self.counts_nodes:
-            self._time(levels, trace, costs, verified, beside)
+        warm = self.rounds > WARM_UP - self.counts_nodes
+        self._time(levels, trace, costs, verified, beside, warm)
+        if warm:
             self._charge(tokens, levels, trace, costs, verified, beside)
             self.elapsed += verified + beside
         if not levels:
@@ -370,17 +376,17 @@ class AdaptiveLength(DraftLengthPolicy):
         if max(committed) > 1:
             costs.rest, costs.doubted = FIRST_REST, False
 
-    def _time(self, levels: int, trace: Trace, costs: Costs, verified: float, beside: float) -> None:
+    def _time(self, levels: int, trace: Trace, costs: Costs, verified: float, beside: float, warm: bool) -> None:
         behind, costs.after_plain = costs.after_plain, not levels
         if self.counts_nodes:
-            costs.passes.add(trace.nodes, verified)
+            costs.passes.add(trace.nodes, verified, warm)
             if trace.requested:
-                costs.draft(OWN).add(1, beside)
+                costs.draft(OWN).add(1, beside, warm)
         elif not levels:
-            costs.passes.add(1, verified)
+            costs.passes.add(1, verified, warm)
         elif not behind:
-            costs.passes.add(trace.nodes, verified)
-            costs.draft(trace.structure).add(levels, beside)
+            costs.passes.add(trace.nodes, verified, warm)
+            costs.draft(trace.structure).add(levels, beside, warm)
 
     def _charge(self, tokens: float, levels: int, trace: Trace, costs: Costs, verified: float, beside: float) -> None:
         """Charge the account, which saves up some gains."""
