@@ -188,7 +188,7 @@ def streams() -> Iterator[Case]:
     model, processor = targets.load(str(zoo.CHECKPOINTS / "captioner"))
     pictures = included.scenes("shapes").images(6)
     entries = [prepare(processor, [picture], "describe the picture in detail .", model) for picture in pictures]
-    for drafter in ("none", "ngram", "suffix", "vispec"):
+    for drafter in ("none", "ngram", "context", "vispec"):
         fast = accelerate(model, drafter, adaptive=False)
         for options in ({"do_sample": False}, {"do_sample": True, "seed": 5}):
             answers = sorted(fast.stream(iter(entries), slots=3, max_new_tokens=48, **options), key=lambda a: a.id)

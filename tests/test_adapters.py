@@ -20,7 +20,7 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}  # in groups of 32
 DRAFTERS = {
     "ngram": lambda model: "ngram",
-    "suffix": lambda model: "suffix",
+    "context": lambda model: "context",
     "layers": lambda model: LayerSkip(),
     "vispec": lambda model: FeatureDrafter.for_model(model),
     "eagle": lambda model: EagleDrafter.for_model(model),

@@ -374,14 +374,14 @@ def test_custom_generate(one, ragged):
 def test_custom_generate_of_a_folder(one, tmp_path, monkeypatch):
     """As transformers loads a decoding method of a repository, which it does only where remote code is allowed."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    visspec.speculative("suffix").save_pretrained(tmp_path)
+    visspec.speculative("context").save_pretrained(tmp_path)
     given = {**one, **GREEDY, "custom_generate": str(tmp_path)}
     assert "custom_generate" in (tmp_path / "README.md").read_text()
     for drafter in ({}, {"drafter": "ngram"}):
         recorder = Recorder()
         output = model_of("llava").generate(**given, **drafter, trust_remote_code=True, streamer=recorder)
         assert new_tokens(output, one) == stock("llava", "one") and recorder.calls[-1] == "end"
-        last = custom_generate.hook(drafter.get("drafter", "suffix"), "exact").last_stats
+        last = custom_generate.hook(drafter.get("drafter", "context"), "exact").last_stats
         assert last is not None and last.tokens == NEW
     with pytest.raises(ValueError, match="drafter: got 'nothing', expected"):
         model_of("llava").generate(**given, drafter="nothing", trust_remote_code=True)

@@ -81,12 +81,12 @@ def test_texts_alone_and_several_images(home, captioner):
 def test_several_drafters_and_a_stream(home, captioner, capsys):
     """Images of a folder, one of which can't be read; the fields at the top are those of the first drafter."""
     (home / "c.png").write_bytes(b"broken")
-    more = ["--drafter", "ngram", "suffix", "none", "--batch-size", "2", "--stream"]
+    more = ["--drafter", "ngram", "context", "none", "--batch-size", "2", "--stream"]
     record = measured(home, "--images", home, *more)
-    assert [row["drafter"] for row in record["rows"]] == ["ngram", "suffix", "none"]
+    assert [row["drafter"] for row in record["rows"]] == ["ngram", "context", "none"]
     assert all(row["identical"] == row["compared"] == 1 for row in record["rows"]) and record["n_prompts"] == 2
     assert {name: record[name] for name in record["rows"][0]} == record["rows"][0]
     assert "plain" in record["baselines"] and not any(name.startswith("ours") for name in record["baselines"])
     assert record["images_per_second"] > 0 and record["over_transformers"] > 0
     said = capsys.readouterr()
-    assert "c.png" in said.err and "images / s" in said.out and "suffix" in said.out
+    assert "c.png" in said.err and "images / s" in said.out and "context" in said.out

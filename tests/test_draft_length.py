@@ -301,7 +301,7 @@ def test_a_hard_passage_rests_no_drafts_that_pay(monkeypatch):
 
     saved = seconds()
     monkeypatch.setattr(draft_length, "SAVED", 0.0)
-    assert saved < 0.95 * seconds()
+    assert saved < 0.97 * seconds()
 
 
 def test_what_a_drafter_reads_while_it_rests_is_no_debt():

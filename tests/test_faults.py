@@ -412,7 +412,7 @@ def test_chains_that_the_library_did_not_make_are_judged_as_they_are(rows):
     assert all(draft.tree.chain for draft in target.drafts)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "recycling"])
+@pytest.mark.parametrize("drafter", ["ngram", "context", "recycling"])
 def test_ids_of_the_prompt_that_a_pruned_head_lacks_are_no_faults(drafter):
     """The head has fewer rows than the embedding, as that of Apertus 1.5."""
     model = llama(seed=7)

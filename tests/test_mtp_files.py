@@ -123,7 +123,7 @@ def test_it_is_the_drafter_of_a_model_that_has_it(reloaded, caplog):
     caplog.set_level("INFO", logger="visspec.api.accelerate")
     assert visspec.accelerate(reloaded("qwen3_5")).setup.name == "mtp"
     assert "drafter: mtp, because the model's files have such a layer" in caplog.text
-    assert default_drafter(model_of("llava"))[0] == "suffix" and "nothing was made for the model" in caplog.text
+    assert default_drafter(model_of("llava"))[0] == "context" and "nothing was made for the model" in caplog.text
 
 
 def norm(x, weight, eps, one=0.0):

@@ -287,10 +287,10 @@ def test_pace_asks_within_limits(data, levels):
             structure=OWN,
             context=data.draw(st.sampled_from([0, 40, 5000])),
         )
-        state = Bag(budget=budget, trace=trace)
+        state = Bag(budget=budget, rows=[0], trace=trace)
         depth = pace.depth(state)
         assert 0 <= depth <= min(levels, budget - 1)
-        taken = data.draw(st.integers(0, depth))
+        taken, trace.nodes = data.draw(st.integers(0, depth)), depth + 1
         trace.rounds.append(Round(depth, [taken + 1], [taken < depth]))
         pace.observe(trace)
 
@@ -303,7 +303,6 @@ def test_pace_sees_the_pass_wherever_the_host_waits_for_it(where):
         levels = n % 5
         times = {"verify": 0.001, "accept": 0.001, "draft": 0.0001 * levels, "observe": 0.0}
         times[where] += 0.02 * levels  # a level costs ten plain passes: nothing drafted can pay
-        pace.observe(
-            Bag(latest=times, rounds=[Round(levels, [levels + 1], [False])], context=0, requested=levels, structure=OWN)
-        )
+        more = {"context": 0, "requested": levels, "structure": OWN, "nodes": levels + 1}
+        pace.observe(Bag(latest=times, rounds=[Round(levels, [levels + 1], [False])], **more))
     assert pace.best(8) == (0, OWN)

@@ -98,7 +98,7 @@ class Erring(Oracle):
 
 DRAFTERS = {  # by the lengths of a batch's rows, from answers
     (9,): lambda answers: ("ngram", Oracle(answers), Erring(answers, 0.3)),
-    (12, 7, 3): lambda answers: (None, "suffix", Erring(answers, 0.6, 1, True)),
+    (12, 7, 3): lambda answers: (None, "context", Erring(answers, 0.6, 1, True)),
 }
 
 
@@ -149,7 +149,7 @@ def test_rows_enter_a_running_batch(name):
     """Continuous batching: states and replays move with their rows."""
     lengths = (12, 7, 3, 9, 5)
     single = [prompt(name, (n,), seed) for seed, n in enumerate(lengths)]
-    fast = visspec.accelerate(model_of(name), "suffix", adaptive=False)
+    fast = visspec.accelerate(model_of(name), "context", adaptive=False)
     limits = (NEW, 5, 9, 14, 3)
     expected = [
         new_tokens(model_of(name).generate(**p, max_new_tokens=n, do_sample=False), p)[0]
@@ -207,10 +207,8 @@ def test_states_are_those_of_the_accepted_tokens():
 
 def test_what_recurrent_targets_do_not_do_is_refused():
     model = model_of("qwen3_5")
-    with pytest.raises(ValueError, match="drafter: Recycling drafts trees, expected chains"):
-        visspec.accelerate(model, "recycling")
-    visspec.accelerate(model, "recycling:width=1")
-    assert visspec.accelerate(model).name == "suffix"
+    fast = visspec.accelerate(model)
+    assert fast.name == "context" and not fast.drafter.traits.trees
     with pytest.raises(ValueError, match="drafter: LayerSkip runs layers of the target"):
         visspec.accelerate(model, "layers")
     with pytest.raises(ValueError, match="drafter: got Qwen3_5ForCausalLM with recurrent layers"):

@@ -40,7 +40,7 @@ def test_an_accelerated_model_is_read_back(tmp_path, how):
     head = str(saved(tmp_path / "head", *eagle_3()))
     make("llava", "vispec").save_pretrained(tmp_path / "ours", {"seed": 4})
     drafter = {
-        "name": "ngram", "options": "suffix:shared=false", "object": make("llava", "eagle3"),
+        "name": "ngram", "options": "context:shared=false", "object": make("llava", "eagle3"),
         "folder": str(tmp_path / "ours"),
         "published": head, "published-options": f"{head}:width=3,images=slots",
         "block": str(saved(tmp_path / "block", *speculators_dflash())),
@@ -75,8 +75,8 @@ def test_a_model_knows_its_drafter(tmp_path):
         model, _, drafter = load(ModelOptions(model=name))
         assert (drafter, visspec.accelerate(model).name, visspec.accelerate(model, "ngram").name) == (own, own, "ngram")
     bare = model_of("llava")
-    assert visspec.accelerate(bare).name == "suffix"
-    for written, name in ((make("llava", "eagle3"), "drafter"), ("ngram", "ngram"), (None, "suffix")):
+    assert visspec.accelerate(bare).name == "context"
+    for written, name in ((make("llava", "eagle3"), "drafter"), ("ngram", "ngram"), (None, "context")):
         visspec.accelerate(bare, written).save_pretrained(tmp_path)
         model = type(bare).from_pretrained(tmp_path)
         fast = visspec.accelerate(model)

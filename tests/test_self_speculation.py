@@ -1,9 +1,7 @@
-"""Drafters that need no training: token recycling, suffix automaton, the target's own layers."""
+"""Drafters that need no training: those of the context (more in test_context), and the target's own layers."""
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import visspec
 from tests.doubles import NEW, fast, one_sentence, opened
@@ -16,16 +14,14 @@ from visspec.api import zoo
 from visspec.models.decoder.layer_skip import LayerSkip, SkipPlan, candidates
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.feature_drafting import FeatureDrafting
-from visspec.models.lookup.recycling import _shape, _Table
-from visspec.models.lookup.suffix import SuffixAutomaton
 
 
-@pytest.mark.parametrize("name", ["suffix", "recycling"])
+@pytest.mark.parametrize("name", ["context:nodes=32", "context:sources=answers", "recycling:nodes=32"])
 def test_requests_share_what_they_know_where_it_is_asked_for(name):
     inputs = prompt("llama", ["9", "14"])
     rounds = {}
     for shared in (False, True):
-        quick = fast("llama", f"{name}:shared={str(shared).lower()}")
+        quick = fast("llama", f"{name},shared={str(shared).lower()}")
         rounds[shared] = []
         for _ in range(2):
             quick.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -33,80 +29,6 @@ def test_requests_share_what_they_know_where_it_is_asked_for(name):
     (first, again), (_, known) = rounds[False], rounds[True]
     assert first == again and known < 0.8 * first
     assert min(quick.last_state.trace.rounds[0].committed) > 1, "an answer is known from its first token on"
-
-
-# --- suffix automaton -------------------------------------------------------------------------------------------------
-
-texts = st.lists(st.lists(st.integers(0, 2), max_size=14), min_size=1, max_size=3)
-
-
-@settings(max_examples=150, deadline=None)
-@given(texts)
-def test_the_automaton_knows_the_longest_ending_and_what_followed_it(found):
-    """Against a search through all texts."""
-    automaton = SuffixAutomaton()
-    for text in found:
-        automaton.last = 0
-        for token in text:
-            automaton.append(token)
-    text = found[-1]
-
-    def followers(ending):
-        size = len(ending)
-        return [t[i + size] for t in found for i in range(len(t) - size) if t[i : i + size] == ending]
-
-    longest = next((n for n in range(len(text), 0, -1) if followers(text[len(text) - n :])), 0)
-    state = automaton.last
-    while state > 0 and not automaton.following[state]:
-        state = automaton.link[state]
-    if longest:
-        assert automaton.length[state] >= longest
-        ahead, counts = automaton.continuation(state, 1), followers(text[len(text) - longest :])
-        assert counts.count(ahead[0]) == max(map(counts.count, counts))
-    else:
-        assert automaton.continuation(state, 1) == []
-
-
-# --- recycling --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth,nodes,width", [(1, 16, 4), (6, 16, 4), (3, 1, 2), (5, 40, 1), (2, 9, 8)])
-def test_a_draft_is_the_tree_of_likely_candidates(depth, nodes, width):
-    tree, levels = _shape(depth, nodes, width, "cpu")
-    assert tree.levels <= depth and tree.size - 1 == sum(len(ranks) for _, ranks in levels) <= nodes
-    assert tree.chain == (width == 1 or nodes == 1)
-    first = 0
-    for above, ranks in levels:
-        here = slice(first + 1, first + 1)
-        size = tree.depth[0].eq(tree.depth[0, above[0] + first] + 1).sum()
-        start = int((tree.depth[0] == tree.depth[0, above[0] + first] + 1).nonzero()[0])
-        here = slice(start, start + int(size))
-        assert tree.parent[0, here].tolist() == (above + first).tolist() and int(ranks.max()) < width
-        first = start
-
-
-def test_the_table_keeps_the_newest_law_after_an_id_and_forgets_padding():
-    table = _Table(torch.full((2, 12, 2), -1), shared=False)
-    logits = torch.zeros(2, 4, 10)
-    for b in range(2):
-        for n in range(4):
-            logits[b, n, n + b] = 2.0
-            logits[b, n, 9] = 1.0
-    value = torch.tensor([[3, 5, 3, -2], [7, -2, 8, 7]])
-    table.learn([0, 1], value, logits)
-    assert table.table[0, 3].tolist() == [2, 9] and table.table[0, 5].tolist() == [1, 9]
-    assert table.table[1, 7].tolist() == [4, 9] and table.table[1, 8].tolist() == [3, 9]
-    known = (table.table[:, :10, 0] >= 0).nonzero().tolist()
-    assert known == [[0, 3], [0, 5], [1, 7], [1, 8]] and (table.table[:, 11] == -1).all()
-
-
-def test_rejected_nodes_teach_too():
-    """A drafted id that was rejected has candidates from the pass that rejected it."""
-    inputs = prompt("llama", ["9"])
-    quick = fast("llama", "recycling")
-    state = quick.run(**inputs, max_new_tokens=NEW, do_sample=False).state
-    known = (state.memory.table[0, :, 0] >= 0).nonzero()[:, 0].tolist()
-    assert set(known) > set(inputs["input_ids"][0].tolist()) | set(state.tokens[0][:-1])
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -184,9 +106,8 @@ def test_layers_are_chosen_by_acceptance_per_cost():
 
 def test_options_that_make_no_sense_are_refused():
     for name, said in (
-        ("suffix:shortest=0", "shortest: got 0"),
-        ("recycling:nodes=0", "nodes: got 0"),
-        ("recycling:width=0", "width: got 0"),
+        ("recycling:nodes=0", "nodes must be at least 1"),
+        ("context:sources=prompt", "sources: unknown 'prompt'"),
         ("layers:exit=2", "exit: got 2"),
         ("layers:every=1", "exit: got 0 with every 1"),
         ("layers:every=2,exit=1", "every: got 2 with exit 1"),

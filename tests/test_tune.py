@@ -82,7 +82,7 @@ def test_each_picture_is_new_to_what_is_measured_on_it(images, tmp_path, monkeyp
     monkeypatch.setattr(command.CaptionArm, "__call__", watched)
     monkeypatch.setattr(command, "PAYS", 0.0)
     few = ["--count", 4, "--lengths", 2, "--batches", 3, "--max-new-tokens", 9]
-    assert main(tuned(images, *few, "--drafters", "suffix:shared=true")) == 0
+    assert main(tuned(images, *few, "--drafters", "context:shared=false")) == 0
     assert len(seen) == len(set(seen)) == 2 * (2 * 6), "two rows, two halves: a batch to warm up, and one to measure"
 
 

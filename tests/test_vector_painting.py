@@ -107,7 +107,7 @@ def test_callbacks_see_vectors(pipe):
     ({"top_p": 0.5}, r"top_p: got 0\.5"),
     ({"acceptance": "exact"}, "acceptance: Exact judges Categorical"),
     ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical"),
-    ({"drafter": "ngram"}, "drafter: NGram drafts for Categorical"),
+    ({"drafter": "ngram"}, "drafter: ContextDrafter drafts for Categorical"),
     ({"order": "islands"}, "order: got RejectedRegions"),
     ({"acceptance": "coupled:window=0"}, "window: got 0"),
     ({"acceptance": "surrogate:tries=0"}, "tries: got 0"),

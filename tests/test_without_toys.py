@@ -36,7 +36,7 @@ GENERATION = (
     "fast = visspec.accelerate(model, 'ngram')\n"
     "ours = fast.generate(input_ids=ids, max_new_tokens=12, do_sample=False)\n"
     "assert torch.equal(ours, model.generate(ids, max_new_tokens=12, do_sample=False))\n"
-    "assert visspec.accelerate(model).name == 'suffix'\n"
+    "assert visspec.accelerate(model).name == 'context'\n"
     "assert not visspec.zoo.SHIPPED\n"
     "assert visspec.zoo.preset('naive', model=model).drafter == 'image-eagle:tree=dynamic'\n"
 )

@@ -18,9 +18,7 @@ from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
-from visspec.models.lookup.context import ContextDrafter
-from visspec.models.lookup.recycling import Recycling
-from visspec.models.lookup.suffix import SuffixDrafter
+from visspec.models.lookup.context import ContextDrafter, prompt_lookup, token_recycling
 from visspec.models.lowres.drafter import LowRes
 from visspec.types import Request, Sampling
 
@@ -31,10 +29,9 @@ TEXT_ALONE = {name for name, entry in zoo.DRAFTERS.items() if entry.of == "text"
 TEXT = TEXT_ALONE | {name for name, entry in zoo.DRAFTERS.items() if not entry.of} | {"jacobi"}
 DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
-    "ngram": lambda **options: zoo.load(zoo.DRAFTERS["ngram"][0])(**options),
-    "suffix": lambda **options: SuffixDrafter(**options),
+    "ngram": lambda **options: prompt_lookup(**options),
     "context": lambda **options: ContextDrafter(**options),
-    "recycling": lambda **options: Recycling(**options),
+    "recycling": lambda **options: token_recycling(**options),
     "layers": lambda **options: LayerSkip(**options),
     "jacobi": lambda **options: zoo.load(zoo.DRAFTERS["jacobi"][0])(**{**options, "window": 5}),
     "lowres": lambda **options: LowRes(Janus(tiny_images.sibling(), None), upsample="latent"),

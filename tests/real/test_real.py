@@ -15,7 +15,7 @@ from visspec.cli import bench_text
 ROOT = Path(__file__).resolve().parents[2] / "real"
 MODELS = [name for name in ("smollm2", "gemma3") if (ROOT / name / "config.json").is_file()]
 NEW = 48
-DRAFTERS = ("none", "ngram", "suffix", "recycling", "context")
+DRAFTERS = ("none", "ngram", "recycling", "context")
 pytestmark = pytest.mark.skipif(not MODELS, reason="published weights are not there: run `make real`")
 
 

@@ -80,7 +80,7 @@ class TargetOptions(HardwareOptions):
 class ModelOptions(TargetOptions):
     """The model that captions, its drafter and rule."""
 
-    drafter: str | None = option("name with options, or folder (default: the model's own, else suffix)", None)
+    drafter: str | None = option("name with options, or folder (default: the model's own, else context)", None)
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
 
 

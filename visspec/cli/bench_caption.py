@@ -50,7 +50,7 @@ class Options(ScenesOptions, SamplingOptions, TargetOptions):
     data: Path | None = option("JSON lines of MMSpec, SPEED-Bench or vLLM's custom_mm, in place of images", None)
     count: Positive = option("how many images, or prompts of --data, at most", 64)
     drafter: list[str] | None = option(
-        "one or more names with options, or folders (default: the model's own, else suffix)", None, metavar="DRAFTER"
+        "one or more names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
     )
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
     batch_size: Positive = option(default=1)

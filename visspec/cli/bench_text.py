@@ -46,7 +46,7 @@ class Options(BenchOptions, SamplingOptions, HardwareOptions):
     )
     count: Positive | None = option("how many prompts, at most (default: all)", None)
     drafter: list[str] | None = option(
-        "one or more names with options, or folders (default: the model's own, else auto)", None, metavar="DRAFTER"
+        "one or more names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
     )
 
 

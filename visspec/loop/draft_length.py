@@ -38,7 +38,7 @@ MEMORY = 10  # measurements that the seconds of a size are averaged over
 OUTLIER, STALLED = 1.5, 3.0  # times the known seconds; more counts as so much. The second for a first measurement
 OPTIMISM = 0.95  # of the interpolated seconds of a size that was not measured, so that it is tried
 REACH = 4  # times the largest measured size: larger ones are not tried yet
-PRIOR_RATE, PRIOR_WEIGHT = 0.7, 1.0
+PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0
 MISSES = 2 / 3  # share of a narrower structure's misses that are expected of a wider one before it was drafted
 GAIN, DOUBTED_GAIN = 1.02, 1.06  # over plain decoding that a draft must promise; the second after drafts did not pay
 FIRST_REST, LONGEST_REST = 8, 256  # rounds
@@ -68,8 +68,7 @@ class CostTable:
             self.seconds[size] = min(seconds, known or seconds)
             return
         if known > 0 and self.foreign:
-            scale, self.foreign = min(max(seconds / known, 1 / REACH), REACH), False
-            self.seconds = {n: t * scale for n, t in self.seconds.items()}
+            self.seconds, self.foreign = {n: t * seconds / known for n, t in self.seconds.items()}, False
         elif known > 0:
             seconds = min(seconds, (OUTLIER if count else STALLED) * known)
         self.counts[size] = count = min(count + 1, MEMORY)
@@ -96,8 +95,9 @@ class CostTable:
 
     def forget_unused(self, keep: int) -> None:
         """Forget sizes that were not measured since the last call: they may have had a bad start."""
-        for size in set(self.counts) - self.used - {keep}:
-            del self.counts[size], self.seconds[size]
+        for size in set(self.seconds) - self.used - {keep}:
+            del self.seconds[size]
+            self.counts.pop(size, None)
         self.used.clear()
 
 
@@ -193,6 +193,10 @@ class Costs:
             self.drafts[structure].seconds[0] = 0.0
         return self.drafts[structure]
 
+    def largest(self) -> float:
+        """Seconds of the largest known round."""
+        return sum(max(table.seconds.values(), default=0.0) for table in (self.passes, *self.drafts.values()))
+
     @property
     def step(self) -> float:
         """Seconds of a plain pass; before one was timed, of the narrowest pass."""
@@ -283,7 +287,7 @@ class AdaptiveLength(DraftLengthPolicy):
         allowed = self.share * costs.step  # that a plain pass pays back
         overdrawn = self.overhead - self.share * self.elapsed - SLACK * costs.step
         if overdrawn > 0:  # a machine that stood still once is no reason never to draft again: the debt has a limit
-            due = min(overdrawn, LONGEST_REST * allowed)
+            due = min(overdrawn, max(LONGEST_REST * allowed, costs.largest()))
             self.overhead -= overdrawn - due
             costs.resting, costs.doubted = math.ceil(due / allowed), True
             return True
