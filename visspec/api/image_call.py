@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from visspec.api import requests
 from visspec.api.inpainting import InpaintingStart, Pictures
-from visspec.api.zoo import DrafterSpec
+from visspec.api.registry import DrafterSpec
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, zoo
+from visspec.api import drafter_export, registry
 from visspec.api.drafter_presets import check_preset
 from visspec.api.images import ImagePipeline
 from visspec.api.presets import TRAINED_IMAGES
@@ -112,7 +112,7 @@ def run(
     order, and where there are no prompts.
     """
     name = preset or "image-eagle"
-    found = zoo.training_preset(name, TRAINED_IMAGES)
+    found = registry.training_preset(name, TRAINED_IMAGES)
     given = {"layers": layers, "intermediate": intermediate}
     asked = {key: value for key, value in given.items() if value is not None}
     check_preset(name, asked, found)
@@ -138,7 +138,7 @@ def run(
     layout = family.layout(height, width)
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
     resumed = resume and checkpoint(out) is not None
-    lessons, kind = lessons_of(out, resumed, options, several), zoo.drafter_class(found.kind)
+    lessons, kind = lessons_of(out, resumed, options, several), registry.drafter_class(found.kind)
     drafter = fresh_or_resumed(family, out, resumed, seed, kind, found.draft, **{**found.network, **grid, **asked})
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}

@@ -91,7 +91,7 @@ def _pick(table: dict, what: str, name: str):
     return table[name]
 
 
-def acceptance(text: str) -> Any:
+def rule(text: str) -> Any:
     """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
     return make("acceptance", name, load(str(_pick(ACCEPTANCE, "acceptance", name).reference)), options)
@@ -142,7 +142,7 @@ def method(text: str) -> dict[str, str | None]:
 
 def order(spec: str | Order | Iterable[int] | None) -> Any:
     """An order by name and options, or an object; of any-order models a list of places, too. Raises
-    ValueError as `acceptance` does.
+    ValueError as `rule` does.
     """
     if spec is None or isinstance(spec, Order):
         return spec
@@ -154,7 +154,7 @@ def order(spec: str | Order | Iterable[int] | None) -> Any:
 
 def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthPolicy] | None:
     """What makes a draft-length policy for a number of levels, by name and options, "adaptive:share=0.02", or copies an
-    object. Raises ValueError as `acceptance` does.
+    object. Raises ValueError as `rule` does.
     """
     if spec is None:
         return None
