@@ -79,7 +79,7 @@ def texts() -> Iterator[Case]:
 
 def images() -> Iterator[Case]:
     """Tiny random image models: drafters and rules that need no training, greedy and drawn, alone and ragged."""
-    from visspec.api import registry
+    from visspec import registry
 
     for name in CASES:
         for spec, rule in IMAGES:
@@ -99,7 +99,7 @@ def images() -> Iterator[Case]:
 
 
 def bound(name: str, rule: str) -> Any:
-    from visspec.api import registry
+    from visspec import registry
     from visspec.models.image_codes.target import ImageAR
 
     found = registry.rule(rule)
@@ -109,9 +109,8 @@ def bound(name: str, rule: str) -> Any:
 
 def shipped() -> Iterator[Case]:
     """The painter under every preset, and the captioner with its drafter under every rule that takes it."""
-    from visspec import ImagePipeline, accelerate
+    from visspec import ImagePipeline, accelerate, presets, registry
     from visspec.api import loading as targets
-    from visspec.api import presets, registry
     from visspec.api.captions import prepare
     from visspec.io import included
 
@@ -156,8 +155,7 @@ def value_of(part: Any) -> Any:
 
 def painters() -> Iterator[Case]:
     """The other included painters under every preset of their kind, at their own guidance and temperature."""
-    from visspec import ImagePipeline
-    from visspec.api import presets, registry
+    from visspec import ImagePipeline, presets, registry
 
     for name, (text, draws) in PAINTERS.items():
         plain = ImagePipeline.from_pretrained(name)
@@ -179,9 +177,8 @@ def painters() -> Iterator[Case]:
 
 def streams() -> Iterator[Case]:
     """A stream of the included captioner: six pictures through three slots, greedy and drawn."""
-    from visspec import accelerate
+    from visspec import accelerate, registry
     from visspec.api import loading as targets
-    from visspec.api import registry
     from visspec.api.captions import prepare
     from visspec.io import included
 

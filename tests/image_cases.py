@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests import tiny_images as tiny
-from visspec.api import registry
+from visspec import registry
 from visspec.api.images import ImagePipeline
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength

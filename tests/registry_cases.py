@@ -5,7 +5,7 @@ import torch
 from tests import tiny_images
 from tests.image_cases import made
 from tests.tiny import model_of
-from visspec.api import registry
+from visspec import registry
 from visspec.distributions import Categorical
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup

@@ -17,9 +17,8 @@ from tests.any_order import Toy, potts, process, published_passes
 from tests.distributions import chi_square, output_law, total_variation, verdicts
 from tests.doubles import one_sentence
 from tests.tiny import model_of
-from visspec import ImagePipeline
+from visspec import ImagePipeline, registry
 from visspec import tree as trees
-from visspec.api import registry
 from visspec.distributions import Categorical
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup

@@ -9,8 +9,8 @@ from PIL import Image
 
 from tests.test_any_order_painter import TEXTS, fresh, pipe  # noqa: F401
 from tests.tiny_images import painter_processor
-from visspec import ImagePipeline
-from visspec.api import presets, registry, saving
+from visspec import ImagePipeline, presets, registry
+from visspec.api import saving
 from visspec.cli import bench_image
 from visspec.cli.main import main
 

@@ -13,10 +13,9 @@ from tests.doubles import drafted
 from tests.registry_cases import janus_pair, tiny_drafter
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import Stopping
-from visspec import sampling, tree
+from visspec import registry, sampling, tree
 from visspec.accept import block
 from visspec.accept.block import Block, RoundNoise
-from visspec.api import registry
 from visspec.distributions import Categorical, residual
 from visspec.models.drafting import structure
 from visspec.models.drafting.structure import StopCriteria

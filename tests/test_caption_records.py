@@ -16,7 +16,8 @@ from PIL import Image
 
 from tests.children import command
 from tests.doubles import refused, tar_of
-from visspec.api import registry, sources
+from visspec import registry
+from visspec.api import sources
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions, prefetch_map
 from visspec.api.loading import load

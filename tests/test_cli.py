@@ -22,7 +22,7 @@ from rich.console import Console
 
 import visspec
 from tests.doubles import refused
-from visspec.api import registry
+from visspec import registry
 from visspec.api.captions import PROMPT
 from visspec.cli import bench_image_table, demo
 from visspec.cli.main import main

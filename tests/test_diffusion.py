@@ -14,7 +14,7 @@ from tests.published import begun
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import VOCAB, model_of, prompt, shapes
-from visspec.api import registry
+from visspec import registry
 from visspec.api.train_drafter import request_of
 from visspec.distributions.categorical import residual
 from visspec.models.assistants import assistant

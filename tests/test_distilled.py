@@ -11,10 +11,9 @@ from tests.image_cases import made
 from tests.published import judged
 from tests.test_image_drafter import check_rejection, check_reported, family, proposed, request, run
 from tests.tiny_images import janus, prompts
-from visspec import ImagePipeline
+from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
-from visspec.api import registry
 from visspec.loop.decode import apply_verdict, decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter

@@ -16,7 +16,7 @@ import visspec
 from tests import tiny_images
 from tests.doubles import one_sentence
 from tests.tiny import model_of
-from visspec.api import registry
+from visspec import registry
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.distilled.drafter import DistilledDrafter

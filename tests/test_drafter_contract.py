@@ -20,10 +20,10 @@ from tests.doubles import check_exact
 from tests.image_cases import made
 from tests.registry_cases import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
 from tests.tiny import model_of, prompt, shapes, single_row
+from visspec import registry
 from visspec.accept.coupled import Coupled
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection
-from visspec.api import registry
 from visspec.api.queueing import RequestBuilder
 from visspec.distributions import Categorical, categorical
 from visspec.loop.decode import advance, retire, select, start

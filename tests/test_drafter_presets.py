@@ -13,7 +13,8 @@ import visspec
 from tests.doubles import check_exact, one_sentence
 from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
-from visspec.api import presets, registry, train_drafter
+from visspec import presets, registry
+from visspec.api import train_drafter
 from visspec.api.drafter_presets import focused_state, frequent, of_preset
 from visspec.api.train_drafter import Prompts, request_of
 from visspec.api.training_data import Reader, TrainingData

@@ -11,11 +11,10 @@ from tests.doubles import drafted
 from tests.image_cases import made
 from tests.registry_cases import tiny_drafter
 from tests.replays import Standin
-from visspec import kernels
+from visspec import kernels, registry
 from visspec import tree as trees
 from visspec.accept.cool import Cool
 from visspec.accept.graphed_rule import GraphedRule
-from visspec.api import registry
 from visspec.distributions import Categorical
 from visspec.kernels import accept_tree, displacement
 from visspec.kernels.accept import reference

@@ -9,10 +9,10 @@ import torch
 from tests.distributions import chi_square, context_law, output_law, plain_law, total_variation
 from tests.doubles import one_sentence
 from tests.tiny_images import janus, prompts
+from visspec import registry
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
-from visspec.api import registry
 from visspec.loop.decode import decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter

@@ -20,12 +20,13 @@ import visspec
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
 from tests.image_cases import TEXTS, Case, draw, made, named
+from visspec import presets, registry
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
-from visspec.api import presets, registry, saving
+from visspec.api import saving
 from visspec.api.images import ImagePipeline
 from visspec.loop.orders import RejectedRegions
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
@@ -338,7 +339,7 @@ def test_options_of_a_drafter_with_weights_are_not_lost_in_silence(pipe, tmp_pat
     ({"parts": {"nothing": "x"}}, "nothing: got one for a model of the type 'janus'"),
 ])  # fmt: skip
 def test_a_folder_that_says_something_else_is_refused(folder, tmp_path, entries, words, monkeypatch):
-    monkeypatch.chdir(visspec.api.registry.CHECKPOINTS.parent.parent)  # where `models` and `tests` are folders
+    monkeypatch.chdir(visspec.registry.CHECKPOINTS.parent.parent)  # where `models` and `tests` are folders
     shutil.copytree(folder, tmp_path / "p")
     (tmp_path / "p" / "visspec.json").write_text(entries if isinstance(entries, str) else json.dumps(entries))
     text = refused(lambda: ImagePipeline.from_pretrained(str(tmp_path / "p")))

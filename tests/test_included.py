@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from visspec.api import presets, registry
+from visspec import presets, registry
 from visspec.io import included
 from visspec.toys.table import INCLUDED
 

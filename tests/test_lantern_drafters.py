@@ -13,10 +13,11 @@ from tests import tiny_images as tiny
 from tests.doubles import one_sentence
 from tests.image_cases import TEXTS, llamagen, llamagen_model
 from tests.published import Weights, attended, mlp
+from visspec import registry
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
-from visspec.api import registry, saving
+from visspec.api import saving
 from visspec.api.images import ImagePipeline
 from visspec.io.convert_checkpoint import convert
 from visspec.loop.decode import open_request

@@ -7,8 +7,7 @@ from transformers import GenerationConfig
 
 from tests.doubles import one_sentence
 from tests.tiny_images import included_folder
-from visspec import ImagePipeline
-from visspec.api import presets, registry
+from visspec import ImagePipeline, presets, registry
 from visspec.cli import bench_image
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.images import LabelledMARImages

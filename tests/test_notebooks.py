@@ -13,7 +13,7 @@ from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
 from tests.run_notebooks import FOLDER, execute, kept, read
-from visspec.api import registry
+from visspec import registry
 
 SECONDS = 300  # of each notebook, on two cores
 CAPTIONER = (registry.CHECKPOINTS / "captioner" / "config.json").is_file()

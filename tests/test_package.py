@@ -78,7 +78,7 @@ def assert_found_in(site: Path, cwd: Path, further: str) -> str:
     prints that goes on with the lines `further`.
     """
     program = (
-        "import sys, visspec, visspec.api.registry as registry\n"
+        "import sys, visspec, visspec.registry as registry\n"
         f"assert visspec.__file__.startswith({str(site)!r}), visspec.__file__\n"
         f"assert str(registry.CHECKPOINTS).startswith({str(site)!r}), registry.CHECKPOINTS\n"
         "try:\n    registry.included_folder('painter-mar')\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
-from visspec.api import registry
+from visspec import registry
 from visspec.api.images import ImagePipeline
 from visspec.eval.metrics import geneval
 from visspec.eval.metrics.detection import DetectedColours

@@ -22,7 +22,7 @@ from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.test_targets import OTHERS
 from tests.tiny import llama, model_of, prompt, qwen3, shapes, single_row
-from visspec.api import registry
+from visspec import registry
 from visspec.api.train_drafter import request_of
 from visspec.distributions import draw
 from visspec.loop.decode import open_request

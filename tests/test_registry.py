@@ -16,8 +16,8 @@ from tests.registry_cases import (
     janus_pair,
     tiny_drafter,
 )
+from visspec import entries, presets, registry
 from visspec.accept.graphed_rule import GraphedRule
-from visspec.api import entries, presets, registry
 from visspec.io import included
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import check

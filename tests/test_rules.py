@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.doubles import drafted
-from visspec import tree
+from visspec import registry, tree
 from visspec.accept.cool import Cool
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
-from visspec.api import registry
 from visspec.distributions import Categorical, draw, residual
 from visspec.loop.decode import apply_verdict
 from visspec.loop.draft_length import AdaptiveLength

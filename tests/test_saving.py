@@ -14,7 +14,7 @@ from tests.test_assistants import prompt as text_prompt
 from tests.test_eagle_heads import make
 from tests.test_published import cache, cached, eagle_3, saved, speculators_dflash, z_lab  # noqa: F401
 from tests.tiny import llama, model_of, prompt, shapes
-from visspec.api import registry
+from visspec import registry
 from visspec.cli.arguments import ModelOptions, load
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter

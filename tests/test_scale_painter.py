@@ -9,8 +9,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from tests.doubles import one_sentence
-from visspec import ImagePipeline
-from visspec.api import presets, registry
+from visspec import ImagePipeline, presets, registry
 from visspec.cli import bench_image
 from visspec.cli.main import main
 from visspec.io import included as held_out

@@ -11,8 +11,8 @@ from tests.image_cases import made
 from tests.registry_cases import janus_pair
 from tests.tiny import llama, model_of, prompt, shapes
 from tests.tiny_classes import tiny_model
+from visspec import registry
 from visspec import tree as trees
-from visspec.api import registry
 from visspec.models.decoder.layer_skip import LayerSkip, SkipPlan, candidates
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.feature_drafting import FeatureDrafting

@@ -15,8 +15,8 @@ from tests.doubles import NEW, check_exact, one_sentence
 from tests.test_eagle import make
 from tests.test_positions import SIZE, Chain, process_law
 from tests.tiny import llama, model_of, prompt, shapes
+from visspec import registry
 from visspec import tree as trees
-from visspec.api import registry
 from visspec.distributions import Categorical
 from visspec.loop.decode import first_children
 from visspec.models.block.diffusion_trained import DiffusionDrafter

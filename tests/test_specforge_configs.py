@@ -22,7 +22,7 @@ from tests.published import Watched, begun
 from tests.test_published import drawn, saved
 from tests.tiny import TEXT, built
 from tests.tiny_class_inputs import text
-from visspec.api import registry
+from visspec import registry
 from visspec.models.decoder.target import describe
 
 CONFIGS = json.loads(Path(__file__).with_name("specforge_configs.json").read_text())

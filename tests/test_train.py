@@ -18,7 +18,8 @@ import visspec
 from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
-from visspec.api import registry, train_drafter
+from visspec import registry
+from visspec.api import train_drafter
 from visspec.api.train_drafter import TextValidation, request_of
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder

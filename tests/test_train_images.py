@@ -8,17 +8,16 @@ import torch
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
 from tests.image_cases import llamagen_model
-from visspec import ImagePipeline
+from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact
-from visspec.api import registry
 from visspec.api import train_image_drafter as training
-from visspec.api.presets import TRAINED_IMAGES
 from visspec.cli.main import main
 from visspec.io import included
 from visspec.models.distilled import drafter as distilled
 from visspec.models.distilled.drafter import DistilledDrafter
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN
 from visspec.models.eagle.image_drafter import CaptureTarget
+from visspec.presets import TRAINED_IMAGES
 from visspec.sampling import gumbel_given
 from visspec.train.capture import capture
 from visspec.train.loop import Trainer

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.test_mar_painter import SMALL, fresh
-from visspec import ImagePipeline
-from visspec.api import presets, registry
+from visspec import ImagePipeline, presets, registry
 from visspec.cli import bench_image
 from visspec.distributions import Denoising, DenoisingSteps
 from visspec.io import included

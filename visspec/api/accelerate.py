@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from visspec.api import queueing, registry, requests, saving, tuned_preset
+from visspec import registry
+from visspec.api import queueing, requests, saving, tuned_preset
 from visspec.api.loading import load_saved
-from visspec.api.registry import DrafterSpec
 from visspec.io import hub
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import DecodingSetup, build_setup
@@ -27,6 +27,7 @@ from visspec.loop.stream import Answer
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)

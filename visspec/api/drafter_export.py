@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from visspec.api import loading, registry
+from visspec import registry
+from visspec.api import loading
 from visspec.io.checkpoint import CONFIG, read_json
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.train.loop import Trainer

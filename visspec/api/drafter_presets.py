@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import registry
-from visspec.api.registry import TrainedPreset
 from visspec.models.decoder.target import vocabulary
+from visspec.registry import TrainedPreset
 from visspec.train.capture import capture
 from visspec.types import Request
 

@@ -18,7 +18,8 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from visspec.api import image_call, registry, requests, saving
+from visspec import registry
+from visspec.api import image_call, requests, saving
 from visspec.api.accelerate import own_rule
 from visspec.api.image_call import ORIGINS as ORIGINS
 from visspec.api.image_call import (
@@ -33,7 +34,6 @@ from visspec.api.image_call import (
 )
 from visspec.api.inpainting import picture_of
 from visspec.api.loading import load_diffusers, load_image_model
-from visspec.api.registry import DrafterSpec
 from visspec.api.tuned_preset import DRAWN, read_preset
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
@@ -43,6 +43,7 @@ from visspec.loop.visits import VisitOrder
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.models.lowres.drafter import LowRes
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, Order, Processor, Request, Sampling, State
 
 # of the constructor

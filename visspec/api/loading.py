@@ -16,7 +16,7 @@ import transformers
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from visspec.api import registry
+from visspec import registry
 from visspec.api.sources import need
 from visspec.io import checkpoint, hub, included
 from visspec.models.image_codes.families import LOADERS

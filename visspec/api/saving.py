@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from visspec.api import registry
-from visspec.api.entries import TABLES
-from visspec.api.registry import DrafterSpec
+from visspec import registry
+from visspec.entries import TABLES
 from visspec.io import checkpoint, hub
 from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
 
 FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights

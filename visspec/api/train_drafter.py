@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, registry, requests
+from visspec.api import drafter_export, requests
 from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
 from visspec.api.captions import move_inputs, process_chats

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, registry
+from visspec.api import drafter_export
 from visspec.api.drafter_presets import check_preset
 from visspec.api.images import ImagePipeline
-from visspec.api.presets import TRAINED_IMAGES
 from visspec.api.train_drafter import (
     check_out,
     fresh_or_resumed,
@@ -32,6 +32,7 @@ from visspec.io.provenance import provenance
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import ImageLayout
+from visspec.presets import TRAINED_IMAGES
 from visspec.train.loop import Trainer, checkpoint
 from visspec.train.validation import measure
 from visspec.types import Request

@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from visspec.api import presets, registry, sources, tuned_preset
+from visspec import presets, registry
+from visspec.api import sources, tuned_preset
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds

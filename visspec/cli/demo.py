@@ -137,7 +137,7 @@ def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> t
     import torch
     from rich.table import Table
 
-    from visspec.api import registry
+    from visspec import registry
     from visspec.api.grid import grid
     from visspec.api.images import ImagePipeline
     from visspec.cli.generate import beside, save

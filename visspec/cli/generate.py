@@ -128,7 +128,7 @@ def read_inpainting(arguments: Options) -> dict[str, Any]:
 
 
 def pipeline(arguments: Options) -> ImagePipeline:
-    from visspec.api import registry
+    from visspec import registry
     from visspec.api.images import ImagePipeline
 
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
@@ -152,7 +152,7 @@ def first_number(folder: Path) -> int:
 
 def check_method(arguments: Options) -> None:
     """Raises ValueError for a preset that is not known, or that has options beside it."""
-    from visspec.api import presets, registry
+    from visspec import presets, registry
 
     if arguments.preset is None:
         return
@@ -165,7 +165,7 @@ def check_method(arguments: Options) -> None:
 
 def method(arguments: Options, pipe: ImagePipeline) -> dict[str, Any]:
     """Drafter, rule and order from --preset, or from their own options; those not given are the pipeline's."""
-    from visspec.api import registry
+    from visspec import registry
 
     if arguments.preset is not None:
         return registry.method(str(registry.preset(arguments.preset, pipe.family.draws, pipe.model)))

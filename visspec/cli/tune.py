@@ -13,7 +13,8 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
-from visspec.api import loading, registry, sources, tuned_preset
+from visspec import registry
+from visspec.api import loading, sources, tuned_preset
 from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions

@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visspec.api import registry, tuned_preset
+from visspec import registry
+from visspec.api import tuned_preset
 from visspec.api.images import ImagePipeline
-from visspec.api.presets import IMAGES
 from visspec.cli.bench import Cell, table
 from visspec.cli.bench_image import bench, fitting, read_prompts
 from visspec.cli.tune import FIGURES, FINALISTS, PAYS
+from visspec.presets import IMAGES
 
 if TYPE_CHECKING:
     from visspec.cli.tune import Options

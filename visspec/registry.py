@@ -15,12 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from visspec.api.entries import ACCEPTANCE, DRAFTERS, KINDS, LENGTHS, ORDERS
-from visspec.api.presets import IMAGES, OWN, TRAINED, Preset, TrainedPreset
+from visspec.entries import ACCEPTANCE, DRAFTERS, KINDS, LENGTHS, ORDERS
 from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
-from visspec.loop.draft_length import DraftLengthPolicy
+from visspec.presets import IMAGES, OWN, TRAINED, Preset, TrainedPreset
 from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
@@ -152,15 +151,15 @@ def order(spec: str | Order | Iterable[int] | None) -> Any:
     return make("order", name, load(str(_pick(ORDERS, "order", name).reference)), options)
 
 
-def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthPolicy] | None:
+def length(spec: Any) -> Callable[[int], Any] | None:
     """What makes a draft-length policy for a number of levels, by name and options, "adaptive:share=0.02", or copies an
     object. Raises ValueError as `rule` does.
     """
     if spec is None:
         return None
-    if isinstance(spec, DraftLengthPolicy):
+    if not isinstance(spec, str):
         return lambda levels: copy.deepcopy(spec)
-    name, options = parse(str(spec))
+    name, options = parse(spec)
     kind = load(str(_pick(LENGTHS, "length", name).reference))
     make("length", name, kind, options)
     return partial(kind, **options)
