@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec import tree as trees
-from visspec.cache import GROW
+from visspec.cache import GROW, to_device
 from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
 from visspec.models.runner.widths import PassWidths
@@ -109,7 +109,7 @@ def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request
 
 def _media(target: HFDecoder, request: Request, name: str, value: Tensor) -> Tensor:
     """A tensor of all rows' media, which has one entry for each row. Raises ValueError if it has not."""
-    content = torch.tensor(sorted(target.capabilities.never_drafted), device=request.prompt.device)
+    content = to_device(sorted(target.capabilities.never_drafted), request.prompt.device)
     shown = torch.isin(request.prompt, content).any(dim=1)
     if len(value) != len(request.prompt) or not bool(shown.all()):
         raise ValueError(BY_ROW.format(f"{name} of {len(value)} for {len(shown)} rows", "one row a call, or stream()"))

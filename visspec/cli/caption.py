@@ -46,6 +46,7 @@ class Options(RayOptions, CaptioningOptions):
     )
     top_k: TopK | None = option(default=None)
     top_p: TopP | None = option(default=None)
+    batch_invariant: bool = option("the same tokens in half precision, whatever drafts and shares the batch", False)
     stats: bool = option("print rounds, tau and times of the last batch", False)
 
 
@@ -69,7 +70,8 @@ def run(arguments: Options) -> int:
 
     model, processor, drafter = load(arguments)
     constraint, check = by_schema(arguments, model, processor)
-    fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
+    how = {name: getattr(arguments, name) for name in ("acceptance", "batch_invariant")}
+    fast = accelerate(model, drafter, tokenizer=processor.tokenizer, **how)
     request = arguments.prompt or PROMPT
     about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments)
@@ -105,6 +107,8 @@ def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[
     about = {"model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter}
     if arguments.schema is not None:
         about["schema"] = read_schema(arguments.schema)
+    if arguments.batch_invariant:
+        about["batch_invariant"] = True
     return about | {"acceptance": arguments.acceptance, "sampling": options, "frames": arguments.frames}
 
 

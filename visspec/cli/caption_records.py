@@ -74,7 +74,7 @@ def load_captions(
     """The model, and what makes the captions of records, whose images so many threads read ahead."""
     model, processor, drafter = load(arguments)
     constraint, check = caption.by_schema(arguments, model, processor)
-    fast = accelerate(model, drafter, acceptance=arguments.acceptance)
+    fast = accelerate(model, drafter, acceptance=arguments.acceptance, batch_invariant=arguments.batch_invariant)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
     captions = Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint)
     return fast, lambda records: map(check, captions(records))
