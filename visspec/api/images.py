@@ -254,8 +254,9 @@ class ImagePipeline:
         if request.preset is None:
             return self._drawn(request)
         found = registry.preset(request.preset, self.family.draws, self.model)
-        given = {name: getattr(request, name) for name in found.method}
-        method = {name: value for name, value in found.method.items() if given[name] is None or given[name] is ...}
+        method: dict[str, Any] = {
+            name: value for name, value in found.method.items() if (own := getattr(request, name)) is None or own is ...
+        }
         return self.with_parts(found.parts)._drawn(replace(request, preset=None, **method))
 
     @torch.inference_mode()

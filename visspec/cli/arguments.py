@@ -153,5 +153,6 @@ def load(options: ModelOptions) -> tuple[Any, Any]:
     from visspec.api.accelerate import accelerate
 
     model, processor = loading.load(options.model, **options.hardware)
-    method = {"acceptance": options.acceptance, "preset": options.preset}
-    return accelerate(model, options.drafter, tokenizer=getattr(processor, "tokenizer", processor), **method), processor
+    words = getattr(processor, "tokenizer", processor)
+    rule, preset = options.acceptance, options.preset
+    return accelerate(model, options.drafter, acceptance=rule, preset=preset, tokenizer=words), processor
