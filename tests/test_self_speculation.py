@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 import visspec
 from tests.doubles import NEW, fast, one_sentence, opened
 from tests.image_cases import made
+from tests.sweep import tiny_model
 from tests.tiny import llama, model_of, prompt, shapes
-from tests.tiny_classes import tiny_model
 from tests.zoo_cases import janus_pair
 from visspec import tree as trees
 from visspec.api import zoo
