@@ -377,6 +377,7 @@ def cases(name: str) -> list[tuple[str, nn.Module, Batches]]:
     """(inputs, model, batches) of a class; of a few random models the first that is lively. Raises what its
     construction raises.
     """
+    found = None
     for seed in range(5):
         model = tiny_model(name, seed)
         made, found = {"text": text(model)}, found if seed else picture_form(model)
