@@ -46,7 +46,6 @@ class Options(RayOptions, CaptioningOptions):
     )
     top_k: TopK | None = option(default=None)
     top_p: TopP | None = option(default=None)
-    batch_invariant: bool = option("the same tokens in half precision, whatever drafts and shares the batch", False)
     stats: bool = option("print rounds, tau and times of the last batch", False)
 
 
@@ -65,13 +64,10 @@ def run(arguments: Options) -> int:
 
     from tqdm import tqdm
 
-    from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, caption_files
 
-    model, processor, drafter = load(arguments)
-    constraint, check = by_schema(arguments, model, processor)
-    how = {name: getattr(arguments, name) for name in ("acceptance", "batch_invariant")}
-    fast = accelerate(model, drafter, tokenizer=processor.tokenizer, **how)
+    fast, processor = load(arguments)
+    constraint, check = by_schema(arguments, fast.model, processor)
     request = arguments.prompt or PROMPT
     about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments)
