@@ -9,12 +9,12 @@ import transformers as tf
 
 import visspec
 from tests.distributions import context_law, plain_law, total_variation
-from tests.doubles import NEW, check_exact
+from tests.doubles import NEW
 from tests.published import begun
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import VOCAB, model_of, prompt, shapes
-from visspec.api import zoo
+from visspec import registry
 from visspec.api.train_drafter import request_of
 from visspec.distributions.categorical import residual
 from visspec.models.assistants import assistant
@@ -23,6 +23,7 @@ from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import DECAY
 from visspec.models.decoder.target import HFDecoder, content_ids
 from visspec.sampling import Uniform
+from visspec.testing import check_drafter
 from visspec.train.capture import capture
 from visspec.types import Sampling
 
@@ -134,7 +135,7 @@ def test_a_long_text_is_read_at_its_ends():
 
 @pytest.mark.parametrize("value", [{"entropy": 0.8}, {"confidence": 0.5}, {"tree": "3-2"}], ids=str)
 def test_shapes_of_blocks_change_no_token(value):
-    fast = check_exact(model_of("llava"), trained().shaped(**value), prompt("llava", shapes("llava")["ragged"]))
+    fast = check_drafter(trained().shaped(**value), model_of("llava"), prompt("llava", shapes("llava")["ragged"]))
     levels = [r.levels for r in fast.last_state.trace.rounds]
     assert max(levels) == (2 if "tree" in value else 6)
 
@@ -256,9 +257,9 @@ def test_models_of_masked_tokens_are_told_by_form(tmp_path):
     network.config.mask_token_id = 9
     assert assistant(network, target).mask == 9
     modern_bert().save_pretrained(tmp_path / "folder")
-    drafter, _ = zoo.drafter(f"{tmp_path / 'folder'}:mask=5,steps=2,block=8", target)
+    drafter, _ = registry.drafter(f"{tmp_path / 'folder'}:mask=5,steps=2,block=8", target)
     assert type(drafter) is DiffusionModel and (drafter.mask, drafter.each) == (5, 4)
-    assert zoo.drafter(f"{tmp_path / 'folder'}:mask=5,entropy=0.5", target)[0].stop.entropy == 0.5
+    assert registry.drafter(f"{tmp_path / 'folder'}:mask=5,entropy=0.5", target)[0].stop.entropy == 0.5
 
 
 BAD = {

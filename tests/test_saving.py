@@ -14,7 +14,7 @@ from tests.test_assistants import prompt as text_prompt
 from tests.test_eagle_heads import make
 from tests.test_published import cache, cached, eagle_3, saved, speculators_dflash, z_lab  # noqa: F401
 from tests.tiny import llama, model_of, prompt, shapes
-from visspec.api import zoo
+from visspec import registry
 from visspec.cli.arguments import ModelOptions, load
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter
@@ -72,8 +72,8 @@ def test_a_model_knows_its_drafter(tmp_path):
     """By `visspec.json` in its folder, or because one is included; what is given wins."""
     pytest.importorskip("visspec.toys")
     for name, own in {"captioner": "vispec", "captioner-emoji": "vispec-emoji"}.items():
-        model, _, drafter = load(ModelOptions(model=name))
-        assert (drafter, visspec.accelerate(model).name, visspec.accelerate(model, "ngram").name) == (own, own, "ngram")
+        fast, _ = load(ModelOptions(model=name))
+        assert (fast.name, visspec.accelerate(fast.model, "ngram").name) == (own, "ngram")
     bare = model_of("llava")
     assert visspec.accelerate(bare).name == "context"
     for written, name in ((make("llava", "eagle3"), "drafter"), ("ngram", "ngram"), (None, "context")):
@@ -153,7 +153,7 @@ def test_drafters_are_pushed_and_read_by_their_hub_id(hub, tmp_path):
     assert visspec.accelerate(model, "me/head:width=2").drafter.traits.trees
     FeatureDrafter.for_model(model).push_to_hub("me/ours")
     assert visspec.accelerate(model, "me/ours").name == "ours"
-    block, _ = zoo.drafter(str(saved(tmp_path / "block", *z_lab())), model)
+    block, _ = registry.drafter(str(saved(tmp_path / "block", *z_lab())), model)
     block.push_to_hub("me/block")
     assert visspec.accelerate(model, "me/block").drafter.traits.levels == 3
 

@@ -11,12 +11,12 @@ import torch
 
 import visspec
 from tests.distributions import context_law, plain_law, total_variation
-from tests.doubles import NEW, check_exact, one_sentence
+from tests.doubles import NEW, one_sentence
 from tests.test_eagle import make
 from tests.test_positions import SIZE, Chain, process_law
 from tests.tiny import llama, model_of, prompt, shapes
+from visspec import registry
 from visspec import tree as trees
-from visspec.api import zoo
 from visspec.loop.decode import first_children
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
@@ -28,6 +28,7 @@ from visspec.models.drafting.structure import Chain as Built
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.sampling import Uniform
+from visspec.testing import check_drafter
 from visspec.types import MAX_NODES, DraftLengthPolicy, Sampling
 
 RATES = [[0.5, 0.3, 0.1], [0.6, 0.1, 0.2], [0.4, 0.05]]  # ranks are not always in order
@@ -60,7 +61,7 @@ def shaped(family, options, values, ranks):
 def test_tokens_depend_on_no_shape(value, ranks):
     """Greedy as stock, sampled as plain decoding of the same seeds, in a ragged batch."""
     drafter = shaped("llava", *VALUES[value], ranks)
-    fast = check_exact(model_of("llava"), drafter, prompt("llava", shapes("llava")["ragged"]), NEW)
+    fast = check_drafter(drafter, model_of("llava"), prompt("llava", shapes("llava")["ragged"]), NEW)
     assert max(r.levels for r in fast.last_state.trace.rounds) > 1
 
 
@@ -354,7 +355,7 @@ def test_the_next_draft_is_as_long_as_the_last_sync_said(kind):
 
 def test_shapes_are_options_of_a_checkpoint(tmp_path, ranks):
     make("llama", 0).save_pretrained(tmp_path / "head", {})
-    read = lambda options: zoo.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))[0]  # noqa: E731
+    read = lambda options: registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))[0]  # noqa: E731
     assert read("tree=eagle").paths == feature_tree.EAGLE and read("tree=eagle").traits.levels == 5
     found = read(f"tree={ranks},nodes=4")
     assert found.paths == optimal(RATES, 4) and found.traits.trees and found.traits.levels == 2
@@ -378,7 +379,7 @@ BAD = {
 def test_shapes_that_are_none_are_refused_in_a_sentence(options, tmp_path):
     make("llama", 0).save_pretrained(tmp_path / "head", {})
     with one_sentence(BAD[options]):
-        zoo.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
+        registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
 
 
 @pytest.mark.parametrize("rates", [[], [[]], [[1.5]], [["a"]], [0.5], "x", [[0.0]], [[True]]])

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.test_mar_painter import SMALL, fresh
-from visspec import ImagePipeline
-from visspec.api import presets, zoo
+from visspec import ImagePipeline, registry
 from visspec.cli import bench_image
 from visspec.distributions import Denoising, DenoisingSteps
 from visspec.io import included
@@ -14,9 +13,7 @@ from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.images import LabelledMARImages
 
 PROMPTS = ["a photo of a pig", "a photo of a llama on a smooth grey ground", "a photo of an octopus"]
-VECTOR_RULES = [
-    name for name, entry in zoo.ACCEPTANCE.items() if zoo.load(entry.reference).traits.distribution is Denoising
-]
+VECTOR_RULES = [name for name, entry in registry.table("rule").items() if entry.load().traits.distribution is Denoising]
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +73,9 @@ def test_calls_are_counted(pipe, drafter):
     assert chains > 0 and rest == 0 and out.traces[0].calls["head"] > 0
 
 
-@pytest.mark.parametrize("name", presets.VECTORS)
+@pytest.mark.parametrize("name", registry.presets("vectors"))
 def test_a_preset_draws(pipe, drafter, name):
-    preset = zoo.preset(name, "vectors")
+    preset = registry.preset(name, "vectors")
     drafts = "none" if preset.drafter == "none" else drafter
     out = drawn(pipe, PROMPTS[:2], drafter=drafts, acceptance=preset.acceptance)
     assert all(bool(tokens.isfinite().all()) for tokens in out.tokens)
@@ -128,7 +125,7 @@ def test_a_nearly_cold_chain_is_finite(pipe):
 def test_a_target_without_noise_in_its_last_step_is_refused(pipe):
     own = pipe.family.steps
     quiet = DenoisingSteps(own.keep, own.move, own.low, own.low, noisy=False)
-    rule = zoo.acceptance("coupled")
+    rule = registry.rule("coupled")
     with pytest.raises(ValueError, match="without noise in its last step"):
         rule.bind(type("Capabilities", (), {"steps": quiet})())
     silent = ImagePipeline(pipe.model, None)
@@ -173,4 +170,4 @@ def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
 def test_prompts_of_some_tasks():
     rows = bench_image.spread(included.scenes().prompts(), 10, ["colors", "single_object"])
     assert len(rows) == 10 and {row["tag"] for row in rows} == {"colors", "single_object"}
-    assert bench_image.parse_method("coupled", "vectors")[1] == str(presets.VECTORS["coupled"])
+    assert bench_image.parse_method("coupled", "vectors")[1] == str(registry.presets("vectors")["coupled"])

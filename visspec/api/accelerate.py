@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from visspec.api import queueing, requests, saving, tuned_preset, zoo
+from visspec import registry
+from visspec.api import queueing, requests, saving
 from visspec.api.loading import load_saved
-from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import DecodingSetup, build_setup
@@ -27,6 +27,7 @@ from visspec.loop.stream import Answer
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -46,13 +47,14 @@ def accelerate(
     compile: bool = False,
     graphs: bool | None = None,
     length: str | DraftLengthPolicy | None = None,
+    preset: str | Path | None = None,
     debug: bool = False,
+    batch_invariant: bool = False,
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
     drafter: "auto" (default), that of `default_drafter`; a name of `visspec list`, a checkpoint folder, a Drafter, a
-        smaller transformers model, or None; or the JSON file that `visspec tune` wrote, with drafter, acceptance and
-        levels, of which arguments given here win.
+        smaller transformers model, or None.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster; False is
         length="fixed". length: a draft-length policy by name and options, "adaptive:share=0.02", or an object, of
@@ -65,17 +67,23 @@ def accelerate(
     graphs: record passes over drafts, and verdicts, as CUDA graphs: one launch each. None (default): on a CUDA device,
         for attention of "sdpa" and weights in float16, bfloat16 or float32, unless `compile`; True: as None, and a
         warning says why where it is not so; False: never. What can't be recorded runs eager, with the same tokens.
+    preset: drafter, acceptance and levels of a published method by name (`visspec list presets`), or of a file that
+        `visspec tune` wrote; arguments given beside it win.
     debug: raise errors of the drafter with their traceback, instead of one warning; so does VISSPEC_DEBUG=1.
+    batch_invariant: in bfloat16 and float16 too, the tokens of a request depend on the request alone, for one device
+        and number of threads: not on drafts, nor on the batch that it is in. Chains only, eager passes, prompts read
+        one at a time; a model for which it can't be is refused.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
-    file = str(drafter) if isinstance(drafter, (str, Path)) else ""
-    if file.endswith(".json") and (":" not in file or Path(file).is_file()):  # and no option, like tree=FILE.json
-        preset = tuned_preset.read_preset(file, cast(ConfiguredModel, model))
-        drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
-        acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
+    if preset is not None:
+        found = registry.preset(preset, "text", cast(ConfiguredModel, model))
+        drafter, levels = found.drafter if drafter == "auto" else drafter, levels or found.levels
+        acceptance = found.acceptance if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
     return Accelerated(
-        model, SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug), tokenizer
+        model,
+        SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug, batch_invariant),
+        tokenizer,
     )
 
 
@@ -96,6 +104,7 @@ class SetupOptions:
     compile: bool
     graphs: bool | None
     debug: bool
+    batch_invariant: bool
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ class Accelerated:
         processor, or the tokenizer, is `tokenizer`. Safetensors only; raises ValueError as `accelerate` does.
         """
         remote = options.pop("trust_remote_code", False)
-        folder = str(hub.resolve_folder(zoo.included_folder(str(where))))
+        folder = str(hub.resolve_folder(registry.included_folder(str(where))))
         settings = saving.read(folder, options)
         strange = [name for name in ("parts", "order") if settings.pop(name, None)]
         if strange:
@@ -200,16 +209,21 @@ class Accelerated:
 
     def _build(self) -> DecodingSetup[HFDecoder]:
         options, model = self._options, driven(self.model)
+        if options.batch_invariant and (options.compile or options.graphs):
+            name = "compile" if options.compile else "graphs"
+            raise ValueError(f"batch_invariant: got {name}=True beside it, expected eager passes")
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
             read = traits.feature_layers, traits.embeddings
-            target = HFDecoder(model, *read, check=options.probe, compile=options.compile)
+            target = HFDecoder(
+                model, *read, check=options.probe, compile=options.compile, invariant=options.batch_invariant
+            )
             if traits.partial and target.capabilities.layers:
                 target.layer_subset.check()
             return target
 
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
-            drafter, name = zoo.drafter(options.drafter, model)
+            drafter, name = registry.drafter(options.drafter, model)
             return build_setup(
                 drafter,
                 name,
@@ -217,9 +231,9 @@ class Accelerated:
                 model,
                 make_target,
                 levels=options.levels,
-                length=zoo.length(options.length),
+                length=registry.length(options.length),
                 compile=options.compile,
-                graphs=options.graphs,
+                graphs=False if options.batch_invariant else options.graphs,
                 debug=options.debug,
             )
 
@@ -289,7 +303,8 @@ class Accelerated:
         queueing.check(setup, slots, ahead, options)
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
         builder = queueing.RequestBuilder(self.model, setup, options, prefixes)
-        return queueing.answers(builder, prompts, slots, ahead or slots, self.tokenizer)
+        ahead = 1 if setup.target.widths is not None else ahead or slots
+        return queueing.answers(builder, prompts, slots, ahead, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)
@@ -371,7 +386,7 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
         why = "the model's folder names it"
     elif mtp_layer.in_files(model):
         found, why = "mtp", "the model's files have such a layer"
-    elif found := zoo.included_drafter(model):
+    elif found := registry.included_drafter(model):
         why = "it is made for the model"
     else:
         found, why = "context", "nothing was made for the model"
@@ -381,4 +396,4 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
 
 def own_rule(acceptance: str | Acceptance) -> Any:
     """A rule by name, or a copy of a given rule, because it is bound to one target."""
-    return zoo.acceptance(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)
+    return registry.rule(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)

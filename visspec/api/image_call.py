@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,11 @@ from tqdm import tqdm
 
 from visspec.api import requests
 from visspec.api.inpainting import InpaintingStart, Pictures
-from visspec.api.zoo import DrafterSpec
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, Order, Processor, Sampling, State, Trace
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class ImageRequest:
     drafter: DrafterSpec | EllipsisType = ...
     acceptance: str | Acceptance | None = None
     order: str | Order | None = None
+    preset: str | Path | None = None
     output_type: str = "pil"
     callback_on_step_end: Callable[[Any, int, int, dict], dict | None] | None = None
     callback_on_step_end_tensor_inputs: Sequence[str] = TENSORS[:1]

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, zoo
+from visspec.api import drafter_export
 from visspec.api.drafter_presets import check_preset
 from visspec.api.images import ImagePipeline
-from visspec.api.presets import TRAINED_IMAGES
 from visspec.api.train_drafter import (
     check_out,
     fresh_or_resumed,
@@ -102,7 +102,7 @@ def run(
         target: a folder, a hub id, an included model, or a pipeline.
         out: the folder that will hold the drafter with the best validation.
         prompts: a file with a prompt on each line. Default: the prompts of an included model's world.
-        preset: "image-eagle" (default) or "distilled", see `presets.TRAINED_IMAGES`.
+        preset: "image-eagle" (default) or "distilled".
         rows: pictures that are drawn together.
         eval_rows: prompts that only validate, a twentieth of them at most.
         layers: of the distilled drafter.
@@ -112,7 +112,7 @@ def run(
     order, and where there are no prompts.
     """
     name = preset or "image-eagle"
-    found = zoo.training_preset(name, TRAINED_IMAGES)
+    found = registry.recipe(name, "codes")
     given = {"layers": layers, "intermediate": intermediate}
     asked = {key: value for key, value in given.items() if value is not None}
     check_preset(name, asked, found)
@@ -138,7 +138,7 @@ def run(
     layout = family.layout(height, width)
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
     resumed = resume and checkpoint(out) is not None
-    lessons, kind = lessons_of(out, resumed, options, several), zoo.drafter_class(found.kind)
+    lessons, kind = lessons_of(out, resumed, options, several), registry.drafter_class(found.kind)
     drafter = fresh_or_resumed(family, out, resumed, seed, kind, found.draft, **{**found.network, **grid, **asked})
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}
