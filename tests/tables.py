@@ -21,7 +21,17 @@ from visspec.loop.output import TokenBuffer
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting.static_tree import StaticTreeBuilder
 from visspec.sampling import Gumbel
-from visspec.types import Capabilities, Draft, DrafterTraits, Outcome, Request, Sampling, Scores, State, Trace
+from visspec.types import (
+    Capabilities,
+    Draft,
+    DrafterTraits,
+    DraftLengthPolicy,
+    Outcome,
+    Request,
+    Sampling,
+    Scores,
+    State,
+)
 
 ORDER = 3  # tokens that a law depends on
 
@@ -148,16 +158,11 @@ class TableTree(TableDrafter):
         state.memory.select(keep)
 
 
-class Steady:
+class Steady(DraftLengthPolicy):
     """A draft-length policy that always asks for so many levels."""
-
-    def __init__(self, levels: int):
-        self.levels = levels
 
     def depth(self, state: State) -> int:
         return min(self.levels, state.budget - 1)
-
-    def observe(self, trace: Trace) -> None: ...
 
 
 class Wandering(Steady):

@@ -131,7 +131,6 @@ def test_what_belongs_to_the_model_moves_with_it(folder):
     ({"drafter": "jacobi:redraw=independent"}, "drafter: Jacobi samples, expected point masses for the rule Exact"),
     ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear"),
     ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
-    ({"drafter": "recycling", "acceptance": "block"}, "drafter: ContextDrafter drafts trees"),
     ({"order": "islands", "acceptance": "local"}, "drafter: got none that drafts whole images"),
     ({"height": 0}, "height: got 0"),
 ])  # fmt: skip

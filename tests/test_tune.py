@@ -17,7 +17,7 @@ from visspec.io import included
 
 def test_a_preset_is_read_by_accelerate_and_belongs_to_its_model(tmp_path):
     path, model = tmp_path / "p.json", model_of("llama")
-    choice = {"drafter": "ngram:longest=2", "acceptance": "typical:epsilon=0.2", "levels": 3}
+    choice = {"drafter": "ngram:nodes=2", "acceptance": "typical:epsilon=0.2", "levels": 3}
     presets.write_preset(path, model, choice, measured_speedup=1.5)
     made = visspec.accelerate(model, preset=path)
     assert made.name == "ngram" and made.length_policy.levels == 3 and made.rule.traits.guarantee == "approximate"
