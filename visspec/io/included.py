@@ -198,10 +198,11 @@ def check(what: str, name: str) -> Path:
     return folder(name)
 
 
-def check_model(spec: str) -> bool:
+def check_model(spec: str | Path) -> bool:
     """Check within seconds that a model is included, on this machine, in the cache of the hub or on the hub. Returns
     whether it is on this machine by its name or path. Raises ValueError if it is nowhere.
     """
+    spec = str(spec)
     if spec in table().models or Path(spec).exists() or spec.startswith((".", "/")):
         return True
     from visspec.io import hub
