@@ -77,7 +77,7 @@ def load_diffusers(where: str, *, device: str = "cpu", dtype: str | torch.dtype 
     """
     if not (Path(where).is_dir() or hub.names(where)):
         return None
-    located(where)
+    included.check_model(where)
     try:
         index = cached_file(where, "model_index.json", _raise_exceptions_for_missing_entries=False)
     except OSError:  # no such repository: transformers says so when the model is loaded
