@@ -79,13 +79,13 @@ def texts() -> Iterator[Case]:
 
 def images() -> Iterator[Case]:
     """Tiny random image models: drafters and rules that need no training, greedy and drawn, alone and ragged."""
-    from visspec.api import zoo
+    from visspec import registry
 
     for name in CASES:
         for spec, rule in IMAGES:
             for rows in ([0], [0, 1, 2]):
                 for temperature in (0.0, 1.0):
-                    drafter = None if spec is None else zoo.drafter(spec, None)[0]
+                    drafter = None if spec is None else registry.drafter(spec, None)[0]
                     uniforms = rule not in ("exact",) and not rule.startswith("local")
                     if uniforms and temperature == 0.0:
                         continue
@@ -99,19 +99,18 @@ def images() -> Iterator[Case]:
 
 
 def bound(name: str, rule: str) -> Any:
-    from visspec.api import zoo
+    from visspec import registry
     from visspec.models.image_codes.target import ImageAR
 
-    found = zoo.acceptance(rule)
+    found = registry.rule(rule)
     found.bind(ImageAR(made(name).family).capabilities)
     return found
 
 
 def shipped() -> Iterator[Case]:
     """The painter under every preset, and the captioner with its drafter under every rule that takes it."""
-    from visspec import ImagePipeline, accelerate
+    from visspec import ImagePipeline, accelerate, presets, registry
     from visspec.api import loading as targets
-    from visspec.api import presets, zoo
     from visspec.api.captions import prepare
     from visspec.io import included
 
@@ -127,7 +126,7 @@ def shipped() -> Iterator[Case]:
             # the trained drafter's chains adapt their depth by the clock: tokens do not depend on it, passes do
             passes = [int(p.max()) for p in out.passes] if name != "drafter" else []
             yield f"painter/{name}/{temperature}", [[t.tolist() for t in out.tokens], passes]
-    model, processor = targets.load(str(zoo.CHECKPOINTS / "captioner"))
+    model, processor = targets.load(str(registry.CHECKPOINTS / "captioner"))
     pictures = included.scenes("shapes").images(3)
     inputs = prepare(processor, pictures, "describe the picture in detail .", model)
     for drafter in ("none", "ngram", "vispec"):
@@ -156,15 +155,14 @@ def value_of(part: Any) -> Any:
 
 def painters() -> Iterator[Case]:
     """The other included painters under every preset of their kind, at their own guidance and temperature."""
-    from visspec import ImagePipeline
-    from visspec.api import presets, zoo
+    from visspec import ImagePipeline, presets, registry
 
     for name, (text, draws) in PAINTERS.items():
         plain = ImagePipeline.from_pretrained(name)
         for preset in presets.IMAGES[draws]:
             case = f"{name}/{preset}"
             try:
-                found = zoo.preset(preset, draws, plain.model)
+                found = registry.preset(preset, draws, plain.model)
                 pipe = plain if not found.parts else ImagePipeline.from_pretrained(name, parts=found.parts)
                 pipe.set_progress_bar_config(disable=True)
                 method = {"drafter": found.drafter, "acceptance": found.acceptance, "order": found.order}
@@ -179,13 +177,12 @@ def painters() -> Iterator[Case]:
 
 def streams() -> Iterator[Case]:
     """A stream of the included captioner: six pictures through three slots, greedy and drawn."""
-    from visspec import accelerate
+    from visspec import accelerate, registry
     from visspec.api import loading as targets
-    from visspec.api import zoo
     from visspec.api.captions import prepare
     from visspec.io import included
 
-    model, processor = targets.load(str(zoo.CHECKPOINTS / "captioner"))
+    model, processor = targets.load(str(registry.CHECKPOINTS / "captioner"))
     pictures = included.scenes("shapes").images(6)
     entries = [prepare(processor, [picture], "describe the picture in detail .", model) for picture in pictures]
     for drafter in ("none", "ngram", "suffix", "vispec"):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests import tiny_images as tiny
-from visspec.api import zoo
+from visspec import registry
 from visspec.api.images import ImagePipeline
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
@@ -243,7 +243,7 @@ def draw(case: Case, rows: list[int], drafter=None, rule="exact", temperature=0.
     if temperature:
         request.generators = [torch.Generator().manual_seed(seed + r) for r in rows]
     guarded = SafeDrafter(drafter, target.capabilities) if drafter is not None else None
-    rule = zoo.acceptance(rule) if isinstance(rule, str) else rule
+    rule = registry.rule(rule) if isinstance(rule, str) else rule
     state = decode(target, guarded, rule, request, FixedLength(8 if drafter is None else drafter.traits.levels))
     if guarded is not None:
         guarded.finish(state)

@@ -17,9 +17,8 @@ from tests.any_order import Toy, potts, process, published_passes
 from tests.distributions import chi_square, output_law, total_variation, verdicts
 from tests.doubles import one_sentence
 from tests.tiny import model_of
-from visspec import ImagePipeline
+from visspec import ImagePipeline, registry
 from visspec import tree as trees
-from visspec.api import zoo
 from visspec.distributions import Categorical
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup
@@ -89,8 +88,8 @@ def asked(condition, rows, sampling, order=None, known=None, seed=0):
 
 def paired_of(made, drafter=None, rule="exact"):
     """A setup that leaves the order to the request."""
-    more = {"order": zoo.order("raster"), "length": FixedLength}
-    return build_setup(drafter, "", zoo.acceptance(rule), made, lambda traits: made.make_target(traits, False), **more)
+    more = {"order": registry.order("raster"), "length": FixedLength}
+    return build_setup(drafter, "", registry.rule(rule), made, lambda traits: made.make_target(traits, False), **more)
 
 
 def draw(condition, rows, drafter=None, rule="exact", temperature=0.0, guidance=3.0, **options):

@@ -9,20 +9,20 @@ from PIL import Image
 
 from tests.test_any_order_painter import TEXTS, fresh, pipe  # noqa: F401
 from tests.tiny_images import painter_processor
-from visspec import ImagePipeline
-from visspec.api import presets, saving, zoo
+from visspec import ImagePipeline, presets, registry
+from visspec.api import saving
 from visspec.cli import bench_image
 from visspec.cli.main import main
 
-SHIPPED = zoo.CHECKPOINTS / "painter-any-order" / "config.json"
+SHIPPED = registry.CHECKPOINTS / "painter-any-order" / "config.json"
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painter is not in this checkout")
 
 
 @pytest.mark.parametrize("name", presets.ANY_ORDER)
 def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):  # noqa: F811
-    preset = zoo.preset(name)
+    preset = registry.preset(name)
     plain = pipe(TEXTS, seed=2, drafter="none", acceptance="exact", order=preset.order)
-    fast = pipe(TEXTS, seed=2, **zoo.method(str(preset)))
+    fast = pipe(TEXTS, seed=2, **registry.method(str(preset)))
     for one, two in zip(plain.tokens, fast.tokens):
         assert torch.equal(one, two)
     assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
@@ -35,7 +35,7 @@ def test_other_painters_refuse_them_and_their_names_are_their_own():
     made = ImagePipeline.from_pretrained("painter")
     for name in presets.ANY_ORDER:
         with pytest.raises(ValueError, match="any-order models"):
-            made.setup(**zoo.method(str(zoo.preset(name))))
+            made.setup(**registry.method(str(registry.preset(name))))
 
 
 def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone(tmp_path, capsys):
@@ -69,9 +69,9 @@ def test_the_included_painter_draws_in_fewer_passes(painter):
     assert (folder / "model.safetensors").stat().st_size < 12e6
     text = "a photo of a penguin"
     for name in ("assd", "assd-raster"):
-        preset = zoo.preset(name)
+        preset = registry.preset(name)
         plain = painter(text, seed=1, drafter="none", order=preset.order)
-        fast = painter(text, seed=1, **zoo.method(str(preset)))
+        fast = painter(text, seed=1, **registry.method(str(preset)))
         assert torch.equal(plain.tokens[0], fast.tokens[0]) and fast.stats[0].faults == 0
         assert fast.passes[0].max() + 1 < 60 < plain.passes[0].max() + 1 == 64
 

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 
 from tests.distributions import context_law, output_law, plain_law, total_variation, verdicts
 from tests.doubles import drafted
+from tests.registry_cases import janus_pair, tiny_drafter
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import Stopping
-from tests.zoo_cases import janus_pair, tiny_drafter
-from visspec import sampling, tree
+from visspec import registry, sampling, tree
 from visspec.accept import block
 from visspec.accept.block import Block, RoundNoise
-from visspec.api import zoo
 from visspec.distributions import Categorical, residual
 from visspec.models.drafting import structure
 from visspec.models.drafting.structure import StopCriteria
@@ -171,7 +170,7 @@ def test_numbers_that_were_read_are_not_read_again():
 
 @pytest.mark.parametrize("drafter", ["jacobi:window=4,redraw=maximal", "jacobi:window=4"])
 def test_neither_drafts_nor_numbers_serve_several_rounds(drafter):
-    rule = zoo.acceptance("block")
+    rule = registry.rule("block")
     assert isinstance(rule.make_noise([torch.Generator()], V), RoundNoise)
     with pytest.raises(ValueError, match="drafter: Jacobi draws by numbers that serve several rounds, expected others"):
         janus_pair(tiny_drafter(drafter), rule)

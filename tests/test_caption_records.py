@@ -16,7 +16,8 @@ from PIL import Image
 
 from tests.children import command
 from tests.doubles import refused, tar_of
-from visspec.api import sources, zoo
+from visspec import registry
+from visspec.api import sources
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions, prefetch_map
 from visspec.api.loading import load
@@ -533,7 +534,7 @@ def little(tmp_path_factory) -> Path:
     """A random model of the captioner's kind, small enough for thousands of images."""
     from transformers import AutoConfig, AutoProcessor, LlavaForConditionalGeneration
 
-    source, where = zoo.CHECKPOINTS / "captioner", tmp_path_factory.mktemp("little")
+    source, where = registry.CHECKPOINTS / "captioner", tmp_path_factory.mktemp("little")
     config = AutoConfig.from_pretrained(source)
     for part, sizes in (
         (config.text_config, {"hidden_size": 32, "intermediate_size": 32, "head_dim": 16, "num_key_value_heads": 2}),

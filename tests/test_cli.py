@@ -22,7 +22,7 @@ from rich.console import Console
 
 import visspec
 from tests.doubles import refused
-from visspec.api import zoo
+from visspec import registry
 from visspec.api.captions import PROMPT
 from visspec.cli import bench_image_table, demo
 from visspec.cli.main import main
@@ -133,7 +133,7 @@ def copied(folder, tmp_path):
 
 
 def test_checkpoints_that_cannot_be_trusted(pictures, tmp_path, capsys):
-    good = copied(zoo.CHECKPOINTS / "captioner", tmp_path)
+    good = copied(registry.CHECKPOINTS / "captioner", tmp_path)
     weights = good / "model.safetensors"
     moved = tmp_path / "elsewhere.safetensors"
     weights.rename(moved)
@@ -156,7 +156,7 @@ def test_checkpoints_with_the_wrong_tensors(damage, pictures, tmp_path, capsys):
     import torch
     from safetensors.torch import load_file, save_file
 
-    good = copied(zoo.CHECKPOINTS / "captioner", tmp_path)
+    good = copied(registry.CHECKPOINTS / "captioner", tmp_path)
     tensors = load_file(good / "model.safetensors")
     name = next(k for k in sorted(tensors) if "lm_head" in k)
     if damage == "missing":
@@ -286,7 +286,7 @@ def test_the_embedded_captioner_says_once_what_it_knows(pictures, tmp_path, caps
     assert "knows rendered scenes of coloured shapes only" in said and "photo0.png" in said
     assert main(["caption", *pictures, *short]) == 0  # PNG, WEBP and JPEG of its own world
     assert capsys.readouterr().err == ""
-    assert main(["caption", *photos, *short, "--model", str(zoo.CHECKPOINTS / "captioner")]) == 0
+    assert main(["caption", *photos, *short, "--model", str(registry.CHECKPOINTS / "captioner")]) == 0
     assert capsys.readouterr().err == ""  # a model that was named is its namer's business
 
 
@@ -444,4 +444,4 @@ def test_the_page_on_serving_elsewhere_does_what_it_says(tmp_path, monkeypatch):
     exec(snippet.removeprefix("python"), found := {})
     told = json.loads(Path("served/config.json").read_text())
     assert told["speculators_config"]["verifier"]["name_or_path"] == found["target"] and "vllm serve served" in engines
-    assert zoo.drafter("served", found["drafter"].model)[0].traits.levels == 15
+    assert registry.drafter("served", found["drafter"].model)[0].traits.levels == 15

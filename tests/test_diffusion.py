@@ -14,7 +14,7 @@ from tests.published import begun
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import VOCAB, model_of, prompt, shapes
-from visspec.api import zoo
+from visspec import registry
 from visspec.api.train_drafter import request_of
 from visspec.distributions.categorical import residual
 from visspec.models.assistants import assistant
@@ -256,9 +256,9 @@ def test_models_of_masked_tokens_are_told_by_form(tmp_path):
     network.config.mask_token_id = 9
     assert assistant(network, target).mask == 9
     modern_bert().save_pretrained(tmp_path / "folder")
-    drafter, _ = zoo.drafter(f"{tmp_path / 'folder'}:mask=5,steps=2,block=8", target)
+    drafter, _ = registry.drafter(f"{tmp_path / 'folder'}:mask=5,steps=2,block=8", target)
     assert type(drafter) is DiffusionModel and (drafter.mask, drafter.each) == (5, 4)
-    assert zoo.drafter(f"{tmp_path / 'folder'}:mask=5,entropy=0.5", target)[0].stop.entropy == 0.5
+    assert registry.drafter(f"{tmp_path / 'folder'}:mask=5,entropy=0.5", target)[0].stop.entropy == 0.5
 
 
 BAD = {

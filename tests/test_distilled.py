@@ -11,10 +11,9 @@ from tests.image_cases import made
 from tests.published import judged
 from tests.test_image_drafter import check_rejection, check_reported, family, proposed, request, run
 from tests.tiny_images import janus, prompts
-from visspec import ImagePipeline
+from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
-from visspec.api import zoo
 from visspec.loop.decode import apply_verdict, decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
@@ -274,12 +273,12 @@ def test_bad_options_are_refused_in_a_sentence(options):
 
 def test_it_is_refused_for_models_of_another_type():
     with pytest.raises(ValueError, match="painter-distilled is made for a model with"):
-        zoo.drafter("painter-distilled", janus())
+        registry.drafter("painter-distilled", janus())
     with pytest.raises(ValueError, match="which has to be trained, expected the folder of its weights"):
-        zoo.drafter("distilled", janus())
+        registry.drafter("distilled", janus())
 
 
-SHIPPED = zoo.CHECKPOINTS / "painter-distilled" / "config.json"
+SHIPPED = registry.CHECKPOINTS / "painter-distilled" / "config.json"
 
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
@@ -287,7 +286,7 @@ def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
     pipe = ImagePipeline.from_pretrained("painter")
     texts = ["a photo of three stars", "a photo of a red cross and a blue ring", "a photo of a cross left of a ring"]
     plain = pipe(texts, seed=5, drafter="none", output_type="latent")
-    fast = pipe(texts, seed=5, output_type="latent", **zoo.method(str(zoo.preset("distilled"))))
+    fast = pipe(texts, seed=5, output_type="latent", **registry.method(str(registry.preset("distilled"))))
     assert all(torch.equal(one, two) for one, two in zip(plain.tokens, fast.tokens))
     passes = [int(numbers.max()) + 1 for numbers in fast.passes]
     assert sum(passes) < 3 * 24 and fast.stats[0].faults == 0 and fast.stats[0].guarantee == "exact"

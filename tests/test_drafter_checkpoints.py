@@ -16,7 +16,7 @@ import visspec
 from tests import tiny_images
 from tests.doubles import one_sentence
 from tests.tiny import model_of
-from visspec.api import zoo
+from visspec import registry
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.distilled.drafter import DistilledDrafter
@@ -101,7 +101,7 @@ OPTIONS = {  # of some kinds at loading, and what they become
 def test_a_checkpoint_comes_back(saved, kind):
     folder, (make, loader, of) = saved[kind][0], KINDS[kind]
     options, values = OPTIONS.get(kind, ("", {}))
-    loaded, name = zoo.drafter(
+    loaded, name = registry.drafter(
         f"{folder}:{options}".rstrip(":"), tiny_images.janus() if of == "janus" else model_of(of)
     )
     assert name == kind and type(loaded) is loader and values.items() <= vars(loaded).items()

@@ -18,12 +18,12 @@ from tests import (
 )
 from tests.doubles import check_exact
 from tests.image_cases import made
+from tests.registry_cases import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
 from tests.tiny import model_of, prompt, shapes, single_row
-from tests.zoo_cases import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
+from visspec import registry
 from visspec.accept.coupled import Coupled
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection
-from visspec.api import zoo
 from visspec.api.queueing import RequestBuilder
 from visspec.distributions import Categorical, categorical
 from visspec.loop.decode import advance, retire, select, start
@@ -104,7 +104,7 @@ def test_a_drafter_leaves_the_text_as_it_is(name):
         check_exact(model_of(family), quick.drafter, prompt(family, shapes(family)[rows]), levels=4)
 
 
-IMAGE_FORMS = [*sorted(set(zoo.DRAFTERS) - TEXT_ALONE - ELSEWHERE), "distilled:refine=1"]
+IMAGE_FORMS = [*sorted(set(registry.DRAFTERS) - TEXT_ALONE - ELSEWHERE), "distilled:refine=1"]
 IMAGE_FORMS += ["image-eagle:tree=dynamic,width=3,nodes=9", "image-eagle:tree=static,shape=3-4-2"]
 IMAGE_FORMS += ["image-eagle:window=6", "image-eagle:window=5,levels=1"]
 
@@ -114,8 +114,8 @@ IMAGE_FORMS += ["image-eagle:window=6", "image-eagle:window=5,levels=1"]
 @pytest.mark.parametrize("temperature, guidance", [(0.0, 3.0), (1.0, 3.0), (1.0, 1.0)])
 def test_a_drafter_leaves_the_image_as_it_is(name, temperature, guidance):
     """Greedy and drawn, with guidance and without, in a batch and alone."""
-    expected, _ = drawn(janus_pair(None, zoo.acceptance("exact")), ROWS, 0, temperature, guidance)
-    setup = janus_pair(sharp(tiny_drafter(name)), zoo.acceptance("exact"))
+    expected, _ = drawn(janus_pair(None, registry.rule("exact")), ROWS, 0, temperature, guidance)
+    setup = janus_pair(sharp(tiny_drafter(name)), registry.rule("exact"))
     found, state = drawn(setup, ROWS, 0, temperature, guidance)
     assert found == expected and ("=" not in name or max(r.levels for r in state.trace.rounds) > 1)
     assert drawn(setup, [1], 0, temperature, guidance)[0] == expected[1:2]
@@ -126,21 +126,21 @@ DRAWING = ["distilled", "image-eagle", "image-eagle:tree=static,shape=3-4-2", "i
 
 @pytest.mark.parametrize("name", DRAWING)
 def test_a_drawn_draft_of_a_row_does_not_depend_on_its_batch(name):
-    setup = janus_pair(sharp(tiny_drafter(name)), zoo.acceptance("rejection"))
+    setup = janus_pair(sharp(tiny_drafter(name)), registry.rule("rejection"))
     together, _ = drawn(setup, ROWS, seed=4)
     assert [drawn(setup, [row], seed=4)[0][0] for row in ROWS] == together
 
 
 @pytest.mark.parametrize("name", ["distilled", "image-eagle"])
 def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting(name):
-    setup = janus_pair(tiny_drafter(name), zoo.acceptance("exact"))
+    setup = janus_pair(tiny_drafter(name), registry.rule("exact"))
     with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter was trained with 3.0") as caught:
         for _ in range(2):
             drawn(setup, [0], guidance=6.0)
     assert len(caught) == 1
     with pytest.warns(RuntimeWarning, match=r"grid: got \(2, 8\), expected \(4, 4\)"):
         tokens, _ = drawn(setup, [0], grid=(2, 8), faults=1)
-    assert tokens == drawn(janus_pair(None, zoo.acceptance("exact")), [0])[0]
+    assert tokens == drawn(janus_pair(None, registry.rule("exact")), [0])[0]
 
 
 # --- rows of a batch --------------------------------------------------------------------------------------------------
@@ -211,7 +211,14 @@ def pictures(drafter, asked, family=None, rule=None, target=None, levels=3):
     make = (lambda _: target) if target else lambda traits: family.make_target(traits, False)
     rule = rule or Some()
     return build_setup(
-        drafter, "", rule, family or target.family, make, levels=levels, length=FixedLength, order=zoo.order("raster")
+        drafter,
+        "",
+        rule,
+        family or target.family,
+        make,
+        levels=levels,
+        length=FixedLength,
+        order=registry.order("raster"),
     ), asked
 
 
@@ -254,7 +261,7 @@ def of_scales():
         return test_scales.request([(1, 4, 0)[row] for row in rows], Sampling(0.0, guidance=2.0))
 
     return pictures(
-        SmallVAR(test_scales.moved(model, 0.01)), asked, rule=zoo.acceptance("scales"), target=target, levels=2
+        SmallVAR(test_scales.moved(model, 0.01)), asked, rule=registry.rule("scales"), target=target, levels=2
     )
 
 
@@ -302,7 +309,7 @@ def opened(setup, asked, rows, seen):
 
 
 def test_every_drafter_is_run():
-    assert set(zoo.DRAFTERS) - {"none"} <= set(BATCHES)
+    assert set(registry.DRAFTERS) - {"none"} <= set(BATCHES)
 
 
 @pytest.mark.parametrize("name", sorted(BATCHES))

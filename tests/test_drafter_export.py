@@ -8,7 +8,8 @@ import visspec
 from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
-from visspec.api import drafter_export, loading, train_drafter, zoo
+from visspec import registry
+from visspec.api import drafter_export, loading, train_drafter
 from visspec.cli.main import main
 
 TINY = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unroll": 2}
@@ -39,7 +40,7 @@ def test_a_run_leaves_a_card_that_says_how_to_load(data, capsys):
         assert part in card, part
     said = capsys.readouterr().err
     assert f"--drafter {spec}" in said and "2 steps see 2 of 2 items" in said and "1 validate" in said
-    assert zoo.drafter(spec, model_of("llava"))[0].nodes == 60
+    assert registry.drafter(spec, model_of("llava"))[0].nodes == 60
     fast = visspec.accelerate(model_of("llava"), spec)
     fast.drafter.export(data / "again", "eagle3")
     same = [(folder / "model.safetensors").read_bytes() for folder in (out / "eagle3", data / "again")]
@@ -52,8 +53,8 @@ def test_the_shell_exports_what_was_trained(data, capsys):
     out = train(data, "out", preset="dflash", layers=1)
     assert main(["export", str(out), "--form", "dflash", "--out", str(data / "x")]) == 0
     assert "x: dflash, a drafter for owner/target" in capsys.readouterr().out
-    drafter, _ = zoo.drafter(str(data / "x"), model_of("llava"))
-    assert drafter.block == zoo.drafter(str(out), model_of("llava"))[0].block
+    drafter, _ = registry.drafter(str(data / "x"), model_of("llava"))
+    assert drafter.block == registry.drafter(str(out), model_of("llava"))[0].block
     (data / "bare").mkdir()
     for argv, said in (
         ([str(out), "--form", "eagle3"], "form: got 'eagle3', expected one of dflash"),

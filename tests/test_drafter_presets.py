@@ -13,7 +13,8 @@ import visspec
 from tests.doubles import check_exact, one_sentence
 from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
-from visspec.api import presets, train_drafter, zoo
+from visspec import presets, registry
+from visspec.api import train_drafter
 from visspec.api.drafter_presets import focused_state, frequent, of_preset
 from visspec.api.train_drafter import Prompts, request_of
 from visspec.api.training_data import Reader, TrainingData
@@ -60,10 +61,10 @@ def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
     model, preset = model_of("llava"), presets.TRAINED[name]
-    fresh = zoo.drafter_class(preset.kind).for_model(model, **of_preset(name, model, more)[0])
+    fresh = registry.drafter_class(preset.kind).for_model(model, **of_preset(name, model, more)[0])
     options = ",".join(f"{key}={value}" for key, value in preset.draft.items())
-    drafter, _ = zoo.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
-    assert drafter.config == fresh.config and type(drafter) is zoo.drafter_class(preset.kind)
+    drafter, _ = registry.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
+    assert drafter.config == fresh.config and type(drafter) is registry.drafter_class(preset.kind)
     assert drafter.config.levels == preset.network.get("levels", 15)
     sizes = {key: value for key, value in preset.draft.items() if key != "tree"}
     assert {key: getattr(drafter, key) for key in sizes} == sizes
@@ -280,7 +281,7 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     drafter = BlockDrafter.for_model(model, layers=2, block=4, **more)
     drafter.export(tmp_path / "out", form, "somewhere/target")
-    again, _ = zoo.drafter(tmp_path / "out", model)
+    again, _ = registry.drafter(tmp_path / "out", model)
     head, same = drafter.form.sequential, {"reach": None} | ({"from_anchor": False} if form == "dspark" else {})
     assert replace(again.form, sequential=head, **same) == drafter.form
     assert not isinstance(again, BlockDrafter) and again.traits.levels == drafter.traits.levels == 3

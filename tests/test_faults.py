@@ -12,10 +12,10 @@ import torch
 import visspec
 from tests import tiny_images
 from tests.doubles import NEW, Double, Grower, Oracle, compact, drafted, fast, new_tokens, opened, stock
+from tests.registry_cases import drawn, janus_pair
 from tests.tables import Table, TableDrafter, TableTarget, decoded
 from tests.tiny import IMAGE, VOCAB, llama, prompt, shapes
 from tests.tiny_images import Words
-from tests.zoo_cases import drawn, janus_pair
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.distributions import Categorical

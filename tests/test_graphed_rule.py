@@ -9,13 +9,12 @@ import torch
 
 from tests.doubles import drafted
 from tests.image_cases import made
+from tests.registry_cases import tiny_drafter
 from tests.replays import Standin
-from tests.zoo_cases import tiny_drafter
-from visspec import kernels
+from visspec import kernels, registry
 from visspec import tree as trees
 from visspec.accept.cool import Cool
 from visspec.accept.graphed_rule import GraphedRule
-from visspec.api import zoo
 from visspec.distributions import Categorical
 from visspec.kernels import accept_tree, displacement
 from visspec.kernels.accept import reference
@@ -77,10 +76,10 @@ def test_on_a_cpu_the_rule_runs_as_it_is():
 )
 def test_decisions_are_the_rules_own(rule, spec, temperature):
     rerun.count = 0
-    captured = GraphedRule(zoo.acceptance(rule), record=rerun)
+    captured = GraphedRule(registry.rule(rule), record=rerun)
     found = draw(captured, spec, temperature)
-    assert found == draw(zoo.acceptance(rule), spec, temperature)
-    assert captured.traits == zoo.acceptance(rule).traits
+    assert found == draw(registry.rule(rule), spec, temperature)
+    assert captured.traits == registry.rule(rule).traits
     assert 0 < rerun.count == len(captured.recordings) < found[2]
 
 
@@ -88,22 +87,22 @@ def test_a_replay_that_does_nothing_is_noticed():
     def stale(call):
         return call(), lambda: None
 
-    assert draw(GraphedRule(zoo.acceptance("rejection"), record=stale), TREE) != draw(zoo.acceptance("rejection"), TREE)
+    assert draw(GraphedRule(registry.rule("rejection"), record=stale), TREE) != draw(registry.rule("rejection"), TREE)
 
 
 def test_further_shapes_and_devices_that_refuse_run_the_rule_itself():
-    expected = draw(zoo.acceptance("exact"), CHAIN)
+    expected = draw(registry.rule("exact"), CHAIN)
     rerun.count = 0
-    assert draw(GraphedRule(zoo.acceptance("exact"), most=1, record=rerun), CHAIN) == expected
+    assert draw(GraphedRule(registry.rule("exact"), most=1, record=rerun), CHAIN) == expected
     assert rerun.count == 1
 
     def refusing(call):
         raise RuntimeError("no graphs here")
 
     with pytest.warns(RuntimeWarning, match="not captured, the rule runs without a graph: no graphs here") as told:
-        assert draw(GraphedRule(zoo.acceptance("exact"), record=refusing), CHAIN) == expected
+        assert draw(GraphedRule(registry.rule("exact"), record=refusing), CHAIN) == expected
     assert len(told) == 1
-    captured = GraphedRule(zoo.acceptance("exact"))  # laws are not on a GPU
+    captured = GraphedRule(registry.rule("exact"))  # laws are not on a GPU
     assert draw(captured, CHAIN) == expected and not captured.recordings
 
 
@@ -151,7 +150,7 @@ def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)  # on a GPU its current stream is of this class
     monkeypatch.setattr(torch.cuda, "Stream", lambda: f"stream of {device[0]}")
     monkeypatch.setattr("visspec.replay.cuda_graph", lambda call, *shared: seen.append(shared) or rerun(call))
-    captured = GraphedRule(zoo.acceptance("exact"))
+    captured = GraphedRule(registry.rule("exact"))
     rerun.count = 0
     captured.record = captured._graph
     draw(captured, CHAIN)

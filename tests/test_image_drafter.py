@@ -9,10 +9,10 @@ import torch
 from tests.distributions import chi_square, context_law, output_law, plain_law, total_variation
 from tests.doubles import one_sentence
 from tests.tiny_images import janus, prompts
+from visspec import registry
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
-from visspec.api import zoo
 from visspec.loop.decode import decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
@@ -269,7 +269,7 @@ def test_a_place_is_told_by_its_row_and_column():
     assert torch.equal(places[columns + 2], head.row.weight[1] + head.column.weight[2])
 
 
-SHIPPED = zoo.CHECKPOINTS / "painter-eagle" / "config.json"
+SHIPPED = registry.CHECKPOINTS / "painter-eagle" / "config.json"
 
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
@@ -277,10 +277,10 @@ def test_the_shipped_drafter_belongs_to_the_shipped_painter_alone():
     from visspec.api.loading import load_image_model
 
     model, _ = load_image_model("painter")
-    loaded, name = zoo.drafter("painter-eagle:tree=static,shape=3-3", model)
+    loaded, name = registry.drafter("painter-eagle:tree=static,shape=3-3", model)
     assert name == "painter-eagle" and loaded.traits.levels == 2
     assert (SHIPPED.parent / "model.safetensors").stat().st_size < 6e6
     with pytest.raises(ValueError, match="painter-eagle is made for a model with"):
-        zoo.drafter("painter-eagle", janus())
+        registry.drafter("painter-eagle", janus())
     with pytest.raises(ValueError, match="does not take"):
-        zoo.drafter("painter-eagle:colour=red", model)
+        registry.drafter("painter-eagle:colour=red", model)

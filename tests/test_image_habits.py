@@ -20,12 +20,13 @@ import visspec
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
 from tests.image_cases import TEXTS, Case, draw, made, named
+from visspec import presets, registry
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.grouped import Grouped
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
-from visspec.api import presets, saving, zoo
+from visspec.api import saving
 from visspec.api.images import ImagePipeline
 from visspec.loop.orders import RejectedRegions
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
@@ -302,7 +303,7 @@ class Unknown(Rejection):
     ({"drafter": "nothing"}, "drafter: got 'nothing', expected one of none"),
     ({"drafter": "lowres:model=/etc"}, "model: got '/etc', expected no path"),
     ({"drafter": "lowres:model=.."}, "model: got '..', expected no path"),
-    ({"drafter": f"lowres:model={zoo.CHECKPOINTS}/../x"}, "model: got "),
+    ({"drafter": f"lowres:model={registry.CHECKPOINTS}/../x"}, "model: got "),
     ({"drafter": torch.nn.Linear(1, 1)}, "drafter: got a Linear that no name"),
     ({"drafter": type("Own", (Jacobi,), {})()}, "drafter: got a Own that no name"),
     ({"processor": tiny.Words()}, "processor: got Words"),
@@ -338,7 +339,7 @@ def test_options_of_a_drafter_with_weights_are_not_lost_in_silence(pipe, tmp_pat
     ({"parts": {"nothing": "x"}}, "nothing: got one for a model of the type 'janus'"),
 ])  # fmt: skip
 def test_a_folder_that_says_something_else_is_refused(folder, tmp_path, entries, words, monkeypatch):
-    monkeypatch.chdir(visspec.api.zoo.CHECKPOINTS.parent.parent)  # where `models` and `tests` are folders
+    monkeypatch.chdir(visspec.registry.CHECKPOINTS.parent.parent)  # where `models` and `tests` are folders
     shutil.copytree(folder, tmp_path / "p")
     (tmp_path / "p" / "visspec.json").write_text(entries if isinstance(entries, str) else json.dumps(entries))
     text = refused(lambda: ImagePipeline.from_pretrained(str(tmp_path / "p")))
@@ -377,14 +378,18 @@ ORDERS = st.builds(RejectedRegions, audit=st.booleans())
 def test_objects_are_written_as_the_names_that_build_them(case):
     what, thing = case
     spec = saving.spec_of(thing, what)
-    make = {"acceptance": zoo.acceptance, "order": zoo.order, "drafter": lambda text: zoo.drafter(text, None)[0]}
+    make = {
+        "acceptance": registry.rule,
+        "order": registry.order,
+        "drafter": lambda text: registry.drafter(text, None)[0],
+    }
     made = make[what](spec)
     assert type(made) is type(thing) and saving.state_of(made, what) == saving.state_of(thing, what)
 
 
 def test_every_rule_of_the_table_can_be_written():
-    for name in zoo.ACCEPTANCE:
-        assert saving.spec_of(zoo.acceptance(name), "acceptance") == name
+    for name in registry.ACCEPTANCE:
+        assert saving.spec_of(registry.rule(name), "acceptance") == name
 
 
 def test_presets_can_be_saved():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from visspec.api import presets, zoo
+from visspec import presets, registry
 from visspec.io import included
 from visspec.toys.table import INCLUDED
 
@@ -39,17 +39,17 @@ def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
 ])  # fmt: skip
 def test_presets_get_the_included_drafter_of_the_model_at_hand(name, expected):
     for preset, drafter in expected.items():
-        found = zoo.preset(preset, "codes", model(name)).drafter
+        found = registry.preset(preset, "codes", model(name)).drafter
         assert found == drafter if ":" in drafter else found.partition(":")[0] == drafter
-    assert {zoo.parse(preset.drafter)[0] for table in presets.IMAGES.values() for preset in table.values()} <= {
-        *zoo.DRAFTERS
+    assert {registry.parse(preset.drafter)[0] for table in presets.IMAGES.values() for preset in table.values()} <= {
+        *registry.DRAFTERS
     }
 
 
 def test_the_default_drafter_is_the_included_one_of_its_kind():
-    assert zoo.included_drafter(model("captioner")) == "vispec"
-    assert zoo.included_drafter(model("captioner-emoji")) == "vispec-emoji"
-    assert zoo.included_drafter(model("captioner"), "image-eagle") is None is zoo.included_drafter(object())
+    assert registry.included_drafter(model("captioner")) == "vispec"
+    assert registry.included_drafter(model("captioner-emoji")) == "vispec-emoji"
+    assert registry.included_drafter(model("captioner"), "image-eagle") is None is registry.included_drafter(object())
 
 
 def test_weights_that_are_not_in_an_installation_are_named_with_where_to_find_them(tmp_path, monkeypatch):
@@ -57,11 +57,11 @@ def test_weights_that_are_not_in_an_installation_are_named_with_where_to_find_th
     monkeypatch.setattr(included, "FOLDER", tmp_path)
     lacks = "whose weights are not in this installation, expected them in .*; the repository has them"
     with pytest.raises(ValueError, match=f"^checkpoint: got 'painter-mar', {lacks}"):
-        zoo.included_folder("painter-mar")
+        registry.included_folder("painter-mar")
     with pytest.raises(ValueError, match=f"^drafter: got 'vispec', {lacks}"):
-        zoo.drafter("vispec", captioner)
-    assert zoo.included_drafter(captioner) is None
+        registry.drafter("vispec", captioner)
+    assert registry.included_drafter(captioner) is None
     assert (
-        str(zoo.included_folder("owner/painter-mar")) == "owner/painter-mar"
-        and str(zoo.included_folder("nowhere")) == "nowhere"
+        str(registry.included_folder("owner/painter-mar")) == "owner/painter-mar"
+        and str(registry.included_folder("nowhere")) == "nowhere"
     )

@@ -13,10 +13,11 @@ from tests import tiny_images as tiny
 from tests.doubles import one_sentence
 from tests.image_cases import TEXTS, llamagen, llamagen_model
 from tests.published import Weights, attended, mlp
+from visspec import registry
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
-from visspec.api import saving, zoo
+from visspec.api import saving
 from visspec.api.images import ImagePipeline
 from visspec.io.convert_checkpoint import convert
 from visspec.loop.decode import open_request
@@ -320,7 +321,7 @@ REFUSED = {
 def test_another_target_or_form_is_refused_in_a_sentence(what, tmp_path):
     name, config, change, message = REFUSED[what]
     with one_sentence(message):
-        zoo.drafter(str(published(name, tmp_path / "d", change, **config)), llamagen_model("caption"))
+        registry.drafter(str(published(name, tmp_path / "d", change, **config)), llamagen_model("caption"))
 
 
 def test_a_target_of_text_is_refused_in_a_sentence(tmp_path):
@@ -332,10 +333,12 @@ def test_a_pipeline_is_saved_with_the_files_of_its_drafter(tmp_path):
     spec = f"{published('anole', tmp_path / 'd')}:tree=dynamic,width=3"
     saved = saving._drafter_entry(spec, tiny.chameleon(), None, tmp_path / "s")
     assert saved == {"folder": "drafter", "options": "tree=dynamic,width=3"}
-    again, _ = zoo.drafter(str(tmp_path / "s"), tiny.chameleon())
-    assert isinstance(again, LanternDrafter) and again.trained.equal(zoo.drafter(spec, tiny.chameleon())[0].trained)
+    again, _ = registry.drafter(str(tmp_path / "s"), tiny.chameleon())
+    assert isinstance(again, LanternDrafter) and again.trained.equal(
+        registry.drafter(spec, tiny.chameleon())[0].trained
+    )
 
 
 def test_chameleons_other_layer_is_refused(tmp_path):
     with one_sentence("swin_norm"):
-        zoo.drafter(str(published("anole", tmp_path / "d", swin_norm=True)), tiny.chameleon())
+        registry.drafter(str(published("anole", tmp_path / "d", swin_norm=True)), tiny.chameleon())

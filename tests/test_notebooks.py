@@ -13,10 +13,10 @@ from nbclient.exceptions import CellExecutionError
 from PIL import Image
 
 from tests.run_notebooks import FOLDER, execute, kept, read
-from visspec.api import zoo
+from visspec import registry
 
 SECONDS = 300  # of each notebook, on two cores
-CAPTIONER = (zoo.CHECKPOINTS / "captioner" / "config.json").is_file()
+CAPTIONER = (registry.CHECKPOINTS / "captioner" / "config.json").is_file()
 PROMISES = {  # words that the outputs must hold
     "01_the_loop_on_a_toy_law": ["tau 1.00 in 59 rounds", "the mistaken rule is off by"],
     "02_caption_with_a_vlm": ["<span style=", "tau", "approximate", "drift a token 0.0000"],
@@ -118,7 +118,7 @@ def test_runs(names):
 def test_stops_with_a_sentence_where_the_weights_are_missing(name, tmp_path):
     notebook = read(name)
     point = nbformat.v4.new_code_cell(
-        f"from visspec import zoo\nzoo.CHECKPOINTS = __import__('pathlib').Path('{tmp_path}')"
+        f"from visspec import registry\nregistry.CHECKPOINTS = __import__('pathlib').Path('{tmp_path}')"
     )
     notebook.cells = [point, *notebook.cells]
     with pytest.raises(CellExecutionError, match="weights are not in this checkout"):

@@ -78,10 +78,10 @@ def assert_found_in(site: Path, cwd: Path, further: str) -> str:
     prints that goes on with the lines `further`.
     """
     program = (
-        "import sys, visspec, visspec.api.zoo as zoo\n"
+        "import sys, visspec, visspec.registry as registry\n"
         f"assert visspec.__file__.startswith({str(site)!r}), visspec.__file__\n"
-        f"assert str(zoo.CHECKPOINTS).startswith({str(site)!r}), zoo.CHECKPOINTS\n"
-        "try:\n    zoo.included_folder('painter-mar')\n"
+        f"assert str(registry.CHECKPOINTS).startswith({str(site)!r}), registry.CHECKPOINTS\n"
+        "try:\n    registry.included_folder('painter-mar')\n"
         "except ValueError as missing:\n    print(missing, file=sys.stderr)\n"
     )
     environment = os.environ | {"PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}

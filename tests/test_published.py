@@ -22,7 +22,7 @@ from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.test_targets import OTHERS
 from tests.tiny import llama, model_of, prompt, qwen3, shapes, single_row
-from visspec.api import zoo
+from visspec import registry
 from visspec.api.train_drafter import request_of
 from visspec.distributions import draw
 from visspec.loop.decode import open_request
@@ -317,7 +317,7 @@ def test_a_published_layout_drafts_as_its_description_says_and_comes_back_from_i
     data, tensors = layout()
     kind = config.family
     model, inputs = model_of(kind), prompt(kind, shapes(kind)["ragged"])
-    drafter, _ = zoo.drafter(named(saved(tmp_path / "head", data, tensors), options), model)
+    drafter, _ = registry.drafter(named(saved(tmp_path / "head", data, tensors), options), model)
     assert drafter.config == config
     check_described(drafter, model, kind, config, tensors)
     assert check_exact(model, drafter, inputs, NEW).drafter.traits.levels == config.levels
@@ -329,10 +329,10 @@ def test_a_published_layout_drafts_as_its_description_says_and_comes_back_from_i
         stored = load_file(tmp_path / "again" / "model.safetensors")
         tensors |= {key: whole(tensors[key], model) for key in tensors if key == "embed_tokens.weight"}
         assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
-        again, _ = zoo.drafter(named(tmp_path / "again", options), model)
+        again, _ = registry.drafter(named(tmp_path / "again", options), model)
         assert again.config == replace(config, levels=again.config.levels)
     drafter.save_pretrained(tmp_path / "ours", {})
-    assert zoo.drafter(tmp_path / "ours", model)[0].config == config
+    assert registry.drafter(tmp_path / "ours", model)[0].config == config
 
 
 @pytest.mark.parametrize("form", ["eagle3", "speculators"])
@@ -347,7 +347,7 @@ def test_a_drafter_of_ours_is_written_with_its_rotary_sections(tmp_path, form):
         assert layer["rope_scaling"].get("mrope_interleaved", False) is interleaved
         if form == "speculators":
             assert data["speculators_config"]["verifier"]["name_or_path"] == "somewhere/target"
-        again, _ = zoo.drafter(str(tmp_path / name), model_of(name))
+        again, _ = registry.drafter(str(tmp_path / name), model_of(name))
         assert again.config == replace(drafter.config, levels=again.config.levels)
         for a, b in zip(drafter.head.state_dict().items(), again.head.state_dict().items()):
             assert a[0] == b[0] and torch.equal(a[1], b[1])
@@ -367,7 +367,7 @@ def test_speculators_itself_loads_what_is_written(tmp_path, name):
         layouts = {"dflash": speculators_dflash, "dflash2": speculators_dflash2}
         data, tensors = layouts[name]() if name in layouts else speculators_dspark(kind="rnn")
         data["speculators_config"]["verifier"]["architectures"] = [type(model).__name__]
-        drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+        drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
     drafter.export(tmp_path / "out", "speculators", verifier=str(tmp_path / "target"))
     found = speculators.SpeculatorModel.from_pretrained(tmp_path / "out")
     theirs = found.state_dict()
@@ -415,10 +415,10 @@ def test_vllm_itself_reads_what_is_written(tmp_path, kind, form, architecture):
 def test_states_that_are_read_if_nothing_is_said(tmp_path):
     data, tensors = eagle_3(eagle_config=None)
     model = llama(num_hidden_layers=8)
-    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
     assert drafter.config.feature_layers == (2, 4, 5) and drafter.config.images == "none"
     with pytest.raises(ValueError, match="names no eagle_aux_hidden_state_layer_ids for a target of 2 layers"):
-        zoo.drafter(str(tmp_path / "head"), llama())
+        registry.drafter(str(tmp_path / "head"), llama())
 
 
 @torch.inference_mode()
@@ -430,7 +430,7 @@ def test_norm_output_of_specforge_has_two_meanings(tmp_path, asked):
     model, inputs = model_of("llava"), prompt("llava", ["9"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        drafter, _ = zoo.drafter(spec, model)
+        drafter, _ = registry.drafter(spec, model)
     said = [w for w in caught if "norm_output" in str(w.message)]
     assert ["head:norm_output=false" in str(w.message) for w in said] == [True] * (asked is None)
     config = facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7, norm_output=asked is not False)
@@ -450,7 +450,7 @@ def test_norm_output_of_specforge_has_two_meanings(tmp_path, asked):
     assert torch.allclose(wanted[0], other[0]) and float((wanted - other)[1:, IDS].abs().max()) > 0.1
     for options in ({"norm_output": 3}, {"norm_output": "x"}):
         with pytest.raises(ValueError, match="norm_output: got"):
-            zoo.drafter(named(tmp_path / "head", options), model)
+            registry.drafter(named(tmp_path / "head", options), model)
 
 
 AUX = "eagle_aux_hidden_state_layer_ids"
@@ -474,13 +474,13 @@ def test_which_states_are_read_by_which_convention(tmp_path, caplog, changes, as
         if isinstance(asked, tuple):
             drafter = published.load(folder, model, layers=asked)
         else:
-            drafter, _ = zoo.drafter(named(folder, {"layers": asked} if asked else {}), model)
+            drafter, _ = registry.drafter(named(folder, {"layers": asked} if asked else {}), model)
     assert drafter.config.feature_layers == read
     assert [f"reads hidden states {list(read)}" in r.message for r in caplog.records] == [True]
     assert [f"head:layers={'-'.join(map(str, read))}" in str(w.message) for w in caught] == [True] * warned
     if read[0]:
         drafter.export(tmp_path / "again", "eagle3")
-        assert zoo.drafter(str(tmp_path / "again"), model)[0].config.feature_layers == read
+        assert registry.drafter(str(tmp_path / "again"), model)[0].config.feature_layers == read
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -517,7 +517,7 @@ def test_a_hub_id_is_read_from_the_cache_of_huggingface_hub(cache):
     cached(cache, "someone/llava-eagle3", data, tensors)
     fast = visspec.accelerate(model_of("llava"), "someone/llava-eagle3")
     assert fast.name == "llava-eagle3" and fast.drafter.traits.levels == 7
-    slots, name = zoo.drafter("someone/llava-eagle3:images=slots,width=3", model_of("llava"))
+    slots, name = registry.drafter("someone/llava-eagle3:images=slots,width=3", model_of("llava"))
     assert name == "llava-eagle3" and slots.config.images == "slots" and slots.width == 3
 
 
@@ -526,7 +526,7 @@ def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     with pytest.raises(ValueError, match="checkpoint: no/where is not in the cache, and the hub could not be reached"):
-        zoo.drafter("no/where", model_of("llava"))
+        registry.drafter("no/where", model_of("llava"))
     for error, said in (
         (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "is not on the hub, or is private"),
         (GatedRepoError.__new__(GatedRepoError), "asks for a login with access to it"),
@@ -538,7 +538,7 @@ def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", raised)
         with one_sentence(said):
-            zoo.drafter("no/where", model_of("llava"))
+            registry.drafter("no/where", model_of("llava"))
 
 
 def test_a_snapshot_that_links_elsewhere_is_refused(cache, tmp_path):
@@ -546,7 +546,7 @@ def test_a_snapshot_that_links_elsewhere_is_refused(cache, tmp_path):
     (tmp_path / "secret.json").write_text("{}")
     (snapshot / "other.json").symlink_to(tmp_path / "secret.json")
     with pytest.raises(ValueError, match="expected a file inside the folder"):
-        zoo.drafter("someone/bad", model_of("llava"))
+        registry.drafter("someone/bad", model_of("llava"))
 
 
 # --- block drafters ---------------------------------------------------------------------------------------------------
@@ -754,11 +754,11 @@ def test_whether_windows_hide_later_places_is_said_or_asked(tmp_path, said, aske
     folder = saved(tmp_path / "head", *z_lab(**WINDOWS, **said))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        drafter, _ = zoo.drafter(named(folder, {} if asked is None else {"causal": asked}), model_of("llava"))
+        drafter, _ = registry.drafter(named(folder, {} if asked is None else {"causal": asked}), model_of("llava"))
     assert drafter.form.causal is causal
     assert ["head:causal=false" in str(w.message) for w in caught] == [True] * (not said and asked is None)
     with pytest.raises(ValueError, match="causal: got 3, expected true or false"):
-        zoo.drafter(f"{folder}:causal=3", model_of("llava"))
+        registry.drafter(f"{folder}:causal=3", model_of("llava"))
 
 
 def test_layers_that_z_lab_reads_if_nothing_is_said(tmp_path):
@@ -767,7 +767,7 @@ def test_layers_that_z_lab_reads_if_nothing_is_said(tmp_path):
     for count, read in ((1, (5,)), (2, (2, 6)), (4, (2, 3, 5, 6))):
         layers = {"num_hidden_layers": count, "layer_types": ["full_attention"] * count}
         tensors = dflash_tensors(count, count)
-        drafter, _ = zoo.drafter(str(saved(tmp_path / f"head-{count}", data | layers, tensors)), model)
+        drafter, _ = registry.drafter(str(saved(tmp_path / f"head-{count}", data | layers, tensors)), model)
         assert drafter.traits.feature_layers == read
 
 
@@ -776,7 +776,7 @@ def test_layers_that_z_lab_reads_if_nothing_is_said(tmp_path):
 def test_a_published_block_drafter_drafts_as_its_description_says(tmp_path, name):
     data, tensors = BLOCKS[name][0]()
     model, rows = model_of("llava"), shapes("llava")["ragged"]
-    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
     ids = {**data, **data.get("dflash_config", {})}.get("target_layer_ids", [0])
     assert drafter.traits.feature_layers == tuple(i + 1 for i in ids)
     assert drafter.traits.levels == (4 if first_predicts(data) else 3)
@@ -800,7 +800,7 @@ def test_a_sequential_head_walks_as_its_description_says(tmp_path, name, monkeyp
     data, tensors = BLOCKS[name][0]()
     said, table = {**data, **data.get("dflash_config", {})}, model_of("llava").get_input_embeddings().weight
     model, rows, laws = model_of("llava"), shapes("llava")["ragged"], []
-    drafter, _ = zoo.drafter(f"{saved(tmp_path / 'head', data, tensors)}:confidence=0.2", model)
+    drafter, _ = registry.drafter(f"{saved(tmp_path / 'head', data, tensors)}:confidence=0.2", model)
     add = Chain.add
     monkeypatch.setattr(Chain, "add", lambda self, law, *more: laws.append(law) or add(self, law, *more))
     _, state, _ = begun(drafter, model, prompt("llava", rows), NEW)
@@ -834,7 +834,7 @@ def test_early_files_of_specforge_wrap_dominos_head(tmp_path):
     wrapped = {f"logit_head.{k}" if k.startswith(("prefix", "embed_p")) else k: v for k, v in domino()[1].items()}
     data = z_lab()[0]
     data["dflash_config"] |= DOMINO
-    drafter, _ = zoo.drafter(str(saved(tmp_path / "early", data, wrapped)), model_of("llava"))
+    drafter, _ = registry.drafter(str(saved(tmp_path / "early", data, wrapped)), model_of("llava"))
     assert type(drafter.form.sequential).__name__ == "Domino"
 
 
@@ -851,11 +851,11 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
     if width == 1 and form:
         copies = () if "d2t" in tensors else ("embed_tokens.weight", "lm_head.weight")
         tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
-        drafter, _ = zoo.drafter(spec, model)
+        drafter, _ = registry.drafter(spec, model)
         drafter.export(tmp_path / "again", form, "somewhere/target")
         stored = load_file(tmp_path / "again" / "model.safetensors")
         assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
-        again, _ = zoo.drafter(str(tmp_path / "again"), model)
+        again, _ = registry.drafter(str(tmp_path / "again"), model)
         assert again.assistant.config.to_dict() == drafter.assistant.config.to_dict()
         if form == "dflash2":
             told = json.loads((tmp_path / "again" / "config.json").read_text())
@@ -873,7 +873,7 @@ def test_a_selector_walks_its_candidates_and_reports_their_law(tmp_path, name, t
     """Each place by the token drawn before it; with a rule that judges draws, q is what was drawn from."""
     (data, tensors), held = BLOCKS[name][0](), []
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
-    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
     request = request_of(model, inputs, temperature=temperature, max_new_tokens=NEW, seed=3)
     target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True)
     state, scores = open_request(target, visspec.Rejection(), request)
@@ -915,7 +915,7 @@ def test_forms_that_cannot_hold_a_drafter(tmp_path, made, form, sentence):
     if isinstance(made, str):
         drafter = make("llava", made)
     else:
-        drafter, _ = zoo.drafter(str(saved(tmp_path / "head", *made())), model_of("llava"))
+        drafter, _ = registry.drafter(str(saved(tmp_path / "head", *made())), model_of("llava"))
     with one_sentence(re.escape(sentence)):
         drafter.export(tmp_path / "x", form, "somewhere/target")
     assert not (tmp_path / "x").exists()
@@ -924,7 +924,7 @@ def test_forms_that_cannot_hold_a_drafter(tmp_path, made, form, sentence):
 def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
     data, tensors = z_lab()
     model, inputs = model_of("qwen2_5_vl"), prompt("qwen2_5_vl", shapes("qwen2_5_vl")["ragged"])
-    drafter, _ = zoo.drafter(str(saved(tmp_path / "head", data, tensors)), model)
+    drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
     seen = []
     forward = drafter.assistant.forward
     drafter.assistant.forward = lambda **given: seen.append(given["position_ids"]) or forward(**given)
@@ -1018,15 +1018,15 @@ def test_what_is_said_of_another_checkpoint(tmp_path, layout, entries, tensors, 
     weights = {name: value for name, value in (weights | tensors).items() if value is not None}
     folder, model = saved(tmp_path / "head", data | entries, weights), model_of("llava")
     with one_sentence(re.escape(sentence)), Largest() as largest:
-        zoo.drafter(named(folder, options), model)
+        registry.drafter(named(folder, options), model)
     assert largest.found < 200 or sentence.startswith(LATE)
 
 
 def test_a_head_for_text_and_one_for_pictures(tmp_path):
-    zoo.drafter(str(saved(tmp_path / "text", *eagle_2())), llama())
-    zoo.drafter(str(saved(tmp_path / "part", *eagle_3(target_model_type="llama"))), model_of("llava"))
+    registry.drafter(str(saved(tmp_path / "text", *eagle_2())), llama())
+    registry.drafter(str(saved(tmp_path / "part", *eagle_3(target_model_type="llama"))), model_of("llava"))
     with one_sentence("is a ViSpec head"):
-        zoo.drafter(str(saved(tmp_path / "vispec", *vispec())), llama())
+        registry.drafter(str(saved(tmp_path / "vispec", *vispec())), llama())
 
 
 @pytest.mark.parametrize(("layout", "prefix"), [(eagle_2, "module."), (eagle_3, "model."), (z_lab, "module.model.")])
@@ -1034,18 +1034,18 @@ def test_prefixes_of_wrappers_are_left_out(tmp_path, layout, prefix):
     """`model.` not of all: some write `lm_head` and the maps of a vocabulary beside it."""
     data, tensors = layout()
     model, options = model_of("llava"), {"images": "slots"} if layout is eagle_2 else {}
-    plain, _ = zoo.drafter(named(saved(tmp_path / "plain", data, tensors), options), model)
+    plain, _ = registry.drafter(named(saved(tmp_path / "plain", data, tensors), options), model)
     outside = () if layout is eagle_2 else ("lm_head.weight", "d2t", "t2d")
     names = {name: name if name in outside else prefix + name for name in tensors}
     wrapped = {names[name]: tensor for name, tensor in tensors.items()}
-    drafter, _ = zoo.drafter(named(saved(tmp_path / "wrapped", data, wrapped), options), model)
+    drafter, _ = registry.drafter(named(saved(tmp_path / "wrapped", data, wrapped), options), model)
     networks = [getattr(d, "head", None) or d.assistant for d in (plain, drafter)]
     for a, b in zip(*(network.state_dict().values() for network in networks), strict=True):
         assert torch.equal(a, b)
     if prefix == "model.":
         both = wrapped | {"fc.weight": tensors["fc.weight"].clone()}
         with one_sentence("with and without 'model.'"):
-            zoo.drafter(str(saved(tmp_path / "both", data, both)), model)
+            registry.drafter(str(saved(tmp_path / "both", data, both)), model)
 
 
 def automodel_eagle3(model, **more):
@@ -1090,7 +1090,7 @@ def test_an_eagle_3_head_for_a_text_target_of_some_depth(tmp_path, layout, more,
     spec = str(saved(tmp_path / "head", data, tensors))
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*norm_output")  # nothing is in doubt, as it is with SpecForge's
-        drafter, _ = zoo.drafter(spec, model)
+        drafter, _ = registry.drafter(spec, model)
     known = {"images": "none", "eps": 1e-6, "rope_theta": 10000.0, "family": "qwen3", "target_layers": 8}
     config = facts(**SPLIT | known | says, image_ids=())
     assert drafter.config == config
@@ -1099,7 +1099,7 @@ def test_an_eagle_3_head_for_a_text_target_of_some_depth(tmp_path, layout, more,
     several = data | {"num_hidden_layers": 2} if layout is deepspec_eagle3 else data | {"parallel_drafting": True}
     said = "num_hidden_layers" if layout is deepspec_eagle3 else "parallel_drafting"
     with pytest.raises(ValueError, match=f"{said} of .* is (2|True), expected (1|False)"):
-        zoo.drafter(str(saved(tmp_path / "other", several, tensors)), model)
+        registry.drafter(str(saved(tmp_path / "other", several, tensors)), model)
 
 
 @pytest.mark.parametrize("make_model", [qwen3, OTHERS["gpt-oss"]])
@@ -1109,7 +1109,7 @@ def test_ids_of_nvidia_count_boundaries_of_layers(tmp_path, make_model):
     n = model.config.num_hidden_layers
     data, tensors = eagle_3(eagle_config={AUX: [n, 0, n - 1], "norm_before_fc": True, "use_aux_hidden_state": True})
     spec = str(saved(tmp_path / "head", data, tensors | drawn({"input_norm.weight": (3 * D,)}, 7)))
-    drafter, _ = zoo.drafter(spec, model)
+    drafter, _ = registry.drafter(spec, model)
     assert (drafter.config.feature_layers, drafter.config.norm_before_fc) == ((n + 1, 0, n - 1), True)
     states = model(**inputs, output_hidden_states=True).hidden_states
     last, *others = HFDecoder(model, drafter.traits.feature_layers).prefill(
@@ -1121,7 +1121,7 @@ def test_ids_of_nvidia_count_boundaries_of_layers(tmp_path, make_model):
     check_described(drafter, model, "llama", drafter.config, load_file(f"{spec}/model.safetensors"))
     check_exact(model, spec, inputs, NEW)
     drafter.save_pretrained(tmp_path / "ours", {})
-    assert zoo.drafter(tmp_path / "ours", model)[0].config == drafter.config
+    assert registry.drafter(tmp_path / "ours", model)[0].config == drafter.config
     for form in ("eagle3", "speculators"):
         with pytest.raises(ValueError, match="feature_layers"):
             drafter.export(tmp_path / "again", form, "somewhere/target")
@@ -1137,13 +1137,13 @@ def test_sentences_name_tensors_as_the_file_does(tmp_path):
             (rest | {name: torch.full((D,), torch.nan)}, f"tensor '{name}' of .* has values that are not finite"),
         ):  # fmt: skip
             with one_sentence(sentence):
-                zoo.drafter(str(saved(tmp_path / name, data, changed)), model_of("llava"))
+                registry.drafter(str(saved(tmp_path / name, data, changed)), model_of("llava"))
 
 
 def test_an_assistant_of_transformers_by_its_folder(tmp_path):
     target, assistant = muse_glimmer(), block_assistant()
     assistant.save_pretrained(tmp_path / "assistant")
-    drafter, _ = zoo.drafter(str(tmp_path / "assistant"), target)
+    drafter, _ = registry.drafter(str(tmp_path / "assistant"), target)
     assert type(drafter) is BlockModel and drafter.form == DFlashVariant()
     for a, b in zip(drafter.assistant.state_dict().values(), assistant.state_dict().values()):
         assert torch.equal(a, b)
@@ -1154,11 +1154,11 @@ def test_an_assistant_of_transformers_by_its_folder(tmp_path):
     with pytest.raises(ValueError, match="verifier: got None, expected the name or the path of the target"):
         drafter.export(tmp_path / "x", "speculators")
     drafter.export(tmp_path / "flat", "dflash")  # its window sees one place further than z-lab counts
-    flat, _ = zoo.drafter(str(tmp_path / "flat"), target)
+    flat, _ = registry.drafter(str(tmp_path / "flat"), target)
     assert flat.reach == drafter.reach and not flat.form.causal
     small = llama(1)
     small.save_pretrained(tmp_path / "small")
-    assert type(zoo.drafter(str(tmp_path / "small"), llama())[0]).__name__ == "SmallModel"
+    assert type(registry.drafter(str(tmp_path / "small"), llama())[0]).__name__ == "SmallModel"
 
 
 def test_recognition_is_by_data(tmp_path):

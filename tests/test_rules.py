@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.doubles import drafted
-from visspec import tree
+from visspec import registry, tree
 from visspec.accept.cool import Cool
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
-from visspec.api import zoo
 from visspec.distributions import Categorical, draw, residual
 from visspec.loop.decode import apply_verdict
 from visspec.loop.draft_length import AdaptiveLength
@@ -192,7 +191,7 @@ def test_greedy_needs_no_coins():
 def test_bad_rules_are_refused_in_a_sentence(text):
     name = text.partition(":")[2].partition("=")[0]
     with pytest.raises(ValueError, match=rf"{name}.*(expected|unexpected)|does not take"):
-        zoo.acceptance(text)
+        registry.rule(text)
 
 
 def metered():

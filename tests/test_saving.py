@@ -14,7 +14,7 @@ from tests.test_assistants import prompt as text_prompt
 from tests.test_eagle_heads import make
 from tests.test_published import cache, cached, eagle_3, saved, speculators_dflash, z_lab  # noqa: F401
 from tests.tiny import llama, model_of, prompt, shapes
-from visspec.api import zoo
+from visspec import registry
 from visspec.cli.arguments import ModelOptions, load
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter
@@ -153,7 +153,7 @@ def test_drafters_are_pushed_and_read_by_their_hub_id(hub, tmp_path):
     assert visspec.accelerate(model, "me/head:width=2").drafter.traits.trees
     FeatureDrafter.for_model(model).push_to_hub("me/ours")
     assert visspec.accelerate(model, "me/ours").name == "ours"
-    block, _ = zoo.drafter(str(saved(tmp_path / "block", *z_lab())), model)
+    block, _ = registry.drafter(str(saved(tmp_path / "block", *z_lab())), model)
     block.push_to_hub("me/block")
     assert visspec.accelerate(model, "me/block").drafter.traits.levels == 3
 

@@ -9,8 +9,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from tests.doubles import one_sentence
-from visspec import ImagePipeline
-from visspec.api import presets, zoo
+from visspec import ImagePipeline, presets, registry
 from visspec.cli import bench_image
 from visspec.cli.main import main
 from visspec.io import included as held_out
@@ -22,7 +21,7 @@ from visspec.models.var.model import VARImageConfig, VARImageModel
 SIDES = (1, 2, 3, 4)
 LABELS = ["a photo of a red ring", "a photo of a star", "a photo of a blue cross", "a photo of a bar"]
 PROMPTS = LABELS[:2]
-SHIPPED = zoo.CHECKPOINTS / "painter-var" / "config.json"
+SHIPPED = registry.CHECKPOINTS / "painter-var" / "config.json"
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped painter is not in this checkout")
 
 
@@ -128,7 +127,7 @@ def test_a_share_is_a_budget_by_measured_selectivity(pipe):
 
 @pytest.mark.parametrize("rule", ["scales", "repaired"])
 def test_a_painters_folder_is_a_drafter(pipe, written, rule):
-    drafter, name = zoo.drafter(str(written / "painter"), pipe.model)
+    drafter, name = registry.drafter(str(written / "painter"), pipe.model)
     assert isinstance(drafter, SmallVAR) and name == "painter"
     out = pipe(PROMPTS, seed=[1, 2], drafter=str(written / "painter"), acceptance=rule, output_type="latent")
     assert out.stats[0].guarantee == "exact" and out.traces[0].faults == 0
@@ -150,9 +149,9 @@ def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
 def test_presets_of_scales():
     names = {"plain", "scales", "repaired", "code", "scalekv"}
     assert set(presets.MAPS) == names
-    assert zoo.preset("code", "maps").parts["refiner"] == "var"
+    assert registry.preset("code", "maps").parts["refiner"] == "var"
     with pytest.raises(ValueError, match="preset: got 'gumbel', expected one of plain, scales"):
-        zoo.preset("gumbel", "maps")
+        registry.preset("gumbel", "maps")
 
 
 def test_other_targets_are_rows_of_the_bench(pipe):
@@ -189,7 +188,7 @@ def included():
 
 @shipped
 def test_the_shipped_pair_is_small_and_says_where_it_is_from(included):
-    folders = [zoo.CHECKPOINTS / name for name in ("painter-var", "painter-var-small")]
+    folders = [registry.CHECKPOINTS / name for name in ("painter-var", "painter-var-small")]
     assert sum((folder / "model.safetensors").stat().st_size for folder in folders) < 12e6
     for folder in folders:
         record = json.loads((folder / "provenance.json").read_text())
@@ -208,9 +207,9 @@ def test_the_shipped_pair_draws_in_every_way(included):
     assert all(torch.equal(a, b) for a, b in zip(drafted.tokens, plain.tokens)) and drafted.traces[0].faults == 0
     repaired = included(texts, drafter="painter-var-small", acceptance="repaired", **options)
     assert repaired.stats[0].guarantee == "exact" and repaired.traces[0].faults == 0
-    whole = zoo.preset("code", "maps", included.model).parts | {"handover": 8}
+    whole = registry.preset("code", "maps", included.model).parts | {"handover": 8}
     assert whole["refiner"] == "painter-var-small"
-    for parts, same in ((whole, True), (zoo.preset("code", "maps").parts, False)):
+    for parts, same in ((whole, True), (registry.preset("code", "maps").parts, False)):
         out = included.with_parts(parts)(texts, **options)
         assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens)) == same
         assert out.stats[0].guarantee == "exact for the declared target"

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 import visspec
 from tests.doubles import NEW, fast, one_sentence, opened
 from tests.image_cases import made
+from tests.registry_cases import janus_pair
 from tests.tiny import llama, model_of, prompt, shapes
 from tests.tiny_classes import tiny_model
-from tests.zoo_cases import janus_pair
+from visspec import registry
 from visspec import tree as trees
-from visspec.api import zoo
 from visspec.models.decoder.layer_skip import LayerSkip, SkipPlan, candidates
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.feature_drafting import FeatureDrafting
@@ -197,7 +197,7 @@ def test_options_that_make_no_sense_are_refused():
         with pytest.raises(ValueError, match=f"^{option}: got 100000, expected a whole number from 1 to {most}$"):
             FeatureDrafting(None, None, None, torch.zeros(1), **{"width": 1, "nodes": 1, option: 100000})
     with pytest.raises(ValueError, match="drafter: got Janus, expected a text model"):
-        janus_pair(LayerSkip(), zoo.acceptance("exact"))
+        janus_pair(LayerSkip(), registry.rule("exact"))
     assert made("janus") is not None
 
 

@@ -15,8 +15,8 @@ from tests.doubles import NEW, check_exact, one_sentence
 from tests.test_eagle import make
 from tests.test_positions import SIZE, Chain, process_law
 from tests.tiny import llama, model_of, prompt, shapes
+from visspec import registry
 from visspec import tree as trees
-from visspec.api import zoo
 from visspec.distributions import Categorical
 from visspec.loop.decode import first_children
 from visspec.models.block.diffusion_trained import DiffusionDrafter
@@ -356,7 +356,7 @@ def test_the_next_draft_is_as_long_as_the_last_sync_said(kind):
 
 def test_shapes_are_options_of_a_checkpoint(tmp_path, ranks):
     make("llama", 0).save_pretrained(tmp_path / "head", {})
-    read = lambda options: zoo.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))[0]  # noqa: E731
+    read = lambda options: registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))[0]  # noqa: E731
     assert read("tree=eagle").paths == feature_tree.EAGLE and read("tree=eagle").traits.levels == 5
     found = read(f"tree={ranks},nodes=4")
     assert found.paths == optimal(RATES, 4) and found.traits.trees and found.traits.levels == 2
@@ -380,7 +380,7 @@ BAD = {
 def test_shapes_that_are_none_are_refused_in_a_sentence(options, tmp_path):
     make("llama", 0).save_pretrained(tmp_path / "head", {})
     with one_sentence(BAD[options]):
-        zoo.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
+        registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
 
 
 @pytest.mark.parametrize("rates", [[], [[]], [[1.5]], [["a"]], [0.5], "x", [[0.0]], [[True]]])

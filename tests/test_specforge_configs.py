@@ -22,7 +22,7 @@ from tests.published import Watched, begun
 from tests.test_published import drawn, saved
 from tests.tiny import TEXT, built
 from tests.tiny_class_inputs import text
-from visspec.api import zoo
+from visspec import registry
 from visspec.models.decoder.target import describe
 
 CONFIGS = json.loads(Path(__file__).with_name("specforge_configs.json").read_text())
@@ -162,7 +162,7 @@ def test_a_configuration_is_read_and_drafts(tmp_path, name):
     assert data.keys() == CONFIGS[name].keys()
     form = data["architectures"][0]
     tensors = TENSORS[form](data)
-    drafter, _ = zoo.drafter(spec := str(saved(tmp_path / "head", data, tensors)), model)
+    drafter, _ = registry.drafter(spec := str(saved(tmp_path / "head", data, tensors)), model)
     inputs = text(model)["3"]
     _, state, answer = begun(drafter, model, inputs, NEW)
     if form == "LlamaForCausalLMEagle3":

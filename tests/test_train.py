@@ -18,7 +18,8 @@ import visspec
 from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
-from visspec.api import train_drafter, zoo
+from visspec import registry
+from visspec.api import train_drafter
 from visspec.api.train_drafter import TextValidation, request_of
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder
@@ -362,7 +363,7 @@ def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
     FeatureDrafter.from_pretrained(out, model)
     assert json.loads((out / "provenance.json").read_text())["recipe"] == "train_drafter"
     options = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unroll": 2}
-    weights, target = (out / "model.safetensors").read_bytes(), zoo.CHECKPOINTS / "captioner"
+    weights, target = (out / "model.safetensors").read_bytes(), registry.CHECKPOINTS / "captioner"
     changes = {
         "max_new_tokens": 7,
         "image_latents": 2,

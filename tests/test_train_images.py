@@ -8,17 +8,16 @@ import torch
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
 from tests.image_cases import llamagen_model
-from visspec import ImagePipeline
+from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact
 from visspec.api import train_image_drafter as training
-from visspec.api import zoo
-from visspec.api.presets import TRAINED_IMAGES
 from visspec.cli.main import main
 from visspec.io import included
 from visspec.models.distilled import drafter as distilled
 from visspec.models.distilled.drafter import DistilledDrafter
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN
 from visspec.models.eagle.image_drafter import CaptureTarget
+from visspec.presets import TRAINED_IMAGES
 from visspec.sampling import gumbel_given
 from visspec.train.capture import capture
 from visspec.train.loop import Trainer
@@ -60,8 +59,8 @@ def test_a_drafter_trains_and_draws_what_its_model_does(texts, tmp_path, name, p
     asked = {"seed": 3, "output_type": "latent", "acceptance": "exact", **size}
     fast, plain = (pipe(prompts, drafter=spec, **asked) for spec in (str(out), "none"))
     assert all(torch.equal(a, b) for a, b in zip(fast.tokens, plain.tokens)) and fast.stats[0].faults == 0
-    fresh = zoo.drafter_class(preset).for_model(pipe.family, **TRAINED_IMAGES[preset].network)
-    trained = zoo.drafter(str(out), pipe.model, pipe.family)[0].head.state_dict()
+    fresh = registry.drafter_class(preset).for_model(pipe.family, **TRAINED_IMAGES[preset].network)
+    trained = registry.drafter(str(out), pipe.model, pipe.family)[0].head.state_dict()
     assert any(not torch.equal(p, trained[name]) for name, p in fresh.head.state_dict().items())
     card = (out / "README.md").read_text()
     assert f"preset `{preset}`" in card and f"ImagePipeline.from_pretrained('', drafter='{out}')" in card

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from tests.test_mar_painter import SMALL, fresh
-from visspec import ImagePipeline
-from visspec.api import presets, zoo
+from visspec import ImagePipeline, presets, registry
 from visspec.cli import bench_image
 from visspec.distributions import Denoising, DenoisingSteps
 from visspec.io import included
@@ -15,7 +14,9 @@ from visspec.models.mar.images import LabelledMARImages
 
 PROMPTS = ["a photo of a pig", "a photo of a llama on a smooth grey ground", "a photo of an octopus"]
 VECTOR_RULES = [
-    name for name, entry in zoo.ACCEPTANCE.items() if zoo.load(entry.reference).traits.distribution is Denoising
+    name
+    for name, entry in registry.ACCEPTANCE.items()
+    if registry.load(entry.reference).traits.distribution is Denoising
 ]
 
 
@@ -78,7 +79,7 @@ def test_calls_are_counted(pipe, drafter):
 
 @pytest.mark.parametrize("name", presets.VECTORS)
 def test_a_preset_draws(pipe, drafter, name):
-    preset = zoo.preset(name, "vectors")
+    preset = registry.preset(name, "vectors")
     drafts = "none" if preset.drafter == "none" else drafter
     out = drawn(pipe, PROMPTS[:2], drafter=drafts, acceptance=preset.acceptance)
     assert all(bool(tokens.isfinite().all()) for tokens in out.tokens)
@@ -128,7 +129,7 @@ def test_a_nearly_cold_chain_is_finite(pipe):
 def test_a_target_without_noise_in_its_last_step_is_refused(pipe):
     own = pipe.family.steps
     quiet = DenoisingSteps(own.keep, own.move, own.low, own.low, noisy=False)
-    rule = zoo.acceptance("coupled")
+    rule = registry.rule("coupled")
     with pytest.raises(ValueError, match="without noise in its last step"):
         rule.bind(type("Capabilities", (), {"steps": quiet})())
     silent = ImagePipeline(pipe.model, None)

@@ -37,8 +37,8 @@ GENERATION = (
     "ours = fast.generate(input_ids=ids, max_new_tokens=12, do_sample=False)\n"
     "assert torch.equal(ours, model.generate(ids, max_new_tokens=12, do_sample=False))\n"
     "assert visspec.accelerate(model).name == 'suffix'\n"
-    "assert not visspec.zoo.SHIPPED\n"
-    "assert visspec.zoo.preset('naive', model=model).drafter == 'image-eagle:tree=dynamic'\n"
+    "assert not visspec.registry.SHIPPED\n"
+    "assert visspec.registry.preset('naive', model=model).drafter == 'image-eagle:tree=dynamic'\n"
 )
 COMMANDS = """
 import contextlib, io, json

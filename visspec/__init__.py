@@ -35,8 +35,8 @@ __all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "zoo":  # the table of names, a module
-        return import_module("visspec.api.zoo")
+    if name == "registry":  # the table of names, a module
+        return import_module("visspec.registry")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'visspec' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -1,6 +1,6 @@
 """A rule whose verification is captured once per shape as a CUDA graph: one launch instead of about thirty.
 
-    pipe(prompt, acceptance=GraphedRule(zoo.acceptance("lantern:k=100,delta=0.1")))
+    pipe(prompt, acceptance=GraphedRule(registry.rule("lantern:k=100,delta=0.1")))
 
 A rule doesn't synchronise between logits and verdict, and its shapes repeat. The graph reads draft, distributions and
 noise from static buffers and writes the verdict to others, which are copied, because a round keeps parts of it. On a

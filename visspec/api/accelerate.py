@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from visspec.api import queueing, requests, saving, tuned_preset, zoo
+from visspec import registry
+from visspec.api import queueing, requests, saving, tuned_preset
 from visspec.api.loading import load_saved
-from visspec.api.zoo import DrafterSpec
 from visspec.io import hub
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import DecodingSetup, build_setup
@@ -28,6 +28,7 @@ from visspec.models.attention.draft_attention import implementation
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ class Accelerated:
         processor, or the tokenizer, is `tokenizer`. Safetensors only; raises ValueError as `accelerate` does.
         """
         remote = options.pop("trust_remote_code", False)
-        folder = str(hub.resolve_folder(zoo.included_folder(str(where))))
+        folder = str(hub.resolve_folder(registry.included_folder(str(where))))
         settings = saving.read(folder, options)
         strange = [name for name in ("parts", "order") if settings.pop(name, None)]
         if strange:
@@ -209,7 +210,7 @@ class Accelerated:
             return target
 
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
-            drafter, name = zoo.drafter(options.drafter, model)
+            drafter, name = registry.drafter(options.drafter, model)
             return build_setup(
                 drafter,
                 name,
@@ -217,7 +218,7 @@ class Accelerated:
                 model,
                 make_target,
                 levels=options.levels,
-                length=zoo.length(options.length),
+                length=registry.length(options.length),
                 compile=options.compile,
                 graphs=options.graphs,
                 debug=options.debug,
@@ -371,7 +372,7 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
         why = "the model's folder names it"
     elif mtp_layer.in_files(model):
         found, why = "mtp", "the model's files have such a layer"
-    elif found := zoo.included_drafter(model):
+    elif found := registry.included_drafter(model):
         why = "it is made for the model"
     else:
         found, why = "suffix", "nothing was made for the model"
@@ -381,4 +382,4 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
 
 def own_rule(acceptance: str | Acceptance) -> Any:
     """A rule by name, or a copy of a given rule, because it is bound to one target."""
-    return zoo.acceptance(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)
+    return registry.rule(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from visspec.api import loading, zoo
+from visspec import registry
+from visspec.api import loading
 from visspec.io.checkpoint import CONFIG, read_json
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.train.loop import Trainer
@@ -85,7 +86,7 @@ def finish(
     known |= {"visspec": record["visspec"], "git": record["git"] or "unknown", "date": record["date"]}
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
     if form is not None:
-        zoo.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
+        registry.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
     say(f"{folder} holds the drafter, and README.md says how to use it (--drafter {spec})")
 
 
@@ -101,7 +102,7 @@ def export(folder: str | Path, form: str, out: str | Path, target: str | None = 
     if not isinstance(name, str):
         raise ValueError(f"target: got none, and {folder} names none, expected the model that it was trained for")
     model, _ = loading.load(name, **hardware)
-    drafter, _ = zoo.drafter(folder, model)
+    drafter, _ = registry.drafter(folder, model)
     drafter.check_form(form)
     drafter.export(out, form, name)
     return name

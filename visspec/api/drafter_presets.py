@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import zoo
-from visspec.api.zoo import TrainedPreset
 from visspec.models.decoder.target import vocabulary
+from visspec.registry import TrainedPreset
 from visspec.train.capture import capture
 from visspec.types import Request
 
@@ -48,7 +48,7 @@ def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
 
 def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[str, Any], TrainedPreset]:
     """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
-    found = zoo.training_preset(name)
+    found = registry.training_preset(name)
     text = model.config.get_text_config()
     network, depth = {**found.network, **options}, text.num_hidden_layers
     if "layers" in network and "layers" not in options:

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from visspec.api import requests
 from visspec.api.inpainting import InpaintingStart, Pictures
-from visspec.api.zoo import DrafterSpec
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, Order, Processor, Sampling, State, Trace
 
 if TYPE_CHECKING:

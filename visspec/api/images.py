@@ -18,7 +18,8 @@ from PIL import Image
 from torch import nn
 from tqdm import tqdm
 
-from visspec.api import image_call, requests, saving, zoo
+from visspec import registry
+from visspec.api import image_call, requests, saving
 from visspec.api.accelerate import own_rule
 from visspec.api.image_call import ORIGINS as ORIGINS
 from visspec.api.image_call import (
@@ -34,7 +35,6 @@ from visspec.api.image_call import (
 from visspec.api.inpainting import picture_of
 from visspec.api.loading import load_diffusers, load_image_model
 from visspec.api.tuned_preset import DRAWN, read_preset
-from visspec.api.zoo import DrafterSpec
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import DecodingSetup, build_setup
@@ -43,6 +43,7 @@ from visspec.loop.visits import VisitOrder
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.models.lowres.drafter import LowRes
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, Order, Processor, Request, Sampling, State
 
 # of the constructor
@@ -320,7 +321,7 @@ class ImagePipeline:
             rule,
             self.family,
             lambda traits: self.family.make_target(traits, self.compile),
-            order=zoo.order(self.family.default_order if order is None else order),
+            order=registry.order(self.family.default_order if order is None else order),
             levels=self.levels,
             length=length,
             compile=self.compile,
@@ -336,8 +337,8 @@ class ImagePipeline:
                 " 'lowres:model=FOLDER'"
             )
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
-            return zoo.drafter(spec, self.model, self.family)
-        name, options = zoo.parse(spec)
+            return registry.drafter(spec, self.model, self.family)
+        name, options = registry.parse(spec)
         dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared
         own = options.pop("model", included.made_for("lowres", self.model))
         if own is None:
@@ -346,8 +347,8 @@ class ImagePipeline:
             )
         sibling = load_image_model(own, device=str(self.device), dtype=dtype)
         if "upsample" in options:
-            options["upsample"] = str(zoo.included_folder(zoo.made_for(str(options["upsample"]), self.model)))
-        return zoo.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
+            options["upsample"] = str(registry.included_folder(registry.made_for(str(options["upsample"]), self.model)))
+        return registry.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
     def _batch(self, job: ImageJob, batch: ImageBatch, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
         """The finished images of a batch, and the exception that ended it early."""

@@ -16,7 +16,7 @@ import transformers
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from visspec.api import zoo
+from visspec import registry
 from visspec.api.sources import need
 from visspec.io import checkpoint, hub, included
 from visspec.models.image_codes.families import LOADERS
@@ -57,7 +57,7 @@ def load_image_model(
 ):
     """(model, processor) of an image generator, for `ImagePipeline`. None: the included one that draws. As `load`."""
     where = str(spec or included.image_model())
-    folder = zoo.included_folder(where)
+    folder = registry.included_folder(where)
     config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
     named = config.get("architectures")
     if name := HUB_IDS.get(str(config.get("model_type"))):
@@ -133,7 +133,7 @@ def without_weights(spec: str | None = None) -> Any:
 
 def located(spec: str) -> tuple[str, bool]:
     """The folder of an included model, what else is named as it was written; and whether it is on this machine."""
-    shipped = zoo.included_folder(spec)
+    shipped = registry.included_folder(spec)
     where = str(shipped) if shipped.is_relative_to(included.FOLDER) else spec
     return where, Path(where).exists() or where.startswith((".", "/"))
 
@@ -153,7 +153,7 @@ def _load_included(folder: Path, reference: str, device: str, dtype: str | torch
     """(model, processor) of a folder with a network of ours."""
     _check_device(device)
     precision = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = zoo.load(reference)(folder, precision)
+    model = registry.load(reference)(folder, precision)
     processor = None
     if not model.class_conditional:
         with quiet():  # it would say that it does not know the type of the model

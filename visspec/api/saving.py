@@ -1,7 +1,7 @@
 """What `save_pretrained` writes beside model and processor: drafter, rule, order, levels, parts, as JSON.
 
 Drafters and rules are written as the names that build them; weights of a drafter go into a folder inside. A folder that
-is read may come from anyone: it names nothing outside itself but what `zoo` knows.
+is read may come from anyone: it names nothing outside itself but what `registry` knows.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from torch import Tensor
 
-from visspec.api import zoo
-from visspec.api.entries import TABLES
-from visspec.api.zoo import DrafterSpec
+from visspec import registry
+from visspec.entries import TABLES
 from visspec.io import checkpoint, hub
 from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
 
 FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
@@ -92,7 +92,7 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     A folder without the file, or a hub id, says nothing. Raises ValueError as the other readers of checkpoints.
     """
-    folder, found = zoo.included_folder(where), dict(given)
+    folder, found = registry.included_folder(where), dict(given)
     if not (folder / FILE).is_file():
         return found
     settings = checkpoint.read_json(folder, FILE)
@@ -109,7 +109,7 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drafter_of(folder: str | Path) -> DrafterSpec:
-    """The drafter that a model's folder names, as `zoo.drafter` takes it; None where it names none, or is none."""
+    """The drafter that a model's folder names, as `registry.drafter` takes it; None where it names none, or is none."""
     root = Path(folder)
     return _drafter(root, checkpoint.read_json(root, FILE).get("drafter")) if (root / FILE).is_file() else None
 
@@ -191,13 +191,13 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         return None
     if isinstance(drafter, (str, Path)):
         text = str(drafter)
-        name, options = zoo.split(text)
-        if name in zoo.DRAFTERS | zoo.SHIPPED or not (Path(name).is_dir() or hub.names(name)):
+        name, options = registry.split(text)
+        if name in registry.DRAFTERS | registry.SHIPPED or not (Path(name).is_dir() or hub.names(name)):
             return portable_name("drafter", text)
         source = hub.resolve_folder(name)
         known = (source / PROVENANCE).is_file()
         record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
-        made = zoo.drafter(drafter, model, family)[0]
+        made = registry.drafter(drafter, model, family)[0]
         if made.saved_as == "model":  # of transformers, whose files are the folder's
             staged.mkdir(parents=True)
             for file in source.iterdir():
@@ -208,7 +208,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         # what a published head sees of pictures is in its configuration now
         if str(options.get("tree", "")).endswith(".json"):
             raise ValueError(f"drafter: got tree={options['tree']}, expected no file outside of the folder")
-        stays = {k: v for k, v in options.items() if k in zoo.SHAPE or not isinstance(v, str)}
+        stays = {k: v for k, v in options.items() if k in registry.SHAPE or not isinstance(v, str)}
         kept = ",".join(f"{key}={str(value).lower()}" for key, value in stays.items())
         return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}
     if isinstance(drafter, PreTrainedModel):
@@ -216,7 +216,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         return {"folder": DRAFTER}
     if isinstance(drafter, Drafter) and drafter.saved_as == "network":
         drafter.save_pretrained(staged, provenance(model))
-        found = zoo.drafter(staged, model, family)[0]
+        found = registry.drafter(staged, model, family)[0]
         if type(found) is not type(drafter):
             return _entry("drafter", drafter)
         again, own = (_options(x) for x in (found, drafter))
@@ -256,30 +256,30 @@ def portable_name(what: str, text: str) -> str:
     """A name with options that means the same on any machine. Raises ValueError for one that the table does not know,
     for options that name a path, and for a rule's options that it does not take.
     """
-    name, options = zoo.parse(text)
-    table = TABLES[what] | (zoo.SHIPPED if what == "drafter" else {})
+    name, options = registry.parse(text)
+    table = TABLES[what] | (registry.SHIPPED if what == "drafter" else {})
     if name not in table:
         raise ValueError(f"{what}: got {checkpoint.shorten(text)}, expected one of {', '.join(table)}")
     for option, value in options.items():
         word = isinstance(value, str) and re.fullmatch(r"[\w+-]+", value)
-        shipped = word and zoo.included_folder(value) != Path(value)
+        shipped = word and registry.included_folder(value) != Path(value)
         if isinstance(value, str) and not shipped and (not word or Path(value).exists()):
             raise ValueError(
                 f"{option}: got {checkpoint.shorten(value)}, expected no path: a saved pipeline names no file outside"
                 " its own folder"
             )
     if what == "acceptance":
-        zoo.acceptance(text)
+        registry.rule(text)
     return text
 
 
 def reference(thing: object) -> str:
-    """An object's class, as the tables of `zoo` write it."""
+    """An object's class, as the tables of `registry` write it."""
     return f"{type(thing).__module__}:{type(thing).__qualname__}"
 
 
 def spec_of(thing: Component, what: str) -> str | None:
-    """The "name:options" from which a table of `zoo` makes an object that equals this one; None where there is none.
+    """The "name:options" from which `registry` makes an object that equals this one; None where there is none.
 
     Constructors keep their arguments as attributes, some by another name: an argument that is no attribute may be the
     value of any. What comes of it is made and compared.
@@ -298,8 +298,8 @@ def spec_of(thing: Component, what: str) -> str | None:
         )
         spec = f"{name}:{text}" if options else name
         try:
-            same = zoo.parse(spec) == (name, options)
-            made = zoo.make(what, name, type(thing), options) if same else None
+            same = registry.parse(spec) == (name, options)
+            made = registry.make(what, name, type(thing), options) if same else None
         except (ValueError, TypeError, AttributeError):  # a value that is another argument's
             continue
         if made is not None and state_of(made, what) == state_of(thing, what):

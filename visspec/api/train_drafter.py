@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, requests, zoo
+from visspec.api import drafter_export, requests
 from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
 from visspec.api.captions import move_inputs, process_chats
@@ -219,7 +220,7 @@ def run(
         raise ValueError(f"epochs: got {epochs} and {steps} steps, expected one of the two")
     given = {name: plan.pop(name, None) for name in NETWORK}
     asked = {name: value for name, value in given.items() if value is not None}
-    check_preset(preset, asked, zoo.training_preset(preset))
+    check_preset(preset, asked, registry.training_preset(preset))
     options_of(rows, steps, eval_every, bf16, **plan)  # bad options are refused before work
     resume = resume and not dry_run
     if not dry_run:
@@ -253,7 +254,7 @@ def run(
         drafter_export.say(what_is_seen(items, len(training), len(validating), options, lessons, answers))
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
-    drafter = fresh_or_resumed(model, out, resumed, seed, zoo.drafter_class(found.kind), found.draft, **network)
+    drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(found.kind), found.draft, **network)
     if export is not None:
         drafter.check_form(export)
     if dry_run:
@@ -355,8 +356,8 @@ def fresh_or_resumed(
     """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`. draft:
     width and nodes of its trees, or another shape of `StructuredDrafter.shaped`.
     """
-    sizes = {name: value for name, value in (draft or {}).items() if name not in zoo.SHAPE}
-    shape = {name: value for name, value in (draft or {}).items() if name in zoo.SHAPE}
+    sizes = {name: value for name, value in (draft or {}).items() if name not in registry.SHAPE}
+    shape = {name: value for name, value in (draft or {}).items() if name in registry.SHAPE}
     if resume and (saved := checkpoint(out)):
         drafter = kind.from_pretrained(saved / DRAFTER, model, **sizes)
     else:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, zoo
+from visspec.api import drafter_export
 from visspec.api.drafter_presets import check_preset
 from visspec.api.images import ImagePipeline
-from visspec.api.presets import TRAINED_IMAGES
 from visspec.api.train_drafter import (
     check_out,
     fresh_or_resumed,
@@ -32,6 +32,7 @@ from visspec.io.provenance import provenance
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import ImageLayout
+from visspec.presets import TRAINED_IMAGES
 from visspec.train.loop import Trainer, checkpoint
 from visspec.train.validation import measure
 from visspec.types import Request
@@ -112,7 +113,7 @@ def run(
     order, and where there are no prompts.
     """
     name = preset or "image-eagle"
-    found = zoo.training_preset(name, TRAINED_IMAGES)
+    found = registry.training_preset(name, TRAINED_IMAGES)
     given = {"layers": layers, "intermediate": intermediate}
     asked = {key: value for key, value in given.items() if value is not None}
     check_preset(name, asked, found)
@@ -138,7 +139,7 @@ def run(
     layout = family.layout(height, width)
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
     resumed = resume and checkpoint(out) is not None
-    lessons, kind = lessons_of(out, resumed, options, several), zoo.drafter_class(found.kind)
+    lessons, kind = lessons_of(out, resumed, options, several), registry.drafter_class(found.kind)
     drafter = fresh_or_resumed(family, out, resumed, seed, kind, found.draft, **{**found.network, **grid, **asked})
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}

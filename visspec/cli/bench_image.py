@@ -19,7 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from visspec.api import presets, sources, tuned_preset, zoo
+from visspec import presets, registry
+from visspec.api import sources, tuned_preset
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds
@@ -109,7 +110,7 @@ def parse_method(method: str, draws: str = "any order", model: PreTrainedModel |
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
-        return name, str(zoo.preset(name, draws, model))
+        return name, str(registry.preset(name, draws, model))
     if "/" not in pair:
         raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair
@@ -120,7 +121,7 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
     found = {}
     for name, method in methods.items():
         try:
-            pipe.setup(**zoo.method(method))
+            pipe.setup(**registry.method(method))
         except ValueError as error:
             print(f"left out: {name} ({error})")
         else:
@@ -136,7 +137,7 @@ def other_targets(pipe: ImagePipeline, named: Iterable[str]) -> dict[str, ImageP
 
 def plain_setup(pipe: ImagePipeline) -> str:
     """The "drafter/rule" of plain decoding."""
-    return str(zoo.preset("plain", pipe.family.draws))
+    return str(registry.preset("plain", pipe.family.draws))
 
 
 def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
@@ -169,9 +170,9 @@ class ImageArm:
 
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
-        self.method: dict[str, Any] = {**zoo.method(method)}
+        self.method: dict[str, Any] = {**registry.method(method)}
         self.setup = setup = pipe.setup(**self.method)  # what can't be is refused here
-        plain = pipe.setup(**zoo.method(plain_setup(pipe)))
+        plain = pipe.setup(**registry.method(plain_setup(pipe)))
         same = type(setup.order) is type(plain.order)  # another is another distribution
         self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
@@ -347,7 +348,7 @@ def draw(
     """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
     each is a JSON file with the map of its tokens.
     """
-    whole = not pipe.setup(**zoo.method(method)).order.raster
+    whole = not pipe.setup(**registry.method(method)).order.raster
     entries = []
     for i, prompt in enumerate(prompts):
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
@@ -356,7 +357,7 @@ def draw(
     for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
         group = missing[start : start + 16]
         texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
-        out = pipe(texts, seed=seeds, batch_size=16, **zoo.method(method), **options)
+        out = pipe(texts, seed=seeds, batch_size=16, **registry.method(method), **options)
         for (path, _), image, origins in zip(group, out.images, out.maps):
             grid = acceptance_map(origins, whole)
             write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})

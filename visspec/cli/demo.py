@@ -137,7 +137,7 @@ def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> t
     import torch
     from rich.table import Table
 
-    from visspec.api import zoo
+    from visspec import registry
     from visspec.api.grid import grid
     from visspec.api.images import ImagePipeline
     from visspec.cli.generate import beside, save
@@ -152,9 +152,9 @@ def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> t
     for painter, prompts in (GALLERY if gallery else PAINTERS).items():
         pipe = ImagePipeline.from_pretrained(painter)
         draws = pipe.family.draws
-        best = zoo.preset(PRESETS[draws], draws, pipe.model)
-        presets = zoo.preset("plain", draws)._replace(order=best.order), best
-        plain, fast = (ImagePipeline(**pipe.components | zoo.method(str(preset))) for preset in presets)
+        best = registry.preset(PRESETS[draws], draws, pipe.model)
+        presets = registry.preset("plain", draws)._replace(order=best.order), best
+        plain, fast = (ImagePipeline(**pipe.components | registry.method(str(preset))) for preset in presets)
         for each in (plain, fast):
             each.set_progress_bar_config(disable=True)
             each(prompts[0], seed=0)

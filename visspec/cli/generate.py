@@ -128,12 +128,12 @@ def read_inpainting(arguments: Options) -> dict[str, Any]:
 
 
 def pipeline(arguments: Options) -> ImagePipeline:
-    from visspec.api import zoo
+    from visspec import registry
     from visspec.api.images import ImagePipeline
 
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
     if arguments.preset is not None:
-        found = zoo.preset(arguments.preset, pipe.family.draws)
+        found = registry.preset(arguments.preset, pipe.family.draws)
         pipe = pipe.with_parts(found.parts)
     return pipe
 
@@ -152,12 +152,12 @@ def first_number(folder: Path) -> int:
 
 def check_method(arguments: Options) -> None:
     """Raises ValueError for a preset that is not known, or that has options beside it."""
-    from visspec.api import presets, zoo
+    from visspec import presets, registry
 
     if arguments.preset is None:
         return
     if not any(arguments.preset in table for table in presets.IMAGES.values()):  # which one it is, the model tells
-        zoo.preset(arguments.preset)
+        registry.preset(arguments.preset)
     for name in CHOSEN:
         if (value := getattr(arguments, name)) is not None:
             raise ValueError(f"--{name}: got {value} beside --preset, expected one of the two")
@@ -165,10 +165,10 @@ def check_method(arguments: Options) -> None:
 
 def method(arguments: Options, pipe: ImagePipeline) -> dict[str, Any]:
     """Drafter, rule and order from --preset, or from their own options; those not given are the pipeline's."""
-    from visspec.api import zoo
+    from visspec import registry
 
     if arguments.preset is not None:
-        return zoo.method(str(zoo.preset(arguments.preset, pipe.family.draws, pipe.model)))
+        return registry.method(str(registry.preset(arguments.preset, pipe.family.draws, pipe.model)))
     return {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
 
 

@@ -7,8 +7,8 @@ def run(arguments: NoOptions) -> None:
     from rich.console import Console
     from rich.table import Column, Table
 
-    from visspec.api import presets
-    from visspec.api.entries import TABLES
+    from visspec import presets
+    from visspec.entries import TABLES
     from visspec.io import included
     from visspec.models.image_codes.families import FAMILIES
 

@@ -13,7 +13,8 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
-from visspec.api import loading, sources, tuned_preset, zoo
+from visspec import registry
+from visspec.api import loading, sources, tuned_preset
 from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
@@ -76,11 +77,11 @@ def run(arguments: Options) -> None:
 
 def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
     """The drafters, and those that grow trees, if their names say no structure, as trees too. Raises ValueError as
-    `zoo.drafter`.
+    `registry.drafter`.
     """
     found = []
     for spec in drafters:
-        drafter, _ = zoo.drafter(spec, model)
+        drafter, _ = registry.drafter(spec, model)
         shaped = any(f"{name}=" in spec for name in ("width", "tree", "entropy", "confidence"))
         grows = hasattr(type(drafter), "for_model") and not drafter.traits.samples and not shaped
         found += [spec, *([f"{spec}{',' if ':' in spec else ':'}{TREE}"] if grows else [])]
@@ -120,7 +121,7 @@ def tune(
     record["choice"] = {name: choice[name] for name in (*tuned_preset.KEPT, "batch_size")}
     record |= {name: choice[name] for name in FIGURES}
     record["best_predicted"] = max((row["predicted_speedup"] for row in found if row["levels"]), default=1.0)
-    record["guarantee"] = "exact" if choice["levels"] == 0 else zoo.acceptance(rule).traits.guarantee
+    record["guarantee"] = "exact" if choice["levels"] == 0 else registry.rule(rule).traits.guarantee
     record |= {"n_prompts": half, "n_checked": len(images) - half, "seed": arguments.seed}
     return record | arguments.generation
 

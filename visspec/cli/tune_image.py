@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visspec.api import tuned_preset, zoo
+from visspec import registry
+from visspec.api import tuned_preset
 from visspec.api.images import ImagePipeline
-from visspec.api.presets import IMAGES
 from visspec.cli.bench import Cell, table
 from visspec.cli.bench_image import bench, fitting, read_prompts
 from visspec.cli.tune import FIGURES, FINALISTS, PAYS
+from visspec.presets import IMAGES
 
 if TYPE_CHECKING:
     from visspec.cli.tune import Options
@@ -56,7 +57,7 @@ def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
     draws = pipe.family.draws
     if draws == "codes":
         return {way: way for way in (EXACT if rule == "exact" else [f"{one}/{rule}" for one in WINDOWS + DRAFTS])}
-    known = (zoo.preset(name, draws, pipe.model) for name in IMAGES[draws] if not IMAGES[draws][name].parts)
+    known = (registry.preset(name, draws, pipe.model) for name in IMAGES[draws] if not IMAGES[draws][name].parts)
     return {str(preset): str(preset) for preset in known}
 
 
@@ -74,7 +75,7 @@ def tune(pipe: ImagePipeline, texts: list[str], found: dict[str, str], seed: int
     chosen: dict[str, Any] = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default={})
     pays = chosen.get("measured_speedup", 0.0) >= PAYS
     ones = {name: [1.0, 1.0] if name.endswith("ci95") else 1.0 for name in FIGURES}
-    choice = chosen if pays else ones | {"guarantee": "exact", **zoo.method(PLAIN)}
+    choice = chosen if pays else ones | {"guarantee": "exact", **registry.method(PLAIN)}
     record |= {"bench": "tune", "pays": pays, "n_checked": len(texts) - half}
     record["best_predicted"] = max((rows[name]["over_plain"] for name in best), default=1.0)
     record["choice"] = {name: choice[name] for name in tuned_preset.DRAWN}

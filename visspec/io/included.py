@@ -36,7 +36,7 @@ NOT_ARCHITECTURE = {
 @dataclass(frozen=True)
 class IncludedModel:
     """A checkpoint in `models/zoo`. One that is made for another says for which (`target`) and as what (`kind`): a
-    drafter of `zoo.DRAFTERS`, "lowres" for a sibling of fewer positions, "upsampler", or "assistant" for a smaller
+    drafter of `registry.DRAFTERS`, "lowres" for a sibling of fewer positions, "upsampler", or "assistant" for a smaller
     model of the same words.
     """
 

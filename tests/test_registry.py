@@ -1,9 +1,9 @@
-"""The contract of every row of the zoo's tables, each on a tiny configuration: a row without one fails here."""
+"""The contract of every row of the registry, each on a tiny configuration: a row without one fails here."""
 
 import pytest
 
 from tests.image_cases import CASES, draw, made
-from tests.zoo_cases import (
+from tests.registry_cases import (
     ANY_ORDER,
     CODE_RULES,
     DRAFTERS,
@@ -16,8 +16,8 @@ from tests.zoo_cases import (
     janus_pair,
     tiny_drafter,
 )
+from visspec import entries, presets, registry
 from visspec.accept.graphed_rule import GraphedRule
-from visspec.api import entries, presets, zoo
 from visspec.io import included
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import check
@@ -29,17 +29,17 @@ from visspec.types import Acceptance, Drafter, Order
 
 
 def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
-    assert set(DRAFTERS) == set(zoo.DRAFTERS) - ELSEWHERE
+    assert set(DRAFTERS) == set(registry.DRAFTERS) - ELSEWHERE
     bases = {"drafter": Drafter, "acceptance": Acceptance, "order": Order, "length": DraftLengthPolicy}
     for kind, table in entries.TABLES.items():
         for name, (reference, what, _, _) in table.items():
-            assert what and (name == "none" or issubclass(zoo.load(reference), bases[kind])), name
-    for name, model in zoo.SHIPPED.items():
-        assert model.what and model.kind in zoo.DRAFTERS and model.target in included.table().models, name
-    assert not set(zoo.DRAFTERS) & (set(zoo.SHIPPED) | set(zoo.ORDERS))
-    assert {model.kind for model in zoo.SHIPPED.values()} <= set(zoo.KINDS.values()) <= set(zoo.DRAFTERS)
+            assert what and (name == "none" or issubclass(registry.load(reference), bases[kind])), name
+    for name, model in registry.SHIPPED.items():
+        assert model.what and model.kind in registry.DRAFTERS and model.target in included.table().models, name
+    assert not set(registry.DRAFTERS) & (set(registry.SHIPPED) | set(registry.ORDERS))
+    assert {model.kind for model in registry.SHIPPED.values()} <= set(registry.KINDS.values()) <= set(registry.DRAFTERS)
     families = {type(made(name).family) for name in CASES}
-    listed = {zoo.load(reference) for reference in FAMILIES.values()}
+    listed = {registry.load(reference) for reference in FAMILIES.values()}
     # tests of their own have those of vectors (`test_vector_painting`, `test_continuous_families`), of scales
     # (`test_scales`) and of any order (`test_any_order`)
     codes = {family for family in listed if family.draws == "codes"}
@@ -49,13 +49,13 @@ def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(zoo.DRAFTERS) - ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(set(registry.DRAFTERS) - ELSEWHERE))
 def test_traits_are_what_drafts_show(name):
     drafter = tiny_drafter(name)
     if drafter is None:
         return
     assert isinstance(drafter, Drafter) and drafter.traits.levels >= 1
-    trained = set(zoo.KINDS.values()) - TOKENS_ALONE
+    trained = set(registry.KINDS.values()) - TOKENS_ALONE
     assert (drafter.traits.feature_layers != ()) == (name in trained)
     assert drafter.traits.whole_images == (type(drafter).sketch is not Drafter.sketch)
 
@@ -67,13 +67,13 @@ def test_traits_are_what_drafts_show(name):
 def test_a_rule_is_what_its_traits_say(name):
     """Exact rules measure no drift, the others do; a row does not depend on its batch; recordings change nothing."""
     text = RULES.get(name, name)
-    rule = zoo.acceptance(text)
+    rule = registry.rule(text)
     spec = "jacobi:redraw=maximal" if rule.traits.judges_draws else "jacobi"
     spec = "image-eagle:tree=chain" if rule.traits.whole_chains else spec
     tokens, state = drawn(janus_pair(tiny_drafter(spec), rule), ROWS)
     assert ("drift" in state.meters) == (rule.traits.guarantee == "approximate")
-    assert drawn(janus_pair(tiny_drafter(spec), zoo.acceptance(text)), [2])[0] == tokens[2:]
-    captured = GraphedRule(zoo.acceptance(text))
+    assert drawn(janus_pair(tiny_drafter(spec), registry.rule(text)), [2])[0] == tokens[2:]
+    captured = GraphedRule(registry.rule(text))
     setup = janus_pair(tiny_drafter(spec), captured)
     assert captured.traits == rule.traits and type(captured.inner) is type(rule)
     assert drawn(setup, ROWS)[0] == tokens
@@ -81,7 +81,7 @@ def test_a_rule_is_what_its_traits_say(name):
 
 @pytest.mark.parametrize("name", CODE_RULES)
 def test_a_rule_takes_the_drafts_that_its_traits_say(name):
-    rule, target = zoo.acceptance(RULES.get(name, name)), ImageAR(made("janus").family)
+    rule, target = registry.rule(RULES.get(name, name)), ImageAR(made("janus").family)
     branching, sampled = tiny_drafter("image-eagle:tree=static,shape=3-3-3"), tiny_drafter("jacobi:redraw=maximal")
     for drafter, refused in (
         (branching, rule.traits.chains_only or (branching.traits.samples and not rule.traits.judges_draws)),
@@ -102,32 +102,33 @@ def test_a_rule_takes_the_drafts_that_its_traits_say(name):
 @pytest.mark.parametrize("name", sorted(ANY_ORDER))
 def test_an_order_of_places_is_for_any_order_models(name):
     with pytest.raises(ValueError, match=r"order: got .*only any-order models draw in another"):
-        janus_pair(None, zoo.acceptance("exact"), zoo.order(name))
+        janus_pair(None, registry.rule("exact"), registry.order(name))
 
 
-@pytest.mark.parametrize("name", sorted(name for name, entry in zoo.ORDERS.items() if not entry.of))
+@pytest.mark.parametrize("name", sorted(name for name, entry in registry.ORDERS.items() if not entry.of))
 def test_an_order_decides_every_place_and_knows_no_batch(name):
     drafts, rule = {"islands": ("lowres", RULES["local"])}.get(name, ("none", "exact"))
     tokens, alone = (
-        drawn(janus_pair(tiny_drafter(drafts), zoo.acceptance(rule), zoo.order(name)), rows)[0] for rows in (ROWS, [1])
+        drawn(janus_pair(tiny_drafter(drafts), registry.rule(rule), registry.order(name)), rows)[0]
+        for rows in (ROWS, [1])
     )
     assert [len(row) for row in tokens] == [made("janus").layout.positions] * 3 and alone == tokens[1:2]
-    assert zoo.order(name).raster == (tokens == draw(made("janus"), ROWS, temperature=1.0)[0])
+    assert registry.order(name).raster == (tokens == draw(made("janus"), ROWS, temperature=1.0)[0])
 
 
 @pytest.mark.parametrize("name", presets.CODES)
 def test_a_preset_draws(name):
-    preset = zoo.preset(name)
+    preset = registry.preset(name)
     assert preset.source
     text = preset.acceptance
     for large, small in SMALL.items():
         text = text.replace(large, small)
-    rule = zoo.acceptance(text)
-    setup = janus_pair(tiny_drafter(preset.drafter), rule, zoo.order(preset.order))
+    rule = registry.rule(text)
+    setup = janus_pair(tiny_drafter(preset.drafter), rule, registry.order(preset.order))
     tokens, state = drawn(setup, ROWS)
     assert [len(row) for row in tokens] == [made("janus").layout.positions] * 3
     assert (setup.guarantee == "approximate") == ("drift" in state.meters)
-    again = janus_pair(tiny_drafter(preset.drafter), zoo.acceptance(text), zoo.order(preset.order))
+    again = janus_pair(tiny_drafter(preset.drafter), registry.rule(text), registry.order(preset.order))
     assert drawn(again, ROWS)[0] == tokens
     if setup.promises_tokens(False):
         assert tokens == draw(made("janus"), ROWS, temperature=1.0)[0]

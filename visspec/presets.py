@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 class Preset(NamedTuple):
     """Settings of a published method of image generation. What has to be trained is named by its kind: a drafter of
-    `entries.DRAFTERS`, or an "upsampler"; `zoo.preset` fills in the included one that is made for the model at hand.
+    `entries.DRAFTERS`, or an "upsampler"; `registry.preset` fills in the included one that is made for the model.
     """
 
     drafter: str

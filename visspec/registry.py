@@ -15,12 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from visspec.api.entries import ACCEPTANCE, DRAFTERS, KINDS, LENGTHS, ORDERS
-from visspec.api.presets import IMAGES, OWN, TRAINED, Preset, TrainedPreset
+from visspec.entries import ACCEPTANCE, DRAFTERS, KINDS, LENGTHS, ORDERS
 from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
-from visspec.loop.draft_length import DraftLengthPolicy
+from visspec.presets import IMAGES, OWN, TRAINED, Preset, TrainedPreset
 from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
@@ -91,7 +90,7 @@ def _pick(table: dict, what: str, name: str):
     return table[name]
 
 
-def acceptance(text: str) -> Any:
+def rule(text: str) -> Any:
     """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
     name, options = parse(text)
     return make("acceptance", name, load(str(_pick(ACCEPTANCE, "acceptance", name).reference)), options)
@@ -142,7 +141,7 @@ def method(text: str) -> dict[str, str | None]:
 
 def order(spec: str | Order | Iterable[int] | None) -> Any:
     """An order by name and options, or an object; of any-order models a list of places, too. Raises
-    ValueError as `acceptance` does.
+    ValueError as `rule` does.
     """
     if spec is None or isinstance(spec, Order):
         return spec
@@ -152,15 +151,15 @@ def order(spec: str | Order | Iterable[int] | None) -> Any:
     return make("order", name, load(str(_pick(ORDERS, "order", name).reference)), options)
 
 
-def length(spec: str | DraftLengthPolicy | None) -> Callable[[int], DraftLengthPolicy] | None:
+def length(spec: Any) -> Callable[[int], Any] | None:
     """What makes a draft-length policy for a number of levels, by name and options, "adaptive:share=0.02", or copies an
-    object. Raises ValueError as `acceptance` does.
+    object. Raises ValueError as `rule` does.
     """
     if spec is None:
         return None
-    if isinstance(spec, DraftLengthPolicy):
+    if not isinstance(spec, str):
         return lambda levels: copy.deepcopy(spec)
-    name, options = parse(str(spec))
+    name, options = parse(spec)
     kind = load(str(_pick(LENGTHS, "length", name).reference))
     make("length", name, kind, options)
     return partial(kind, **options)

@@ -1,6 +1,6 @@
 """The table of what has a name: acceptance rules, drafters, orders of decoding and draft-length policies.
 
-Data only; `zoo` makes them.
+Data only; `registry` makes them.
 """
 
 from __future__ import annotations
