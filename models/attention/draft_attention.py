@@ -58,7 +58,8 @@ def draft_attention(
     if isinstance(visspec, ragged.DraftLayout):
         return ragged.attend(stock, query, key, value, visspec, not more, scaling)
     if isinstance(visspec, dict):
-        visspec = visspec[module.config.layer_types[module.layer_idx]]
+        layer: Any = module
+        visspec = visspec[layer.config.layer_types[layer.layer_idx]]
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     if visspec is None or more or rows == query.shape[2] or visspec.shape[2] < rows:
         return stock(attention_mask)
