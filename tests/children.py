@@ -12,6 +12,7 @@ for stream in (1, 2):
     os.dup2(said, stream)
 os.environ.update({environment!r})
 """
+COMMAND = "from visspec.cli.main import main\nraise SystemExit(main({argv!r}))"
 
 
 def forked(code: str, said: Path, daemon: bool = True, **environment: str) -> BaseProcess:
@@ -43,5 +44,4 @@ def server() -> multiprocessing.context.ForkServerContext:
 
 def command(argv: list[str], said: Path) -> BaseProcess:
     """`visspec` with these arguments."""
-    code = f"from visspec.cli.main import main\nraise SystemExit(main({argv!r}))"
-    return forked(code, said, daemon="--ray" not in argv)
+    return forked(COMMAND.format(argv=argv), said, daemon="--ray" not in argv)

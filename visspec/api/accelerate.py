@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from visspec import registry
-from visspec.api import queueing, requests, saving, tuned_preset
+from visspec.api import queueing, requests, saving
 from visspec.api.loading import load_saved
 from visspec.io import hub
 from visspec.loop.draft_length import DraftLengthPolicy
@@ -48,13 +48,13 @@ def accelerate(
     compile: bool = False,
     graphs: bool | None = None,
     length: str | DraftLengthPolicy | None = None,
+    preset: str | Path | None = None,
     debug: bool = False,
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
     drafter: "auto" (default), that of `default_drafter`; a name of `visspec list`, a checkpoint folder, a Drafter, a
-        smaller transformers model, or None; or the JSON file that `visspec tune` wrote, with drafter, acceptance and
-        levels, of which arguments given here win.
+        smaller transformers model, or None.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster; False is
         length="fixed". length: a draft-length policy by name and options, "adaptive:share=0.02", or an object, of
@@ -67,14 +67,15 @@ def accelerate(
     graphs: record passes over drafts, and verdicts, as CUDA graphs: one launch each. None (default): on a CUDA device,
         for attention of "sdpa" and weights in float16, bfloat16 or float32, unless `compile`; True: as None, and a
         warning says why where it is not so; False: never. What can't be recorded runs eager, with the same tokens.
+    preset: drafter, acceptance and levels of a published method by name (`visspec list presets`), or of a file that
+        `visspec tune` wrote; arguments given beside it win.
     debug: raise errors of the drafter with their traceback, instead of one warning; so does VISSPEC_DEBUG=1.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
-    file = str(drafter) if isinstance(drafter, (str, Path)) else ""
-    if file.endswith(".json") and (":" not in file or Path(file).is_file()):  # and no option, like tree=FILE.json
-        preset = tuned_preset.read_preset(file, cast(ConfiguredModel, model))
-        drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
-        acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
+    if preset is not None:
+        found = registry.preset(preset, "text", cast(ConfiguredModel, model))
+        drafter, levels = found.drafter if drafter == "auto" else drafter, levels or found.levels
+        acceptance = found.acceptance if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
     return Accelerated(
         model, SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug), tokenizer

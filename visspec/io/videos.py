@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,12 @@ def open_media(path: str | Path, max_pixels: int = MAX_PIXELS, frames: int = FRA
 
 
 def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Clip:
-    """Reads the middle frames of `frames` equal parts of a video, or all of one that has fewer frames.
-
-    Raises FileNotFoundError if the file doesn't exist, and ValueError for one that is broken or in another container,
-    has more than `max_pixels` pixels a frame, or without PyAV.
+    """Reads the middle frames of `frames` equal parts of a video, or all of one that has fewer frames. Raises
+    FileNotFoundError, and ValueError for a broken file, another container, larger frames, or without PyAV.
     """
     try:
         import av
-    except ImportError:
-        raise ValueError(f"{path}: av is not installed, expected it (pip install 'visspec[video]')") from None
-    if not Path(path).exists():
-        raise FileNotFoundError(f"there is no video file {path}")
-    try:
+
         with av.open(str(path), options={"format_whitelist": CONTAINERS, "protocol_whitelist": "file"}) as file:
             stream = file.streams.video[0]
             if stream.width * stream.height > max_pixels:
@@ -51,13 +44,15 @@ def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXE
             count = sum(packet.pts is not None for packet in file.demux(stream))  # headers of some don't say it
             indices = sorted({(2 * i + 1) * count // (2 * frames) for i in range(frames)})
             file.seek(0)
-            read = islice(file.decode(stream), indices[-1] + 1)
-            chosen = [frame for index, frame in enumerate(read) if index in indices]
+            chosen = [frame for i, frame in zip(range(indices[-1] + 1), file.decode(stream)) if i in indices]
             found = [frame.to_image().convert("RGB").rotate(frame.rotation, expand=True) for frame in chosen]
-            fps = float(stream.average_rate or 1)
+            fps, indices = float(stream.average_rate or 1), indices[: len(found)]
+    except ImportError:
+        raise ValueError(f"{path}: av is not installed, expected it (pip install 'visspec[video]')") from None
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no video file {path}") from None
     except (av.FFmpegError, OSError, IndexError) as error:
         raise ValueError(f"{path} is broken or no video of {CONTAINERS} and cannot be decoded ({error})") from None
     if not found:
         raise ValueError(f"{path} has no frame that can be decoded")
-    about = {"total_num_frames": count, "fps": fps, "frames_indices": indices[: len(found)], "duration": count / fps}
-    return Clip(found, about)
+    return Clip(found, {"total_num_frames": count, "fps": fps, "frames_indices": indices, "duration": count / fps})
