@@ -50,6 +50,7 @@ def accelerate(
     length: str | DraftLengthPolicy | None = None,
     preset: str | Path | None = None,
     debug: bool = False,
+    batch_invariant: bool = False,
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
@@ -70,6 +71,9 @@ def accelerate(
     preset: drafter, acceptance and levels of a published method by name (`visspec list presets`), or of a file that
         `visspec tune` wrote; arguments given beside it win.
     debug: raise errors of the drafter with their traceback, instead of one warning; so does VISSPEC_DEBUG=1.
+    batch_invariant: in bfloat16 and float16 too, the tokens of a request depend on the request alone, for one device
+        and number of threads: not on drafts, nor on the batch that it is in. Chains only, eager passes, prompts read
+        one at a time; a model for which it can't be is refused.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
     if preset is not None:
@@ -78,7 +82,9 @@ def accelerate(
         acceptance = found.acceptance if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
     return Accelerated(
-        model, SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug), tokenizer
+        model,
+        SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug, batch_invariant),
+        tokenizer,
     )
 
 
@@ -99,6 +105,7 @@ class SetupOptions:
     compile: bool
     graphs: bool | None
     debug: bool
+    batch_invariant: bool
 
 
 @dataclass(frozen=True)
@@ -202,10 +209,15 @@ class Accelerated:
 
     def _build(self) -> DecodingSetup[HFDecoder]:
         options, model = self._options, driven(self.model)
+        if options.batch_invariant and (options.compile or options.graphs):
+            name = "compile" if options.compile else "graphs"
+            raise ValueError(f"batch_invariant: got {name}=True beside it, expected eager passes")
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
             read = traits.feature_layers, traits.embeddings
-            target = HFDecoder(model, *read, check=options.probe, compile=options.compile)
+            target = HFDecoder(
+                model, *read, check=options.probe, compile=options.compile, invariant=options.batch_invariant
+            )
             if traits.partial and target.capabilities.layers:
                 target.layer_subset.check()
             return target
@@ -221,7 +233,7 @@ class Accelerated:
                 levels=options.levels,
                 length=registry.length(options.length),
                 compile=options.compile,
-                graphs=options.graphs,
+                graphs=False if options.batch_invariant else options.graphs,
                 debug=options.debug,
             )
 
@@ -291,7 +303,8 @@ class Accelerated:
         queueing.check(setup, slots, ahead, options)
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
         builder = queueing.RequestBuilder(self.model, setup, options, prefixes)
-        return queueing.answers(builder, prompts, slots, ahead or slots, self.tokenizer)
+        ahead = 1 if setup.target.widths is not None else ahead or slots
+        return queueing.answers(builder, prompts, slots, ahead, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)

@@ -82,6 +82,7 @@ class ModelOptions(TargetOptions):
 
     drafter: str = option("name with options, or folder; auto: the model's own, else suffix", "auto")
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
+    batch_invariant: bool = option("the same tokens in half precision, whatever drafts and shares the batch", False)
     preset: str | None = option("a published method by name (visspec list presets), or a file of visspec tune", None)
 
 
@@ -154,5 +155,5 @@ def load(options: ModelOptions) -> tuple[Any, Any]:
 
     model, processor = loading.load(options.model, **options.hardware)
     words = getattr(processor, "tokenizer", processor)
-    rule, preset = options.acceptance, options.preset
-    return accelerate(model, options.drafter, acceptance=rule, preset=preset, tokenizer=words), processor
+    how = {name: getattr(options, name) for name in ("acceptance", "preset", "batch_invariant")}
+    return accelerate(model, options.drafter, tokenizer=words, **how), processor

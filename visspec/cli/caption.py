@@ -103,6 +103,8 @@ def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[
     about = {"model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter}
     if arguments.schema is not None:
         about["schema"] = read_schema(arguments.schema)
+    if arguments.batch_invariant:
+        about["batch_invariant"] = True
     return about | {"acceptance": arguments.acceptance, "sampling": options, "frames": arguments.frames}
 
 
