@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
@@ -21,6 +22,7 @@ from visspec.models.attention import ragged
 from visspec.models.attention.hooks import HOOKING
 
 NAME = "sdpa"
+LEAST = 4  # rows
 # arguments by which attention is more than a softmax over keys; transformers' own function decides what becomes of them
 MORE = ("softcap", "s_aux", "position_bias", "cache")
 
@@ -66,10 +68,16 @@ def _more(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention of (B, H, N, E) queries to (B, K, S, E) keys, mask (1|B, 1, H / K * N, S): (B, N, H, E)."""
+    """Attention of (B, H, N, E) queries to (B, K, S, E) keys, mask (1|B, 1, H / K * N, S): (B, N, H, E).
+
+    Fewer rows than `LEAST` to a key head are padded: a product of so few may sum in another order (`runner.widths`).
+    """
     rows, heads, nodes, size = query.shape
     query = query.reshape(rows, key.shape[1], -1, size)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    if (count := query.shape[2]) < LEAST:
+        query = F.pad(query, (0, 0, 0, LEAST - count))
+        mask = torch.cat([mask, mask[:, :, -1:].expand(-1, -1, LEAST - count, -1)], dim=2)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)[:, :, :count]
     return attended.reshape(rows, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous()
 
 
