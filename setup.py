@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 FOLDERS = ("models", "kernels", "eval")
 WEIGHTS = [  # of models/zoo: those of the demo and the README, and their drafters; the repository has the others
-    *("captioner", "captioner-vispec", "captioner-emoji", "captioner-emoji-vispec"),
+    *("captioner", "vispec", "captioner-emoji", "vispec-emoji"),
     *("painter", "painter-eagle", "painter-emoji", "painter-emoji-eagle"),
 ]
 

@@ -109,15 +109,15 @@ def bound(name: str, rule: str) -> Any:
 
 def shipped() -> Iterator[Case]:
     """The painter under every preset, and the captioner with its drafter under every rule that takes it."""
-    from visspec import ImagePipeline, accelerate, presets, registry
+    from visspec import ImagePipeline, accelerate, registry
     from visspec.api import loading as targets
     from visspec.api.captions import prepare
     from visspec.io import included
 
     pipe = ImagePipeline.from_pretrained("painter")
     pipe.set_progress_bar_config(disable=True)
-    for name in presets.CODES:
-        drafter, rule, _, order, _ = presets.CODES[name]
+    for name in registry.presets("codes"):
+        drafter, rule, order = registry.presets("codes")[name].method.values()
         for temperature in (0.7, 0.0) if rule == "exact" else (0.7,):
             out = pipe(
                 ["a photo of a red cross left of a blue ring", "a photo of three stars"], seed=3, drafter=drafter,
@@ -155,11 +155,11 @@ def value_of(part: Any) -> Any:
 
 def painters() -> Iterator[Case]:
     """The other included painters under every preset of their kind, at their own guidance and temperature."""
-    from visspec import ImagePipeline, presets, registry
+    from visspec import ImagePipeline, registry
 
     for name, (text, draws) in PAINTERS.items():
         plain = ImagePipeline.from_pretrained(name)
-        for preset in presets.IMAGES[draws]:
+        for preset in registry.presets(draws):
             case = f"{name}/{preset}"
             try:
                 found = registry.preset(preset, draws, plain.model)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -192,32 +191,6 @@ def stock(name: str, shape: str, new: int = NEW) -> list[list[int]]:
     """Greedy output of transformers' own generate."""
     inputs = prompt(name, shapes(name)[shape])
     return new_tokens(model_of(name).generate(**inputs, max_new_tokens=new, do_sample=False), inputs)
-
-
-_PLAIN: WeakKeyDictionary[Any, dict] = WeakKeyDictionary()
-
-
-def plain_tokens(model: Any, inputs: dict[str, Tensor], new: int) -> tuple[dict, Tensor, dict, Tensor]:
-    """Options and output of a greedy call of transformers' generate, and of a seeded one of the loop without drafts."""
-    known, key = _PLAIN.setdefault(model, {}), (new, *(value.numpy().tobytes() for value in inputs.values()))
-    if key not in known:
-        greedy = {"max_new_tokens": new, "do_sample": False}
-        seeds = list(range(3, 3 + len(inputs["input_ids"])))
-        seeded = {"max_new_tokens": new, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "seed": seeds}
-        drawn = visspec.accelerate(model, None).generate(**inputs, **seeded)
-        known[key] = greedy, model.generate(**inputs, **greedy), seeded, drawn
-    return known[key]
-
-
-def check_exact(model: Any, drafter: Any, inputs: dict[str, Tensor], new: int = 14, **options):
-    """The tokens are those without a drafter, greedy and seeded, and no draft is at fault. Returns what generates."""
-    quick = visspec.accelerate(model, drafter, **{"adaptive": False, **options})
-    greedy, expected, seeded, drawn = plain_tokens(model, inputs, new)
-    assert torch.equal(quick.generate(**inputs, **greedy), expected)
-    assert quick.last_stats.faults == 0
-    assert torch.equal(quick.generate(**inputs, **seeded), drawn)
-    assert quick.last_stats.faults == 0
-    return quick
 
 
 def fast(name: str, drafter: Any, **options) -> visspec.api.accelerate.Accelerated:

@@ -7,6 +7,7 @@ from tests.image_cases import made
 from tests.tiny import model_of
 from visspec import registry
 from visspec.distributions import Categorical
+from visspec.io import included
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup
 from visspec.models.block.diffusion_trained import DiffusionDrafter
@@ -25,20 +26,20 @@ from visspec.models.lowres.drafter import LowRes
 from visspec.types import Request, Sampling
 
 ROWS = [0, 1, 2]
-OWN_TESTS = ("vectors", "scales", "any-order images")  # their drafters, with their rules
-ELSEWHERE = {name for name, entry in registry.DRAFTERS.items() if entry.of in OWN_TESTS} | {
+OWN_TESTS = ("vectors", "maps", "any order")  # their drafters, with their rules
+ELSEWHERE = {name for name, entry in registry.table("drafter").items() if entry.needs in OWN_TESTS} | {
     "mtp"
 }  # a checkpoint's heads
-TEXT_ALONE = {name for name, entry in registry.DRAFTERS.items() if entry.of == "text"} - ELSEWHERE
-TEXT = TEXT_ALONE | {name for name, entry in registry.DRAFTERS.items() if not entry.of} | {"jacobi"}
+TEXT_ALONE = {name for name, entry in registry.table("drafter").items() if entry.needs == "text"} - ELSEWHERE
+TEXT = TEXT_ALONE | {name for name, entry in registry.table("drafter").items() if not entry.needs} | {"jacobi"}
 DRAFTERS = {  # of the tiny image model, from options
     "none": lambda **options: None,
-    "ngram": lambda **options: registry.load(registry.DRAFTERS["ngram"][0])(**options),
+    "ngram": lambda **options: registry.drafter_class("ngram")(**options),
     "suffix": lambda **options: SuffixDrafter(**options),
     "context": lambda **options: ContextDrafter(**options),
     "recycling": lambda **options: Recycling(**options),
     "layers": lambda **options: LayerSkip(**options),
-    "jacobi": lambda **options: registry.load(registry.DRAFTERS["jacobi"][0])(**{**options, "window": 5}),
+    "jacobi": lambda **options: registry.drafter_class("jacobi")(**{**options, "window": 5}),
     "lowres": lambda **options: LowRes(Janus(tiny_images.sibling(), None), upsample="latent"),
     "eagle": lambda **options: FeatureDrafter.for_model(model_of("llava"), image_latents=1),
     "eagle-head": lambda **options: EagleDrafter.for_model(model_of("llava"), images="latents", image_latents=1),
@@ -52,12 +53,8 @@ DRAFTERS = {  # of the tiny image model, from options
     ),
 }
 TOKENS_ALONE = {"distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
-ANY_ORDER = {name for name, entry in registry.ORDERS.items() if entry.of == "any-order images"}  # of `test_any_order`
-CODE_RULES = [
-    name
-    for name, entry in registry.ACCEPTANCE.items()
-    if registry.load(entry.reference).traits.distribution is Categorical
-]
+ANY_ORDER = {name for name, entry in registry.table("order").items() if entry.needs == "any order"}
+CODE_RULES = [name for name, entry in registry.table("rule").items() if entry.load().traits.distribution is Categorical]
 RULES = {  # options that a codebook of 24 codes, and short chains, have room for
     "lantern": "lantern:k=5,delta=0.3", "lantern_plus": "lantern_plus:k=5,lam=2", "local": "local:tau=0.02,k=3",
 }  # fmt: skip
@@ -67,7 +64,7 @@ SMALL = {"k=100": "k=5", "k=20": "k=5", "k=10": "k=5", "k=8": "k=3"}  # a preset
 def tiny_drafter(spec):
     """The drafter of a registered name, tiny; a shipped one is a fresh network of its kind."""
     name, options = registry.parse(spec or "none")
-    return DRAFTERS[registry.SHIPPED[name].kind if name in registry.SHIPPED else name](**options)
+    return DRAFTERS[included.table().drafters[name].kind if name in included.table().drafters else name](**options)
 
 
 def janus_pair(drafter, rule, order=None):

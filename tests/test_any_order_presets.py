@@ -9,20 +9,21 @@ from PIL import Image
 
 from tests.test_any_order_painter import TEXTS, fresh, pipe  # noqa: F401
 from tests.tiny_images import painter_processor
-from visspec import ImagePipeline, presets, registry
+from visspec import ImagePipeline, registry
 from visspec.api import saving
 from visspec.cli import bench_image
 from visspec.cli.main import main
 
 SHIPPED = registry.CHECKPOINTS / "painter-any-order" / "config.json"
+PRESETS = registry.presets("any order").keys() - registry.presets("codes").keys()
 shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painter is not in this checkout")
 
 
-@pytest.mark.parametrize("name", presets.ANY_ORDER)
+@pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):  # noqa: F811
-    preset = registry.preset(name)
+    preset = registry.preset(name, "any order")
     plain = pipe(TEXTS, seed=2, drafter="none", acceptance="exact", order=preset.order)
-    fast = pipe(TEXTS, seed=2, **registry.method(str(preset)))
+    fast = pipe(TEXTS, seed=2, **preset.method)
     for one, two in zip(plain.tokens, fast.tokens):
         assert torch.equal(one, two)
     assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
@@ -30,12 +31,11 @@ def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):  # no
     assert saving.portable_name("order", preset.order) == preset.order and preset.source
 
 
-def test_other_painters_refuse_them_and_their_names_are_their_own():
-    assert not set(presets.ANY_ORDER) & (set(presets.CODES) | set(presets.VECTORS))
+def test_other_painters_refuse_them():
     made = ImagePipeline.from_pretrained("painter")
-    for name in presets.ANY_ORDER:
+    for name in PRESETS:
         with pytest.raises(ValueError, match="any-order models"):
-            made.setup(**registry.method(str(registry.preset(name))))
+            made.setup(**registry.preset(name, "any order").method)
 
 
 def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone(tmp_path, capsys):
@@ -46,11 +46,11 @@ def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone
     assert main(argv) == 0
     said = capsys.readouterr().out
     rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
-    assert {"plain", "gumbel", *presets.ANY_ORDER} <= set(rows) and "left out: distilled" in said
+    assert {"plain", "gumbel", *PRESETS} <= set(rows) and "left out: distilled" in said
     assert rows["gumbel"]["promises_tokens"] and rows["gumbel"]["identical"] == 1
-    assert not any(rows[name]["promises_tokens"] for name in presets.ANY_ORDER)
-    assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in presets.ANY_ORDER)
-    assert bench_image.parse_method("assd")[1] == "ahead:levels=4/exact/spread"
+    assert not any(rows[name]["promises_tokens"] for name in PRESETS)
+    assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in PRESETS)
+    assert bench_image.parse_method("assd", "any order")[1] == "ahead:levels=4/exact/spread"
 
 
 # --- the included painter ---------------------------------------------------------------------------------------------
@@ -69,9 +69,9 @@ def test_the_included_painter_draws_in_fewer_passes(painter):
     assert (folder / "model.safetensors").stat().st_size < 12e6
     text = "a photo of a penguin"
     for name in ("assd", "assd-raster"):
-        preset = registry.preset(name)
+        preset = registry.preset(name, "any order")
         plain = painter(text, seed=1, drafter="none", order=preset.order)
-        fast = painter(text, seed=1, **registry.method(str(preset)))
+        fast = painter(text, seed=1, **preset.method)
         assert torch.equal(plain.tokens[0], fast.tokens[0]) and fast.stats[0].faults == 0
         assert fast.passes[0].max() + 1 < 60 < plain.passes[0].max() + 1 == 64
 

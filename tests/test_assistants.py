@@ -8,13 +8,14 @@ import transformers as tf
 from transformers.modeling_layers import MtpModel
 
 import visspec
-from tests.doubles import check_exact, new_tokens, one_sentence
+from tests.doubles import new_tokens, one_sentence
 from tests.tiny import PAD, TEXT, TEXT_IDS, built, enliven, llama
 from visspec.models.assistants import assistant
 from visspec.models.block.drafter import BlockModel, bare
 from visspec.models.decoder.mtp import MultiToken
 from visspec.models.decoder.shared_cache import SharedCache, providers
 from visspec.models.decoder.small_model import SmallModel
+from visspec.testing import check_drafter
 
 NEW = 24
 LENGTHS = (19, 12, 3)
@@ -133,7 +134,7 @@ def test_the_same_tokens_as_transformers_own_mode(name):
     inputs = prompt((19,))
     expected = new_tokens(target.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
     assert new_tokens(of_transformers(name, target, drafter, inputs), inputs) == expected
-    check_exact(target, made(name, target, drafter), inputs, NEW)
+    check_drafter(made(name, target, drafter), target, inputs, NEW)
     if name != "mtp":
         assert visspec.accelerate(target, drafter).name == type(drafter).__name__
 
@@ -144,7 +145,7 @@ def test_ragged_batches_greedy_and_seeded(name, width):
     if name == "mtp" and width > 1:
         pytest.skip("one pass a level, each behind the one token before it")
     target, drafter = pair_of(name)
-    check_exact(target, made(name, target, drafter, width), prompt(LENGTHS), NEW)
+    check_drafter(made(name, target, drafter, width), target, prompt(LENGTHS), NEW)
 
 
 def made(name, target, drafter, width=1):
@@ -203,7 +204,7 @@ def stock_draft(name, target, drafter, inputs):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_heads_of_any_number(layers):
     model = glm4_moe(layers)
-    quick = check_exact(model, MultiToken(heads_of(model)), prompt(LENGTHS), NEW)
+    quick = check_drafter(MultiToken(heads_of(model)), model, prompt(LENGTHS), NEW)
     assert max(round.levels for round in quick.last_state.trace.rounds) == layers
 
 

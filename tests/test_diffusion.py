@@ -9,7 +9,7 @@ import transformers as tf
 
 import visspec
 from tests.distributions import context_law, plain_law, total_variation
-from tests.doubles import NEW, check_exact
+from tests.doubles import NEW
 from tests.published import begun
 from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import unwarped  # noqa: F401
@@ -23,6 +23,7 @@ from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import DECAY
 from visspec.models.decoder.target import HFDecoder, content_ids
 from visspec.sampling import Uniform
+from visspec.testing import check_drafter
 from visspec.train.capture import capture
 from visspec.types import Sampling
 
@@ -134,7 +135,7 @@ def test_a_long_text_is_read_at_its_ends():
 
 @pytest.mark.parametrize("value", [{"entropy": 0.8}, {"confidence": 0.5}, {"tree": "3-2"}], ids=str)
 def test_shapes_of_blocks_change_no_token(value):
-    fast = check_exact(model_of("llava"), trained().shaped(**value), prompt("llava", shapes("llava")["ragged"]))
+    fast = check_drafter(trained().shaped(**value), model_of("llava"), prompt("llava", shapes("llava")["ragged"]))
     levels = [r.levels for r in fast.last_state.trace.rounds]
     assert max(levels) == (2 if "tree" in value else 6)
 

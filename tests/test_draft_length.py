@@ -497,8 +497,8 @@ def test_a_policy_is_passed_by_name_or_as_an_object():
 
 
 @pytest.mark.parametrize("length,message", [
-    ("longest", "length: got 'longest', expected one of adaptive, fixed"),
-    ("fixed:share=1", "length: fixed does not take {'share': 1}"),
+    ("longest", "length: got 'longest', expected a name of `visspec list lengths`, such as "),
+    ("fixed:share=1", "length: fixed does not take 'share', expected levels"),
     ("adaptive:share=-0.1", "share: got -0.1, expected a number above 0"),
     ("adaptive:probe_interval=0", "probe_interval: got 0, expected a number of at least 1"),
 ])  # fmt: skip

@@ -16,7 +16,6 @@ from tests import (
     test_mar_target,
     test_scales,
 )
-from tests.doubles import check_exact
 from tests.image_cases import made
 from tests.registry_cases import DRAFTERS, ELSEWHERE, ROWS, TEXT, TEXT_ALONE, drawn, janus_pair, tiny_drafter
 from tests.tiny import model_of, prompt, shapes, single_row
@@ -38,6 +37,7 @@ from visspec.models.mar.target import MARImages, MARTarget
 from visspec.models.scales.target import ScaleTarget
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.target import VARImages
+from visspec.testing import check_drafter
 from visspec.tree import roots
 from visspec.types import Request, RuleTraits, Sampling, Verdict
 
@@ -99,12 +99,12 @@ FORMS = {  # of drafters of text: (family, prompts, drafter)
 def test_a_drafter_leaves_the_text_as_it_is(name):
     """Greedy and seeded, also with what earlier requests have left."""
     family, rows, make = FORMS[name]
-    quick = check_exact(model_of(family), make(), prompt(family, shapes(family)[rows]), levels=4)
+    quick = check_drafter(make(), model_of(family), prompt(family, shapes(family)[rows]), levels=4)
     if "shared" in name:
-        check_exact(model_of(family), quick.drafter, prompt(family, shapes(family)[rows]), levels=4)
+        check_drafter(quick.drafter, model_of(family), prompt(family, shapes(family)[rows]), levels=4)
 
 
-IMAGE_FORMS = [*sorted(set(registry.DRAFTERS) - TEXT_ALONE - ELSEWHERE), "distilled:refine=1"]
+IMAGE_FORMS = [*sorted(set(registry.table("drafter")) - TEXT_ALONE - ELSEWHERE), "distilled:refine=1"]
 IMAGE_FORMS += ["image-eagle:tree=dynamic,width=3,nodes=9", "image-eagle:tree=static,shape=3-4-2"]
 IMAGE_FORMS += ["image-eagle:window=6", "image-eagle:window=5,levels=1"]
 
@@ -309,7 +309,7 @@ def opened(setup, asked, rows, seen):
 
 
 def test_every_drafter_is_run():
-    assert set(registry.DRAFTERS) - {"none"} <= set(BATCHES)
+    assert set(registry.table("drafter")) - {"none"} <= set(BATCHES)
 
 
 @pytest.mark.parametrize("name", sorted(BATCHES))

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 import visspec
-from tests.doubles import check_exact, one_sentence
+from tests.doubles import one_sentence
 from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
-from visspec import presets, registry
+from visspec import registry
 from visspec.api import train_drafter
 from visspec.api.drafter_presets import focused_state, frequent, of_preset
 from visspec.api.train_drafter import Prompts, request_of
@@ -27,11 +27,14 @@ from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head import LowRank
 from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.presets import RECIPES
+from visspec.testing import check_drafter
 from visspec.train.capture import capture
 from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
 
 NEW = 12
+TRAINED = [name for name, entry in registry.table("recipe").items() if entry.needs == "text" and name != "own"]
 TINY = {"steps": 3, "rows": 3, "max_new_tokens": 7, "reuse": 1, "validate_every": 3}
 
 
@@ -55,12 +58,12 @@ def data(tmp_path, monkeypatch):
     return tmp_path / "data.jsonl", seen
 
 
-@pytest.mark.parametrize("name", presets.TRAINED)
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     more = {"draft_vocab": 40, "head_rank": 5} if name == "eagle3" else {}
     found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
-    model, preset = model_of("llava"), presets.TRAINED[name]
+    model, preset = model_of("llava"), RECIPES[name]
     fresh = registry.drafter_class(preset.kind).for_model(model, **of_preset(name, model, more)[0])
     options = ",".join(f"{key}={value}" for key, value in preset.draft.items())
     drafter, _ = registry.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
@@ -76,7 +79,7 @@ def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
     still = {"img_fc.bias"} if name == "blind" else set()
     assert set(dict(drafter.head.named_parameters())) - set(moved) <= still
     assert json.loads((tmp_path / "out" / "provenance.json").read_text())["preset"] == name
-    fast = check_exact(model, drafter, prompt("llava", shapes("llava")["ragged"]))
+    fast = check_drafter(drafter, model, prompt("llava", shapes("llava")["ragged"]))
     assert max(r.levels for r in fast.last_state.trace.rounds) > 1
 
 
@@ -92,7 +95,7 @@ def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
     for resume in (False, True):
         train_drafter.run("x", data[0], tmp_path / "out", preset="eagle", **{**TINY, "steps": 3}, resume=resume)
     drafter = train_drafter.fresh_or_resumed(
-        model_of("llava"), tmp_path / "out", True, 0, EagleDrafter, presets.TRAINED["eagle"].draft
+        model_of("llava"), tmp_path / "out", True, 0, EagleDrafter, RECIPES["eagle"].draft
     )
     assert seen == [EAGLE] and drafter.paths == EAGLE
 
@@ -357,7 +360,7 @@ def test_text_comes_first_and_pictures_more_and_more(data):
 
 
 @pytest.mark.parametrize("options,sentence", [
-    ({"preset": "eagle4"}, "preset: got 'eagle4', expected one of eagle, eagle2, eagle3"),
+    ({"preset": "eagle4"}, "preset: got 'eagle4', expected a name of `visspec list recipes`, such as eagle"),
     ({"preset": "msd", "image_latents": 3}, "image_latents: got 3 with the preset 'msd', which has no such value"),
     ({"preset": "eagle2", "draft_vocab": 30}, "draft_vocab: got 30 with the preset 'eagle2'"),
     ({"draft_vocab": 30}, "draft_vocab: got 30 without a preset, which has no such value"),
@@ -381,7 +384,7 @@ def test_layers_are_a_quarter_of_the_targets_or_as_asked():
 
 def test_the_table_names_fields_that_exist():
     configs = {"eagle-head": EagleConfig, "block-head": BlockConfig, "diffusion-lm": DiffusionConfig}
-    for preset in presets.TRAINED.values():
+    for preset in map(registry.recipe, TRAINED):
         fields = set(configs[preset.kind].__dataclass_fields__)
         assert set(preset.network) <= fields and set(preset.plan) <= set(TrainingOptions.__dataclass_fields__)
         assert set(preset.draft) <= {"width", "nodes", "tree"} and preset.source and preset.sees

@@ -18,15 +18,18 @@ import torch
 from tests import tiny_images as tiny
 from tests.doubles import drafted, one_sentence
 from tests.image_cases import CASES, NEGATIVE, TEXTS, Case, back, draw, emu3_rule, expected, llamagen_model, made, named
+from visspec import registry
 from visspec import tree as trees
 from visspec.api.images import ImagePipeline
 from visspec.cli import bench_image, bench_image_table
 from visspec.grammar import fixed_ids
 from visspec.models.codecs.vqgan import ImageCodec, VQShape
-from visspec.models.image_codes.families import FAMILIES, family_of
+from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR, ImageLayout
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import FREE, Drafter, DrafterTraits, Request, Sampling
+
+FAMILIES = ", ".join(registry.table("family"))
 
 
 @pytest.fixture(params=CASES)
@@ -381,7 +384,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
         "processor: got": lambda: family_of(
             tiny.emu3(), SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=2))
         ),
-        f"model: got the type 'llama', expected an image model of {', '.join(FAMILIES)}": lambda: family_of(
+        f"model: got the type 'llama', expected an image model of {FAMILIES}": lambda: family_of(
             SimpleNamespace(config=SimpleNamespace(model_type="llama")), None
         ),
     }

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoConfig
 
-from visspec import presets, registry
+import visspec
+from visspec import registry
 from visspec.io import included
+from visspec.presets import PRESETS
 from visspec.toys.table import INCLUDED
 
 
@@ -30,20 +32,15 @@ def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
     assert all(callable(included.load(reference)) for reference in references)
 
 
-@pytest.mark.parametrize("name,expected", [
-    ("painter", {"drafter": "painter-eagle:levels=8", "naive": "painter-eagle:tree=dynamic", "cool": "painter-eagle",
-                 "distilled": "painter-distilled", "mulo": "lowres:upsample=painter-upsampler", "gumbel": "jacobi"}),
-    ("painter-emoji", {"drafter": "painter-emoji-eagle:levels=8", "distilled": "distilled",
-                       "mulo": "lowres:upsample=painter-emoji-upsampler", "plain": "none"}),
-    ("captioner", {"naive": "image-eagle:tree=dynamic"}),
+@pytest.mark.parametrize("name,preset,expected", [
+    ("painter", "drafter", "painter-eagle"), ("painter", "naive", "painter-eagle"),
+    ("painter", "distilled", "painter-distilled"), ("painter-emoji", "drafter", "painter-emoji-eagle"),
 ])  # fmt: skip
-def test_presets_get_the_included_drafter_of_the_model_at_hand(name, expected):
-    for preset, drafter in expected.items():
-        found = registry.preset(preset, "codes", model(name)).drafter
-        assert found == drafter if ":" in drafter else found.partition(":")[0] == drafter
-    assert {registry.parse(preset.drafter)[0] for table in presets.IMAGES.values() for preset in table.values()} <= {
-        *registry.DRAFTERS
-    }
+def test_presets_take_the_included_drafter_of_the_model_at_hand(name, preset, expected):
+    pipe = visspec.ImagePipeline.from_pretrained(name)
+    assert pipe.setup(**registry.preset(preset, "codes").method).name == expected
+    drafters = {registry.parse(one.drafter)[0] for by in PRESETS.values() for one in by.values()}
+    assert drafters - {"auto"} <= set(registry.table("drafter"))
 
 
 def test_the_default_drafter_is_the_included_one_of_its_kind():

@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests import test_recurrent as hybrids
-from tests.doubles import check_exact, new_tokens, one_sentence
+from tests.doubles import new_tokens, one_sentence
 from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, model_of, packed_pixels
 from visspec.api.accelerate import default_drafter
 from visspec.models.decoder import mtp, mtp_layer
+from visspec.testing import check_drafter
 
 NEW = 24
 LENGTHS = (9, 4, 2)
@@ -113,7 +114,7 @@ def inputs_of(name, lengths=LENGTHS, **options):
 
 @each_form
 def test_pictures_in_ragged_batches_greedy_and_seeded(name, reloaded):
-    quick = check_exact(reloaded(name), "mtp", inputs_of(name), NEW)
+    quick = check_drafter("mtp", reloaded(name), inputs_of(name), NEW)
     assert max(round.levels for round in quick.last_state.trace.rounds) == mtp.LEVELS and mtp_layer.in_files(
         reloaded(name)
     )
@@ -239,7 +240,9 @@ def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
 
 def test_a_model_of_text(tmp_path):
     model = built(tf.Qwen3_5ForCausalLM, tf.Qwen3_5TextConfig(**hybrids.HYBRID))
-    check_exact(saved(tmp_path, model, published(model, QWEN)), "mtp:levels=2", hybrids.prompt("qwen3_5", LENGTHS), NEW)
+    check_drafter(
+        "mtp:levels=2", saved(tmp_path, model, published(model, QWEN)), hybrids.prompt("qwen3_5", LENGTHS), NEW
+    )
 
 
 def test_experts_may_be_single(tmp_path):

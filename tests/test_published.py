@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import visspec
-from tests.doubles import check_exact, one_sentence
+from tests.doubles import one_sentence
 from tests.published import Watched, Weights, begun, dflash_hidden, eagle_logits, edges, known, walked
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
@@ -33,6 +33,7 @@ from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.structure import Chain
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.published import form_of
+from visspec.testing import check_drafter
 
 NEW = 14
 D, V, MIDDLE, HEADS, SIZE = 32, 96, 40, 4, 8
@@ -320,7 +321,7 @@ def test_a_published_layout_drafts_as_its_description_says_and_comes_back_from_i
     drafter, _ = registry.drafter(named(saved(tmp_path / "head", data, tensors), options), model)
     assert drafter.config == config
     check_described(drafter, model, kind, config, tensors)
-    assert check_exact(model, drafter, inputs, NEW).drafter.traits.levels == config.levels
+    assert check_drafter(drafter, model, inputs, NEW).drafter.traits.levels == config.levels
     if form is None:
         with pytest.raises(ValueError, match=r"got a drafter with (norm_input True|norm_output True|positions index)"):
             drafter.export(tmp_path / "again", "eagle" if config.fusion == "sum" else "eagle3")
@@ -847,7 +848,7 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
     data, tensors = layout()
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     spec = f"{saved(tmp_path / 'head', data, tensors)}:width={width}"
-    check_exact(model, spec, inputs, NEW)
+    check_drafter(spec, model, inputs, NEW)
     if width == 1 and form:
         copies = () if "d2t" in tensors else ("embed_tokens.weight", "lm_head.weight")
         tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
@@ -1095,7 +1096,7 @@ def test_an_eagle_3_head_for_a_text_target_of_some_depth(tmp_path, layout, more,
     config = facts(**SPLIT | known | says, image_ids=())
     assert drafter.config == config
     check_described(drafter, model, "llama", config, tensors)
-    assert check_exact(model, spec, prompt("llama", shapes("llama")["ragged"]), NEW)
+    assert check_drafter(spec, model, prompt("llama", shapes("llama")["ragged"]), NEW)
     several = data | {"num_hidden_layers": 2} if layout is deepspec_eagle3 else data | {"parallel_drafting": True}
     said = "num_hidden_layers" if layout is deepspec_eagle3 else "parallel_drafting"
     with pytest.raises(ValueError, match=f"{said} of .* is (2|True), expected (1|False)"):
@@ -1119,14 +1120,14 @@ def test_ids_of_nvidia_count_boundaries_of_layers(tmp_path, make_model):
         torch.testing.assert_close(got[real], want[real])
     assert not torch.allclose(last[real], states[n][real], atol=0.1)
     check_described(drafter, model, "llama", drafter.config, load_file(f"{spec}/model.safetensors"))
-    check_exact(model, spec, inputs, NEW)
+    check_drafter(spec, model, inputs, NEW)
     drafter.save_pretrained(tmp_path / "ours", {})
     assert registry.drafter(tmp_path / "ours", model)[0].config == drafter.config
     for form in ("eagle3", "speculators"):
         with pytest.raises(ValueError, match="feature_layers"):
             drafter.export(tmp_path / "again", form, "somewhere/target")
     with pytest.warns(RuntimeWarning, match="with a drafter that reads its last layer"):
-        check_exact(model, spec, inputs, NEW, compile=True)
+        check_drafter(spec, model, inputs, NEW, compile=True)
 
 
 def test_sentences_name_tensors_as_the_file_does(tmp_path):

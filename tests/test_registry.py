@@ -16,30 +16,30 @@ from tests.registry_cases import (
     janus_pair,
     tiny_drafter,
 )
-from visspec import entries, presets, registry
+from visspec import registry
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.io import included
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import check
-from visspec.models.image_codes.families import FAMILIES
-from visspec.models.image_codes.target import ImageAR
+from visspec.models.image_codes.target import Family, ImageAR
 from visspec.types import Acceptance, Drafter, Order
 
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
 def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
-    assert set(DRAFTERS) == set(registry.DRAFTERS) - ELSEWHERE
-    bases = {"drafter": Drafter, "acceptance": Acceptance, "order": Order, "length": DraftLengthPolicy}
-    for kind, table in entries.TABLES.items():
-        for name, (reference, what, _, _) in table.items():
-            assert what and (name == "none" or issubclass(registry.load(reference), bases[kind])), name
-    for name, model in registry.SHIPPED.items():
-        assert model.what and model.kind in registry.DRAFTERS and model.target in included.table().models, name
-    assert not set(registry.DRAFTERS) & (set(registry.SHIPPED) | set(registry.ORDERS))
-    assert {model.kind for model in registry.SHIPPED.values()} <= set(registry.KINDS.values()) <= set(registry.DRAFTERS)
+    drafters, shipped = registry.table("drafter"), included.table().drafters
+    assert set(DRAFTERS) == set(drafters) - ELSEWHERE
+    bases = {"drafter": Drafter, "rule": Acceptance, "order": Order, "length": DraftLengthPolicy, "family": Family}
+    for kind, base in bases.items():
+        for name, entry in registry.table(kind).items():
+            assert entry.what and (name == "none" or issubclass(entry.load(), base)), name
+    assert all(entry.load().draws == entry.needs for entry in registry.table("family").values())
+    for name, model in shipped.items():
+        assert model.what and drafters[model.kind].checkpoint and model.target in included.table().models, name
+    assert not set(drafters) & {*shipped, *registry.table("order")}
     families = {type(made(name).family) for name in CASES}
-    listed = {registry.load(reference) for reference in FAMILIES.values()}
+    listed = {entry.load() for entry in registry.table("family").values()}
     # tests of their own have those of vectors (`test_vector_painting`, `test_continuous_families`), of scales
     # (`test_scales`) and of any order (`test_any_order`)
     codes = {family for family in listed if family.draws == "codes"}
@@ -49,13 +49,13 @@ def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
 # --- drafters ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(set(registry.DRAFTERS) - ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(set(registry.table("drafter")) - ELSEWHERE))
 def test_traits_are_what_drafts_show(name):
     drafter = tiny_drafter(name)
     if drafter is None:
         return
     assert isinstance(drafter, Drafter) and drafter.traits.levels >= 1
-    trained = set(registry.KINDS.values()) - TOKENS_ALONE
+    trained = {key for key, entry in registry.table("drafter").items() if entry.checkpoint} - TOKENS_ALONE
     assert (drafter.traits.feature_layers != ()) == (name in trained)
     assert drafter.traits.whole_images == (type(drafter).sketch is not Drafter.sketch)
 
@@ -105,7 +105,7 @@ def test_an_order_of_places_is_for_any_order_models(name):
         janus_pair(None, registry.rule("exact"), registry.order(name))
 
 
-@pytest.mark.parametrize("name", sorted(name for name, entry in registry.ORDERS.items() if not entry.of))
+@pytest.mark.parametrize("name", sorted(name for name, entry in registry.table("order").items() if not entry.needs))
 def test_an_order_decides_every_place_and_knows_no_batch(name):
     drafts, rule = {"islands": ("lowres", RULES["local"])}.get(name, ("none", "exact"))
     tokens, alone = (
@@ -116,9 +116,9 @@ def test_an_order_decides_every_place_and_knows_no_batch(name):
     assert registry.order(name).raster == (tokens == draw(made("janus"), ROWS, temperature=1.0)[0])
 
 
-@pytest.mark.parametrize("name", presets.CODES)
+@pytest.mark.parametrize("name", registry.presets("codes"))
 def test_a_preset_draws(name):
-    preset = registry.preset(name)
+    preset = registry.preset(name, "codes")
     assert preset.source
     text = preset.acceptance
     for large, small in SMALL.items():

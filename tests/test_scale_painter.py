@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from tests.doubles import one_sentence
-from visspec import ImagePipeline, presets, registry
+from visspec import ImagePipeline, registry
 from visspec.cli import bench_image
 from visspec.cli.main import main
 from visspec.io import included as held_out
@@ -148,9 +148,9 @@ def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
 
 def test_presets_of_scales():
     names = {"plain", "scales", "repaired", "code", "scalekv"}
-    assert set(presets.MAPS) == names
+    assert set(registry.presets("maps")) == names
     assert registry.preset("code", "maps").parts["refiner"] == "var"
-    with pytest.raises(ValueError, match="preset: got 'gumbel', expected one of plain, scales"):
+    with pytest.raises(ValueError, match="preset: got 'gumbel', which is for models of codes, expected one for maps"):
         registry.preset("gumbel", "maps")
 
 
@@ -207,8 +207,8 @@ def test_the_shipped_pair_draws_in_every_way(included):
     assert all(torch.equal(a, b) for a, b in zip(drafted.tokens, plain.tokens)) and drafted.traces[0].faults == 0
     repaired = included(texts, drafter="painter-var-small", acceptance="repaired", **options)
     assert repaired.stats[0].guarantee == "exact" and repaired.traces[0].faults == 0
-    whole = registry.preset("code", "maps", included.model).parts | {"handover": 8}
-    assert whole["refiner"] == "painter-var-small"
+    whole = registry.preset("code", "maps").parts | {"handover": 8}
+    assert whole["refiner"] == "var"
     for parts, same in ((whole, True), (registry.preset("code", "maps").parts, False)):
         out = included.with_parts(parts)(texts, **options)
         assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens)) == same

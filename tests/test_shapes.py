@@ -11,7 +11,7 @@ import torch
 
 import visspec
 from tests.distributions import context_law, plain_law, total_variation
-from tests.doubles import NEW, check_exact, one_sentence
+from tests.doubles import NEW, one_sentence
 from tests.test_eagle import make
 from tests.test_positions import SIZE, Chain, process_law
 from tests.tiny import llama, model_of, prompt, shapes
@@ -30,6 +30,7 @@ from visspec.models.eagle.drafter import FeatureDrafter
 from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.lookup.ngram import NGram
 from visspec.sampling import Uniform
+from visspec.testing import check_drafter
 from visspec.types import MAX_NODES, DraftLengthPolicy, Sampling
 
 RATES = [[0.5, 0.3, 0.1], [0.6, 0.1, 0.2], [0.4, 0.05]]  # ranks are not always in order
@@ -62,7 +63,7 @@ def shaped(family, options, values, ranks):
 def test_tokens_depend_on_no_shape(value, ranks):
     """Greedy as stock, sampled as plain decoding of the same seeds, in a ragged batch."""
     drafter = shaped("llava", *VALUES[value], ranks)
-    fast = check_exact(model_of("llava"), drafter, prompt("llava", shapes("llava")["ragged"]), NEW)
+    fast = check_drafter(drafter, model_of("llava"), prompt("llava", shapes("llava")["ragged"]), NEW)
     assert max(r.levels for r in fast.last_state.trace.rounds) > 1
 
 

@@ -8,7 +8,7 @@ import visspec
 from tests import tiny_images
 from tests.doubles import refused
 from tests.tiny import model_of
-from visspec.api import tuned_preset
+from visspec import presets
 from visspec.cli import tune as command
 from visspec.cli import tune_image
 from visspec.cli.main import main
@@ -18,18 +18,21 @@ from visspec.io import included
 def test_a_preset_is_read_by_accelerate_and_belongs_to_its_model(tmp_path):
     path, model = tmp_path / "p.json", model_of("llama")
     choice = {"drafter": "ngram:longest=2", "acceptance": "typical:epsilon=0.2", "levels": 3}
-    tuned_preset.write_preset(path, model, choice, measured_speedup=1.5)
-    made = visspec.accelerate(model, path)
+    presets.write_preset(path, model, choice, measured_speedup=1.5)
+    made = visspec.accelerate(model, preset=path)
     assert made.name == "ngram" and made.length_policy.levels == 3 and made.rule.traits.guarantee == "approximate"
-    assert visspec.accelerate(model, str(path), levels=5).length_policy.levels == 5
-    tuned_preset.write_preset(path, model, {"drafter": "none", "acceptance": "exact", "levels": 0})
-    assert visspec.accelerate(model, path).drafter is None
+    assert visspec.accelerate(model, preset=str(path), levels=5).length_policy.levels == 5
+    presets.write_preset(path, model, {"drafter": "none", "acceptance": "exact", "levels": 0})
+    assert visspec.accelerate(model, preset=path).drafter is None
     other = model_of("qwen2")
     with pytest.raises(ValueError, match="is made for a model with model_type 'llama', got 'qwen2'"):
-        visspec.accelerate(other, path)
+        visspec.accelerate(other, preset=path)
     path.write_text(json.dumps({"drafter": "ngram"}))
-    with pytest.raises(ValueError, match="has no acceptance, expected a preset"):
-        visspec.accelerate(model, path)
+    with pytest.raises(ValueError, match="has no acceptance, expected a file"):
+        visspec.accelerate(model, preset=path)
+
+
+KEPT = ("drafter", "acceptance", "levels")
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +66,10 @@ def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
     best = max(measured, key=lambda row: row["measured_images_per_second"])
     assert chosen == best or (best["levels"] and best["measured_speedup"] < command.PAYS)
     read = json.loads(preset.read_text())
-    assert {name: read[name] for name in tuned_preset.KEPT} == {name: choice[name] for name in tuned_preset.KEPT}
+    assert {name: read[name] for name in KEPT} == {name: choice[name] for name in KEPT}
     said = capsys.readouterr()
     assert ("choice: " in said.out) == found["pays"] != ("nothing pays" in said.out) and "00.png" in said.err
-    assert main(["caption", str(images / "0.png"), "--drafter", str(preset), "--max-new-tokens", "4"]) == 0
+    assert main(["caption", str(images / "0.png"), "--preset", str(preset), "--max-new-tokens", "4"]) == 0
 
 
 def test_each_picture_is_new_to_what_is_measured_on_it(images, tmp_path, monkeypatch):
@@ -121,11 +124,11 @@ def test_an_image_model_is_tuned(tmp_path, capsys, monkeypatch):
     assert found["predicted_speedup"] == (best["over_plain"] if pays else 1.0)
     assert ("nothing pays" not in capsys.readouterr().out) == pays
     file.write_text(file.read_text().replace(json.dumps(found["choice"]["drafter"]), '"jacobi:window=3"'))
-    pipe = visspec.ImagePipeline.from_pretrained(tmp_path / "m", tuned=file)
+    pipe = visspec.ImagePipeline.from_pretrained(tmp_path / "m", preset=file)
     assert (pipe.drafter, pipe.acceptance) == ("jacobi:window=3", found["choice"]["acceptance"])
-    own = visspec.ImagePipeline.from_pretrained(tmp_path / "m", drafter="none", acceptance="coupled", tuned=file)
+    own = visspec.ImagePipeline.from_pretrained(tmp_path / "m", drafter="none", acceptance="coupled", preset=file)
     assert (own.drafter, own.acceptance) == ("none", "coupled")
-    bench = ["bench", "image", "--model", str(tmp_path / "m"), "--tuned", str(file), "--count", "1"]
+    bench = ["bench", "image", "--model", str(tmp_path / "m"), "--method", str(file), "--count", "1"]
     assert main([*bench, "--method", "naive=none/exact", "--json", str(record)]) == 0
-    assert [row["name"] for row in json.loads(record.read_text())["rows"]] == ["plain", "naive", "tuned"]
+    assert [row["name"] for row in json.loads(record.read_text())["rows"]] == ["plain", "tuned", "naive"]
     assert "expected 4 or more (--count)" in refused(capsys, *argv, "--count", "2")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.test_mar_painter import SMALL, fresh
-from visspec import ImagePipeline, presets, registry
+from visspec import ImagePipeline, registry
 from visspec.cli import bench_image
 from visspec.distributions import Denoising, DenoisingSteps
 from visspec.io import included
@@ -13,11 +13,7 @@ from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.images import LabelledMARImages
 
 PROMPTS = ["a photo of a pig", "a photo of a llama on a smooth grey ground", "a photo of an octopus"]
-VECTOR_RULES = [
-    name
-    for name, entry in registry.ACCEPTANCE.items()
-    if registry.load(entry.reference).traits.distribution is Denoising
-]
+VECTOR_RULES = [name for name, entry in registry.table("rule").items() if entry.load().traits.distribution is Denoising]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +73,7 @@ def test_calls_are_counted(pipe, drafter):
     assert chains > 0 and rest == 0 and out.traces[0].calls["head"] > 0
 
 
-@pytest.mark.parametrize("name", presets.VECTORS)
+@pytest.mark.parametrize("name", registry.presets("vectors"))
 def test_a_preset_draws(pipe, drafter, name):
     preset = registry.preset(name, "vectors")
     drafts = "none" if preset.drafter == "none" else drafter
@@ -174,4 +170,4 @@ def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
 def test_prompts_of_some_tasks():
     rows = bench_image.spread(included.scenes().prompts(), 10, ["colors", "single_object"])
     assert len(rows) == 10 and {row["tag"] for row in rows} == {"colors", "single_object"}
-    assert bench_image.parse_method("coupled", "vectors")[1] == str(presets.VECTORS["coupled"])
+    assert bench_image.parse_method("coupled", "vectors")[1] == str(registry.presets("vectors")["coupled"])

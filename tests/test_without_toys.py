@@ -37,8 +37,8 @@ GENERATION = (
     "ours = fast.generate(input_ids=ids, max_new_tokens=12, do_sample=False)\n"
     "assert torch.equal(ours, model.generate(ids, max_new_tokens=12, do_sample=False))\n"
     "assert visspec.accelerate(model).name == 'suffix'\n"
-    "assert not visspec.registry.SHIPPED\n"
-    "assert visspec.registry.preset('naive', model=model).drafter == 'image-eagle:tree=dynamic'\n"
+    "assert not visspec.registry.table('model')\n"
+    "assert visspec.registry.preset('naive', 'codes').drafter == 'image-eagle:tree=dynamic'\n"
 )
 COMMANDS = """
 import contextlib, io, json
@@ -75,7 +75,7 @@ def site(tmp_path_factory):
     where = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "visspec", where / "visspec", ignore=shutil.ignore_patterns("toys"))
     for part in ("models", "kernels", "eval"):
-        weights = shutil.ignore_patterns("captioner*", "painter*")
+        weights = shutil.ignore_patterns("captioner*", "painter*", "vispec*")
         shutil.copytree(ROOT / part, where / "visspec" / part, ignore=weights)
     shutil.copytree(HERE, where / "tests")
     shutil.copy(ROOT / "pyproject.toml", where)

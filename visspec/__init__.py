@@ -26,6 +26,8 @@ _PUBLIC = {
     "Local": "visspec.accept.local",
     "Captions": "visspec.api.captions",
     "ImagePipeline": "visspec.api.images",
+    "register": "visspec.registry",
+    "Preset": "visspec.presets",
     "Acceptance": "visspec.types",
     "Drafter": "visspec.types",
     "Sampling": "visspec.types",
@@ -35,8 +37,8 @@ __all__ = [*_PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "registry":  # the table of names, a module
-        return import_module("visspec.registry")
+    if name in ("registry", "testing"):
+        return import_module(f"visspec.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'visspec' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -75,6 +75,7 @@ class SlotCache:
         self.spare = 0  # rows that are allocated behind each store's: those of rows that have left
         self.mask: Any = None  # what `masks` keeps from pass to pass
         self.steady = False
+        self.step = 1  # a pass attends to a multiple of so many slots, the last of which its mask hides
         self.lease: Any = None  # what keeps stores that were lent (`models.runner.graphs`) from others
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
@@ -102,7 +103,8 @@ class SlotCache:
 
     def open(self, nodes: int, device: torch.device | str) -> int:
         """Start a pass that writes `nodes` slots per row. Returns its extent: the number of slots it attends to."""
-        self.nodes, self._start, self._extent = nodes, self.length, self.length + nodes
+        self.nodes, self._start = nodes, self.length
+        self._extent = -(-(self.length + nodes) // self.step) * self.step
         self._slots = None
         if self.apart:
             self._slots = to_device(self.lengths, device)[:, None] + torch.arange(nodes, device=device)
@@ -142,8 +144,8 @@ class SlotCache:
                 torch._check(store.shape[1] == new.shape[1])
                 torch._check(store.shape[3] == new.shape[3])
         if self._slots is None:
-            keys[:, :, self._start : self._extent] = key
-            values[:, :, self._start : self._extent] = value
+            keys[:, :, self._start : self._start + self.nodes] = key
+            values[:, :, self._start : self._start + self.nodes] = value
         else:
             rows = torch.arange(key.shape[0], device=key.device)[:, None]
             slots = self._slots.to(key.device)

@@ -1,163 +1,126 @@
-"""The table of what has a name: acceptance rules, drafters, orders of decoding and draft-length policies.
-
-Data only; `registry` makes them.
-"""
+"""The built-in drafters, acceptance rules, draft-length policies, orders and image families: data for `registry`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+NEEDS = ("", "text", "codes", "any order", "vectors", "maps")  # the models that an entry is for, by what they generate
+VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
+    "int": (int, "a whole number"),
+    "float": ((int, float), "a finite number"),
+    "bool": (bool, "true or false"),
+    "str": (str, "a name"),
+}
 
 
 class Entry(NamedTuple):
     """A class with a name."""
 
-    reference: str | None  # "module:name"
+    target: Any  # "module:name", imported on use, or the object itself
     what: str
-    of: str = ""  # what it is for alone: "text", "images", "vectors", "scales", "any-order images"
+    needs: str = ""  # one of NEEDS; "": any model
     checkpoint: str = ""  # of a trained drafter: the `kind` or `model_type` in the config.json of its weights
 
-    def __str__(self) -> str:
-        return f"{self.of}: {self.what}" if self.of else self.what
+    def load(self) -> Any:
+        if not isinstance(self.target, str):
+            return self.target
+        module, name = self.target.split(":")
+        return getattr(import_module(module), name)
 
 
-ACCEPTANCE = {
-    "exact": Entry(
-        "visspec.accept.exact:Exact", "greedy and sampling, chains and trees; token-identical to plain decoding"
-    ),
-    "rejection": Entry(
-        "visspec.accept.rejection:Rejection",
-        "exact, with uniform numbers of its own: for drafts sampled from a reported law",
-    ),
-    "block": Entry(
-        "visspec.accept.block:Block", "exact, chains of sampled drafts judged as one: no fewer tokens than rejection"
-    ),
-    "typical": Entry("visspec.accept.typical:Typical", "keeps what the target finds plausible; drift is measured"),
-    "lantern": Entry("visspec.accept.lantern:Lantern", "image codes borrow up to delta from k codebook neighbours"),
-    "lantern_plus": Entry("visspec.accept.lantern:LanternPlus", "the same, up to lam times a code's own probability"),
-    "grouped": Entry("visspec.accept.grouped:Grouped", "image codes judged by their group: ranks of p, or clusters"),
-    "cool": Entry("visspec.accept.cool:Cool", "ratios loosened by a factor that decays with depth"),
-    "coupled": Entry(
-        "visspec.accept.coupled:Coupled",
-        "denoising chains coupled step by step with the drafter's; exact; several steps in a pass",
-        "vectors",
-    ),
-    "surrogate": Entry(
-        "visspec.accept.surrogate:Surrogate", "the published ratio (CSpD); drift is measured", "vectors"
-    ),
-    "scales": Entry(
-        "visspec.accept.scales:Scales", "scales of codes; exact, code for code as plain decoding draws them"
-    ),
-    "repaired": Entry(
-        "visspec.accept.scales:Repaired",
-        "scales of codes, rejected codes drawn again; exact, with uniform numbers of its own",
-    ),
-    "local": Entry(
-        "visspec.accept.local:Local", "drafted images judged place by place; rejected islands are drawn again"
-    ),
-}
-DRAFTERS = {
-    "none": Entry(None, "plain decoding in our loop"),
-    "ngram": Entry("visspec.models.lookup.ngram:NGram", "prompt and history lookup; every target, nothing to train"),
-    "context": Entry(
-        "visspec.models.lookup.context:ContextDrafter",
-        "one tree of what the context and earlier passes propose; nothing to train",
-    ),
-    "suffix": Entry(
-        "visspec.models.lookup.suffix:SuffixDrafter",
-        "what followed the longest ending seen before; shared=true: in all requests",
-    ),
-    "recycling": Entry(
-        "visspec.models.lookup.recycling:Recycling",
-        "trees of what the target ranked highest after each token in earlier passes; shared=true: of all requests",
-    ),
-    "layers": Entry(
-        "visspec.models.decoder.layer_skip:LayerSkip",
-        "the target itself with layers left out, chosen on the fly (every=3), or an early exit (exit=4)",
-        "text",
-    ),
-    "mtp": Entry(
-        "visspec.models.decoder.mtp:MultiToken",
-        "layers of the target's own checkpoint that predict several tokens (`use_mtp` in transformers, or `mtp.*`)",
-        "text",
-    ),
-    "jacobi": Entry(
-        "visspec.models.jacobi.drafter:Jacobi", "the target's own laws of the last pass; no training", "images"
-    ),
-    "lowres": Entry(
-        "visspec.models.lowres.drafter:LowRes", "a low-resolution sibling draws all of it, enlarged", "images"
-    ),
-    "eagle": Entry(
-        "visspec.models.eagle.drafter:FeatureDrafter",
-        "on the target's hidden states (EAGLE, ViSpec); trained",
-        "text",
-        "feature_drafter",
-    ),
-    "eagle-head": Entry(
-        "visspec.models.eagle.head_drafter:EagleDrafter",
-        "the same in the published forms (EAGLE-1 to 3, MSD, ViSpec, FLASH, DREAM, ...); trained, or one of others",
-        "text",
-        "eagle_head",
-    ),
-    "block-head": Entry(
-        "visspec.models.block.trained:BlockDrafter",
-        "several places in one pass, with the target's hidden states as context (DFlash, DSpark); trained",
-        "text",
-        "block_drafter",
-    ),
-    "diffusion-lm": Entry(
-        "visspec.models.block.diffusion_trained:DiffusionDrafter",
-        "a block of masks denoised in one pass or a few, by a masked diffusion language model (DEER); trained",
-        "text",
-        "diffusion_lm",
-    ),
-    "image-eagle": Entry(
-        "visspec.models.eagle.image_drafter:ImageFeatureDrafter",
-        "on the target's hidden states; trained; tree=chain, dynamic or static",
-        "images",
-        "image_drafter",
-    ),
-    "distilled": Entry(
-        "visspec.models.distilled.drafter:DistilledDrafter",
-        "from the noise of many places to their codes, in a few passes of a small network; trained",
-        "images",
-        "distilled_drafter",
-    ),
-    "mar": Entry(
-        "visspec.models.mar.drafter:SmallMAR", "a smaller MAR, in the order of the row; trained", "vectors", "mar_image"
-    ),
-    "var": Entry(
-        "visspec.models.var.drafter:SmallVAR",
-        "a smaller next-scale model, several scales ahead; trained",
-        "scales",
-        "var_image",
-    ),
-    "ahead": Entry(
-        "visspec.models.randar.ahead:Ahead",
-        "the target's own laws of later codes, at no further pass (ASSD); no training",
-        "any-order images",
-    ),
-}
-ORDERS = {  # of generation of an image's positions
-    "raster": Entry("visspec.loop.orders:Raster", "row by row, through the loop; the default"),
-    "islands": Entry(
-        "visspec.loop.orders:RejectedRegions",
-        "a drafted image is judged at once, what is rejected is drawn again; of lowres with local by itself",
-    ),
-    "spread": Entry(
-        "visspec.loop.visits:SpreadOrder", "every place as far as can be from those before", "any-order images"
-    ),
-    "halton": Entry("visspec.loop.visits:HaltonOrder", "points of the Halton sequence", "any-order images"),
-    "parallel": Entry(
-        "visspec.models.mar.parallel:ParallelMAR",
-        "published MAR: several tokens in each of `iterations` passes",
-        "vectors",
-    ),
-}
-LENGTHS = {  # of drafts; drafters with `entropy` and `confidence` end single rows earlier
-    "adaptive": Entry(
-        "visspec.loop.draft_length:AdaptiveLength", "the fastest by measured costs and acceptance, or none; the default"
-    ),
-    "fixed": Entry("visspec.loop.draft_length:FixedLength", "as many levels as the drafter has, or `levels`"),
-}
-TABLES = {"drafter": DRAFTERS, "acceptance": ACCEPTANCE, "order": ORDERS, "length": LENGTHS}
-KINDS = {entry.checkpoint: name for name, entry in DRAFTERS.items() if entry.checkpoint}  # who reads a checkpoint
+def options_of(kind: Any) -> dict[str, tuple[str, Any]]:
+    """The options of a class or function, read from its signature: annotation and default by name."""
+    found = {}
+    for name, parameter in signature(kind).parameters.items():
+        annotation = parameter.annotation
+        if annotation is Parameter.empty:
+            annotation = type(parameter.default)
+        words = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+        if parameter.default is not Parameter.empty and words.split(" | ")[0] in VALUES:
+            found[name] = words.removesuffix(" | None"), parameter.default
+    return found
+
+
+TABLES: dict[str, dict[str, Entry]] = {
+    "drafter": {
+        "none": Entry(None, "plain decoding in our loop"),
+        "ngram": Entry("visspec.models.lookup.ngram:NGram", "looks the last words up in the prompt and the answer"),
+        "suffix": Entry("visspec.models.lookup.suffix:SuffixDrafter", "what followed the longest ending seen before"),
+        "context": Entry("visspec.models.lookup.context:ContextDrafter", "a tree of what context and passes propose"),
+        "recycling": Entry("visspec.models.lookup.recycling:Recycling", "trees of what the target ranked high before"),
+        "layers": Entry("visspec.models.decoder.layer_skip:LayerSkip", "the target with layers left out", "text"),
+        "mtp": Entry("visspec.models.decoder.mtp:MultiToken", "the checkpoint's own multi-token layers", "text"),
+        "eagle": Entry(
+            "visspec.models.eagle.drafter:FeatureDrafter", "a layer on hidden states (ViSpec with norms); trained",
+            "text", "feature_drafter",
+        ),
+        "eagle-head": Entry(
+            "visspec.models.eagle.head_drafter:EagleDrafter", "EAGLE-1 to 3, MSD, ViSpec, FLASH, DREAM; trained",
+            "text", "eagle_head",
+        ),
+        "block-head": Entry(
+            "visspec.models.block.trained:BlockDrafter", "a block in one pass (DFlash, DSpark); trained",
+            "text", "block_drafter",
+        ),
+        "diffusion-lm": Entry(
+            "visspec.models.block.diffusion_trained:DiffusionDrafter", "a block of masks, denoised (DEER); trained",
+            "text", "diffusion_lm",
+        ),
+        "jacobi": Entry("visspec.models.jacobi.drafter:Jacobi", "the target's laws of the last pass", "codes"),
+        "lowres": Entry("visspec.models.lowres.drafter:LowRes", "a small model's picture, enlarged", "codes"),
+        "image-eagle": Entry(
+            "visspec.models.eagle.image_drafter:ImageFeatureDrafter", "a layer on hidden states; trained",
+            "codes", "image_drafter",
+        ),
+        "distilled": Entry(
+            "visspec.models.distilled.drafter:DistilledDrafter", "from noise to many codes at once; trained",
+            "codes", "distilled_drafter",
+        ),
+        "ahead": Entry("visspec.models.randar.ahead:Ahead", "the target's own laws of later codes", "any order"),
+        "mar": Entry("visspec.models.mar.drafter:SmallMAR", "a smaller MAR; trained", "vectors", "mar_image"),
+        "var": Entry("visspec.models.var.drafter:SmallVAR", "a smaller VAR; trained", "maps", "var_image"),
+    },
+    "rule": {
+        "exact": Entry("visspec.accept.exact:Exact", "token-identical to plain decoding; chains and trees"),
+        "rejection": Entry("visspec.accept.rejection:Rejection", "exact; for drafts sampled from a reported law"),
+        "block": Entry("visspec.accept.block:Block", "exact; chains of sampled drafts judged as one"),
+        "typical": Entry("visspec.accept.typical:Typical", "keeps what the target finds plausible; approximate"),
+        "lantern": Entry("visspec.accept.lantern:Lantern", "codes borrow up to delta from k neighbours; approximate"),
+        "lantern_plus": Entry("visspec.accept.lantern:LanternPlus", "the same up to lam times p; approximate"),
+        "grouped": Entry("visspec.accept.grouped:Grouped", "codes judged by their group; approximate"),
+        "cool": Entry("visspec.accept.cool:Cool", "ratios loosened by a factor that decays with depth; approximate"),
+        "local": Entry("visspec.accept.local:Local", "drafted pictures judged place by place; approximate"),
+        "coupled": Entry("visspec.accept.coupled:Coupled", "exact; denoising chains coupled step by step", "vectors"),
+        "surrogate": Entry("visspec.accept.surrogate:Surrogate", "the ratio of CSpD; approximate", "vectors"),
+        "scales": Entry("visspec.accept.scales:Scales", "exact; code for code those of plain decoding", "maps"),
+        "repaired": Entry("visspec.accept.scales:Repaired", "exact; rejected codes are drawn again", "maps"),
+    },
+    "length": {
+        "adaptive": Entry("visspec.loop.draft_length:AdaptiveLength", "the fastest by measurement, or none; default"),
+        "fixed": Entry("visspec.loop.draft_length:FixedLength", "as many levels as the drafter has, or `levels`"),
+    },
+    "order": {
+        "raster": Entry("visspec.loop.orders:Raster", "row by row; default"),
+        "islands": Entry("visspec.loop.orders:RejectedRegions", "a whole drafted picture; rejected islands again"),
+        "spread": Entry("visspec.loop.visits:SpreadOrder", "each place far from those before", "any order"),
+        "halton": Entry("visspec.loop.visits:HaltonOrder", "points of the Halton sequence", "any order"),
+        "parallel": Entry("visspec.models.mar.parallel:ParallelMAR", "MAR as published, in few passes", "vectors"),
+    },
+    "family": {  # by `model_type`; of models that transformers lacks by the name of the class
+        "janus": Entry("visspec.models.janus.target:Janus", "Janus and Janus-Pro", "codes"),
+        "emu3": Entry("visspec.models.emu3.target:Emu3", "Emu3-Gen", "codes"),
+        "glm_image": Entry("visspec.models.glm_image.target:GlmImage", "GLM-Image", "codes"),
+        "chameleon": Entry("visspec.models.chameleon.target:Chameleon", "Chameleon, Anole, Lumina-mGPT", "codes"),
+        "mar_image": Entry("visspec.models.mar.images:LabelledMARImages", "a MAR saved with this library", "vectors"),
+        "randar_image": Entry("visspec.models.randar.target:PromptedRandARImages", "a RandAR likewise", "any order"),
+        "var_image": Entry("visspec.models.var.images:LabelledVARImages", "a VAR likewise", "maps"),
+        "LlamaGen": Entry("visspec.models.llamagen.target:LlamaGenImages", "LlamaGen", "codes"),
+        "RandAR": Entry("visspec.models.randar.target:RandARImages", "RandAR", "any order"),
+        "MAR": Entry("visspec.models.mar.target:MARImages", "MAR", "vectors"),
+        "VAR": Entry("visspec.models.var.target:VARImages", "VAR", "maps"),
+        "Infinity": Entry("visspec.models.infinity.target:InfinityImages", "Infinity", "maps"),
+        "NextStep": Entry("visspec.models.nextstep.target:NextStepImages", "NextStep-1", "vectors"),
+    },
+}  # fmt: skip

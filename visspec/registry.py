@@ -1,45 +1,119 @@
-"""Registry of drafters, acceptance rules, orders, draft-length policies and checkpoints by name, and of `presets`.
+"""The registry: one table of everything that has a name, and the objects that names stand for.
 
-Imports are lazy.
+`entries` and `presets` hold what is built in, `io.included` the included models. Other packages add to them by
+`register`, or by an entry point of the group `visspec.plugins`: a function without arguments that calls `register`.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from functools import partial
-from inspect import signature
+from importlib.metadata import entry_points
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from visspec.entries import ACCEPTANCE, DRAFTERS, KINDS, LENGTHS, ORDERS
+from visspec.entries import NEEDS, TABLES, VALUES, Entry, options_of
 from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
-from visspec.presets import IMAGES, OWN, TRAINED, Preset, TrainedPreset
+from visspec.presets import PRESETS, RECIPES, Preset, Recipe, read_preset
 from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
-SHIPPED = {name: included.table().models[name] for name in included.table().drafters}
+KINDS = {"drafter": "drafters", "rule": "rules", "length": "lengths", "order": "orders", "family": "families",
+         "preset": "presets", "recipe": "recipes", "model": "models"}  # fmt: skip
+ARGUMENTS = {"rule": "acceptance", "recipe": "preset"}  # the argument that takes a name, where it is not the kind
+PLUGINS = "visspec.plugins"
 SHAPE = ("tree", "entropy", "confidence")  # options of every `StructuredDrafter`
-VALUES: dict[str, tuple[Any, str]] = {  # of options, by the annotation of a constructor's argument: types and words
-    "int": (int, "a whole number"),
-    "float": ((int, float), "a finite number"),
-    "bool": (bool, "true or false"),
-    "str": (str, "a name"),
-}
 CHECKPOINTS = included.FOLDER  # of the included models, a folder each
+_plugins_called = False
+_added: set[tuple[str, str]] = set()  # (kind, name) that `register` has added
 
 
-def included_folder(name: str) -> Path:
-    """The folder of an included checkpoint by its name; any other name is a path. Raises ValueError for the name of an
-    included one that this installation lacks.
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def register(kind: str, name: str, target: Any, what: str = "", needs: str = "", checkpoint: str = "") -> None:
+    """Add a name that `accelerate`, `ImagePipeline` and the command line take.
+
+    Args:
+        kind: "drafter", "rule", "length", "order", "family" (name: the `model_type` of its models) or "preset".
+        target: a class, or "module:name" of one, which is imported when it is used; of a preset, a `Preset`.
+        what: a description of a few words for `visspec list`.
+        needs: what the models that it is for generate: "text", "codes", "any order", "vectors" or "maps"; "" for all.
+        checkpoint: of a trained drafter, the `kind` in the config.json of its weights, which `from_pretrained` reads.
+
+    Raises:
+        ValueError: for another kind, and for a name that is built in.
     """
-    own = "/" not in name and (included.present(name) or (name in included.table().models and not Path(name).exists()))
-    return included.check("checkpoint", name) if own else Path(name)
+    if kind not in (*TABLES, "preset") or needs not in NEEDS[kind == "preset" :]:
+        raise ValueError(
+            f"register: got {kind!r} that needs {needs!r}, expected one of {', '.join(TABLES)} or preset, and one of"
+            f" {', '.join(NEEDS[1:])}"
+        )
+    if name in (PRESETS if kind == "preset" else TABLES[kind]) and (kind, name) not in _added:
+        raise ValueError(f"register: the {kind} {name!r} is built in, expected another name")
+    _added.add((kind, name))
+    if kind == "preset":
+        PRESETS.setdefault(name, {})[needs] = target
+    else:
+        documented = "" if isinstance(target, str) else (target.__doc__ or "").strip().partition("\n")[0]
+        TABLES[kind][name] = Entry(target, what or documented, needs, checkpoint)
+
+
+def load_plugins() -> None:
+    """Call the functions behind the entry points, once. One that fails is left out with a warning."""
+    global _plugins_called
+    if _plugins_called:
+        return
+    _plugins_called = True
+    for point in entry_points(group=PLUGINS):
+        try:
+            point.load()()
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            warnings.warn(f"plug-in {point.name!r} ({point.value}) failed and is left out: {why}", stacklevel=2)
+
+
+def table(kind: str) -> dict[str, Entry]:
+    """All entries of a kind by name, those of plug-ins included."""
+    load_plugins()
+    if kind == "preset":
+        return {
+            name: Entry(by, "; ".join(dict.fromkeys(one.source for one in by.values())), ", ".join(by))
+            for name, by in PRESETS.items()
+        }
+    if kind == "recipe":
+        drafters = TABLES["drafter"]
+        return {name: Entry(one, one.source, drafters[one.kind].needs) for name, one in RECIPES.items()}
+    if kind == "model":
+        models = included.table().models
+        return {name: Entry(model, model.what, model.target) for name, model in models.items()}
+    return TABLES[kind]
+
+
+def find(kind: str, name: str) -> Entry:
+    """The entry of a name. Raises ValueError with the nearest names for one that is not there."""
+    known = table(kind)
+    if name not in known:
+        others = f"expected a name of `visspec list {KINDS[kind]}`, such as {nearest(name, known)}"
+        raise ValueError(f"{ARGUMENTS.get(kind, kind)}: got {name!r}, {others}")
+    return known[name]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The three names that are most like a misspelled one."""
+    return ", ".join(get_close_matches(name, list(names), 3, 0.0))
+
+
+# --- names with options -----------------------------------------------------------------------------------------------
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -56,8 +130,12 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 def split(spec: str) -> tuple[str, dict[str, Any]]:
     """A drafter's name, or a folder, and its options. The path of a folder may have a colon."""
-    folder = spec.partition(":")[0] not in DRAFTERS | SHIPPED and Path(spec).is_dir()
-    return (spec, {}) if folder else parse(spec)
+    return (spec, {}) if not is_named(spec.partition(":")[0]) and Path(spec).is_dir() else parse(spec)
+
+
+def is_named(name: str) -> bool:
+    """Whether a drafter has this name in the registry."""
+    return name in table("drafter") or name in included.table().drafters
 
 
 def _number(text: str) -> Any:
@@ -71,9 +149,12 @@ def _number(text: str) -> Any:
 
 def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
     """`(start or kind)(**options)`. Raises ValueError for an unknown option or a value unlike `kind`'s annotation."""
-    for option, value in list(options.items()):
-        parameter = signature(kind).parameters.get(option)
-        annotated = str(parameter.annotation).removesuffix(" | None") if parameter else ""
+    known = options_of(kind)
+    free = any(one.kind is Parameter.VAR_KEYWORD for one in signature(kind).parameters.values())
+    for option, value in options.items():
+        if option not in known and not free:
+            raise ValueError(f"{what}: {name} does not take {option!r}, expected {', '.join(known) or 'no option'}")
+        annotated = known[option][0] if option in known else ""
         types, words = VALUES.get(annotated, (object, "a finite number"))
         wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
@@ -84,41 +165,78 @@ def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: C
         raise ValueError(f"{what}: {name} does not take {options}, {error}") from None
 
 
-def _pick(table: dict, what: str, name: str):
-    if name not in table:
-        raise ValueError(f"{what}: got {name!r}, expected one of {', '.join(table)}")
-    return table[name]
+def named(kind: str, text: str) -> Any:
+    """The object of a name with options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
+    name, options = parse(text)
+    return make(ARGUMENTS.get(kind, kind), name, find(kind, name).load(), options)
 
 
 def rule(text: str) -> Any:
-    """A rule by name and options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
-    name, options = parse(text)
-    return make("acceptance", name, load(str(_pick(ACCEPTANCE, "acceptance", name).reference)), options)
+    """An acceptance rule by name and options, "typical:epsilon=0.1"."""
+    return named("rule", text)
 
 
-def preset(name: str, draws: str = "any order", model: ConfiguredModel | None = None) -> Preset:
-    """A preset of image generation, for a family that `draws` codes, codes in any order, vectors or maps. Drafters that
-    have to be trained are named by kind; with a `model`, by the included one of that kind that is made for it, where
-    one is. Raises ValueError for an unknown name.
+def order(spec: str | Order | Iterable[int] | None) -> Any:
+    """An order by name and options, or an object; of any-order models a list of places, too. Raises ValueError as
+    `named` does.
     """
-    found = _pick(IMAGES[draws], "preset", name)
-    if model is None:
-        return found
-    parts = {part: made_for(value, model) if part == "refiner" else value for part, value in found.parts.items()}
-    return found._replace(drafter=_drafter_of(found.drafter, model), parts=parts)
+    if spec is None or isinstance(spec, Order):
+        return spec
+    return named("order", spec) if isinstance(spec, str) else load("visspec.loop.visits:ListedOrder")(spec)
 
 
-def _drafter_of(spec: str, model: ConfiguredModel) -> str:
-    """`spec` with the included model that is made for `model` in place of each kind of one."""
+def length(spec: Any) -> Callable[[int], Any] | None:
+    """What makes a draft-length policy for a number of levels, by name and options, "adaptive:share=0.02", or copies an
+    object. Raises ValueError as `named` does.
+    """
+    if spec is None:
+        return None
+    if not isinstance(spec, str):
+        return lambda levels: copy.deepcopy(spec)
     name, options = parse(spec)
-    words = ",".join(f"{key}={made_for(str(value), model)}" for key, value in options.items())
-    name = made_for(name, model) if DRAFTERS[name].checkpoint else name
-    return f"{name}:{words}" if words else name
+    named("length", spec)  # refuses what is wrong now
+    kind = find("length", name).load()
+    return lambda levels: kind(**{"levels": levels} | options)
 
 
-def made_for(kind: str, model: ConfiguredModel) -> str:
-    """The included model of a kind that is made for `model`; the kind itself, where none is."""
-    return included.made_for(kind, model) or kind
+# --- presets and included models --------------------------------------------------------------------------------------
+
+
+def presets(needs: str) -> dict[str, Preset]:
+    """The presets of models that generate "text", "codes", codes in "any order", "vectors" or "maps", by name."""
+    load_plugins()
+    kinds = ("any order", "codes") if needs == "any order" else (needs,)
+    return {name: by[kind] for name, by in PRESETS.items() for kind in kinds if kind in by}
+
+
+def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -> Preset:
+    """A preset by name, or of a file that `visspec tune --out` wrote for `model`. Raises ValueError for an unknown
+    name, for one of other models, and for another file.
+    """
+    if model is not None and str(name).endswith(".json"):
+        return read_preset(name, model)
+    entry, known = find("preset", str(name)), presets(needs)
+    if name not in known:
+        raise ValueError(
+            f"preset: got {name!r}, which is for models of {entry.needs}, expected one for {needs}: {', '.join(known)}"
+        )
+    return known[str(name)]
+
+
+def recipe(name: str | None, needs: str = "text") -> Recipe:
+    """A recipe of `visspec train drafter` for models that generate `needs`, or "own". Raises ValueError for another."""
+    entry = find("recipe", name or "own")
+    if entry.needs != needs:
+        raise ValueError(f"preset: got {name!r}, which is for models of {entry.needs}, expected one for {needs}")
+    return entry.target
+
+
+def included_folder(name: str) -> Path:
+    """The folder of an included checkpoint by its name; any other name is a path. Raises ValueError for the name of an
+    included one that this installation lacks.
+    """
+    own = "/" not in name and (included.present(name) or (name in included.table().models and not Path(name).exists()))
+    return included.check("checkpoint", name) if own else Path(name)
 
 
 def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
@@ -127,42 +245,7 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
     return own if own and included.present(own) else None
 
 
-def training_preset(name: str | None, table: dict[str, TrainedPreset] = TRAINED) -> TrainedPreset:
-    """A preset of `visspec train drafter`; None is our own form. Raises ValueError for an unknown name."""
-    return OWN if name is None else _pick(table, "preset", name)
-
-
-def method(text: str) -> dict[str, str | None]:
-    """ "drafter/rule" or "drafter/rule/order" as arguments of an `ImagePipeline`."""
-    drafter, _, rest = text.partition("/")
-    acceptance, _, order = rest.partition("/")
-    return {"drafter": drafter, "acceptance": acceptance, "order": order or None}
-
-
-def order(spec: str | Order | Iterable[int] | None) -> Any:
-    """An order by name and options, or an object; of any-order models a list of places, too. Raises
-    ValueError as `rule` does.
-    """
-    if spec is None or isinstance(spec, Order):
-        return spec
-    if not isinstance(spec, str):
-        return load("visspec.loop.visits:ListedOrder")(spec)
-    name, options = parse(str(spec))
-    return make("order", name, load(str(_pick(ORDERS, "order", name).reference)), options)
-
-
-def length(spec: Any) -> Callable[[int], Any] | None:
-    """What makes a draft-length policy for a number of levels, by name and options, "adaptive:share=0.02", or copies an
-    object. Raises ValueError as `rule` does.
-    """
-    if spec is None:
-        return None
-    if not isinstance(spec, str):
-        return lambda levels: copy.deepcopy(spec)
-    name, options = parse(spec)
-    kind = load(str(_pick(LENGTHS, "length", name).reference))
-    make("length", name, kind, options)
-    return partial(kind, **options)
+# --- drafters ---------------------------------------------------------------------------------------------------------
 
 
 def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) -> tuple[Any, str]:
@@ -174,44 +257,43 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     name, options = split(str(spec))
-    if name not in DRAFTERS | SHIPPED and Path(name).is_dir():
-        return from_folder(Path(name), model, options, family), Path(name).name
-    if name not in ORDERS and hub.names(name):
-        return from_folder(hub.fetch(name), model, options, family), name.rpartition("/")[2]
-    if name in ORDERS:
-        raise ValueError(f"drafter: got {str(spec)!r}, which is an order of decoding, expected order={str(spec)!r}")
-    if name in KINDS.values():
+    known, shipped = table("drafter"), included.table().drafters
+    if not is_named(name):
+        if not (Path(name).is_dir() or hub.names(name)):
+            raise ValueError(
+                f"drafter: got {str(spec)!r}, expected a checkpoint folder, a hub id or a name of `visspec list"
+                f" drafters`, such as {nearest(name, [*known, *shipped])}"
+            )
+        folder = hub.resolve_folder(name)
+        return from_folder(folder, model, options, family), Path(name).name
+    if name in known and known[name].checkpoint:
         own = included.made_for(name, model)
         if own is None:
-            some = f" or one of {', '.join(SHIPPED)}, each for its own model" if SHIPPED else ""
-            expected = f"expected the folder of its weights{some}"
-            raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, {expected}")
+            raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights")
         name = own
-    if name in SHIPPED:
+    if name in shipped:
         folder = included.check("drafter", name)
-        if apart := included.difference(SHIPPED[name].target, model):
+        if apart := included.difference(shipped[name].target, model):
             where, value, found = apart
             raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
         return from_folder(folder, model, options, family), name
-    if name in DRAFTERS:
-        return make("drafter", name, drafter_class(name), options), name
-    known = ", ".join([*DRAFTERS, *SHIPPED])
-    raise ValueError(f"drafter: got {str(spec)!r}, expected one of {known}, a checkpoint folder or a hub id")
+    return make("drafter", name, drafter_class(name), options), name
 
 
 def drafter_class(name: str) -> Any:
-    """The class of a drafter of `DRAFTERS`. Raises ValueError for "none"."""
-    reference = DRAFTERS[name].reference
-    if reference is None:
+    """The class of a drafter by name. Raises ValueError for "none"."""
+    if name == "none":
         raise ValueError(f"drafter: got {name!r} with options, expected {name!r} alone")
-    return load(reference)
+    return find("drafter", name).load()
 
 
 def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], family: object = None) -> Any:
     """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
     config = read_json(folder, "config.json")
-    if str(config.get("kind", config.get("model_type"))) in KINDS or "kind" in config:
-        kind = drafter_class(KINDS.get(str(config.get("kind", config.get("model_type"))), "eagle"))
+    trained = {entry.checkpoint: entry for entry in table("drafter").values() if entry.checkpoint}
+    ours = str(config.get("kind", config.get("model_type")))
+    if ours in trained or "kind" in config:
+        kind = trained.get(ours, TABLES["drafter"]["eagle"]).load()
     else:
         kind = load("visspec.models.published:reader")(folder)
     target = family if family is not None and getattr(kind, "of_family", False) else model

@@ -35,13 +35,13 @@ class Masks:
     def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Mask:
         """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
         if not self.window:
-            single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady
+            single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady and slots.step == 1
             if single and (self.groups == 1 or self.backend.name != MASK):
                 return None
             attn_metadata = self.backend(slots, tree, extent)
             if attn_metadata is not None:
                 return attn_metadata
-            if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1:
+            if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1 or slots.step > 1:
                 return laid(self._ragged_mask(slots, tree, extent), slots.steady)
             return laid(self._shared_mask(tree, slots.length), slots.steady)
         return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
@@ -81,7 +81,7 @@ class Masks:
         """The mask if rows differ. It is kept with the request: a round writes the slots behind each row's prefix."""
         kept = slots.mask
         if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups):
-            room = extent + extent // 4 + GROW
+            room = extent + extent // 4 + GROW + slots.step
             seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, room)
             slots.mask = IncrementalMask(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
         else:
@@ -105,7 +105,7 @@ class IncrementalMask:
         return (
             rows == len(slots.lengths)
             and most >= groups * tree.size
-            and room >= max(self.lengths) + self.nodes + tree.size
+            and room >= max(self.lengths) + self.nodes + tree.size + slots.step
             and 0 <= min(growth)
             and max(growth) <= self.nodes
         )

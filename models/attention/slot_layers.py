@@ -79,9 +79,14 @@ class SlotLayers(Cache):
         """A cache of the same layers whose rows of `length` slots are in other stores, keys first and then values."""
         new, half = SlotLayers(rows), len(stores) // 2
         new.slots.keys, new.slots.values = [s[:rows] for s in stores[:half]], [s[:rows] for s in stores[half:]]
-        new.slots.lengths, new.written = [length] * rows, dict(self.written)
-        new.layers = [SlotLayer(new.slots, i) for i in range(len(self.layers))]
+        new.slots.lengths = [length] * rows
+        new.adopt(self)
         return new
+
+    def adopt(self, other: SlotLayers) -> None:
+        """Have the layers of another cache of the same model, whose keys and values were put into `slots`."""
+        self.written = dict(other.written)
+        self.layers = [SlotLayer(self.slots, i) for i in range(len(other.layers))]
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         place = self.written.get(layer_idx)

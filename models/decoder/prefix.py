@@ -134,6 +134,8 @@ class PrefixCache:
             self._target, self.refused = target, ""
             if target.states or target.rotary or target.restarts:
                 self.refused = "states, or rotations that depend on a prompt's length"
+            elif target.widths is not None:
+                self.refused = "batch_invariant=True, under which a prompt is read in one pass"
         return None if self.refused else self
 
     def find(self, keys: Sequence[PromptKey]) -> tuple[list[Start | None], dict[int, PromptKey]]:

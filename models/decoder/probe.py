@@ -31,6 +31,7 @@ from visspec.models.attention import ragged, rotary
 from visspec.models.attention.hooks import HOOKING
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE_NAMES, SlotLayer, SlotLayers
+from visspec.models.runner.widths import STEP
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class ProbeResult(NamedTuple):
 
 _answers: dict[tuple, ProbeResult] = {}
 _pads: dict[tuple, bool] = {}
+_rows: dict[tuple, bool] = {}
 _prompts: dict[tuple, str] = {}  # what is wrong with a model that refuses every prompt
 
 
@@ -361,22 +363,49 @@ def _tokens(target: HFDecoder) -> Tensor:
     return torch.tensor([[ordinary[n % len(ordinary)] for n in range(size)]], device=target.device)
 
 
-def _in_a_draft(target: HFDecoder, chain: bool = False) -> Tensor:
-    """Logits of the path's nodes, from a pass over the tree, or over the path alone as a chain: (R, P, V)."""
+def check_rows(target: HFDecoder) -> None:
+    """Raises ValueError unless a row's logits are bit for bit those that it has alone, and in a pass over more nodes:
+    three passes, kept as the answers of `check` are. What `PassWidths` does not know of is found here.
+    """
+    key = *_key(target), torch.get_num_threads()
+    if key not in _rows:
+        with HOOKING, torch.inference_mode(False), restore_after(target.model):
+            both_RPV, short_RPV = _in_a_draft(target, chain=True), _in_a_draft(target, chain=True, rows=[SHORT])
+            one_RPV = _in_a_draft(target, chain=True, rows=[SHORT], nodes=1)
+            _rows[key] = torch.equal(both_RPV[1:], short_RPV) and torch.equal(short_RPV[:, :1], one_RPV)
+    if not _rows[key]:
+        raise ValueError(
+            f"batch_invariant: got {type(target.model).__name__}, whose logits differ beside other rows and nodes, so"
+            " leave it out here"
+        )
+
+
+def _in_a_draft(
+    target: HFDecoder, chain: bool = False, rows: Sequence[int] = (LONG, SHORT), nodes: int = len(PARENT)
+) -> Tensor:
+    """Logits of the path's nodes, from a pass over the tree, or over the path alone as a chain: (R, P, V).
+
+    Args:
+        rows: The long row, the short one, or both.
+        nodes: Of the chain, at most.
+    """
     parent, path = _shape(target)
-    tokens_RN = _tokens(target).repeat(2, 1)
+    tokens_RN = _tokens(target).repeat(len(rows), 1)
     if chain:
+        path = path[:nodes]
         tokens_RN, parent, path = tokens_RN[:, path], tuple(range(-1, len(path) - 1)), tuple(range(len(path)))
     tree = trees.static(parent, str(target.device))
     request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
-    values_RSE = _values(target)
-    cache = target.cache(2)
-    cache.slots = _RandomSlots(values_RSE, [values_RSE.shape[1], SHORT])
+    values_RSE = _values(target)[-len(rows) :]
+    cache, step = target.cache(len(rows)), 1 if target.widths is None else STEP
+    cache.slots = _RandomSlots(values_RSE, [values_RSE.shape[1], SHORT][-len(rows) :])
+    cache.slots.step = step
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
             layer.slots = cache.slots
-    position = torch.full((2,), SHORT, device=target.device)
-    state = State(request, tokens_RN[:, 0], position, cache, [0, 1], TokenBuffer(request, 2))
+    count = len(rows)
+    position = torch.full((count,), SHORT, device=target.device)
+    state = State(request, tokens_RN[:, 0], position, cache, list(range(count)), TokenBuffer(request, count))
     logits_RNV = categorical(target.verify(state, Draft(tokens_RN, tree)).distribution).logits
     cache.check_written(target.model, target.cached)
     return logits_RNV[:, path]

@@ -28,12 +28,14 @@ from visspec.models.attention.hooks import DecoderRecorder
 from visspec.models.attention.masks import STATEFUL, Mask, Masks
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
+from visspec.models.decoder import invariant as invariant_rows
 from visspec.models.decoder import probe
 from visspec.models.decoder.layer_subset import LayerSubset
 from visspec.models.layers import depth
 from visspec.models.runner.compiled import compiled_passes
 from visspec.models.runner.graphs import graphed_forward
 from visspec.models.runner.target import RunningTarget
+from visspec.models.runner.widths import STEP, PassWidths
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State
 
@@ -55,6 +57,7 @@ class HFDecoder(RunningTarget):
     head reads ("states" in `aux`, of all passes) for training. Raises ValueError
     for a model that can't be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that
     take no 4-D mask), or that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
+    `invariant`: each row is computed as it is alone (`runner.widths`); chains only.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class HFDecoder(RunningTarget):
         compile: bool = False,
         attention: str | None = None,
         states: bool = False,
+        invariant: bool = False,
     ):
         self.model = model
         self.capabilities = describe(model, features)
@@ -76,11 +80,12 @@ class HFDecoder(RunningTarget):
         self.cache_name: str = cache_argument(model.forward) or cache_argument(self.decoder.forward) or CACHE
         self._prepared_cache = cache_argument(model.prepare_inputs_for_generation) or CACHE
         shared = folding.groups(self.decoder, text._attn_implementation)
-        dtype, wanted = _dtype(self.decoder), attention or (None if check else ragged.MASK)
+        dtype, wanted = _dtype(self.decoder), attention or (None if check and not invariant else ragged.MASK)
         backend = ragged.choose(self.decoder, text, dtype, self.device, wanted)
         if backend.name != ragged.MASK:
             folding.register()
         self.masks = Masks(dtype, _sliding_window(text), mixed, shared, backend)
+        self.widths: PassWidths | None = None
         # the last layer's output is the decoder's output, unless the decoder has its own head
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
         self.watched = tuple(features) == LAST and not headed
@@ -102,6 +107,11 @@ class HFDecoder(RunningTarget):
         self.joins: dict[Hashable, bool] = {}  # whether media of a kind can be concatenated (`probe.joins`)
         self.passes = compiled_passes(model, self.decoder, why) if compile else None
         self.layer_subset = LayerSubset(model, self.decoder)
+        if invariant:
+            self.capabilities = replace(self.capabilities, trees=False)
+            self.widths = invariant_rows.pass_widths(self)
+            if self.probed:
+                probe.check_rows(self)
 
     def record(self, asked: bool | None) -> None:
         text = self.model.config.get_text_config()
@@ -127,12 +137,14 @@ class HFDecoder(RunningTarget):
         rows, length = request.prompt.shape
         if length == 0:
             length = inputs["inputs_embeds"].shape[1]
+        attention = inputs.get("attention_mask")
+        if self.widths is not None and (rows > 1 or (attention is not None and not bool(attention.all()))):
+            return invariant_rows.prefill(self, request)
         self._check_request(request, length)
         cache = self.cache(rows, request.max_new_tokens, bool(request.each) or self.lean(request))
         cache.slots.open(length, self.device)
         self.open(cache.slots)
         inputs[self._prepared_cache] = cache
-        attention = inputs.get("attention_mask")
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
         dropped = inputs.get("position_ids") is not None and arguments.get("position_ids") is None
         # preparation may give it another name, or drop it while it is empty: the model would create its own
@@ -168,6 +180,8 @@ class HFDecoder(RunningTarget):
             aux["states"] = seen["last_hidden_state"][:, -1:]
         logits = process(output.logits[:, -1:], trees.empty_draft(state.pending), state)
         scores = Scores(Categorical(logits), self.features(output, seen), aux)
+        if self.widths is not None:
+            cache.slots.step = STEP
         if plan is not None:
             plan.cache.misses += rows
             plan.made = plan.cache.put(plan.keys, state.rows, state, scores)
@@ -240,14 +254,14 @@ class HFDecoder(RunningTarget):
     def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Logits, features and states (B, N) of a pass that is not recorded."""
         model = self.runs(self.model, state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
-        past = state.cache.past
+        past, size = state.cache.past, draft.tree.size
         if past is None:
             (output, seen), own_BN = self._pass(model, state, draft), None
         else:
             (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft)
         found = self.features(output, seen), seen["last_hidden_state"] if self.head_states else None
-        features, states = (None if values is None else _of(values, own_BN) for values in found)
-        return _of(output.logits, own_BN), features, states
+        features, states = (None if values is None else _of(values, own_BN)[:, :size] for values in found)
+        return _of(output.logits, own_BN)[:, :size], features, states
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         slots: SlotCache = state.cache.slots
@@ -269,10 +283,13 @@ class HFDecoder(RunningTarget):
     def _pass(self, model: PreTrainedModel, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
         slots: SlotCache = state.cache.slots
+        last = draft.tree.size - 1
+        if self.widths is not None:
+            draft = self.widths.pad(draft)
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
         ids = contiguous_copy(draft.value) if slots.steady else draft.value
-        mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth
+        mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth.clamp(max=last)
         if not state.cache.moves:
             return self.forward(model, state.cache, mask, ids, positions)
         with rotary.SteppedRope(self.rotary, positions + state.cache.lag[:, None] + 1):

@@ -1,38 +1,17 @@
-"""The one table of image families: a loaded model's `model_type` to the class that drives it. Lazy."""
+"""Drives a loaded image model by the family that the registry has for its `model_type`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
-if TYPE_CHECKING:  # so that the table can be read without transformers
+from visspec import registry
+
+if TYPE_CHECKING:
     from torch import nn
 
     from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
-
-FAMILIES = {
-    "janus": "visspec.models.janus.target:Janus",
-    "emu3": "visspec.models.emu3.target:Emu3",
-    "glm_image": "visspec.models.glm_image.target:GlmImage",
-    "chameleon": "visspec.models.chameleon.target:Chameleon",
-    "mar_image": "visspec.models.mar.images:LabelledMARImages",
-    "randar_image": "visspec.models.randar.target:PromptedRandARImages",
-    "var_image": "visspec.models.var.images:LabelledVARImages",
-    # not of transformers: known by their classes
-    "LlamaGen": "visspec.models.llamagen.target:LlamaGenImages",
-    "RandAR": "visspec.models.randar.target:RandARImages",
-    "MAR": "visspec.models.mar.target:MARImages",
-    "VAR": "visspec.models.var.target:VARImages",
-    "Infinity": "visspec.models.infinity.target:InfinityImages",
-    "NextStep": "visspec.models.nextstep.target:NextStepImages",
-}
-LOADERS = {  # of folders with a network of ours: (folder, dtype) -> model
-    "mar_image": "visspec.models.mar.model:load",
-    "randar_image": "visspec.models.randar.model:load",
-    "var_image": "visspec.models.var.model:load",
-}
 
 
 def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: Any) -> Family:
@@ -41,10 +20,9 @@ def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: A
     Raises ValueError for a model that draws no images here, or for a part that its family does not take.
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if kind not in FAMILIES:
-        raise ValueError(f"model: got the type {kind!r}, expected an image model of {', '.join(FAMILIES)}")
-    module, name = FAMILIES[kind].split(":")
-    family = getattr(import_module(module), name)
+    if kind not in (known := registry.table("family")):
+        raise ValueError(f"model: got the type {kind!r}, expected an image model of {', '.join(known)}")
+    family = known[kind].load()
     unknown = sorted(set(parts) - set(signature(family).parameters))
     if unknown:
         raise ValueError(f"{unknown[0]}: got one for a model of the type {kind!r}, which takes none")

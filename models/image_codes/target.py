@@ -10,9 +10,10 @@ A axes of position ids, d hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,7 @@ class Family:
     default_rule: str = "exact"
     default_order: str | None = None
     recorder: GraphedForward | None = None  # of the decoder's passes, shared by its targets
+    load: Callable[[Path, torch.dtype], Any] | None = None  # of folders with a network that transformers lacks
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
 
     def make_target(self, traits: DrafterTraits, compile: bool) -> Target:

@@ -240,7 +240,7 @@ class ContextDrafter(Drafter):
             grown.append(memory.rows[row].grow(self.nodes, depth, not self.traits.trees))
         reaches = zip_longest(*([node.reach for node in tree[1:]] for tree in grown), fillvalue=0.0)
         size = state.worth(list(accumulate((sum(reach) / len(grown) for reach in reaches), initial=1.0)))
-        return _draft(state.pending, [tree[:size] for tree in grown], size)
+        return _draft(state.pending, [tree[:size] for tree in grown], size, not self.traits.trees)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         memory: Memory = state.memory
@@ -267,12 +267,13 @@ class ContextDrafter(Drafter):
         self.traits = replace(self.traits, trees=False)
 
 
-def _draft(pending_B: Tensor, grown: list[list[Node]], size: int) -> Draft:
-    """A draft of one tree a row, padded to `size` nodes with nodes that are not real."""
+def _draft(pending_B: Tensor, grown: list[list[Node]], size: int, chains: bool) -> Draft:
+    """A draft of one tree a row, padded to `size` nodes with nodes that are not real; of chains to the longest one."""
     if size == 1:
         return trees.empty_draft(pending_B)
     device, fewest = pending_B.device, min(map(len, grown))
-    if fewest == size and all(node.parent == n - 1 for tree in grown for n, node in enumerate(tree)):
+    in_line = fewest == size and all(node.parent == n - 1 for tree in grown for n, node in enumerate(tree))
+    if chains or in_line:
         return trees.ragged_draft(pending_B, [[node.token for node in tree[1:]] for tree in grown])
     rows = [[(n.token, n.parent) for n in tree] + [(0, 0)] * (size - len(tree)) for tree in grown]
     token_BN, parent_BN = to_device(rows, device).unbind(-1)

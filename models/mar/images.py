@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from visspec.models.mar.model import MARImageModel
+from visspec.models.mar.model import MARImageModel, load
 from visspec.models.mar.target import MARImages
 
 
@@ -15,6 +15,8 @@ class LabelledMARImages(MARImages):
     """settings: a generation_config in place of the model's. denoising_steps: of a vector, in place of the model's;
     fewer make another distribution, faster.
     """
+
+    load = staticmethod(load)
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tree, _twice
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
-from visspec.models.randar.model import JanusCodec, RandARImageModel
+from visspec.models.randar.model import JanusCodec, RandARImageModel, load
 from visspec.sampling import warp
 from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, State, Target, Tree
 
@@ -67,6 +67,8 @@ class PromptedRandARImages(RandARImages):
 
     settings: a generation_config in place of the model's.
     """
+
+    load = staticmethod(load)
 
     def __init__(
         self,

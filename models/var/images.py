@@ -27,6 +27,8 @@ class LabelledVARImages(VARImages):
     budget: as of `VARImages`, or the share of the cache that is kept on average, a number in (0, 1].
     """
 
+    load = staticmethod(load)
+
     def __init__(
         self,
         model: VARImageModel,

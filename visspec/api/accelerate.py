@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from visspec import registry
-from visspec.api import queueing, requests, saving, tuned_preset
+from visspec.api import queueing, requests, saving
 from visspec.api.loading import load_saved
 from visspec.io import hub
 from visspec.loop.draft_length import DraftLengthPolicy
@@ -47,13 +47,14 @@ def accelerate(
     compile: bool = False,
     graphs: bool | None = None,
     length: str | DraftLengthPolicy | None = None,
+    preset: str | Path | None = None,
     debug: bool = False,
+    batch_invariant: bool = False,
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
     drafter: "auto" (default), that of `default_drafter`; a name of `visspec list`, a checkpoint folder, a Drafter, a
-        smaller transformers model, or None; or the JSON file that `visspec tune` wrote, with drafter, acceptance and
-        levels, of which arguments given here win.
+        smaller transformers model, or None.
     acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
     levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster; False is
         length="fixed". length: a draft-length policy by name and options, "adaptive:share=0.02", or an object, of
@@ -66,17 +67,23 @@ def accelerate(
     graphs: record passes over drafts, and verdicts, as CUDA graphs: one launch each. None (default): on a CUDA device,
         for attention of "sdpa" and weights in float16, bfloat16 or float32, unless `compile`; True: as None, and a
         warning says why where it is not so; False: never. What can't be recorded runs eager, with the same tokens.
+    preset: drafter, acceptance and levels of a published method by name (`visspec list presets`), or of a file that
+        `visspec tune` wrote; arguments given beside it win.
     debug: raise errors of the drafter with their traceback, instead of one warning; so does VISSPEC_DEBUG=1.
+    batch_invariant: in bfloat16 and float16 too, the tokens of a request depend on the request alone, for one device
+        and number of threads: not on drafts, nor on the batch that it is in. Chains only, eager passes, prompts read
+        one at a time; a model for which it can't be is refused.
     Raises ValueError if the model is not supported or the drafter was made for another target.
     """
-    file = str(drafter) if isinstance(drafter, (str, Path)) else ""
-    if file.endswith(".json") and (":" not in file or Path(file).is_file()):  # and no option, like tree=FILE.json
-        preset = tuned_preset.read_preset(file, cast(ConfiguredModel, model))
-        drafter, levels = preset["drafter"], preset["levels"] or None if levels is None else levels
-        acceptance = preset["acceptance"] if acceptance == "exact" else acceptance
+    if preset is not None:
+        found = registry.preset(preset, "text", cast(ConfiguredModel, model))
+        drafter, levels = found.drafter if drafter == "auto" else drafter, levels or found.levels
+        acceptance = found.acceptance if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
     return Accelerated(
-        model, SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug), tokenizer
+        model,
+        SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug, batch_invariant),
+        tokenizer,
     )
 
 
@@ -97,6 +104,7 @@ class SetupOptions:
     compile: bool
     graphs: bool | None
     debug: bool
+    batch_invariant: bool
 
 
 @dataclass(frozen=True)
@@ -201,10 +209,15 @@ class Accelerated:
 
     def _build(self) -> DecodingSetup[HFDecoder]:
         options, model = self._options, driven(self.model)
+        if options.batch_invariant and (options.compile or options.graphs):
+            name = "compile" if options.compile else "graphs"
+            raise ValueError(f"batch_invariant: got {name}=True beside it, expected eager passes")
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
             read = traits.feature_layers, traits.embeddings
-            target = HFDecoder(model, *read, check=options.probe, compile=options.compile)
+            target = HFDecoder(
+                model, *read, check=options.probe, compile=options.compile, invariant=options.batch_invariant
+            )
             if traits.partial and target.capabilities.layers:
                 target.layer_subset.check()
             return target
@@ -220,7 +233,7 @@ class Accelerated:
                 levels=options.levels,
                 length=registry.length(options.length),
                 compile=options.compile,
-                graphs=options.graphs,
+                graphs=False if options.batch_invariant else options.graphs,
                 debug=options.debug,
             )
 
@@ -290,7 +303,8 @@ class Accelerated:
         queueing.check(setup, slots, ahead, options)
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
         builder = queueing.RequestBuilder(self.model, setup, options, prefixes)
-        return queueing.answers(builder, prompts, slots, ahead or slots, self.tokenizer)
+        ahead = 1 if setup.target.widths is not None else ahead or slots
+        return queueing.answers(builder, prompts, slots, ahead, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
         return self.model(*args, **kwargs)

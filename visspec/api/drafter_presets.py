@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from visspec import registry
 from visspec.accept.exact import Exact
 from visspec.models.decoder.target import vocabulary
-from visspec.registry import TrainedPreset
+from visspec.presets import Recipe
 from visspec.train.capture import capture
 from visspec.types import Request
 
@@ -46,9 +46,9 @@ def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     return 1 + int(torch.stack(entropies[:-1]).argmin())
 
 
-def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[str, Any], TrainedPreset]:
+def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
     """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
-    found = registry.training_preset(name)
+    found = registry.recipe(name)
     text = model.config.get_text_config()
     network, depth = {**found.network, **options}, text.num_hidden_layers
     if "layers" in network and "layers" not in options:
@@ -67,7 +67,7 @@ def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[st
     return network, found
 
 
-def check_preset(name: str | None, asked: dict[str, Any], found: TrainedPreset) -> None:
+def check_preset(name: str | None, asked: dict[str, Any], found: Recipe) -> None:
     """Raises ValueError for values that a preset has no place for."""
     known = {*found.network, "intermediate", *(("head_rank",) if "draft_vocab" in found.network else ())}
     if strange := sorted(set(asked) - known):

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,7 @@ class ImageRequest:
     drafter: DrafterSpec | EllipsisType = ...
     acceptance: str | Acceptance | None = None
     order: str | Order | None = None
+    preset: str | Path | None = None
     output_type: str = "pil"
     callback_on_step_end: Callable[[Any, int, int, dict], dict | None] | None = None
     callback_on_step_end_tensor_inputs: Sequence[str] = TENSORS[:1]

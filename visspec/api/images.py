@@ -34,7 +34,6 @@ from visspec.api.image_call import (
 )
 from visspec.api.inpainting import picture_of
 from visspec.api.loading import load_diffusers, load_image_model
-from visspec.api.tuned_preset import DRAWN, read_preset
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import DecodingSetup, build_setup
@@ -58,8 +57,8 @@ class ImagePipeline:
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
     default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs, debug: as
-    in `visspec.accelerate`. tuned: a file of `visspec tune`, whose drafter, acceptance and order stand in for those
-    that are not given. Raises ValueError if the parts are incompatible.
+    in `visspec.accelerate`. preset: a published method by name (`visspec list presets`), or a file that `visspec tune`
+    wrote; arguments given beside it win. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -76,13 +75,9 @@ class ImagePipeline:
         order: str | Order | None = None,
         compile: bool = False,
         graphs: bool | None = None,
-        tuned: str | Path | None = None,
+        preset: str | Path | None = None,
         debug: bool = False,
     ):
-        if tuned is not None:
-            found = read_preset(tuned, model, DRAWN)
-            drafter = found["drafter"] if isinstance(drafter, EllipsisType) else drafter
-            acceptance, order = acceptance or found["acceptance"], order or found["order"]
         self.model, self.processor, self.parts = model, processor, parts or {}
         self.levels, self.order = levels, order
         self.compile, self.graphs, self.debug = compile, graphs, debug
@@ -93,6 +88,14 @@ class ImagePipeline:
         self._lock, self._inside = threading.RLock(), 0
         self._jobs: list[ImageJob] = []  # of the running calls
         self._renew()
+        if preset is not None:
+            found = registry.preset(preset, self.family.draws, model)
+            drafter = found.drafter if isinstance(drafter, EllipsisType) else drafter
+            acceptance, self.order = acceptance or found.acceptance, order or found.order
+            self.levels = levels or found.levels
+            if found.parts:
+                self.parts = found.parts | self.parts
+                self._renew()
         self.drafter: DrafterSpec = self.family.default_drafter if isinstance(drafter, EllipsisType) else drafter
         self.acceptance = acceptance if acceptance is not None else self.family.default_rule
 
@@ -106,6 +109,8 @@ class ImagePipeline:
         """
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
         where = where or included.image_model()
+        if (preset := options.get("preset")) and not str(preset).endswith(".json"):
+            registry.find("preset", preset)  # before the model is loaded
         options = saving.read(str(where), options)
         if (whole := load_diffusers(where, device=device, dtype=dtype)) is not None:
             options["parts"] = {"diffusion": whole} | (options.get("parts") or {})
@@ -221,6 +226,9 @@ class ImagePipeline:
         tensors (3, H, W) in [0, 1], of the model's size; an image may also be codes (rows, columns), a mask has one
         channel or none.
 
+        preset: a published method by name (`visspec list presets`), or a file that `visspec tune` wrote; drafter,
+        acceptance and order given beside it win.
+
         negative_prompt: what guidance leads away from, one text or one for each prompt; "" is the prompt without words,
         None the model's own. callback_on_step_end_tensor_inputs: "latents", codes (B, rows, columns), and "tokens",
         (B, rows * columns), -1 where none is yet, are handed beside the state; to change them is refused.
@@ -242,8 +250,17 @@ class ImagePipeline:
         """Like `__call__`, but yields each batch when it is finished."""
         yield from self._parts(ImageRequest(prompt, **options))
 
-    @torch.inference_mode()
     def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:
+        if request.preset is None:
+            return self._drawn(request)
+        found = registry.preset(request.preset, self.family.draws, self.model)
+        method: dict[str, Any] = {
+            name: value for name, value in found.method.items() if (own := getattr(request, name)) is None or own is ...
+        }
+        return self.with_parts(found.parts)._drawn(replace(request, preset=None, **method))
+
+    @torch.inference_mode()
+    def _drawn(self, request: ImageRequest) -> Iterator[ImageOutput]:
         with self._in_place():
             job = self._job(request)
             self._jobs.append(job)
@@ -347,7 +364,9 @@ class ImagePipeline:
             )
         sibling = load_image_model(own, device=str(self.device), dtype=dtype)
         if "upsample" in options:
-            options["upsample"] = str(registry.included_folder(registry.made_for(str(options["upsample"]), self.model)))
+            upsampler = str(options["upsample"])
+            upsampler = included.made_for(upsampler, self.model) or upsampler
+            options["upsample"] = str(registry.included_folder(upsampler))
         return registry.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
     def _batch(self, job: ImageJob, batch: ImageBatch, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:

@@ -19,7 +19,6 @@ from transformers.utils import logging as transformers_logging
 from visspec import registry
 from visspec.api.sources import need
 from visspec.io import checkpoint, hub, included
-from visspec.models.image_codes.families import LOADERS
 from visspec.models.layers import check_layers
 
 if TYPE_CHECKING:
@@ -62,8 +61,10 @@ def load_image_model(
     named = config.get("architectures")
     if name := HUB_IDS.get(str(config.get("model_type"))):
         raise ValueError(f"model: {where} is in its authors' form, expected one in transformers' form, such as {name}")
-    if reader := LOADERS.get(str(config.get("model_type"))):
-        return _load_included(folder, reader, device, dtype)
+    family = registry.table("family").get(str(config.get("model_type")))
+    if family is not None and (read := family.load().load) is not None:
+        _check_device(device)
+        return _load_own(read(folder, torch_dtype(dtype, torch.float32)), folder, device)
     kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
 
@@ -91,8 +92,7 @@ def load_diffusers(where: str, *, device: str = "cpu", dtype: str | torch.dtype 
     from diffusers import DiffusionPipeline  # importing it takes seconds
 
     _check_device(device)
-    usual = torch.float32 if device == "cpu" else torch.bfloat16
-    precision = usual if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    precision = torch_dtype(dtype, torch.float32 if device == "cpu" else torch.bfloat16)
     return DiffusionPipeline.from_pretrained(where, torch_dtype=precision, use_safetensors=True).to(device)
 
 
@@ -149,11 +149,13 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _load_included(folder: Path, reference: str, device: str, dtype: str | torch.dtype):
-    """(model, processor) of a folder with a network of ours."""
-    _check_device(device)
-    precision = torch.float32 if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = registry.load(reference)(folder, precision)
+def torch_dtype(dtype: str | torch.dtype, usual: torch.dtype) -> torch.dtype:
+    """The dtype of a name; `usual` for "auto"."""
+    return usual if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
+    """(model, processor) of a folder with a network that transformers lacks."""
     processor = None
     if not model.class_conditional:
         with quiet():  # it would say that it does not know the type of the model

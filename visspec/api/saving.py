@@ -11,16 +11,11 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from inspect import signature
-from itertools import product
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from visspec import registry
-from visspec.entries import TABLES
-from visspec.io import checkpoint, hub
+from visspec.io import checkpoint, hub, included
 from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
 from visspec.models.drafting.checkpoint import PROVENANCE
@@ -101,10 +96,10 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"checkpoint: {FILE} of {folder} has the unknown entry {entry}, expected {', '.join(ENTRIES)}")
     readers = {"drafter": _drafter, "acceptance": _rule, "order": _order, "levels": _levels}
     for name, reader in readers.items():
-        if name in settings and name not in given:
+        if name in settings and name not in given and not given.get("preset"):
             found[name] = reader(folder, settings[name])
     found["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
-    logger.info("%s: read %s", folder / FILE, {name: found[name] for name in settings})
+    logger.info("%s: read %s", folder / FILE, {name: found[name] for name in settings if name in found})
     return found
 
 
@@ -192,7 +187,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
     if isinstance(drafter, (str, Path)):
         text = str(drafter)
         name, options = registry.split(text)
-        if name in registry.DRAFTERS | registry.SHIPPED or not (Path(name).is_dir() or hub.names(name)):
+        if registry.is_named(name) or not (Path(name).is_dir() or hub.names(name)):
             return portable_name("drafter", text)
         source = hub.resolve_folder(name)
         known = (source / PROVENANCE).is_file()
@@ -218,7 +213,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         drafter.save_pretrained(staged, provenance(model))
         found = registry.drafter(staged, model, family)[0]
         if type(found) is not type(drafter):
-            return _entry("drafter", drafter)
+            raise ValueError(f"drafter: got a {type(drafter).__name__}, expected one that its weights alone give back")
         again, own = (_options(x) for x in (found, drafter))
         if other := [name for name in own if own[name] != again.get(name)]:
             shown = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
@@ -231,15 +226,13 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
 
 
 def _entry(what: str, thing: Component) -> str | None:
-    """The entry of a rule, an order or a drafter without weights, by name or as an object; None for no order."""
+    """The entry of a rule, an order or a drafter without weights: the text that the user gave; None for no order."""
     if thing is None or isinstance(thing, str):
         return None if thing is None else portable_name(what, thing)
-    if (spec := spec_of(thing, what)) is None:
-        raise ValueError(
-            f"{what}: got a {type(thing).__name__} that no name with options builds, expected one of"
-            f" {', '.join(TABLES[what])} to write into {FILE}"
-        )
-    return spec
+    raise ValueError(
+        f"{what}: got a {type(thing).__name__}, expected its name with options, as `visspec list` has it, to write into"
+        f" {FILE}"
+    )
 
 
 def _options(drafter: Drafter) -> dict[str, Any]:
@@ -253,13 +246,13 @@ def _options(drafter: Drafter) -> dict[str, Any]:
 
 
 def portable_name(what: str, text: str) -> str:
-    """A name with options that means the same on any machine. Raises ValueError for one that the table does not know,
-    for options that name a path, and for a rule's options that it does not take.
+    """A name with options that means the same on any machine. Raises ValueError for one that the registry does not
+    have, for options that name a path, and for a rule's options that it does not take.
     """
     name, options = registry.parse(text)
-    table = TABLES[what] | (registry.SHIPPED if what == "drafter" else {})
-    if name not in table:
-        raise ValueError(f"{what}: got {checkpoint.shorten(text)}, expected one of {', '.join(table)}")
+    kind = "rule" if what == "acceptance" else what
+    if not (what == "drafter" and name in included.table().drafters):
+        registry.find(kind, name)
     for option, value in options.items():
         word = isinstance(value, str) and re.fullmatch(r"[\w+-]+", value)
         shipped = word and registry.included_folder(value) != Path(value)
@@ -271,50 +264,3 @@ def portable_name(what: str, text: str) -> str:
     if what == "acceptance":
         registry.rule(text)
     return text
-
-
-def reference(thing: object) -> str:
-    """An object's class, as the tables of `registry` write it."""
-    return f"{type(thing).__module__}:{type(thing).__qualname__}"
-
-
-def spec_of(thing: Component, what: str) -> str | None:
-    """The "name:options" from which `registry` makes an object that equals this one; None where there is none.
-
-    Constructors keep their arguments as attributes, some by another name: an argument that is no attribute may be the
-    value of any. What comes of it is made and compared.
-    """
-    name = next((name for name, row in TABLES[what].items() if row[0] == reference(thing)), None)
-    if name is None:
-        return None
-    held = {key: value for key, value in vars(thing).items() if isinstance(value, PLAIN)}
-    parameters = signature(type(thing)).parameters
-    choices = [[held[key]] if key in held else [p.default, *held.values()] for key, p in parameters.items()]
-    for values in product(*choices):
-        pairs = [(key, value, p.default) for (key, p), value in zip(parameters.items(), values)]
-        options = {key: value for key, value, usual in pairs if (type(value), value) != (type(usual), usual)}
-        text = ",".join(
-            f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
-        )
-        spec = f"{name}:{text}" if options else name
-        try:
-            same = registry.parse(spec) == (name, options)
-            made = registry.make(what, name, type(thing), options) if same else None
-        except (ValueError, TypeError, AttributeError):  # a value that is another argument's
-            continue
-        if made is not None and state_of(made, what) == state_of(thing, what):
-            return spec
-    return None
-
-
-def state_of(thing: Component, what: str) -> dict[str, Any]:
-    """What an object was made with: its attributes, and those of the table's objects in it. Tensors are left out, as
-    they come from the target that it was bound to.
-    """
-    ours = {row[0] for row in TABLES[what].values()}
-    found: dict[str, Any] = {}
-    for name, value in vars(thing).items():
-        if value is not None and not isinstance(value, Tensor):
-            inner = state_of(value, what) if reference(value) in ours else value
-            found[name] = (type(value), inner)
-    return found

@@ -200,7 +200,7 @@ def run(
     answers, ignore: as in `TrainingData`. epochs: in place of `steps`, how often the data is seen. eval_rows: items
     that only validate, a twentieth of the data at most. max_pixels: pictures are scaled down to it. max_bad: items that
     can't be read are passed over, so many in each process at most.
-    preset: a published drafter (`presets.TRAINED`), whose network, plan and trees are taken where nothing else is said;
+    preset: a published drafter (`presets.RECIPES`), whose network, plan and trees are taken where nothing else is said;
     without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
     block, layers: places of a pass, and layers, of a preset that predicts several. intermediate: of the drafter's MLP.
     bf16: matrix products of the drafter in bfloat16. eval_every: steps between validations, a fifth without it.
@@ -220,7 +220,7 @@ def run(
         raise ValueError(f"epochs: got {epochs} and {steps} steps, expected one of the two")
     given = {name: plan.pop(name, None) for name in NETWORK}
     asked = {name: value for name, value in given.items() if value is not None}
-    check_preset(preset, asked, registry.training_preset(preset))
+    check_preset(preset, asked, registry.recipe(preset))
     options_of(rows, steps, eval_every, bf16, **plan)  # bad options are refused before work
     resume = resume and not dry_run
     if not dry_run:

@@ -32,7 +32,6 @@ from visspec.io.provenance import provenance
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import ImageLayout
-from visspec.presets import TRAINED_IMAGES
 from visspec.train.loop import Trainer, checkpoint
 from visspec.train.validation import measure
 from visspec.types import Request
@@ -103,7 +102,7 @@ def run(
         target: a folder, a hub id, an included model, or a pipeline.
         out: the folder that will hold the drafter with the best validation.
         prompts: a file with a prompt on each line. Default: the prompts of an included model's world.
-        preset: "image-eagle" (default) or "distilled", see `presets.TRAINED_IMAGES`.
+        preset: "image-eagle" (default) or "distilled".
         rows: pictures that are drawn together.
         eval_rows: prompts that only validate, a twentieth of them at most.
         layers: of the distilled drafter.
@@ -113,7 +112,7 @@ def run(
     order, and where there are no prompts.
     """
     name = preset or "image-eagle"
-    found = registry.training_preset(name, TRAINED_IMAGES)
+    found = registry.recipe(name, "codes")
     given = {"layers": layers, "intermediate": intermediate}
     asked = {key: value for key, value in given.items() if value is not None}
     check_preset(name, asked, found)

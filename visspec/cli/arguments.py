@@ -80,8 +80,10 @@ class TargetOptions(HardwareOptions):
 class ModelOptions(TargetOptions):
     """The model that captions, its drafter and rule."""
 
-    drafter: str | None = option("name with options, or folder (default: the model's own, else suffix)", None)
+    drafter: str = option("name with options, or folder; auto: the model's own, else suffix", "auto")
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
+    batch_invariant: bool = option("the same tokens in half precision, whatever drafts and shares the batch", False)
+    preset: str | None = option("a published method by name (visspec list presets), or a file of visspec tune", None)
 
 
 @dataclass(kw_only=True)
@@ -146,10 +148,12 @@ def earlier(there: int, failed: int, twice: int) -> str:
     return found + (f", {twice} ids came twice" if twice else "")
 
 
-def load(options: ModelOptions) -> tuple[Any, Any, Any]:
-    """(model, processor, drafter) of the vision-language model that `options` name."""
+def load(options: ModelOptions) -> tuple[Any, Any]:
+    """(accelerated model, processor) of the vision-language model that `options` name."""
     from visspec.api import loading
-    from visspec.api.accelerate import default_drafter
+    from visspec.api.accelerate import accelerate
 
     model, processor = loading.load(options.model, **options.hardware)
-    return model, processor, options.drafter or default_drafter(model)[0]
+    words = getattr(processor, "tokenizer", processor)
+    how = {name: getattr(options, name) for name in ("acceptance", "preset", "batch_invariant")}
+    return accelerate(model, options.drafter, tokenizer=words, **how), processor

@@ -4,6 +4,7 @@ Speed: arms interleaved prompt by prompt, pixels included. Quality: the suite's 
 same seeds, judged by the world's detector, and a Frechet distance against renders. A method is "drafter/rule".
 """
 
+import itertools
 import math
 import tempfile
 import time
@@ -19,8 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from visspec import presets, registry
-from visspec.api import sources, tuned_preset
+from visspec import registry
+from visspec.api import sources
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds
@@ -53,8 +54,9 @@ class Options(DrawingOptions, ScenesOptions):
     prompts: Path | None = option("lines, or JSON lines of {prompt, id} (default: held-out prompts)", None)
     count: Positive = option("how many prompts, at most", 24)
     model: str | None = option("included name, folder or hub id of an image model (default: an included one)", None)
-    tuned: Path | None = option("a file of `visspec tune`, as another method", None)
-    method: list[str] | None = option("preset or name=drafter/rule; repeat; default: all", None, repeat=True)
+    method: list[str] | None = option(
+        "preset, file of `visspec tune` or name=drafter/rule; repeat; default: all presets", None, repeat=True
+    )
     quality: int = option("images a method for GenEval and FD (0: none)", 0)
     batch_size: Positive = option("images at a time in the speed part", 1)
     out: Path | None = option("keep the images of the quality part in this folder; it resumes", None, writes="folder")
@@ -66,14 +68,11 @@ def run(arguments: Options) -> None:
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware, compile=arguments.compile)
     pipe.set_progress_bar_config(disable=True)
     draws = pipe.family.draws
-    named = arguments.method or presets.IMAGES[draws]
+    named = arguments.method or registry.presets(draws)
     others = other_targets(pipe, named)
     methods = dict(parse_method(m, draws, pipe.model) for m in named if m not in others)
     if not arguments.method:
         methods = fitting(pipe, methods)
-    if arguments.tuned is not None:
-        kept = tuned_preset.read_preset(arguments.tuned, pipe.model, tuned_preset.DRAWN).values()
-        methods["tuned"] = "/".join(filter(None, kept))
     if arguments.quality and (pipe.family.no_pixels or arguments.prompts):
         why = pipe.family.no_pixels or "the detector judges held-out prompts only"
         raise ValueError(f"--quality: got {arguments.quality}, expected 0: {why}")
@@ -106,14 +105,19 @@ def read_prompts(file: Path, count: int) -> list[str]:
     return found
 
 
-def parse_method(method: str, draws: str = "any order", model: PreTrainedModel | None = None) -> tuple[str, str]:
+def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) -> tuple[str, str]:
     """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
     name, equals, pair = method.partition("=")
     if not equals:
-        return name, str(registry.preset(name, draws, model))
+        return Path(name).stem, str(registry.preset(name, draws, model))
     if "/" not in pair:
         raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
     return name, pair
+
+
+def as_arguments(method: str) -> dict[str, Any]:
+    """ "drafter/rule" or "drafter/rule/order" as arguments of an `ImagePipeline`."""
+    return dict(itertools.zip_longest(("drafter", "acceptance", "order"), method.split("/", 2)))
 
 
 def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
@@ -121,7 +125,7 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
     found = {}
     for name, method in methods.items():
         try:
-            pipe.setup(**registry.method(method))
+            pipe.setup(**as_arguments(method))
         except ValueError as error:
             print(f"left out: {name} ({error})")
         else:
@@ -131,7 +135,7 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
 
 def other_targets(pipe: ImagePipeline, named: Iterable[str]) -> dict[str, ImagePipeline]:
     """Pipelines of the presets `named` that change the target (a refiner, a budget of cache), each drawn plainly."""
-    table = presets.IMAGES[pipe.family.draws]
+    table = registry.presets(pipe.family.draws)
     return {name: pipe.with_parts(table[name].parts) for name in named if name in table and table[name].parts}
 
 
@@ -170,9 +174,9 @@ class ImageArm:
 
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
-        self.method: dict[str, Any] = {**registry.method(method)}
+        self.method: dict[str, Any] = {**as_arguments(method)}
         self.setup = setup = pipe.setup(**self.method)  # what can't be is refused here
-        plain = pipe.setup(**registry.method(plain_setup(pipe)))
+        plain = pipe.setup(**as_arguments(plain_setup(pipe)))
         same = type(setup.order) is type(plain.order)  # another is another distribution
         self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
@@ -348,7 +352,7 @@ def draw(
     """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
     each is a JSON file with the map of its tokens.
     """
-    whole = not pipe.setup(**registry.method(method)).order.raster
+    whole = not pipe.setup(**as_arguments(method)).order.raster
     entries = []
     for i, prompt in enumerate(prompts):
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
@@ -357,7 +361,7 @@ def draw(
     for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
         group = missing[start : start + 16]
         texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
-        out = pipe(texts, seed=seeds, batch_size=16, **registry.method(method), **options)
+        out = pipe(texts, seed=seeds, batch_size=16, **as_arguments(method), **options)
         for (path, _), image, origins in zip(group, out.images, out.maps):
             grid = acceptance_map(origins, whole)
             write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})

@@ -64,12 +64,10 @@ def run(arguments: Options) -> int:
 
     from tqdm import tqdm
 
-    from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, caption_files
 
-    model, processor, drafter = load(arguments)
-    constraint, check = by_schema(arguments, model, processor)
-    fast = accelerate(model, drafter, acceptance=arguments.acceptance, tokenizer=processor.tokenizer)
+    fast, processor = load(arguments)
+    constraint, check = by_schema(arguments, fast.model, processor)
     request = arguments.prompt or PROMPT
     about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
     warn_of_foreign(arguments)
@@ -105,6 +103,8 @@ def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[
     about = {"model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter}
     if arguments.schema is not None:
         about["schema"] = read_schema(arguments.schema)
+    if arguments.batch_invariant:
+        about["batch_invariant"] = True
     return about | {"acceptance": arguments.acceptance, "sampling": options, "frames": arguments.frames}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from visspec.api import distributed, sources
-from visspec.api.accelerate import Accelerated, accelerate
+from visspec.api.accelerate import Accelerated
 from visspec.api.captions import PROMPT, Caption, Captions
 from visspec.api.sources import Record
 from visspec.cli import caption, generate
@@ -72,9 +72,8 @@ def load_captions(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
 ) -> tuple[Accelerated, Callable[[Iterable[Record]], Iterator[Caption]]]:
     """The model, and what makes the captions of records, whose images so many threads read ahead."""
-    model, processor, drafter = load(arguments)
-    constraint, check = caption.by_schema(arguments, model, processor)
-    fast = accelerate(model, drafter, acceptance=arguments.acceptance)
+    fast, processor = load(arguments)
+    constraint, check = caption.by_schema(arguments, fast.model, processor)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
     captions = Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint)
     return fast, lambda records: map(check, captions(records))

@@ -152,9 +152,9 @@ def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> t
     for painter, prompts in (GALLERY if gallery else PAINTERS).items():
         pipe = ImagePipeline.from_pretrained(painter)
         draws = pipe.family.draws
-        best = registry.preset(PRESETS[draws], draws, pipe.model)
+        best = registry.preset(PRESETS[draws], draws)
         presets = registry.preset("plain", draws)._replace(order=best.order), best
-        plain, fast = (ImagePipeline(**pipe.components | registry.method(str(preset))) for preset in presets)
+        plain, fast = (ImagePipeline(**pipe.components | preset.method) for preset in presets)
         for each in (plain, fast):
             each.set_progress_bar_config(disable=True)
             each(prompts[0], seed=0)

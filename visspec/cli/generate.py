@@ -35,7 +35,7 @@ class Options(RayOptions, DrawingOptions):
     width: int | None = option("pixels; default: the model's own", None)
     image: Path | None = option("picture to draw into, of the model's size; any-order models only", None)
     mask: Path | None = option("of --image: white where to draw, the rest stays as it is", None)
-    preset: str | None = option("a published method by name, see visspec list", None)
+    preset: str | None = option("a published method by name (visspec list presets), or a file of visspec tune", None)
     drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
     order: str | None = option("order of decoding, of any-order models halton, spread or raster", None)
     acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
@@ -49,7 +49,6 @@ class Options(RayOptions, DrawingOptions):
 
 def run(arguments: Options) -> int | None:
     """Finished images stay when it is interrupted."""
-    check_method(arguments)
     if arguments.ray:
         from visspec.cli.generate_ray import run_ray
 
@@ -61,13 +60,12 @@ def run(arguments: Options) -> int | None:
 
     texts, given = read_prompts(arguments), read_inpainting(arguments)
     pipe = pipeline(arguments)
-    chosen = method(arguments, pipe)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
-    options = settings(arguments) | given | chosen
+    options = settings(arguments) | given
     stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **options)
     shown: list[Image.Image] = []
     captions: list[str] = []
-    about = {name: getattr(pipe, name) for name in CHOSEN} | chosen | {"provenance": provenance(pipe.model)}
+    about = {name: getattr(pipe, name) for name in CHOSEN} | {"provenance": provenance(pipe.model)}
     first = first_number(arguments.out)
     with Results(arguments.json, about) as results:
         try:
@@ -128,14 +126,10 @@ def read_inpainting(arguments: Options) -> dict[str, Any]:
 
 
 def pipeline(arguments: Options) -> ImagePipeline:
-    from visspec import registry
     from visspec.api.images import ImagePipeline
 
-    pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
-    if arguments.preset is not None:
-        found = registry.preset(arguments.preset, pipe.family.draws)
-        pipe = pipe.with_parts(found.parts)
-    return pipe
+    chosen = {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
+    return ImagePipeline.from_pretrained(arguments.model, preset=arguments.preset, **chosen, **arguments.hardware)
 
 
 def settings(arguments: Options) -> dict[str, Any]:
@@ -148,28 +142,6 @@ def first_number(folder: Path) -> int:
     """The number behind the highest of the folder's images, so that none of an earlier run is written over."""
     numbers = [int(path.stem) for path in folder.glob("*.png") if path.stem.isdecimal()]
     return max(numbers, default=-1) + 1
-
-
-def check_method(arguments: Options) -> None:
-    """Raises ValueError for a preset that is not known, or that has options beside it."""
-    from visspec import presets, registry
-
-    if arguments.preset is None:
-        return
-    if not any(arguments.preset in table for table in presets.IMAGES.values()):  # which one it is, the model tells
-        registry.preset(arguments.preset)
-    for name in CHOSEN:
-        if (value := getattr(arguments, name)) is not None:
-            raise ValueError(f"--{name}: got {value} beside --preset, expected one of the two")
-
-
-def method(arguments: Options, pipe: ImagePipeline) -> dict[str, Any]:
-    """Drafter, rule and order from --preset, or from their own options; those not given are the pipeline's."""
-    from visspec import registry
-
-    if arguments.preset is not None:
-        return registry.method(str(registry.preset(arguments.preset, pipe.family.draws, pipe.model)))
-    return {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
 
 
 def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:

@@ -13,7 +13,7 @@ from visspec.api import distributed, sources
 from visspec.api.images import ImagePipeline
 from visspec.api.sources import Record, seed_of
 from visspec.cli.caption_records import RecordRun
-from visspec.cli.generate import CHOSEN, MEASURED, Options, method, pipeline, settings
+from visspec.cli.generate import CHOSEN, MEASURED, Options, pipeline, settings
 from visspec.io import included
 from visspec.io.files import Journal, replacing
 
@@ -57,7 +57,7 @@ def worker(arguments: Options, drawing: dict[str, Any]) -> distributed.Making:
     """In an actor: load the model. What is returned draws the images of records."""
     pipe = pipeline(arguments)
     pipe.set_progress_bar_config(disable=True)
-    return RecordImages(pipe, method(arguments, pipe) | drawing, arguments.seed)
+    return RecordImages(pipe, drawing, arguments.seed)
 
 
 class RecordImages:

@@ -1,33 +1,62 @@
-"""`visspec list`: names of drafters, rules, presets and checkpoints."""
+"""`visspec list`: drafters, rules, presets and whatever else has a name, with options and defaults."""
 
-from visspec.cli.arguments import NoOptions
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from visspec.io.options import option
+
+if TYPE_CHECKING:
+    from visspec.entries import Entry
+
+WIDTH = 120
+PLURALS = ("drafters", "rules", "lengths", "orders", "families", "presets", "recipes", "models")
 
 
-def run(arguments: NoOptions) -> None:
-    from rich.console import Console
-    from rich.table import Column, Table
+@dataclass(kw_only=True)
+class Options:
+    kind: str | None = option(f"one of {', '.join(PLURALS)}", None, positional=True, nargs="?", choices=PLURALS)
+    json: bool = option("print JSON", False)
 
-    from visspec import presets
-    from visspec.entries import TABLES
+
+def run(arguments: Options) -> None:
+    from visspec import registry
+
+    kinds = [kind for kind, plural in registry.KINDS.items() if arguments.kind in (None, plural)]
+    tables = {kind: registry.table(kind) for kind in kinds}
+    if arguments.json:
+        rows = [row(kind, name, entry) for kind, found in tables.items() for name, entry in found.items()]
+        print(json.dumps(rows, indent=1))
+    elif arguments.kind is None:
+        for kind, found in tables.items():
+            start = f"{registry.KINDS[kind]:12}"
+            print(textwrap.fill(", ".join(found), WIDTH, initial_indent=start, subsequent_indent=" " * len(start)))
+        print("visspec list KIND says what each is, and which options it takes, as in lantern:k=100,delta=0.1")
+    else:
+        rows = [row(kinds[0], name, entry) for name, entry in tables[kinds[0]].items()]
+        widths = [max(len(one[key]) for one in rows) for key in ("name", "needs")]
+        for one in rows:
+            defaults = {key: found["default"] for key, found in one["options"].items() if found["default"] is not None}
+            options = ",".join(f"{key}={str(value).lower()}" for key, value in defaults.items())
+            columns = f"{one['name']:{widths[0]}}  {one['needs']:{widths[1]}}  {one['what']}"
+            print(f"{columns} ({options})" if options else columns)
+
+
+def row(kind: str, name: str, entry: Entry) -> dict[str, Any]:
+    """An entry as JSON holds it; `options`: those of `name:option=value`, by name."""
+    from visspec.entries import options_of
     from visspec.io import included
-    from visspec.models.image_codes.families import FAMILIES
 
-    view = Table("kind", "name", Column("what it is", overflow="fold"))
-    for kind, entries in TABLES.items():
-        for name, entry in entries.items():
-            view.add_row(kind, name, str(entry))
-    table = included.table()
-    for name in table.drafters:
-        view.add_row("drafter", name, f"{table.models[name].what} {table.models[name].kind}, included")
-    tables = presets.CODES, presets.ANY_ORDER, presets.VECTORS, presets.MAPS
-    for name, preset in (item for table in tables for item in table.items()):
-        parts = "".join(f", {part}={value}" for part, value in preset.parts.items())
-        view.add_row("preset", name, f"{preset.source} ({preset}{parts})")
-    for name, reference in FAMILIES.items():
-        view.add_row("image model", name, "driven by " + reference.partition(":")[2])
-    for name, model in table.models.items():
-        folder = included.folder(name)
-        size = f"{sum(f.stat().st_size for f in folder.glob('*.safetensors')) / 1e6:.1f} MB"
-        where = size if included.present(name) else "not in this installation, in the repository only"
-        view.add_row("checkpoint", folder.name, f"{model.what}; {where}")
-    Console().print(view)
+    options = {}
+    if kind in ("drafter", "rule", "length", "order") and entry.target is not None:
+        found = options_of(entry.load())
+        options = {key: {"type": annotation, "default": default} for key, (annotation, default) in found.items()}
+    more: dict[str, Any] = {"trained": True} if entry.checkpoint else {}
+    if kind == "preset":
+        more = {"arguments": {needs: one._asdict() for needs, one in entry.target.items()}}
+    elif kind == "model":
+        more = {"present": included.present(name)}
+    return {"kind": kind, "name": name, "what": entry.what, "needs": entry.needs, "options": options} | more

@@ -35,20 +35,18 @@ def run(arguments: Options) -> int:
     from visspec.api.sources import need
 
     _, _, uvicorn = (need(package, "serve", "serve") for package in ("fastapi", "openai", "uvicorn"))
-    from visspec.api.accelerate import accelerate
     from visspec.api.images import ImagePipeline
     from visspec.api.server import LOCAL, Service, application
     from visspec.api.serving import TextWorker
     from visspec.io import included
 
     key, local = os.environ.get(KEY) or None, arguments.host in LOCAL
-    model, processor, drafter = load(arguments)
+    fast, processor = load(arguments)
     pipe = None
     if arguments.image_model is not None:
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **arguments.hardware)
         pipe.set_progress_bar_config(disable=True)
     sizes = {name: getattr(arguments, name) for name in ("slots", "max_new_tokens", "max_pixels", "prefix_cache")}
-    fast = accelerate(model, drafter, acceptance=arguments.acceptance)
     text = TextWorker(arguments.model or included.text_model(), fast, processor, **sizes)
     limits = {"places": arguments.places, "max_body": arguments.max_body}
     app = application(Service(text, pipe, arguments.image_model), key=key, local=local, **limits)

@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
-from visspec import registry
-from visspec.api import loading, sources, tuned_preset
+from visspec import presets, registry
+from visspec.api import loading, sources
 from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
@@ -40,7 +40,7 @@ class Options(BenchOptions, SamplingOptions, TargetOptions):
     count: Positive = option("images or prompts to measure on, and as many to check on", 16)
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
     prompt: str | None = option("what to ask of each image", None)
-    out: Path | None = option("write the choice to this file, for accelerate(model, FILE)", None, writes="file")
+    out: Path | None = option("write the choice to this file, for accelerate(model, preset=FILE)", None, writes="file")
 
     def keep(self, model: ConfiguredModel, record: dict[str, Any], view: Table) -> None:
         """Print a record with the choice in a sentence, and write it and its choice."""
@@ -48,7 +48,7 @@ class Options(BenchOptions, SamplingOptions, TargetOptions):
         print(verdict(record))
         if self.out is not None:
             about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
-            tuned_preset.write_preset(self.out, model, record["choice"], **about)
+            presets.write_preset(self.out, model, record["choice"], **about)
 
 
 def run(arguments: Options) -> None:
@@ -118,7 +118,7 @@ def tune(
         checked += [row for row in same if row["levels"] == 0 or row["measured_speedup"] >= PAYS]
     choice = max(checked, key=lambda row: row["measured_images_per_second"])
     record = measured_on(model, seed=arguments.seed) | {"bench": "tune", "pays": choice["levels"] > 0, "rows": found}
-    record["choice"] = {name: choice[name] for name in (*tuned_preset.KEPT, "batch_size")}
+    record["choice"] = {name: choice[name] for name in ("drafter", "acceptance", "levels", "batch_size")}
     record |= {name: choice[name] for name in FIGURES}
     record["best_predicted"] = max((row["predicted_speedup"] for row in found if row["levels"]), default=1.0)
     record["guarantee"] = "exact" if choice["levels"] == 0 else registry.rule(rule).traits.guarantee

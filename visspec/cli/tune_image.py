@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visspec import registry
-from visspec.api import tuned_preset
 from visspec.api.images import ImagePipeline
 from visspec.cli.bench import Cell, table
-from visspec.cli.bench_image import bench, fitting, read_prompts
+from visspec.cli.bench_image import as_arguments, bench, fitting, read_prompts
 from visspec.cli.tune import FIGURES, FINALISTS, PAYS
-from visspec.presets import IMAGES
 
 if TYPE_CHECKING:
     from visspec.cli.tune import Options
@@ -37,7 +35,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 def run(arguments: Options) -> None:
-    """Print and write the record, and the choice for `ImagePipeline(..., tuned=FILE)`."""
+    """Print and write the record, and the choice for `ImagePipeline(..., preset=FILE)`."""
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
     pipe.set_progress_bar_config(disable=True)
     wanted, file = 2 * arguments.count, Path(arguments.prompts or "")
@@ -57,8 +55,7 @@ def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
     draws = pipe.family.draws
     if draws == "codes":
         return {way: way for way in (EXACT if rule == "exact" else [f"{one}/{rule}" for one in WINDOWS + DRAFTS])}
-    known = (registry.preset(name, draws, pipe.model) for name in IMAGES[draws] if not IMAGES[draws][name].parts)
-    return {str(preset): str(preset) for preset in known}
+    return {str(preset): str(preset) for preset in registry.presets(draws).values() if not preset.parts}
 
 
 def tune(pipe: ImagePipeline, texts: list[str], found: dict[str, str], seed: int) -> dict[str, Any]:
@@ -75,8 +72,8 @@ def tune(pipe: ImagePipeline, texts: list[str], found: dict[str, str], seed: int
     chosen: dict[str, Any] = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default={})
     pays = chosen.get("measured_speedup", 0.0) >= PAYS
     ones = {name: [1.0, 1.0] if name.endswith("ci95") else 1.0 for name in FIGURES}
-    choice = chosen if pays else ones | {"guarantee": "exact", **registry.method(PLAIN)}
+    choice = chosen if pays else ones | {"guarantee": "exact", **as_arguments(PLAIN)}
     record |= {"bench": "tune", "pays": pays, "n_checked": len(texts) - half}
     record["best_predicted"] = max((rows[name]["over_plain"] for name in best), default=1.0)
-    record["choice"] = {name: choice[name] for name in tuned_preset.DRAWN}
+    record["choice"] = {name: choice[name] for name in ("drafter", "acceptance", "order")}
     return record | {name: choice[name] for name in (*FIGURES, "guarantee")}

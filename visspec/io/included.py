@@ -36,14 +36,13 @@ NOT_ARCHITECTURE = {
 @dataclass(frozen=True)
 class IncludedModel:
     """A checkpoint in `models/zoo`. One that is made for another says for which (`target`) and as what (`kind`): a
-    drafter of `registry.DRAFTERS`, "lowres" for a sibling of fewer positions, "upsampler", or "assistant" for a smaller
-    model of the same words.
+    drafter's name, "lowres" for a sibling of fewer positions, "upsampler", or "assistant" for a smaller model of the
+    same words.
     """
 
     what: str
     kind: str = ""
     target: str = ""  # the name of the model that it is made for
-    folder: str = ""  # in `models/zoo`, where that is not its name
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Included:
     """The table."""
 
     models: Mapping[str, IncludedModel] = field(default_factory=dict)
-    drafters: tuple[str, ...] = ()  # those of `models` that `drafter=` takes by name
+    drafters: Mapping[str, IncludedModel] = field(default_factory=dict)  # of `models`: those that `drafter=` takes
     text_model: str = ""  # of `models`: which one captions where none is named
     image_model: str = ""  # which one draws
     worlds: Mapping[str, World] = field(default_factory=dict)  # by name; the first is that of `text_model`
@@ -142,8 +141,7 @@ def scenes(world: str | None = None, processor: object = None, use: str = "capti
 
 def folder(name: str) -> Path:
     """Where the weights of an included model are, or would be."""
-    row = table().models.get(name)
-    return FOLDER / (row.folder if row and row.folder else name)
+    return FOLDER / name
 
 
 def text_model() -> str:

@@ -19,15 +19,13 @@ MODELS = {
     "painter-var": IncludedModel("draws an animal, scale by scale"),
 }
 DRAFTERS = {
-    "vispec": IncludedModel("the embedded captioner's", "eagle", "captioner", "captioner-vispec"),
-    "vispec-emoji": IncludedModel(
-        "that of the emoji's captioner", "eagle", "captioner-emoji", "captioner-emoji-vispec"
-    ),
-    "painter-eagle": IncludedModel("the embedded painter's", "image-eagle", "painter"),
-    "painter-emoji-eagle": IncludedModel("that of the emoji's painter", "image-eagle", "painter-emoji"),
-    "painter-distilled": IncludedModel("the embedded painter's", "distilled", "painter"),
-    "painter-mar-drafter": IncludedModel("the embedded MAR's", "mar", "painter-mar"),
-    "painter-var-small": IncludedModel("the embedded VAR's, a painter by itself", "var", "painter-var"),
+    "vispec": IncludedModel("a drafter of its captions", "eagle", "captioner"),
+    "vispec-emoji": IncludedModel("a drafter of its captions", "eagle", "captioner-emoji"),
+    "painter-eagle": IncludedModel("a drafter of its codes", "image-eagle", "painter"),
+    "painter-emoji-eagle": IncludedModel("a drafter of its codes", "image-eagle", "painter-emoji"),
+    "painter-distilled": IncludedModel("a drafter of all its codes", "distilled", "painter"),
+    "painter-mar-drafter": IncludedModel("a smaller one that drafts its vectors", "mar", "painter-mar"),
+    "painter-var-small": IncludedModel("a smaller one that drafts its scales", "var", "painter-var"),
 }
 HELD_OUT = Path(__file__).parent / "heldout"
 SHAPES, EMOJI = "visspec.toys.world", "visspec.toys.world.emoji"
@@ -38,7 +36,7 @@ WORLDS = [
 ]
 INCLUDED = Included(
     models=MODELS | DRAFTERS,
-    drafters=tuple(DRAFTERS),
+    drafters=DRAFTERS,
     text_model="captioner",
     image_model="painter",
     worlds={world.name: world for world in WORLDS},

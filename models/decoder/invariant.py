@@ -1,0 +1,116 @@
+"""`batch_invariant=True` for decoders of text: which models it holds for, and the prefill of prompts one at a time.
+
+`runner.widths` says how. Rows of a batch are cut out of it, without their padding, and put together again behind their
+prefills. Shapes: B rows, L prompt, F features, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from visspec import tree as trees
+from visspec.cache import GROW, to_device
+from visspec.distributions import Categorical
+from visspec.loop.output import TokenBuffer
+from visspec.models.runner.widths import PassWidths
+from visspec.sampling import process
+from visspec.types import Request, Sampling, Scores, State
+
+if TYPE_CHECKING:
+    from visspec.models.decoder.target import HFDecoder
+
+REFUSED = "batch_invariant: got {} with {}, whose tokens depend on what runs beside them, so leave it out here"
+BY_ROW = "batch_invariant: got {}, expected {}, as prompts are read one at a time"
+
+
+def pass_widths(target: HFDecoder) -> PassWidths:
+    """The widths of a model's passes. Raises ValueError for models whose rows can't be computed alike."""
+    model, text, decoder = target.model, target.model.config.get_text_config(), target.decoder
+    heads = text.num_attention_heads
+    keys = heads // target.masks.groups
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    reasons = {
+        "layers that keep a state": target.states,
+        "rotary frequencies that depend on the longest row": target.rotary,
+        "experts": any("expert" in name for name, _ in decoder.named_modules()),
+        "quantised weights": getattr(model, "is_quantized", False),
+        f"attention of {text._attn_implementation!r}, not 'sdpa'": text._attn_implementation != "sdpa",
+    }
+    if why := next((why for why, found in reasons.items() if found), None):
+        raise ValueError(REFUSED.format(type(model).__name__, why))
+    parts = [decoder, model.get_output_embeddings()]
+    widths = PassWidths(parts, (keys, target.masks.groups, size), target.masks.dtype, target.device)
+    if target.device.type != "meta":
+        widths.nodes(1, 1)
+    return widths
+
+
+def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
+    """`HFDecoder.prefill` of a request with several rows or with padding."""
+    prompt, mask = request.prompt, request.inputs.get("attention_mask")
+    if not prompt.shape[1]:
+        raise ValueError(BY_ROW.format("a batch of inputs_embeds", "input_ids"))
+    real_BL = torch.ones_like(prompt, dtype=torch.bool) if mask is None else mask.bool()
+    padded = [row.count(False) for row in real_BL.tolist()]
+    if any(row != sorted(row) for row in real_BL.tolist()):
+        raise ValueError(BY_ROW.format("padding inside or behind a prompt", "padding in front"))
+    own = [target.prefill(_row(target, request, b, padding)) for b, padding in enumerate(padded)]
+    states, scores = [state for state, _ in own], [each for _, each in own]
+    first = states[0].cache
+    cache = target.cache(len(own), request.max_new_tokens)
+    stores = [[store[0] for store in (*state.cache.slots.keys, *state.cache.slots.values)] for state in states]
+    cache.slots.fill(
+        [(each, state.cache.slots.length) for each, state in zip(stores, states)],
+        GROW + min(request.max_new_tokens, prompt.shape[1]),
+    )
+    cache.adopt(first)
+    cache.prompt, cache.slots.step = prompt.shape[1], first.slots.step
+    request.keep_cache &= not any(padded)  # a cache of transformers' would have slots of padding
+    position = torch.cat([state.position for state in states])
+    state = State(request, prompt[:, -1], position, cache, list(range(len(own))), TokenBuffer(request, len(own)))
+    aux: dict[str, Any] = {"attention": real_BL if any(padded) else None}
+    for name in ("positions", "embeddings", "raw", "states"):
+        if name in scores[0].aux:
+            aux[name] = _joined([each.aux[name] for each in scores], -1 if name == "positions" else 1)
+    features = None if scores[0].features is None else _joined([each.features for each in scores], 1)
+    logits = process(aux["raw"], trees.empty_draft(state.pending), state)
+    return state, Scores(Categorical(logits), features, aux)
+
+
+def _joined(parts: Sequence[Any], along: int) -> Tensor:
+    """Parts of one row each, padded in front of the dimension of the prompt: rows are the one before it."""
+    longest = max(part.shape[along] for part in parts)
+    behind = 0 if along == -1 else parts[0].dim() - 1 - along
+    padded = [F.pad(part, (*[0, 0] * behind, longest - part.shape[along], 0)) for part in parts]
+    return torch.cat(padded, dim=along - 1)
+
+
+def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request:
+    """One row of a request, without its padding."""
+    rows, length = request.prompt.shape
+    inputs = {}
+    for name, value in request.inputs.items():
+        if isinstance(value, Tensor):
+            if value.dim() > 1 and value.shape[-2:] == (rows, length) and not value.is_floating_point():
+                value = value[..., row : row + 1, padding:]
+            elif rows > 1:
+                value = _media(target, request, name, value)[row : row + 1]
+        inputs[name] = value
+    prompt = request.prompt[row : row + 1, padding:]
+    # processors are those of the batch, and run behind it
+    return replace(request, inputs=inputs, prompt=prompt, sampling=Sampling(), keep_raw=True, each=[], prefix=None)
+
+
+def _media(target: HFDecoder, request: Request, name: str, value: Tensor) -> Tensor:
+    """A tensor of all rows' media, which has one entry for each row. Raises ValueError if it has not."""
+    content = to_device(sorted(target.capabilities.never_drafted), request.prompt.device)
+    shown = torch.isin(request.prompt, content).any(dim=1)
+    if len(value) != len(request.prompt) or not bool(shown.all()):
+        raise ValueError(BY_ROW.format(f"{name} of {len(value)} for {len(shown)} rows", "one row a call, or stream()"))
+    return value

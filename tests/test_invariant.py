@@ -1,0 +1,165 @@
+"""`batch_invariant=True`: in half precision too, a request's tokens depend on the request alone.
+
+Logits are compared bit for bit. The control shows that they differ without the mode.
+"""
+
+import functools
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+import visspec
+from tests import tiny
+from tests.doubles import one_sentence
+from visspec.models.runner.widths import REFERENCE, PassWidths
+
+NEW = 40
+LENGTHS = (5, 33, 12, 58)
+DRAFTERS = ("none", "ngram", "suffix", "context")
+SAMPLED = {"do_sample": True, "temperature": 1.0}
+
+
+@functools.cache
+def model(dtype=torch.bfloat16):
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 6, "head_dim": 16}
+    return tiny.llama(**sizes, num_hidden_layers=3).to(dtype)
+
+
+@functools.cache
+def prompts():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(*tiny.TEXT_IDS, (1, n), generator=generator) for n in LENGTHS]
+
+
+def fast(drafter, dtype=torch.bfloat16, invariant=True):
+    levels = {} if drafter == "none" else {"adaptive": drafter == "context"}
+    return visspec.accelerate(model(dtype), drafter, batch_invariant=invariant, debug=True, **levels)
+
+
+def answers(quick, ids=None, mask=None, **options):
+    """Tokens and raw logits of each row, behind its prompt."""
+    found, options = [], {"do_sample": False, **options}
+    batches = [(ids, mask)] if ids is not None else [(one, torch.ones_like(one)) for one in prompts()]
+    for ids, mask in batches:
+        more = {"seed": [7] * len(ids)} if options["do_sample"] else {}
+        output = quick.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=NEW,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **options,
+            **more,
+        )
+        logits = torch.stack(output.logits, dim=1)
+        found += [(row[ids.shape[1] :].tolist(), each) for row, each in zip(output.sequences, logits)]
+    return found
+
+
+def batch():
+    longest = max(LENGTHS)
+    ids = torch.stack([nn.functional.pad(one[0], (longest - len(one[0]), 0)) for one in prompts()])
+    return ids, torch.stack([(torch.arange(longest) >= longest - n).long() for n in LENGTHS])
+
+
+@functools.cache
+def alone(dtype=torch.bfloat16, invariant=True, sampled=False):
+    return answers(fast("none", dtype, invariant), **(SAMPLED if sampled else {}))
+
+
+def same(found, expected):
+    return [a == b and torch.equal(x, y) for (a, x), (b, y) in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("drafter", DRAFTERS[1:])
+def test_drafts_change_no_bit(drafter, dtype):
+    assert all(same(answers(fast(drafter, dtype)), alone(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("drafter", ("none", "context"))
+def test_neighbours_change_no_bit(drafter, dtype):
+    assert all(same(answers(fast(drafter, dtype), *batch()), alone(dtype)))
+
+
+@pytest.mark.parametrize("invariant", (True, False))
+def test_control(invariant):
+    """Without the mode drafts and neighbours change bits, in this very model."""
+    expected = alone(invariant=invariant)
+    for found in (answers(fast("suffix", invariant=invariant)), answers(fast("none", invariant=invariant), *batch())):
+        assert all(same(found, expected)) == invariant
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_sampled_tokens(drafter):
+    expected = alone(sampled=True)
+    assert all(same(answers(fast(drafter), **SAMPLED), expected))
+    assert all(same(answers(fast(drafter), *batch(), **SAMPLED), expected))
+
+
+@pytest.mark.parametrize("slots", (1, 3))
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_stream_in_any_order(drafter, slots):
+    entries = [{"input_ids": ids, "id": n} for n, ids in enumerate(prompts())]
+    entries += [e | SAMPLED | {"seed": 7, "id": (e["id"],)} for e in entries]
+    expected = {n: tokens for n, (tokens, _) in enumerate(alone())}
+    expected |= {(n,): tokens for n, (tokens, _) in enumerate(alone(sampled=True))}
+    found = {}
+    for answer in fast(drafter).stream(entries[::-1], slots=slots, max_new_tokens=NEW):
+        assert answer.error is None, answer.error
+        found[answer.id] = answer.tokens
+    assert found == expected
+
+
+def test_positions_end_with_the_model():
+    """Nodes that only widen a pass have no positions beyond the model's last one."""
+    config = tf.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=24)
+    gpt2 = tiny.built(tf.GPT2LMHeadModel, config).to(torch.bfloat16)
+    ids = prompts()[0]
+    outputs = [
+        visspec.accelerate(gpt2, drafter, batch_invariant=True, debug=True).generate(
+            input_ids=ids, max_new_tokens=24 - ids.shape[1], do_sample=False
+        )
+        for drafter in (None, "suffix")
+    ]
+    assert torch.equal(*outputs) and outputs[0].shape[1] == 24
+
+
+def test_widths_agree_with_many_rows():
+    linear = nn.Linear(200, 72, bias=False, dtype=torch.float32)
+    widths = PassWidths([linear], (2, 3, 16), torch.float32, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(200, 200, generator=generator)
+    expected = torch.cat([linear(part) for part in x.split(REFERENCE)])
+    for rows, nodes in ((1, 1), (1, 5), (3, 2), (5, 11)):
+        count = rows * widths.nodes(rows, nodes)
+        assert count >= rows * nodes
+        assert torch.equal(linear(x[:count]), expected[:count])
+
+
+@pytest.mark.parametrize(("options", "match"), [({"compile": True}, "compile=True"), ({"graphs": True}, "graphs=True")])
+def test_refused_options(options, match):
+    with one_sentence(f"batch_invariant: .*{match}"):
+        visspec.accelerate(model(), None, batch_invariant=True, **options)
+
+
+@pytest.mark.parametrize(("family", "match"), [("gemma2", "eager"), ("qwen3_moe", "experts")])
+def test_refused_models(family, match):
+    if family == "gemma2":
+        refused = tiny.gemma2()
+    else:
+        more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
+        refused = tiny.built(tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig(**tiny.TEXT, **more))
+    with one_sentence(f"batch_invariant: .*{match}"):
+        visspec.accelerate(refused.to(torch.bfloat16), None, batch_invariant=True)
+
+
+def test_padding_behind_a_prompt_is_refused():
+    ids = prompts()[0]
+    mask = torch.ones_like(ids)
+    mask[:, -1] = 0
+    with one_sentence("batch_invariant: .*padding in front"):
+        fast("none").generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)

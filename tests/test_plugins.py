@@ -1,0 +1,237 @@
+"""Names from outside: `visspec.register`, entry points of other packages, and presets, in Python and in the shell."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import visspec
+from tests import tiny_images
+from tests.doubles import Double, chain_of, one_sentence, refused
+from tests.tiny import model_of, prompt, shapes
+from visspec import registry, testing
+from visspec.accept.rejection import Rejection
+from visspec.accept.typical import Typical
+from visspec.cli.main import main
+from visspec.distributions import draw
+from visspec.models.lookup.ngram import NGram
+from visspec.types import RuleTraits
+
+PLUGIN = '''
+import visspec
+from visspec.models.lookup.ngram import NGram
+
+
+class Bigram(NGram):
+    """Looks the last word up."""
+
+    def __init__(self, back: int = 1):
+        super().__init__(longest=back)
+
+
+def register():
+    visspec.register("drafter", "bigram", Bigram)
+    visspec.register("rule", "loose", "visspec.accept.typical:Typical", "keeps a lot")
+    visspec.register("length", "two", "visspec.loop.draft_length:FixedLength", "as `fixed`")
+    visspec.register("family", "my_image", "visspec.models.janus.target:Janus", "as Janus", "codes")
+    visspec.register("preset", "mine", visspec.Preset("bigram", "loose", "my paper"), needs="text")
+
+
+def fail():
+    raise RuntimeError("no luck")
+'''
+POINTS = "[visspec.plugins]\nbroken = my_plugin:fail\ngone = my_plugin_2:register\nmine = my_plugin:register\n"
+PROGRAM = """
+import warnings
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import visspec
+from visspec import registry, testing
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert "bigram" in registry.table("drafter") and "ngram" in registry.table("drafter")
+    assert registry.table("rule")["loose"].load().__name__ == "Typical"
+said = [str(one.message) for one in caught if "plug-in" in str(one.message)]
+assert len(said) == 2 and "'broken' (my_plugin:fail) failed" in said[0] and "no luck" in said[0], said
+assert registry.table("drafter")["bigram"].what == "Looks the last word up." and "my_image" in registry.table("family")
+testing.check_drafter("bigram:back=2", model, {"input_ids": torch.tensor([[5, 6, 7, 5, 6]])})
+testing.check_rule("loose")
+fast = visspec.accelerate(model, preset="mine", length="two:levels=2")
+assert fast.name == "bigram" and fast.rule.traits.guarantee == "approximate" and fast.length_policy.levels == 2
+"""
+
+
+def test_a_plugin_adds_names_and_a_broken_one_warns_once(tmp_path):
+    (tmp_path / "my_plugin.py").write_text(PLUGIN)
+    about = tmp_path / "my_plugin-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-plugin\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(POINTS)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+class Bigram(NGram):
+    """Looks the last word up."""
+
+    def __init__(self):
+        super().__init__(longest=1)
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """The registry, restored afterwards."""
+    registry.load_plugins()
+    for kind, table in registry.TABLES.items():
+        monkeypatch.setitem(registry.TABLES, kind, dict(table))
+    monkeypatch.setattr(registry, "_added", set())
+
+
+def test_a_registered_drafter_is_taken_by_name_listed_and_saved(tables, tmp_path, capsys):
+    visspec.register("drafter", "bigram", Bigram)
+    visspec.register("drafter", "bigram", Bigram)  # a cell of a notebook that runs again
+    fast = testing.check_drafter("bigram", model_of("llama"), prompt("llama", shapes("llama")["one"]))
+    fast.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "visspec.json").read_text())["drafter"] == "bigram"
+    assert visspec.Accelerated.from_pretrained(tmp_path).name == "bigram"
+    assert main(["list", "drafters"]) == 0 and "Looks the last word up." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments,said", [
+    (("drafter", "ngram", Bigram), "'ngram' is built in"), (("rule", "exact", Typical), "'exact' is built in"),
+    (("drafters", "x", Bigram), "got 'drafters'"), (("preset", "x", None), "got 'preset' that needs ''"),
+    (("drafter", "x", Bigram, "", "poems"), "that needs 'poems'"),
+])  # fmt: skip
+def test_what_cannot_be_registered(tables, arguments, said):
+    with one_sentence(said):
+        visspec.register(*arguments)
+
+
+# --- contracts that are broken ----------------------------------------------------------------------------------------
+
+
+class Careless(Rejection):
+    """Draws from p after a rejection, not from the residual."""
+
+    def __call__(self, draft, scores, noise):
+        verdict = super().__call__(draft, scores, noise)
+        again = draw(scores.distribution.p[:, 0], noise.window(1)[:, 0, 0])
+        return type(verdict)(verdict.path, verdict.length, torch.where(verdict.length == 2, verdict.next, again))
+
+
+class Understated(Typical):
+    """Measures half of its drift."""
+
+    def __call__(self, draft, scores, noise):
+        verdict = super().__call__(draft, scores, noise)
+        return type(verdict)(verdict.path, verdict.length, verdict.next, verdict.drift / 2)
+
+
+class Boasting(Typical):
+    traits = RuleTraits("exact", judges_draws=True)
+
+
+def test_the_contract_of_a_rule_holds_and_can_fail():
+    for name in ("exact", "rejection", "block", "typical", "typical:epsilon=0.3,delta=0.8", "cool"):
+        testing.check_rule(name)
+    for rule in (Careless(), Understated(0.3, 0.8), Boasting(0.3, 0.8)):
+        with pytest.raises(AssertionError, match=type(rule).__name__):
+            testing.check_rule(rule)
+
+
+class Wrong(Double):
+    """Drafts ids that the model does not have."""
+
+    def propose(self, state, depth):
+        return chain_of(state.pending, torch.full((len(state.rows), depth), 10**6))
+
+
+def test_the_contract_of_a_drafter_can_fail():
+    with pytest.raises(AssertionError, match="drafts of Wrong are invalid"), pytest.warns(RuntimeWarning):
+        testing.check_drafter(Wrong(), model_of("llama"), prompt("llama", shapes("llama")["one"]))
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_unknown_names_and_options_get_the_nearest():
+    model = model_of("llama")
+    with one_sentence("drafter: got 'ngramm', .* such as ngram, "):
+        visspec.accelerate(model, "ngramm")
+    with one_sentence("acceptance: got 'lantrn', .*`visspec list rules`, such as lantern, "):
+        registry.rule("lantrn")
+    with one_sentence("acceptance: lantern does not take 'kk', expected k, delta"):
+        registry.rule("lantern:kk=3")
+    with one_sentence("acceptance: exact does not take 'k', expected no option"):
+        registry.rule("exact:k=3")
+    with one_sentence("preset: got 'recyling', .* such as recycling, "):
+        visspec.accelerate(model, preset="recyling")
+    with one_sentence("preset: got 'gumbel', which is for models of codes, expected one for text: plain, lookup"):
+        visspec.accelerate(model, preset="gumbel")
+
+
+@pytest.mark.parametrize("name", registry.presets("text"))
+def test_a_preset_of_text(name):
+    model, preset = model_of("llama"), registry.presets("text")[name]
+    fast = visspec.accelerate(model, preset=name)
+    assert preset.drafter == "auto" or fast.name == registry.parse(preset.drafter)[0]
+    assert type(fast.rule) is type(registry.rule(preset.acceptance))
+    assert visspec.accelerate(model, "ngram", preset=name).name == "ngram"
+
+
+def test_a_preset_of_a_pipeline_and_of_a_call(tmp_path):
+    tiny_images.painter(tmp_path / "m")
+    asked = {"prompt": "a photo of a red ring", "seed": 1, "output_type": "latent"}
+    pipe = visspec.ImagePipeline.from_pretrained(tmp_path / "m")
+    before = pipe(**asked)
+    wanted = pipe(**asked, **registry.preset("coupled", "codes").method).tokens[0]
+    found = pipe(**asked, preset="coupled")
+    assert torch.equal(found.tokens[0], wanted) and found.stats[0].drafter == "jacobi"
+    assert torch.equal(pipe(**asked).tokens[0], before.tokens[0]), "a preset is that of its call alone"
+    assert pipe(**asked, preset="coupled", drafter="none", acceptance="exact").stats[0].drafter == "none"
+    other = visspec.ImagePipeline.from_pretrained(tmp_path / "m", preset="coupled")
+    assert (other.drafter, other.acceptance) == ("jacobi:redraw=maximal,window=16", "rejection")
+    assert torch.equal(other(**asked).tokens[0], wanted)
+    other.save_pretrained(tmp_path / "saved")
+    stored = json.loads((tmp_path / "saved" / "visspec.json").read_text())
+    assert (stored["drafter"], stored["acceptance"]) == (other.drafter, other.acceptance)
+    again = visspec.ImagePipeline.from_pretrained(tmp_path / "saved", preset="plain")
+    assert (again.drafter, again.acceptance) == ("none", "exact")
+    with one_sentence("preset: got 'coupld', .* such as coupled, "):
+        visspec.ImagePipeline.from_pretrained("no/such-model", preset="coupld")
+
+
+# --- the list ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_is_short_and_has_each_name_once(capsys):
+    assert main(["list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 120
+    for kind, plural in registry.KINDS.items():
+        assert main(["list", plural]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines] == list(registry.table(kind)) and len(lines) <= 40
+        classes = [str(entry.target).partition(":")[2] for entry in registry.table(kind).values()]
+        assert kind == "family" or not any(name and name in " ".join(lines) for name in classes)
+
+
+def test_the_list_as_json_has_options_with_types_and_defaults(capsys):
+    assert main(["list", "--json"]) == 0
+    rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
+    assert rows["rule", "lantern"]["options"] == {
+        "k": {"type": "int", "default": 100}, "delta": {"type": "float", "default": 0.1}
+    }  # fmt: skip
+    assert rows["preset", "coupled"]["arguments"]["codes"]["acceptance"] == "rejection"
+    assert rows["drafter", "image-eagle"]["trained"] and rows["drafter", "image-eagle"]["needs"] == "codes"
+
+
+def test_the_list_knows_its_kinds(capsys):
+    assert "drafters" in refused(capsys, "list", "drafterz")

@@ -1,0 +1,96 @@
+"""The contracts of drafters and acceptance rules, for the tests of whoever writes one.
+
+def test_bigram():
+    visspec.testing.check_drafter(Bigram(), model, tokenizer(prompts, padding=True, return_tensors="pt"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from visspec import registry, tree
+from visspec.api.accelerate import Accelerated, accelerate
+from visspec.distributions import Categorical, draw
+from visspec.types import Acceptance, Draft, Scores
+
+_PLAIN: WeakKeyDictionary[Any, dict] = WeakKeyDictionary()
+
+
+def check_drafter(
+    drafter: Any, model: Any, inputs: Mapping[str, Tensor], max_new_tokens: int = 14, **options: Any
+) -> Accelerated:
+    """Check that a drafter leaves the text as it is: greedy tokens are those of transformers, seeded ones those of the
+    loop without drafts, and no draft is invalid or raises.
+
+    Args:
+        drafter: as `visspec.accelerate` takes it.
+        model: the target, in float32.
+        inputs: arguments of `generate`, (B, L) `input_ids` among them; several rows of different lengths check that a
+            row does not depend on its batch.
+        options: of `visspec.accelerate`.
+
+    Returns:
+        What generated, whose `last_stats` say what was drafted.
+
+    Raises:
+        AssertionError: if the contract is broken.
+    """
+    quick = accelerate(model, drafter, **{"adaptive": False, **options})
+    greedy, expected, seeded, drawn = _plain(model, inputs, max_new_tokens)
+    for arguments, wanted in ((greedy, expected), (seeded, drawn)):
+        result = quick.run(**inputs, **arguments)
+        assert torch.equal(result.output, wanted), f"{quick.name} changes the tokens of {arguments}"
+        assert result.stats.faults == 0, f"{result.stats.faults} drafts of {quick.name} are invalid"
+    return quick
+
+
+def _plain(model: Any, inputs: Mapping[str, Tensor], new: int) -> tuple[dict, Tensor, dict, Tensor]:
+    """Options and output of a greedy call of transformers' generate, and of a seeded one of the loop without drafts."""
+    known, key = _PLAIN.setdefault(model, {}), (new, *(value.numpy().tobytes() for value in inputs.values()))
+    if key not in known:
+        greedy = {"max_new_tokens": new, "do_sample": False}
+        seeds = list(range(3, 3 + len(inputs["input_ids"])))
+        seeded = {"max_new_tokens": new, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "seed": seeds}
+        drawn = accelerate(model, None).generate(**inputs, **seeded)
+        known[key] = greedy, model.generate(**inputs, **greedy), seeded, drawn
+    return known[key]
+
+
+def check_rule(rule: str | Acceptance, vocab: int = 6, rows: int = 4000, pairs: int = 8) -> None:
+    """Check the guarantee of a rule for ids by the tokens that it gives, one drafted token in each of many rows, for
+    several pairs of a target's and a drafter's distribution: an exact rule keeps the target's, an approximate one
+    measures at least the drift that is there.
+
+    Raises:
+        AssertionError: if the guarantee is broken.
+    """
+    for seed in range(pairs):
+        _check_guarantee(registry.rule(rule) if isinstance(rule, str) else rule, vocab, rows, seed)
+
+
+def _check_guarantee(rule: Acceptance, vocab: int, rows: int, seed: int) -> None:
+    """Check one pair of distributions; by chance it fails once in a million times."""
+    generator = torch.Generator().manual_seed(seed)
+    p_V, q_V = torch.randn(2, vocab, generator=generator).mul(1.5).softmax(-1)
+    noise = rule.make_noise([torch.Generator().manual_seed(seed + row) for row in range(rows)], vocab)
+    q, drafted_B = None, torch.full((rows,), int(q_V.argmax()))
+    if rule.traits.judges_draws:
+        drafted_B = draw(q_V.expand(rows, vocab), torch.rand(rows, generator=generator))
+        q = Categorical(p=torch.stack([torch.zeros(vocab), q_V]).expand(rows, 2, vocab))
+    draft = Draft(torch.stack([torch.zeros_like(drafted_B), drafted_B], 1), tree.chain(1), q)
+    verdict = rule(draft, Scores(Categorical(p_V.log().expand(rows, 2, vocab))), noise)
+    first_B = torch.where(verdict.length == 2, drafted_B, verdict.next)
+    found_V = torch.bincount(first_B, minlength=vocab) / rows
+    error_V = 5 * (p_V * (1 - p_V) / rows).sqrt()
+    name = type(rule).__name__
+    if rule.traits.guarantee == "approximate":
+        assert verdict.drift is not None, f"{name} is approximate and measures no drift"
+        drift, distance = float(verdict.drift.mean()), 0.5 * float((found_V - p_V).abs().sum())
+        assert distance <= drift + 0.5 * float(error_V.sum()), f"{name}: drift {drift:.3f}, but it is {distance:.3f}"
+    else:
+        assert ((found_V - p_V).abs() <= error_V).all(), f"{name} gives {found_V.tolist()}, not {p_V.tolist()}"
