@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -26,6 +27,7 @@ from visspec.models.attention import ragged
 
 NAME = "visspec"  # in transformers' registries, and the keyword of the forward pass
 STOCK = "sdpa"
+LEAST = 4  # rows of a folded product
 # arguments by which attention is more than a softmax over keys; transformers' own function decides what becomes of them
 MORE = ("softcap", "s_aux", "position_bias", "cache")
 FUNCTIONS, MASKS = AttentionInterface(), AttentionMaskInterface()
@@ -72,10 +74,16 @@ def draft_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention of (B, H, N, E) queries to (B, K, S, E) keys, mask (1|B, 1, H / K * N, S): (B, N, H, E)."""
+    """Attention of (B, H, N, E) queries to (B, K, S, E) keys, mask (1|B, 1, H / K * N, S): (B, N, H, E).
+
+    Fewer rows than `LEAST` to a key head are padded: a product of so few may sum in another order (`runner.widths`).
+    """
     rows, heads, nodes, size = query.shape
     query = query.reshape(rows, key.shape[1], -1, size)
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    if (count := query.shape[2]) < LEAST:
+        query = F.pad(query, (0, 0, 0, LEAST - count))
+        mask = torch.cat([mask, mask[:, :, -1:].expand(-1, -1, LEAST - count, -1)], dim=2)
+    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)[:, :, :count]
     return attended.reshape(rows, heads, nodes, value.shape[-1]).transpose(1, 2).contiguous()
 
 
