@@ -100,7 +100,11 @@ def run_settings(arguments: Options, fast: Accelerated, request: str, options: d
 
 def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """What captions are made with, as asked for."""
-    about = {"model": arguments.model or included.text_model(), "prompt": request, "drafter": arguments.drafter}
+    about: dict[str, Any] = {
+        "model": arguments.model or included.text_model(),
+        "prompt": request,
+        "drafter": arguments.drafter,
+    }
     if arguments.schema is not None:
         about["schema"] = read_schema(arguments.schema)
     if arguments.batch_invariant:
