@@ -1,6 +1,7 @@
 """Adapters and quantised weights: the tokens of transformers' generate under the same weights, whichever drafter."""
 
 import functools
+import itertools
 import warnings
 from contextlib import nullcontext
 
@@ -66,9 +67,12 @@ def quick(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("passes", ["eager", pytest.param("compile", marks=pytest.mark.nightly), "graphs"])
-@each_drafter
+@pytest.mark.parametrize("drafter, passes", [
+    *itertools.product(DRAFTERS, ["graphs"]), ("ngram", "eager"), ("eagle", "eager"),
+    *(pytest.param(drafter, "compile", marks=pytest.mark.nightly) for drafter in DRAFTERS),
+])  # fmt: skip
 def test_adapters_switched_between_calls(drafter, passes, quick):
+    """The passes that graphs record first run eager; without graphs, with and without a head of the drafter's own."""
     model, inputs = adapted(llama(3)), prompt("llama", ["9", "5"])
     options = {"compile": passes == "compile", "graphs": passes == "graphs"}
     fast = visspec.accelerate(model, DRAFTERS[drafter](model.get_base_model()), adaptive=False, **options)
@@ -157,8 +161,10 @@ def quantised(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALIKE)
-@each_drafter
+@pytest.mark.parametrize("drafter, name", [
+    *itertools.product(("layers", "eagle"), ALIKE),  # they run quantised layers themselves, and the head
+    *itertools.product(("ngram", "suffix", "vispec", "small model"), ["bitsandbytes nf4", "torchao int8"]),
+])  # fmt: skip
 def test_quantised_weights(drafter, name, quantised, recwarn):
     model, inputs = quantised(name), prompt("llama", ["9", "5"])
     fast = visspec.accelerate(model, DRAFTERS[drafter](model), adaptive=False)

@@ -129,7 +129,11 @@ STAGES = ["start", "propose", "observe", "select"]  # the last one is called whe
 
 @pytest.mark.parametrize(
     "stage, error, shape",
-    [*((stage, error, "ragged") for stage in STAGES for error in ERRORS), *((s, "error", "one") for s in STAGES[:3])],
+    [
+        *(("propose", error, "ragged") for error in ERRORS),
+        *((stage, "error", "ragged") for stage in STAGES),
+        *((stage, "memory", "one") for stage in STAGES[:3]),
+    ],
 )
 def test_drafter_raises(stage, error, shape):
     inputs = prompt("llava", shapes("llava")[shape])
@@ -224,8 +228,9 @@ BAD_LAWS = {
 SPOILT = BAD_DRAFTS | BAD_IDS | BAD_LAWS
 
 
-@pytest.mark.parametrize("kind", SPOILT)
-@pytest.mark.parametrize("shape", ["one", "ragged"])
+@pytest.mark.parametrize("kind, shape", [
+    *((kind, "ragged") for kind in SPOILT), *((kind, "one") for kind in ("too deep", "one dimension", "beyond", "nan")),
+])  # fmt: skip
 def test_spoilt_drafts_cost_nothing_of_the_output(kind, shape):
     """A draft is refused whole, or node by node; a law that can't be makes its node absent."""
     inputs, answers, laws = prompt("llava", shapes("llava")[shape]), stock("llava", shape), kind in BAD_LAWS
@@ -235,8 +240,10 @@ def test_spoilt_drafts_cost_nothing_of_the_output(kind, shape):
         assert model.last_stats.tau > 1.5, "good nodes are still used"
 
 
-@pytest.mark.parametrize("rows, temperature", [(3, 0.0), (3, 1.0), (1, 1.0)])
-@pytest.mark.parametrize("kind", [*BAD_IDS, "rows missing", "nothing", "float ids"])
+@pytest.mark.parametrize("kind, rows, temperature", [
+    *((kind, 3, 1.0) for kind in (*BAD_IDS, "rows missing", "nothing", "float ids")), ("beyond", 3, 0.0),
+    ("rows missing", 3, 0.0), ("negative id", 1, 1.0),
+])  # fmt: skip
 def test_spoilt_drafts_of_images(kind, rows, temperature):
     """Codes with guidance, in a target that runs two rows of its cache for each image."""
     plain, _ = drawn(janus_pair(None, Exact()), list(range(rows)), temperature=temperature)

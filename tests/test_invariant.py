@@ -114,6 +114,22 @@ def test_stream_in_any_order(drafter, slots):
     assert found == expected
 
 
+@pytest.mark.parametrize("name", ("llava", "qwen2_vl", "gemma3"))
+def test_pictures(name):
+    """They are encoded one request at a time: in a stream, not in a batch."""
+    rows, kind = tiny.shapes(name)["ragged"], tiny.FAMILIES[name].make().to(torch.bfloat16)
+    together = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tiny.prompt(name, rows, 0).items()}
+    entries = [tiny.single_row(name, rows, together, b) for b in range(len(rows))]
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    plain, quick = (visspec.accelerate(kind, one, batch_invariant=True, debug=True) for one in (None, "suffix"))
+    expected = [plain.run(**one, **options).state.tokens[0] for one in entries]
+    assert [quick.run(**one, **options).state.tokens[0] for one in entries] == expected
+    found = sorted(quick.stream(entries, slots=3, **options), key=lambda answer: answer.id)
+    assert [answer.tokens for answer in found] == expected
+    with one_sentence("batch_invariant: .*stream"):
+        plain.generate(**together, **options)
+
+
 def test_positions_end_with_the_model():
     """Nodes that only widen a pass have no positions beyond the model's last one."""
     config = tf.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=24)

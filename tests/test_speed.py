@@ -17,54 +17,36 @@ def run(seconds, count=4, first=0.0, stages=None, rounds=(), tokens=None):
     return ArmRun(seconds, tokens or [list(range(count))], first, stages or {}, list(rounds))
 
 
-def test_speedup_is_the_geometric_mean_of_paired_ratios():
-    slow = [run(4.0), run(1.0)]
-    fast = [run(1.0), run(1.0)]
-    found = speed.compare(slow, fast)
-    assert found["ratios"] == [4.0, 1.0]
-    assert found["speedup"] == pytest.approx(2.0)  # the arithmetic mean is 2.5, the ratio of totals 2.5
-    assert found["speedup_total_time"] == pytest.approx(2.5)
+@pytest.mark.parametrize(("slow", "fast", "options", "expected"), [
+    # the arithmetic mean is 2.5
+    ([run(4.0), run(1.0)], [run(1.0)] * 2, {}, {"ratios": [4.0, 1.0], "speedup": 2.0, "speedup_total_time": 2.5}),
+    # decoding leaves the first token out, and pairs that end with it
+    ([run(5.0, first=1.0)], [run(3.0, first=1.0)], {}, {"speedup": 5 / 3, "speedup_decode_only": 4 / 2}),
+    ([run(1.0, first=1.0), run(3.0, first=1.0)], [run(1.0, first=1.0), run(2.0, first=1.0)], {},
+     {"speedup_decode_only": 2.0, "compared": 2}),
+    # 10 tokens in 5 s against 2 tokens in 2 s: half a second against one second a token
+    ([run(5.0, 10)], [run(2.0, 2)], {"per_token": True}, {"speedup": 0.5}),
+    ([run(5.0, 10)], [run(2.0, 2)], {}, {"speedup": 2.5}),
+    # whole prompts are the same or not
+    ([run(1, tokens=[[1, 2], [3]])] * 2, [run(1, tokens=[[1, 2], [3]]), run(1, tokens=[[1, 2], [4]])], {},
+     {"identical": 1, "compared": 2}),
+    # prompts of very different length, all twice as fast: the paired interval has no width
+    ([run(2.0 * s) for s in (1, 10, 100)], [run(float(s)) for s in (1, 10, 100)], {}, {"speedup_ci95": [2.0, 2.0]}),
+])  # fmt: skip
+def test_compare_by_hand(slow, fast, options, expected):
+    found = speed.compare(slow, fast, **options)
+    assert {name: found[name] for name in expected} == {name: pytest.approx(value) for name, value in expected.items()}
 
 
-def test_decode_only_leaves_the_first_token_out():
-    found = speed.compare([run(5.0, first=1.0)], [run(3.0, first=1.0)])
-    assert found["speedup"] == pytest.approx(5 / 3)
-    assert found["speedup_decode_only"] == pytest.approx(4 / 2)
-
-
-def test_decode_only_skips_pairs_without_decoding():
-    """A run that ends with its first token has no decode time; it must not divide by zero."""
-    found = speed.compare([run(1.0, first=1.0), run(3.0, first=1.0)], [run(1.0, first=1.0), run(2.0, first=1.0)])
-    assert found["speedup_decode_only"] == pytest.approx(2.0)
-    assert found["compared"] == 2
-
-
-def test_per_token_times_for_outputs_of_different_length():
-    """10 tokens in 5 s against 2 tokens in 2 s: half a second against one second a token."""
-    found = speed.compare([run(5.0, 10)], [run(2.0, 2)], per_token=True)
-    assert found["speedup"] == pytest.approx(0.5)
-    assert speed.compare([run(5.0, 10)], [run(2.0, 2)])["speedup"] == pytest.approx(2.5)
-
-
-def test_identical_counts_whole_prompts():
-    same, other = [[1, 2], [3]], [[1, 2], [4]]
-    found = speed.compare([run(1, tokens=same), run(1, tokens=same)], [run(1, tokens=same), run(1, tokens=other)])
-    assert (found["identical"], found["compared"]) == (1, 2)
-
-
-def test_both_taus_by_hand():
-    """Prompt 1: rounds of 3 and 1 tokens. Prompt 2: one round of 5. Micro 9 / 3, macro (2 + 5) / 2."""
-    runs = [run(1, rounds=[(4, [3]), (4, [1])]), run(1, rounds=[(4, [5])])]
-    found = speed.tau(runs)
-    assert found["tau"] == pytest.approx(3.0) and found["tau_macro"] == pytest.approx(3.5)
-    assert found["tau_without_bonus"] == pytest.approx(2.0)
-    assert found["nfe"] == pytest.approx((3 + 2) / 2), "rounds and the prefill"
-
-
-def test_tau_counts_every_row_of_a_batch():
-    """Two rows, then one: three row-passes gained 2 + 4 + 3 tokens; the target ran twice."""
-    found = speed.tau([run(1, rounds=[(4, [2, 4]), (4, [3])])])
-    assert found["tau"] == pytest.approx(3.0) and found["nfe"] == pytest.approx(3)
+@pytest.mark.parametrize(("rounds", "expected"), [
+    # prompt 1: rounds of 3 and 1 tokens; prompt 2: one round of 5; passes are rounds and the prefill
+    ([[(4, [3]), (4, [1])], [(4, [5])]], {"tau": 3.0, "tau_macro": 3.5, "tau_without_bonus": 2.0, "nfe": (3 + 2) / 2}),
+    # two rows, then one: three row-passes gained 2 + 4 + 3 tokens; the target ran twice
+    ([[(4, [2, 4]), (4, [3])]], {"tau": 3.0, "nfe": 3}),
+])  # fmt: skip
+def test_tau_by_hand(rounds, expected):
+    found = speed.tau([run(1, rounds=each) for each in rounds])
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
 def test_ideal_by_hand():
@@ -107,12 +89,6 @@ def test_bootstrap_brackets_the_mean_and_repeats():
     centre = sum(logs) / 64
     assert math.log(low) == pytest.approx(centre - spread, abs=0.15 * spread)
     assert math.log(high) == pytest.approx(centre + spread, abs=0.15 * spread)
-
-
-def test_bootstrap_is_paired():
-    """Prompts of very different length, all twice as fast: the paired interval has no width."""
-    slow, fast = [run(2.0 * s) for s in (1, 10, 100)], [run(float(s)) for s in (1, 10, 100)]
-    assert speed.compare(slow, fast)["speedup_ci95"] == pytest.approx([2.0, 2.0])
 
 
 def test_bootstrap_covers():

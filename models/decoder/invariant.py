@@ -18,6 +18,7 @@ from visspec import tree as trees
 from visspec.cache import GROW, to_device
 from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
+from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process
 from visspec.types import Request, Sampling, Scores, State
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from visspec.models.decoder.target import HFDecoder
 
 REFUSED = "batch_invariant: got {} with {}, whose tokens depend on what runs beside them, so leave it out here"
+ONE_ROW = "one row a call, or stream()"
 BY_ROW = "batch_invariant: got {}, expected {}, as prompts are read one at a time"
 
 
@@ -40,7 +42,7 @@ def pass_widths(target: HFDecoder) -> PassWidths:
         "rotary frequencies that depend on the longest row": target.rotary,
         "experts": any("expert" in name for name, _ in decoder.named_modules()),
         "quantised weights": getattr(model, "is_quantized", False),
-        f"attention of {text._attn_implementation!r}, not 'sdpa'": text._attn_implementation != "sdpa",
+        f"attention of {implementation(text)!r}, not 'sdpa'": implementation(text) != STOCK,
     }
     if why := next((why for why, found in reasons.items() if found), None):
         raise ValueError(REFUSED.format(type(model).__name__, why))
@@ -101,6 +103,8 @@ def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request
                 value = value[..., row : row + 1, padding:]
             elif rows > 1:
                 value = _media(target, request, name, value)[row : row + 1]
+        elif rows > 1 and not isinstance(value, int | float | str | None):
+            raise ValueError(BY_ROW.format(f"{name} of several rows", ONE_ROW))  # pictures that were encoded together
         inputs[name] = value
     prompt = request.prompt[row : row + 1, padding:]
     # processors are those of the batch, and run behind it
@@ -112,5 +116,5 @@ def _media(target: HFDecoder, request: Request, name: str, value: Tensor) -> Ten
     content = to_device(sorted(target.capabilities.never_drafted), request.prompt.device)
     shown = torch.isin(request.prompt, content).any(dim=1)
     if len(value) != len(request.prompt) or not bool(shown.all()):
-        raise ValueError(BY_ROW.format(f"{name} of {len(value)} for {len(shown)} rows", "one row a call, or stream()"))
+        raise ValueError(BY_ROW.format(f"{name} of {len(value)} for {len(shown)} rows", ONE_ROW))
     return value

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec import tree as trees
+from visspec.models.attention.draft_attention import folded_attention
 from visspec.types import Draft
 
 STEP = 128  # slots
@@ -146,9 +147,12 @@ def _attention(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     key[0, :, :seen] = half_key.repeat(1, 2, 2)[:, order_S][..., order_E][..., :size]
     value[0, :, :seen] = torch.cat([half_value, -half_value], dim=1)[:, order_S]
     query = torch.cat([half_query, -half_query], dim=-1)[..., order_E][..., :size]
-    query = _tiled(query, nodes).transpose(0, 1)
+    query = _tiled(query, nodes).transpose(0, 1)[None]
     query, key, value = (x.to(device, dtype) for x in (query, key, value))
     mask = torch.full((1, 1, groups * nodes, extent), torch.finfo(dtype).min, dtype=dtype, device=device)
     mask[..., :seen] = 0
-    out = F.scaled_dot_product_attention(query.reshape(1, keys, groups * nodes, size), key, value, attn_mask=mask)
-    return out.reshape(keys * groups, nodes, size).transpose(0, 1).reshape(nodes, -1)
+    if groups > 1:
+        out = folded_attention(query, key, value, mask, None)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
+    return out.reshape(nodes, -1)
