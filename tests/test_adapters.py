@@ -163,7 +163,7 @@ def quantised(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter, name", [
     *itertools.product(("layers", "eagle"), ALIKE),  # they run quantised layers themselves, and the head
-    *itertools.product(("ngram", "suffix", "vispec", "small model"), ["bitsandbytes nf4", "torchao int8"]),
+    *itertools.product(("ngram", "context", "vispec", "small model"), ["bitsandbytes nf4", "torchao int8"]),
 ])  # fmt: skip
 def test_quantised_weights(drafter, name, quantised, recwarn):
     model, inputs = quantised(name), prompt("llama", ["9", "5"])

@@ -121,7 +121,7 @@ def test_pictures(name):
     together = {k: v.bfloat16() if v.is_floating_point() else v for k, v in tiny.prompt(name, rows, 0).items()}
     entries = [tiny.single_row(name, rows, together, b) for b in range(len(rows))]
     options = {"max_new_tokens": NEW, "do_sample": False}
-    plain, quick = (visspec.accelerate(kind, one, batch_invariant=True, debug=True) for one in (None, "suffix"))
+    plain, quick = (visspec.accelerate(kind, one, batch_invariant=True, debug=True) for one in (None, "context"))
     expected = [plain.run(**one, **options).state.tokens[0] for one in entries]
     assert [quick.run(**one, **options).state.tokens[0] for one in entries] == expected
     found = sorted(quick.stream(entries, slots=3, **options), key=lambda answer: answer.id)
