@@ -11,7 +11,7 @@ second launch merges them. The tree is given by `parent`, or by the mask that `g
 B rows, H query heads, G key heads, N nodes, S slots, F features.
 
 Draft passes call it on a GPU (`models/attention/ragged.py`), where a mask for the tree is bandwidth; elsewhere they
-fold heads under `sdpa` (`models/attention/folding.py`), with such a mask.
+fold heads under `sdpa` (`models/attention/draft_attention.py`), with such a mask.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Folded attention: models under stock `sdpa` answer as before, keys are not repeated, stock's own calls are stock's.
+"""Attention of draft passes under a name of our own: keys are not repeated, and all other calls are transformers' own.
 
 Shapes: B rows, H query heads, K key heads, N nodes, S slots, E head size.
 """
@@ -13,24 +13,29 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.integrations import sdpa_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import visspec
 from tests.doubles import NEW, Grower, TreeOracle, fast, new_tokens, stock
-from tests.tiny import llama, model_of, prompt, shapes
+from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
-from visspec.models.attention import folding, masks
+from visspec.models.attention import draft_attention, masks
+from visspec.models.attention.draft_attention import NAME, switched
 from visspec.models.decoder import probe
 from visspec.models.decoder.target import HFDecoder
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+ENTRY = tf.AttentionInterface()[NAME]
 GROUPED = ("llama", "qwen2", "mistral", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")
 
 
 @pytest.fixture
 def calls(monkeypatch):
     """Nodes of every folded attention call, and slots of every call that repeats keys."""
-    seen, plain, repeat = {"folded": [], "repeated": []}, folding.folded_attention, sdpa_attention.repeat_kv
+    seen, plain, repeat = {"folded": [], "repeated": []}, draft_attention.folded_attention, sdpa_attention.repeat_kv
 
     def folded(query, *rest):
         seen["folded"].append(query.shape[2])
@@ -40,7 +45,7 @@ def calls(monkeypatch):
         seen["repeated"].append(states.shape[2])
         return repeat(states, *rest)
 
-    monkeypatch.setattr(folding, "folded_attention", folded)
+    monkeypatch.setattr(draft_attention, "folded_attention", folded)
     monkeypatch.setattr(sdpa_attention, "repeat_kv", repeated)
     return seen
 
@@ -93,21 +98,15 @@ def test_folded_equals_repeated(data):
     mask = torch.randn(data.draw(st.sampled_from([1, rows])), 1, nodes, extent, generator=g)
     module = nn.Module()
     module.num_key_value_groups = share
-    folding.register()
-    entry = tf.AttentionInterface()["sdpa"]
     wanted, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
     # rows for more heads than this layer has to a key head are left alone
-    repeats = share + data.draw(st.integers(0, 2))
-    found, weights = entry(module, query, key, value, mask.repeat(1, 1, repeats, 1), scaling=0.3)
+    rows = mask.repeat(1, 1, share + data.draw(st.integers(0, 2)), 1)
+    found, weights = ENTRY(module, query, key, value, None, scaling=0.3, visspec=rows)
     assert weights is None and found.shape == wanted.shape and found.is_contiguous()
     assert torch.allclose(found, wanted, atol=1e-5)
 
 
 def test_stock_calls_are_stock():
-    folding.register()
-    folding.register()
-    entry = tf.AttentionInterface()["sdpa"]
-    assert entry.stock is sdpa_attention_forward  # once, whoever asks
     module = nn.Module()
     module.num_key_value_groups, module.is_causal = 2, True
     query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8)
@@ -122,22 +121,21 @@ def test_stock_calls_are_stock():
                 {"scaling": 0.2, "is_causal": False},
                 {"position_bias": torch.randn(1, 4, queries, slots)},
             ):
-                assert torch.equal(entry(*given, **more)[0], sdpa_attention_forward(*given, **more)[0])
+                assert torch.equal(ENTRY(*given, **more)[0], sdpa_attention_forward(*given, **more)[0])
 
 
 def test_more_than_a_softmax_goes_to_stock():
     """Biases of a layer's own are added by transformers' function, soft caps are refused by it."""
-    folding.register()
-    entry = tf.AttentionInterface()["sdpa"]
     module = nn.Module()
     module.num_key_value_groups = 2
     query, key, mask = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 1, 3, 9)
     bias = torch.randn(1, 4, 3, 9)
     wanted, _ = sdpa_attention_forward(module, query, key, key, mask, position_bias=bias)
-    found, _ = entry(module, query, key, key, mask.repeat(1, 1, 2, 1), position_bias=bias)
+    rows = mask.repeat(1, 1, 2, 1)
+    found, _ = ENTRY(module, query, key, key, mask, position_bias=bias, visspec=rows)
     assert torch.equal(found, wanted)
     with pytest.raises(ValueError, match="softcap"):
-        entry(module, query, key, key, mask.repeat(1, 1, 2, 1), softcap=30.0)
+        ENTRY(module, query, key, key, mask, softcap=30.0, visspec=rows)
 
 
 def test_without_the_probe_it_folds_too(calls):
@@ -146,6 +144,95 @@ def test_without_the_probe_it_folds_too(calls):
     model = llama(rms_norm_eps=1.3e-6)
     visspec.accelerate(model, None, probe=False).generate(**inputs, **GREEDY)
     assert calls["folded"] and len(expected) == 1
+
+
+def test_a_model_that_is_not_wrapped_never_sees_our_attention(monkeypatch):
+    """Two models in one process: `sdpa` stays transformers' own, and ours is called by passes of the wrapped one."""
+    seen, wrapped, other = [], model_of("llama"), llama()
+
+    def spy(module, *args, **kwargs):
+        seen.append(module)
+        return draft_attention.draft_attention(module, *args, **kwargs)
+
+    monkeypatch.setitem(tf.AttentionInterface._global_mapping, NAME, spy)
+    expected, inputs = stock("llama", "ragged"), prompt("llama", shapes("llama")["ragged"])
+    accelerated = visspec.accelerate(wrapped, TreeOracle(expected, 0.3), adaptive=False)
+    for registry, own in ((ALL_ATTENTION_FUNCTIONS, sdpa_attention_forward), (ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask)):
+        assert registry["sdpa"] is own
+    assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected and seen
+    seen.clear()
+    other.generate(**inputs, **GREEDY)
+    assert new_tokens(wrapped.generate(**inputs, **GREEDY), inputs) == expected
+    assert not seen and {model.config._attn_implementation for model in (wrapped, other)} == {"sdpa"}
+
+
+def test_the_implementation_is_restored_after_an_exception(monkeypatch):
+    inputs, model, names = prompt("llama", ["9", "4"]), llama(), []
+    accelerated = visspec.accelerate(model, None, probe=False)
+
+    def failing(*args):
+        names.append(model.config._attn_implementation)
+        raise RuntimeError("no attention")
+
+    monkeypatch.setattr(draft_attention, "folded_attention", failing)
+    with pytest.raises(RuntimeError, match="no attention"):
+        accelerated.generate(**inputs, **GREEDY)
+    assert names == [NAME] and model.config._attn_implementation == "sdpa" and not draft_attention._switched
+
+
+def test_passes_of_two_threads_may_overlap():
+    configs = draft_attention.configurations(model_of("llama"))
+    first, second = switched(configs), switched(configs)
+    for step, name in ((first.__enter__, NAME), (second.__enter__, NAME)):
+        step()
+        assert configs[0]._attn_implementation == name and draft_attention.implementation(configs[0]) == "sdpa"
+    first.__exit__(None, None, None)
+    assert configs[0]._attn_implementation == NAME
+    second.__exit__(None, None, None)
+    assert configs[0]._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("shape", ["one", "ragged"])
+def test_stock_calls_under_our_name_equal_those_under_sdpa(shape):
+    """What another thread computes while a pass runs: prompts with padding, and single steps."""
+    model, inputs = model_of("llama"), prompt("llama", shapes("llama")[shape])
+    with switched(draft_attention.configurations(model)):
+        assert new_tokens(model.generate(**inputs, **GREEDY), inputs) == stock("llama", shape)
+        found = model(**inputs).logits
+    assert torch.equal(found, model(**inputs).logits)
+
+
+class Swallows(LlamaAttention):
+    """Hands no keywords on."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+        return super().forward(hidden_states, position_embeddings, attention_mask, cache)
+
+
+class Refuses(LlamaAttention):
+    """Takes no unknown keywords."""
+
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings=None,
+        attention_mask=None,
+        cache=None,
+        position_ids=None,
+        use_cache=None,
+    ):
+        return super().forward(hidden_states, position_embeddings, attention_mask, cache)
+
+
+@pytest.mark.parametrize("kind", [Swallows, Refuses])
+def test_models_without_the_keyword_take_the_4d_mask(kind, calls):
+    model = built(tf.LlamaForCausalLM, tf.LlamaConfig(**TEXT))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = kind
+    expected, inputs = stock("llama", "ragged"), prompt("llama", shapes("llama")["ragged"])
+    accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
+    assert accelerated.target.masks.groups == (2 if kind is Swallows else 1)
+    assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected and not calls["folded"]
 
 
 def test_stock_generate_in_another_thread_is_not_disturbed():
@@ -183,13 +270,15 @@ def test_a_kept_mask_equals_a_new_one(data):
             tuple(parents[0])
         )  # fmt: skip
         extent = slots.open(size, "cpu")
-        found = made(slots, tree, extent)
+        inputs = made(slots, tree, extent)
+        plain, folded = inputs["attention_mask"], inputs.get(NAME, inputs["attention_mask"])
         seen = visibility(tree.ancestor, slots.lengths, slots.padding, extent)
-        if found is None:
+        if plain is None:
             assert groups == 1 and size == 1 and bool(seen.all())
         else:
-            assert found.shape[2:] == (groups * size, extent)
-            assert torch.equal(found.expand(live, -1, -1, -1), made.additive(seen, groups))
+            assert plain.shape[2:] == (size, extent) and folded.shape[2:] == (groups * size, extent)
+            assert torch.equal(plain.expand(live, -1, -1, -1), made.additive(seen))
+            assert torch.equal(folded.expand(live, -1, -1, -1), made.additive(seen, groups))
         slots.commit([list(range(data.draw(st.integers(1, size)))) for _ in range(live)])
         if live > 1 and data.draw(st.booleans()):
             slots.select(sorted(data.draw(st.sets(st.integers(0, live - 1), min_size=1))))
@@ -202,7 +291,7 @@ def test_a_kept_mask_is_built_anew_where_rounds_outgrow_it(monkeypatch):
     for _ in range(4):
         extent = slots.open(6, "cpu")
         seen = visibility(trees.chain(5).ancestor, slots.lengths, None, extent)
-        assert torch.equal(made(slots, trees.chain(5), extent), made.additive(seen))
+        assert torch.equal(made(slots, trees.chain(5), extent)["attention_mask"], made.additive(seen))
         slots.commit([list(range(6)), [0, 1, 2]])
 
 

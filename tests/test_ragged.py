@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import visspec
 from tests.doubles import NEW, Grower, Oracle, TreeOracle, fast, new_tokens, stock
@@ -22,7 +23,7 @@ from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
 from visspec import kernels
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
-from visspec.models.attention import folding, masks, ragged
+from visspec.models.attention import draft_attention, masks, ragged
 from visspec.models.decoder import probe
 from visspec.models.decoder.target import HFDecoder
 
@@ -169,14 +170,13 @@ def test_rounds_of_a_store_equal_those_with_masks(data):
                 parents = [[-1, *(data.draw(st.integers(0, n)) for n in range(nodes - 1))] for _ in range(live)]
                 tree = trees.from_parents(torch.tensor(parents), nodes)
             extent = slots.open(nodes, "cpu")
-            attn_metadata = told_by(slots, tree, extent)
+            layout = told_by(slots, tree, extent)
             key, value = slots.write(0, states(keys, nodes), states(keys, nodes))
             query = states(keys * share, nodes)
-            assert ragged.is_tree_metadata(attn_metadata, query)
             seen = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
             mask = seen.expand(live, -1, -1, -1)
-            assert torch.equal(ragged.visibility_mask(attn_metadata, nodes, extent), mask)
-            found, _ = ragged.attend(None, query, key, value, attn_metadata, True, 0.3)
+            assert torch.equal(ragged.visibility_mask(layout, extent), mask)
+            found, _ = ragged.attend(None, query, key, value, layout, True, 0.3)
             wide = [x.repeat_interleave(share, 1) for x in (key, value)]
             wanted = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
             assert found.shape == wanted.shape and found.is_contiguous()
@@ -211,11 +211,11 @@ def test_what_a_gpu_runs_equals_the_mask(backend, heads, keys, size, nodes):
     if backend == ragged.TREE:
         tree = trees.from_parents((torch.arange(nodes, device=device)[None].repeat(3, 1) - 1) // 2, nodes)
     extent = slots.open(nodes, device)
-    attn_metadata, query = told_by(slots, tree, extent), states(heads, nodes)
+    layout, query = told_by(slots, tree, extent), states(heads, nodes)
     key, value = slots.write(0, states(keys, nodes), states(keys, nodes))
-    found, _ = ragged.attend(None, query, key, value, attn_metadata, True, size**-0.5)
+    found, _ = ragged.attend(None, query, key, value, layout, True, size**-0.5)
     mask = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
-    assert torch.equal(ragged.visibility_mask(attn_metadata, nodes, extent), mask.expand(3, -1, -1, -1))
+    assert torch.equal(ragged.visibility_mask(layout, extent), mask.expand(3, -1, -1, -1))
     wide = [x.repeat_interleave(heads // keys, 1).float() for x in (key, value)]
     wanted = F.scaled_dot_product_attention(query.float(), *wide, attn_mask=mask).transpose(1, 2)
     assert told_by.name == backend and float((found.float() - wanted).abs().max()) < 2e-2
@@ -229,15 +229,14 @@ def test_nothing_of_a_store_is_copied(on):
     slots.open(5, "cpu")
     slots.write(0, torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8))
     slots.commit([[0, 1, 2, 3, 4], [0, 1], [0, 1, 2]])
-    attn_metadata = ragged.Backend(ragged.VARLEN, 2)(slots, trees.chain(2), slots.open(3, "cpu"))
+    layout = ragged.Backend(ragged.VARLEN, 2)(slots, trees.chain(2), slots.open(3, "cpu"))
     key, value = slots.write(0, torch.randn(3, 2, 3, 8), torch.randn(3, 2, 3, 8))
     query = torch.randn(3, 3, 4, 8).transpose(1, 2)
-    ragged.varlen(query, key, value, attn_metadata, None)
+    ragged.varlen(query, key, value, layout, None)
     (k, v), (keys, values) = given[0], (slots.keys[0], slots.values[0])
     assert k.data_ptr() == keys.data_ptr() and v.data_ptr() == values.data_ptr()
-    assert attn_metadata.untyped_storage().nbytes() == 3 * 4 * 4  # its second dimension takes no memory
     for b in range(3):
-        first = int(attn_metadata[0, 0, 1, b])
+        first = int(layout.tables[1, b])
         assert torch.equal(k[first : first + 3, 1], keys[b, 1, :3])
 
 
@@ -283,40 +282,28 @@ def test_layers_that_keep_a_state_take_the_mask(on):
     on(ragged.VARLEN)
     decoder, text = model_of("llama").get_decoder(), tf.LlamaConfig(**TEXT, attn_implementation="sdpa")
     device = torch.device("cpu")
-    assert ragged.choose(decoder, text, torch.float32, device).name == ragged.VARLEN
+    assert ragged.choose(decoder, text, "sdpa", torch.float32, device).name == ragged.VARLEN
     text.layer_types = ["linear_attention", "full_attention"]
-    assert ragged.choose(decoder, text, torch.float32, device).why == "layers that do not attend to all keys"
+    assert ragged.choose(decoder, text, "sdpa", torch.float32, device).why == "layers that do not attend to all keys"
 
 
 class Own(tf.models.llama.modeling_llama.LlamaAttention):
-    """Attention that does not ask the registry."""
+    """Attention that hands no keywords on."""
 
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
-
-
-class Particular(tf.models.llama.modeling_llama.LlamaAttention):
-    """Asks the registry, but makes numbers of the mask on the way."""
-
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
-        assert tf.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS
-        mask = attention_mask
-        if mask is not None and mask.dtype != torch.bool:
-            mask = mask.to(hidden_states.dtype)
-        return super().forward(hidden_states, position_embeddings, mask, **kwargs)
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+        return super().forward(hidden_states, position_embeddings, attention_mask, cache)
 
 
 class Exacting(tf.models.llama.modeling_llama.LlamaAttention):
-    """Asks the registry, but wants a mask of its own size."""
+    """Attention that wants a mask over all slots."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
-        assert tf.models.llama.modeling_llama.ALL_ATTENTION_FUNCTIONS
-        if attention_mask is not None and attention_mask.shape[2] != hidden_states.shape[1]:
+        if attention_mask is not None and attention_mask.shape[3] < hidden_states.shape[1]:
             raise RuntimeError("mask")
         return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)
 
 
-@pytest.mark.parametrize("kind", [Own, Particular, Exacting])
+@pytest.mark.parametrize("kind", [Own, Exacting])
 def test_attention_of_a_models_own_takes_the_mask(kind, on):
     on(ragged.VARLEN)
     model = built(tf.LlamaForCausalLM, tf.LlamaConfig(**TEXT))
@@ -326,8 +313,7 @@ def test_attention_of_a_models_own_takes_the_mask(kind, on):
         warnings.simplefilter("ignore")
         for _ in range(2):  # asked, then known
             decoder = HFDecoder(model)
-            assert decoder.masks.backend.name == ragged.MASK
-            assert decoder.masks.groups == (2 if kind is Particular else 1)
+            assert decoder.masks.backend.name == ragged.MASK and decoder.masks.groups == 2
     inputs, expected = prompt("llama", shapes("llama")["ragged"]), stock("llama", "ragged")
     accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
@@ -371,8 +357,6 @@ def test_running_out_of_memory_is_not_hidden(on, monkeypatch):
 
 def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
     """A bias of a layer's own; a scale that an older `varlen_attn` does not take; keys that are of no store."""
-    folding.register()
-    entry = tf.AttentionInterface()["sdpa"]
     module = nn.Module()
     module.num_key_value_groups = 2
     slots = SlotCache(2)
@@ -393,11 +377,11 @@ def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
         rows = 1 if function is without_lengths else 2
         one = SlotCache(rows)
         one.keys, one.lengths, one.nodes = slots.keys, slots.lengths[:rows], 3
-        attn_metadata = backend(one, trees.chain(2), extent)
+        layout = backend(one, trees.chain(2), extent)
         given = query[:rows], pair[0][:rows], pair[1][:rows]
         with pytest.warns(RuntimeWarning, match=f"attention: got .*{why}"):
-            found, _ = entry(module, *given, attn_metadata, **more)
-        wanted, _ = entry.stock(module, *given, mask[:rows], **more)
+            found, _ = draft_attention.draft_attention(module, *given, None, visspec=layout, **more)
+        wanted, _ = sdpa_attention_forward(module, *given, mask[:rows], **more)
         assert torch.equal(found, wanted) and backend.name == ragged.MASK
 
 
@@ -408,24 +392,16 @@ def test_a_single_node_of_equal_rows_takes_neither():
         made = masks.Masks(torch.float32, groups=2, backend=ragged.Backend(backend, 2))
         slots.lengths, slots.padding = [4, 4], None
         single, pair = trees.chain(0), trees.chain(1)
-        assert (made(slots, single, slots.open(1, "cpu")) is None) == nothing
-        assert made(slots, pair, slots.open(2, "cpu")) is not None
+        given = lambda tree, made=made: made(slots, tree, slots.open(tree.size, "cpu"))["attention_mask"]  # noqa: E731
+        assert (given(single) is None) == nothing
+        assert given(pair) is not None
         slots.lengths = [4, 3]
-        assert made(slots, single, slots.open(1, "cpu")) is not None
+        assert given(single) is not None
         slots.lengths, slots.padding = [4, 4], torch.tensor([[False, True, True, True], [True] * 4])
-        assert made(slots, single, slots.open(1, "cpu")) is not None
+        assert given(single) is not None
         slots.padding, slots.steady = None, True
-        assert made(slots, single, slots.open(1, "cpu")).dtype == torch.float32
+        assert given(single).shape[-1] == 5
         slots.steady = False
-
-
-def test_masks_of_others_are_not_mistaken():
-    query = torch.randn(2, 4, 3, 8)
-    for other in (
-        torch.ones(2, 1, 3, 9, dtype=torch.uint8), torch.ones(2, 1, 3, 9, dtype=torch.bool), torch.ones(2, 1, 4, 9),
-        torch.ones(1, 1, 3, 3, dtype=torch.int32),
-    ):  # fmt: skip
-        assert not ragged.is_tree_metadata(other, query)
 
 
 def test_two_threads_tell_different_passes(on):

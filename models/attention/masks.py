@@ -1,6 +1,7 @@
 """Additive attention masks of draft passes, for any decoder that takes a 4-D mask.
 
-R cache rows, N nodes, S slots, G query heads per key head, M = G N rows of a mask: row g N + n is node n's (`folding`).
+R cache rows, N nodes, S slots, G query heads per key head, M = G N rows of a mask: row g N + n is node n's
+(`draft_attention`).
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import torch
 from torch import Tensor
 
 from visspec.cache import GROW, SlotCache, additive, contiguous_copy, to_device, visibility
-from visspec.models.attention.ragged import MASK, Backend
+from visspec.models.attention.draft_attention import NAME
+from visspec.models.attention.ragged import MASK, Backend, DraftLayout
 from visspec.types import Tree
 
 STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
-Mask = Tensor | dict[str, Tensor] | None  # by kind of layer where a model has several; None: plain causal
+AttentionInputs = dict[str, Any]  # keyword arguments of a forward pass that say what its nodes attend to
 MOST_KEPT = 1 << 24  # numbers in all shared masks together
 
 
 class Masks:
     """Builds the mask of a pass; shared shapes come from a buffer. `window` 0 means full attention in every layer;
-    `mixed` models take a dictionary with a mask for each kind of layer. `groups` is G, 1 for masks of N rows.
-    `backend`: what attention is told in place of a mask, if it is another one (`ragged`).
+    `mixed` models take a dictionary with a mask for each kind of layer. `groups` is G, 1 for models that attend by the
+    mask alone. `backend`: what replaces a mask (`ragged`).
     """
 
     def __init__(
@@ -32,31 +34,49 @@ class Masks:
         self.backend = backend or Backend()
         self._bias: dict[int, tuple[Tree, Tensor]] = {}
 
-    def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Mask:
-        """(1|R, 1, M, extent); None where plain causal attention does the same. A tree per row has R rows."""
-        if not self.window:
-            single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady and slots.step == 1
-            if single and (self.groups == 1 or self.backend.name != MASK):
-                return None
-            attn_metadata = self.backend(slots, tree, extent)
-            if attn_metadata is not None:
-                return attn_metadata
-            if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1 or slots.step > 1:
-                return laid(self._ragged_mask(slots, tree, extent), slots.steady)
-            return laid(self._shared_mask(tree, slots.length), slots.steady)
-        return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
+    def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> AttentionInputs:
+        """The arguments of a pass over a draft. A tree per row has R rows; no mask: attention is plain causal."""
+        if self.window:
+            return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
+        single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady and slots.step == 1
+        if single and (self.groups == 1 or self.backend.name != MASK):
+            return {"attention_mask": None}
+        if (layout := self.backend(slots, tree, extent)) is not None:
+            return self.unmasked(layout)
+        if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1 or slots.step > 1:
+            mask = self._ragged_mask(slots, tree, extent)
+        else:
+            mask = self._shared_mask(tree, slots.length)
+        return self.inputs(laid(mask, slots.steady))
 
     def whole(
         self, ancestor: Tensor, depth: Tensor, lengths: list[int] | Tensor, padding: Tensor | None, extent: int
-    ) -> Tensor | dict[str, Tensor]:
-        """The mask with nothing kept from other passes; lengths (R,) may be a tensor, which the host doesn't read."""
+    ) -> AttentionInputs:
+        """The same with nothing kept from other passes; lengths (R,) may be a tensor, which the host doesn't read."""
         seen_RNS = visibility(ancestor, lengths, padding, extent)
-        full = self.additive(seen_RNS, self.groups)
+        full = laid(self.additive(seen_RNS, self.groups), False)
         if not self.window:
-            return full
-        sliding = self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups)
-        mixed: dict[str, Any] = {"full_attention": full, "sliding_attention": sliding, **dict.fromkeys(STATEFUL)}
-        return mixed if self.mixed else sliding
+            return self.inputs(full)
+        sliding = laid(self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups), False)
+        if not self.mixed:
+            return self.inputs(sliding)
+        kinds = self.inputs(full), self.inputs(sliding)
+        return {
+            name: {"full_attention": inputs, "sliding_attention": kinds[1][name], **dict.fromkeys(STATEFUL)}
+            for name, inputs in kinds[0].items()
+        }
+
+    def inputs(self, mask: Tensor) -> AttentionInputs:
+        """The arguments for a mask of M rows: that of the N nodes, and the whole for our attention."""
+        if self.groups == 1:
+            return {"attention_mask": mask}
+        return {"attention_mask": mask[:, :, : mask.shape[2] // self.groups], NAME: mask}
+
+    def unmasked(self, layout: DraftLayout) -> AttentionInputs:
+        """The arguments without a mask: attention that does not take the layout fails at one without slots."""
+        nodes = layout.ancestor.shape[2]
+        empty = torch.empty(1, 1, nodes, 0, dtype=self.dtype, device=layout.ancestor.device)
+        return {"attention_mask": empty, NAME: layout}
 
     def additive(self, seen_RNS: Tensor, groups: int = 1) -> Tensor:
         """0 where a node attends, the minimum elsewhere: (R, 1, M, S)."""
@@ -128,9 +148,10 @@ def laid(bias: Tensor, steady: bool) -> Tensor:
     """The mask as attention reads it. steady: a copy whose strides follow from its shape in one way, so that a graph
     made for one mask fits all.
     """
-    if bias.is_cuda:
-        return align_mask(bias, spare=steady)
-    return contiguous_copy(bias) if steady else bias
+    if not bias.is_cuda:
+        return contiguous_copy(bias) if steady else bias
+    aligned = bias.is_contiguous() and bias.storage_offset() % 8 == bias.shape[-1] % 8 == 0
+    return bias if aligned and not steady else align_mask(bias, spare=steady)
 
 
 def align_mask(bias: Tensor, spare: bool = False) -> Tensor:

@@ -1,27 +1,19 @@
 """Attention of draft passes without a mask over stored keys: layers are told lengths and the tree instead.
 
-`sdpa`'s entry (`folding`) hands on calls whose mask is one of two tensors that no other caller gives, small enough to
-be made anew at every pass:
-
-* a chain, (1, P, 3, B + 1) int32: where each row's queries begin, where its keys do, and how many keys it has, which
-  are the arguments of `torch.nn.attention.varlen`, causal from the last key on;
-* a tree, (B, 1, N + 1, W) uint8: in the first line each row's length and first slot, two int32; below it the ancestors
-  of each node, for `kernels.tree_attention`.
-
-Keys and values are read from the stores by slot: neither repeated for the heads that share them, nor copied. P is the
-distance of two rows in a store, in vectors; a layer whose store has another is given a mask. Nothing else depends on a
-pass, so that a recorded one can be replayed.
+A pass hands a `DraftLayout` to the layers (`draft_attention`), small enough to be made anew at every pass. Chains go
+through `torch.nn.attention.varlen`, causal from the last key on; trees through `kernels.tree_attention`. Keys and
+values are read from the stores by slot: neither repeated for the heads that share them, nor copied. Nothing else
+depends on a pass, so that a recorded one can be replayed.
 B rows, H query heads, K key heads, N nodes, S slots, E head size.
 """
 
 from __future__ import annotations
 
 import inspect
-import threading
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +37,19 @@ WORDS = {
     TREE: "tree_attention, no mask",
 }
 _starts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of `SlotCache.padding`
-_here = threading.local()  # `backend`: that of the pass which this thread runs
+
+
+class DraftLayout(NamedTuple):
+    """Where the nodes of a draft are among the stored keys, and what they see of each other."""
+
+    length_B: Tensor  # committed slots of each row
+    start_B: Tensor  # first slot of each row that is no padding
+    ancestor: Tensor  # (1|B, N, N) bool
+    backend: Backend
+    # of chains: where each row's queries and keys begin, and how many keys it has, (3, B + 1) int32; and the distance
+    # of two rows in a store, in vectors (a layer whose store has another is given a mask)
+    tables: Tensor | None = None
+    pitch: int = 0
 
 
 class Backend:
@@ -65,24 +69,26 @@ class Backend:
             self.name, self.why = MASK, why
             warnings.warn(f"attention: got {why}, expected none; draft passes take a mask", RuntimeWarning, 2)
 
-    def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor | None:
+    def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> DraftLayout | None:
         """What the layers of a pass are given in place of a mask, after `slots.open`; None where they need a mask:
         padding inside prompts, and compiled passes.
         """
         if slots.steady or (start_B := self.first_slots(slots)) is None:
             return None
+        lengths, device = slots.lengths, tree.ancestor.device
         if self.name == VARLEN and tree.chain and ("seqused_k" in takes(varlen_attn) or len(start_B) == 1):
-            room = slots.keys[0].shape[2] if slots.keys else extent
-            return encode_chain(slots.lengths, start_B, tree.size, room * self.keys, tree.depth.device)
-        told_B2 = to_device(list(zip(slots.lengths, start_B)), tree.ancestor.device, torch.int32)
-        return encode_tree(told_B2, tree.ancestor)
+            pitch = (slots.keys[0].shape[2] if slots.keys else extent) * self.keys
+            first = [row * pitch + start for row, start in enumerate(start_B)]
+            used = [length + tree.size - start for length, start in zip(lengths, start_B)]
+            tables = [n * tree.size for n in range(len(used) + 1)], [*first, first[-1] + used[-1]], [*used, 0]
+            told = to_device([*tables, [*lengths, 0], [*start_B, 0]], device, torch.int32)
+            return DraftLayout(told[3, :-1], told[4, :-1], tree.ancestor, self, told[:3], pitch)
+        told = to_device([lengths, start_B], device, torch.int32)
+        return DraftLayout(told[0], told[1], tree.ancestor, self)
 
     def first_slots(self, slots: SlotCache) -> list[int] | None:
         """Each row's first slot that attention sees; None where it needs a mask."""
-        if self.name == MASK:
-            return None
-        _here.backend = self
-        return starts(slots)
+        return None if self.name == MASK else starts(slots)
 
 
 def starts(slots: SlotCache) -> list[int] | None:
@@ -98,38 +104,12 @@ def starts(slots: SlotCache) -> list[int] | None:
     return _starts[padding]
 
 
-def encode_chain(lengths: list[int], start_B: list[int], nodes: int, pitch: int, device: torch.device) -> Tensor:
-    """(1, pitch, 3, B + 1) int32; every chain is a row's `nodes` newest keys. The second dimension takes no memory."""
-    first = [row * pitch + start for row, start in enumerate(start_B)]
-    used = [length + nodes - start for length, start in zip(lengths, start_B)]
-    table = [n * nodes for n in range(len(used) + 1)], [*first, first[-1] + used[-1]], [*used, 0]
-    return to_device(table, device, torch.int32).expand(1, pitch, -1, -1)
-
-
-def encode_tree(told_B2: Tensor, ancestor_BNN: Tensor) -> Tensor:
-    """(B, 1, N + 1, W) uint8, W being N or the next numbers that take two int32 and are aligned. told_B2: each row's
-    length and first slot.
-    """
-    size = ancestor_BNN.shape[2]
-    attn_metadata = ancestor_BNN.new_zeros(len(told_B2), 1, size + 1, max(8, -(-size // 4) * 4), dtype=torch.uint8)
-    attn_metadata[:, 0, 0, :8] = told_B2.int().view(torch.uint8)
-    attn_metadata[:, 0, 1:, :size] = ancestor_BNN
-    return attn_metadata
-
-
-def is_tree_metadata(mask: Tensor, query: Tensor) -> bool:
-    """Whether a 4-D mask is one of ours."""
-    if mask.dtype == torch.int32:
-        return mask.shape[1] > 1 and mask.shape[2:] == (3, query.shape[0] + 1)
-    return mask.dtype == torch.uint8 and mask.shape[:3] == (query.shape[0], 1, query.shape[2] + 1)
-
-
 def attend(
     stock: Callable,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_metadata: Tensor,
+    layout: DraftLayout,
     plain: bool,
     scaling: float | None,
 ) -> tuple[Tensor, Any]:
@@ -139,23 +119,24 @@ def attend(
     why = "attention that is more than a softmax over keys"
     if plain:
         try:
-            way = varlen if attn_metadata.dtype == torch.int32 else by_tree
-            return way(query, key, value, attn_metadata, scaling), None
+            way = by_tree if layout.tables is None else varlen
+            return way(query, key, value, layout, scaling), None
         except (MemoryError, torch.OutOfMemoryError):
             raise  # says nothing of the machine
         except Exception as error:
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    getattr(_here, "backend", Backend()).refuse(why)
-    return stock(visibility_mask(attn_metadata, query.shape[2], key.shape[2]))
+    layout.backend.refuse(why)
+    return stock(visibility_mask(layout, key.shape[2]))
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, attn_metadata: Tensor, scaling: float | None) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, layout: DraftLayout, scaling: float | None) -> Tensor:
     """A chain a row through `varlen_attn`. The stores are one sequence of vectors, in which a row's heads are apart by
     the stride of heads: a key's number is its row's first one and its slot.
     """
     rows, heads, nodes, size = query.shape
-    check(query, key, value, attn_metadata.shape[1])
-    took, tables = takes(varlen_attn), attn_metadata[0, 0]
+    assert layout.tables is not None
+    check(query, key, value, layout.pitch)
+    took, tables = takes(varlen_attn), layout.tables
     if "scale" not in took and scaling not in (None, size**-0.5):
         raise ValueError(f"scaling: got {scaling:g}, expected one over the root of {size}")
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in took else {"is_causal": True}
@@ -185,31 +166,18 @@ def overlapping_rows(states: Tensor) -> Tensor:
     return states.as_strided((last + extent, heads, size), (size, states.stride(1), 1))
 
 
-def by_tree(query: Tensor, key: Tensor, value: Tensor, attn_metadata: Tensor, scaling: float | None) -> Tensor:
+def by_tree(query: Tensor, key: Tensor, value: Tensor, layout: DraftLayout, scaling: float | None) -> Tensor:
     """Any tree by our own kernel."""
-    length_B, start_B, ancestor_BNN = parts(attn_metadata)
-    attended = kernels.tree_attention(query, key, value, length_B, None, ancestor_BNN, start_B, scaling)
+    told = layout.length_B, None, layout.ancestor, layout.start_B
+    attended = kernels.tree_attention(query, key, value, *told, scaling)
     return attended.transpose(1, 2).contiguous()
 
 
-def parts(attn_metadata: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Lengths and first slots (B,) int32, ancestors (B, N, N) bool, as views."""
-    length_B, start_B = attn_metadata[:, 0, 0, :8].view(torch.int32).unbind(1)
-    return length_B, start_B, attn_metadata[:, 0, 1:, : attn_metadata.shape[2] - 1].view(torch.bool)
-
-
-def visibility_mask(attn_metadata: Tensor, nodes: int, extent: int) -> Tensor:
-    """The mask that is told otherwise: (B, 1, N, S) bool."""
-    slot = torch.arange(extent, device=attn_metadata.device)
-    if attn_metadata.dtype == torch.int32:
-        row = torch.arange(attn_metadata.shape[3] - 1, device=attn_metadata.device)
-        start_B = attn_metadata[0, 0, 1, : len(row)] - row * attn_metadata.shape[1]
-        length_B = start_B + attn_metadata[0, 0, 2, : len(row)] - nodes
-        ancestor_BNN = torch.ones(len(row), nodes, nodes, dtype=torch.bool, device=attn_metadata.device).tril()
-    else:
-        length_B, start_B, ancestor_BNN = parts(attn_metadata)
-    seen_BNS = visibility(ancestor_BNN, length_B, None, extent) & (slot >= start_B[:, None])[:, None]
-    return seen_BNS[:, None]
+def visibility_mask(layout: DraftLayout, extent: int) -> Tensor:
+    """The mask that says the same: (B, 1, N, S) bool."""
+    slot = torch.arange(extent, device=layout.ancestor.device)
+    seen_BNS = visibility(layout.ancestor, layout.length_B, None, extent)
+    return (seen_BNS & (slot >= layout.start_B[:, None])[:, None])[:, None]
 
 
 @lru_cache(maxsize=8)
@@ -230,10 +198,15 @@ def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
 
 
 def choose(
-    decoder: nn.Module, text: PretrainedConfig, dtype: torch.dtype, device: torch.device, wanted: str | None = None
+    decoder: nn.Module,
+    text: PretrainedConfig,
+    attention: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: str | None = None,
 ) -> Backend:
-    """The backend of a decoder: that of the device, or `wanted`, where all its layers attend to all keys and ask the
-    registry for their attention. text: its configuration.
+    """The backend of a decoder: that of the device, or `wanted`, where all its layers attend to all keys by a function
+    of the registry. text: its configuration, attention: the name of the function.
     """
     name, why = of_device(device, dtype) if wanted is None else (wanted, "")
     if name not in WORDS:
@@ -241,11 +214,11 @@ def choose(
     if name == MASK:
         return Backend(MASK, why=why)
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if text._attn_implementation != "sdpa":
-        return Backend(MASK, why=f"attention {text._attn_implementation}, not sdpa")
+    if attention != "sdpa":
+        return Backend(MASK, why=f"attention {attention}, not sdpa")
     if kinds or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
         return Backend(MASK, why="layers that do not attend to all keys")
-    if not asks(decoder):
+    if not getattr(decoder, "_supports_attention_backend", False):
         return Backend(MASK, why="attention of the model's own")
     heads = text.num_attention_heads  # of one size in all layers: those that have several have windows
     keys = getattr(text, "num_key_value_heads", None) or heads
@@ -253,14 +226,3 @@ def choose(
     if name == VARLEN and (size % 8 or size > 256):  # which FlashAttention does not take
         name = TREE
     return Backend(name, keys)
-
-
-def asks(decoder: nn.Module) -> bool:
-    """Whether every layer with shared heads asks the registry for its attention, and any layer does."""
-    asking = set()
-    for module in decoder.modules():
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        asked = "ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ())
-        if asked or isinstance(getattr(module, "num_key_value_groups", None), int):
-            asking.add(asked)
-    return asking == {True}

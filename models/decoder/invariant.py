@@ -18,6 +18,7 @@ from visspec import tree as trees
 from visspec.cache import GROW, to_device
 from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
+from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process
 from visspec.types import Request, Sampling, Scores, State
@@ -41,7 +42,7 @@ def pass_widths(target: HFDecoder) -> PassWidths:
         "rotary frequencies that depend on the longest row": target.rotary,
         "experts": any("expert" in name for name, _ in decoder.named_modules()),
         "quantised weights": getattr(model, "is_quantized", False),
-        f"attention of {text._attn_implementation!r}, not 'sdpa'": text._attn_implementation != "sdpa",
+        f"attention of {implementation(text)!r}, not 'sdpa'": implementation(text) != STOCK,
     }
     if why := next((why for why, found in reasons.items() if found), None):
         raise ValueError(REFUSED.format(type(model).__name__, why))

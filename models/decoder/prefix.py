@@ -26,7 +26,6 @@ from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
-from visspec.models.attention.masks import laid
 from visspec.models.decoder import probe
 from visspec.sampling import process
 from visspec.types import MAX_NODES, Request, Scores, State, Tree
@@ -258,12 +257,11 @@ def resume(
     column_BN = to_device([[width - c + min(n, c - 1) for n in range(size)] for c in counts], device)
     first_BP = torch.stack([following(p.parts["positions"][n - 1]) for p, n in starts])
     positions_BNP = first_BP[:, None] + tree.depth[0, :, None]
-    mask = target.masks.whole(tree.ancestor, tree.depth, slots.lengths, None, extent)
-    mask = laid(mask, False) if isinstance(mask, Tensor) else mask
+    attention = target.masks.whole(tree.ancestor, tree.depth, slots.lengths, None, extent)
     ends, heads = sorted({c - 1 for c in counts}), "logits_to_keep" in signature(target.model.forward).parameters
     more = {"logits_to_keep": to_device(ends, device)} if heads else {}  # the head is run where a row ends
     ids_BN = prompt.gather(1, column_BN)
-    output, seen = target.forward(target.model, cache, mask, ids_BN, positions_BNP[..., -1], recorded=True, **more)
+    output, seen = target.forward(target.model, cache, attention, ids_BN, positions_BNP[..., -1], recorded=True, **more)
     at = [ends.index(c - 1) if heads else c - 1 for c in counts]
     raw_B1V = output.logits[to_device(rows, device), to_device(at, device)][:, None]
     cache.prompt = width

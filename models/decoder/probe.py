@@ -57,7 +57,7 @@ class ProbeResult(NamedTuple):
     error: float = (
         0.0  # by how much a node's distribution differs from that of the same tokens one by one, of its spread
     )
-    folds: bool = True  # whether its attention takes masks with a row for every head of a group (`folding`)
+    folds: bool = True  # whether its attention takes our keyword (`draft_attention`)
     needs_mask: str = ""  # why it can't be told lengths and trees in place of a mask (`ragged`)
 
 

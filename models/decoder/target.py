@@ -23,9 +23,9 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, contiguous_copy, gather_rows
 from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
-from visspec.models.attention import folding, ragged, rotary
+from visspec.models.attention import draft_attention, ragged, rotary
 from visspec.models.attention.hooks import DecoderRecorder
-from visspec.models.attention.masks import STATEFUL, Mask, Masks
+from visspec.models.attention.masks import STATEFUL, AttentionInputs, Masks
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
 from visspec.models.decoder import invariant, probe
@@ -76,12 +76,12 @@ class HFDecoder(RunningTarget):
         self.decoder = model.get_decoder()
         self.cache_name: str = cache_argument(model.forward) or cache_argument(self.decoder.forward) or CACHE
         self._prepared_cache = cache_argument(model.prepare_inputs_for_generation) or CACHE
-        shared = folding.groups(self.decoder, text._attn_implementation)
-        dtype, wanted = _dtype(self.decoder), attention or (None if check else ragged.MASK)
-        backend = ragged.choose(self.decoder, text, dtype, self.device, wanted)
-        if backend.name != ragged.MASK:
-            folding.register()
+        name, dtype = draft_attention.implementation(text), _dtype(self.decoder)
+        wanted = attention or (None if check else ragged.MASK)
+        backend = ragged.choose(self.decoder, text, name, dtype, self.device, wanted)
+        shared = draft_attention.groups(self.decoder, check) if name == draft_attention.STOCK else 1
         self.masks = Masks(dtype, _sliding_window(text), mixed, shared, backend)
+        self.configs = draft_attention.configurations(self.decoder)
         self.widths: PassWidths | None = None
         # the last layer's output is the decoder's output, unless the decoder has its own head
         headed = getattr(self.decoder, "get_output_embeddings", lambda: None)() is not None
@@ -289,17 +289,18 @@ class HFDecoder(RunningTarget):
         tree = draft.tree
         extent = slots.open(tree.size, self.device)
         ids = contiguous_copy(draft.value) if slots.steady else draft.value
-        mask, positions = self.masks(slots, tree, extent), state.position[:, None] + tree.depth.clamp(max=last)
+        attention = self.masks(slots, tree, extent)
+        positions = state.position[:, None] + tree.depth.clamp(max=last)
         if not state.cache.moves:
-            return self.forward(model, state.cache, mask, ids, positions)
+            return self.forward(model, state.cache, attention, ids, positions)
         with rotary.SteppedRope(self.rotary, positions + state.cache.lag[:, None] + 1):
-            return self.forward(model, state.cache, mask, ids, positions)
+            return self.forward(model, state.cache, attention, ids, positions)
 
     def forward(
         self,
         model: PreTrainedModel,
         cache: SlotLayers,
-        mask: Mask,
+        attention: AttentionInputs,
         ids: Tensor,
         positions: Tensor,
         recorded: bool = False,
@@ -307,21 +308,24 @@ class HFDecoder(RunningTarget):
     ) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
         recorded = recorded or self.watched or self.head_states or self.last_layer is not None
-        with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen:
+        switched = draft_attention.switched(self.configs if draft_attention.NAME in attention else ())
+        with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen, switched:
             output = model(
                 input_ids=ids,
-                attention_mask=mask,
                 position_ids=positions,
                 use_cache=True,
                 return_dict=True,
                 **{self.cache_name: cache},
+                **attention,
                 **self._outputs,
                 **more,
             )
         return output, seen
 
-    def _whole(self, cache: SlotLayers, mask: Mask, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, seen = self.forward(self.model, cache, mask, ids, positions)
+    def _whole(
+        self, cache: SlotLayers, attention: AttentionInputs, ids: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        output, seen = self.forward(self.model, cache, attention, ids, positions)
         return output.logits, self.features(output, seen)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
@@ -403,7 +407,7 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
     decoder = model.get_decoder()
     if cache_argument(decoder.forward) is None:
         raise ValueError(f"model: {name} keeps no cache of keys and values, expected one that does")
-    attention = text._attn_implementation
+    attention = draft_attention.implementation(text)
     if attention not in ATTENTION_WITH_TREES:
         raise ValueError(
             f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' (a draft needs its own mask)"

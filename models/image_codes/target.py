@@ -26,8 +26,8 @@ from visspec.cache import GROW, SlotCache, to_device
 from visspec.distributions import Categorical
 from visspec.grammar import constrain
 from visspec.loop.output import TokenBuffer
-from visspec.models.attention import folding
-from visspec.models.attention.masks import Mask, Masks
+from visspec.models.attention import draft_attention
+from visspec.models.attention.masks import AttentionInputs, Masks
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
@@ -347,11 +347,12 @@ class ImageAR(RunningTarget):
     def __init__(self, family: Family, features: bool = False, compile: bool = False):
         decoder = family.decoder
         self.cache_name = cache_argument(type(decoder).forward) or CACHE
-        attention = getattr(decoder.config, "_attn_implementation", "sdpa")
+        attention = draft_attention.implementation(decoder.config) or draft_attention.STOCK
         if attention not in TAKES_MASKS:
             raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager'")
         self.family, self.features = family, features
-        shared = folding.groups(decoder, attention)
+        self.configs = draft_attention.configurations(decoder)
+        shared = draft_attention.groups(decoder, probed=False) if attention == draft_attention.STOCK else 1
         self.masks = Masks(next(decoder.parameters()).dtype, groups=shared)
         self.passes = family.passes if compile else None
         self.widths: PassWidths | None = None
@@ -426,11 +427,11 @@ class ImageAR(RunningTarget):
         pending, output = self._open_buffer(request)
         state = State(request, pending, newest, cache, list(range(rows)), output)
         index = torch.arange(length, device=self.device).expand(prompt.embeds.shape[0], length)
-        mask = None
+        attention: AttentionInputs = {"attention_mask": None}
         if padded:
             causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
-            mask = self.masks.additive(causal & prompt.attention[:, None])
-        hidden = self._run(prompt.embeds, mask, self.family.places(index, state), cache)
+            attention = {"attention_mask": self.masks.additive(causal & prompt.attention[:, None])}
+        hidden = self._run(prompt.embeds, attention, self.family.places(index, state), cache)
         cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
         if padded:
             cache.slots.padding = prompt.attention
@@ -468,8 +469,8 @@ class ImageAR(RunningTarget):
             places = self.family.places(index.repeat(twice, 1), state)
             return tree, (embeds, places.movedim((-2, -1), (0, 1)))
 
-        def forward(cache: SlotLayers, mask: Mask, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
-            return (self._run(embeds, mask, places.movedim((0, 1), (-2, -1)), cache),)
+        def forward(cache: SlotLayers, attention: AttentionInputs, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
+            return (self._run(embeds, attention, places.movedim((0, 1), (-2, -1)), cache),)
 
         found = self.replayed(state, given, forward, lambda: self._eager(state, draft))
         return None if found is None else found[0]
@@ -496,8 +497,8 @@ class ImageAR(RunningTarget):
         extent = slots.open(tree.size, self.device)
         if twice == 2:
             index = index.repeat(2, 1)
-        mask = self.masks(slots, tree, extent)
-        return self._run(embeds, mask, self.family.places(index, state), state.cache, decoder)
+        attention = self.masks(slots, tree, extent)
+        return self._run(embeds, attention, self.family.places(index, state), state.cache, decoder)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.slots.commit(outcome.path * _twice(state))
@@ -526,24 +527,30 @@ class ImageAR(RunningTarget):
         if prompt_RL is None:
             prompt_RL = torch.ones(twice * rows, start, dtype=torch.bool, device=self.device)
         seen_RNS = torch.cat([prompt_RL[:, None].expand(-1, size, -1), image_RNS], dim=-1)
-        mask = self.masks.additive(seen_RNS, self.masks.groups)
+        attention = self.masks.inputs(self.masks.additive(seen_RNS, self.masks.groups))
         embeds = self.family.embed(tokens).repeat(twice, 1, 1)
         index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
-        hidden = self._run(embeds, mask, self.family.places(index, state), state.cache)
+        hidden = self._run(embeds, attention, self.family.places(index, state), state.cache)
         logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
         return Scores(Categorical(warp(logits, state.request.sampling, uncond)), features)
 
     def _run(
-        self, embeds: Tensor, mask: Mask, positions: Tensor, cache: SlotLayers, decoder: nn.Module | None = None
+        self,
+        embeds: Tensor,
+        attention: AttentionInputs,
+        positions: Tensor,
+        cache: SlotLayers,
+        decoder: nn.Module | None = None,
     ) -> Tensor:
-        output = (decoder or self.family.decoder)(
-            inputs_embeds=embeds,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=True,
-            return_dict=True,
-            **{self.cache_name: cache},
-        )
+        with draft_attention.switched(self.configs if draft_attention.NAME in attention else ()):
+            output = (decoder or self.family.decoder)(
+                inputs_embeds=embeds,
+                position_ids=positions,
+                use_cache=True,
+                return_dict=True,
+                **{self.cache_name: cache},
+                **attention,
+            )
         return output.last_hidden_state
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:

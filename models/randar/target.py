@@ -164,7 +164,7 @@ class RandARTarget(ImageAR):
         length, padded = real_RS.shape[1], not bool(real_RS.all())
         cache.slots.open(embeds.shape[1], self.device)
         mask = self.masks.additive(prefill_mask(real_RS, self.ahead)) if padded or self.ahead else None
-        hidden = self._run(embeds, mask, index, cache)
+        hidden = self._run(embeds, {"attention_mask": mask}, index, cache)
         cache.slots.commit([list(range(length))] * len(embeds))
         if padded:
             cache.slots.padding = real_RS
@@ -197,8 +197,8 @@ class RandARTarget(ImageAR):
         if tree.parent.shape[0] > 1:
             tree = _repeat_tree(tree, copies)
         extent = slots.open(tree.size, self.device)
-        mask = self.masks(slots, tree, extent)
-        hidden = self._run(embeds, mask, (self.family.prefix + at_BS).repeat(copies, 1), cache)
+        attention = self.masks(slots, tree, extent)
+        hidden = self._run(embeds, attention, (self.family.prefix + at_BS).repeat(copies, 1), cache)
         return self._read(state, draft, hidden[:, 1:], draft.tree.size)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:

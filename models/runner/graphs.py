@@ -22,8 +22,10 @@ from transformers import PreTrainedModel
 
 from visspec import replay
 from visspec.cache import SlotCache, to_device
-from visspec.models.attention import ragged, rotary
-from visspec.models.attention.masks import Mask, Masks
+from visspec.models.attention import rotary
+from visspec.models.attention.draft_attention import STOCK, implementation
+from visspec.models.attention.masks import Masks
+from visspec.models.attention.ragged import DraftLayout
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity, one_line
 from visspec.models.runner.compiled import close, foreign, form
@@ -31,7 +33,7 @@ from visspec.replay import REPLAYING, Call, Recording, stream
 from visspec.types import State, Tree
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# a pass over buffers: forward(cache, mask, *given) -> logits or hidden states, and what else is needed of it
+# a pass over buffers: forward(cache, attention, *given) -> logits or hidden states, and what else is needed of it
 Forward = Callable[..., Sequence[Tensor | None]]
 
 
@@ -76,15 +78,18 @@ class GraphedForward(GraphBufferPool):
         with REPLAYING, torch.cuda.device_of(given[0]):
             try:
                 stores = self._stores(slots, wanted, stream(given[0].device))
-                attn_metadata = [*given, *self._attn_metadata(slots, stores, tree)]
-                last, kinds = attn_metadata[-1], [(x.shape[2:], x.dtype) for x in given]
-                key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), last.dtype, *kinds)
+                start_R = self.masks.backend.first_slots(slots)
+                attn_metadata = [*given, *self._attn_metadata(slots, stores, tree, start_R)]
+                told, kinds = start_R is not None, [(x.shape[2:], x.dtype) for x in given]
+                key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), told, *kinds)
                 held = self.recordings.pop(key, None)
                 if held is not None:
                     held.fill(attn_metadata)
                     held.replay()
                 elif self.due(state.request):
-                    held = self._record(record, state.cache, stores, nodes, attn_metadata, len(given), forward, eager)
+                    held = self._record(
+                        record, state.cache, stores, nodes, attn_metadata, len(given), told, forward, eager
+                    )
                 else:
                     return None
             except Exception as error:
@@ -111,13 +116,15 @@ class GraphedForward(GraphBufferPool):
             slots.spare, slots.lean = slots.lease.stores.kind[0] - rows, False
         return slots.lease.stores
 
-    def _attn_metadata(self, slots: SlotCache, stores: KVBuffers, tree: Tree) -> Iterator[Tensor]:
+    def _attn_metadata(
+        self, slots: SlotCache, stores: KVBuffers, tree: Tree, start_R: list[int] | None
+    ) -> Iterator[Tensor]:
         """All else that a recording reads: depths (R, N), ancestors (R, N, N) and lengths (R,); and where attention
         takes them, the rows' first slots (R,) int32, else where there is padding, which slots are none (R, S) bool.
         """
         rows, device = len(slots.lengths), tree.depth.device
         yield from (tree.depth.expand(rows, -1), tree.ancestor.expand(rows, -1, -1), to_device(slots.lengths, device))
-        if (start_R := self.masks.backend.first_slots(slots)) is not None:
+        if start_R is not None:
             yield to_device(start_R, device, torch.int32)
         elif slots.padding is not None:
             yield F.pad(slots.padding, (0, stores.slots - slots.padding.shape[1]), value=True)
@@ -130,6 +137,7 @@ class GraphedForward(GraphBufferPool):
         nodes: int,
         attn_metadata: list[Tensor],
         count: int,
+        told: bool,
         forward: Forward,
         eager: Callable[[], Tensor],
     ) -> Recording:
@@ -149,11 +157,11 @@ class GraphedForward(GraphBufferPool):
             given, (depth, ancestor, length, *last) = inputs[:count], inputs[count:]
             # what is made outside of the call, other than inputs and stores, would be freed behind the recording
             scratch.slots.open_at(length[:, None] + torch.arange(nodes, device=length.device), stores.slots)
-            if last and last[0].dtype == torch.int32:
-                mask: Mask = ragged.encode_tree(torch.stack([length, *last], dim=1), ancestor)
+            if told:
+                attention = self.masks.unmasked(DraftLayout(length, last[0], ancestor, self.masks.backend))
             else:
-                mask = self.masks.whole(ancestor, depth, length, last[0] if last else None, stores.slots)
-            return forward(scratch, mask, *given)
+                attention = self.masks.whole(ancestor, depth, length, last[0] if last else None, stores.slots)
+            return forward(scratch, attention, *given)
 
         held = Recording(inputs, *record(call))
         held.replay()
@@ -188,7 +196,7 @@ def unfit(model: PreTrainedModel, decoder: nn.Module, attention: str, states: bo
         return f"{name} with weights that are moved or on several devices", "all of them on one"
     if (device := devices.pop()).type not in replay.DEVICES:
         return f"a model on {device.type}", "one on a CUDA device"
-    if attention != "sdpa":
+    if attention != STOCK:
         return f"{name} with attention of {attention!r}", "'sdpa'"
     if (dtype := next((w.dtype for w in weights if w.is_floating_point()), torch.float32)) not in DTYPES:
         return f"{name} of {dtype}", f"one of {', '.join(map(str, DTYPES))}"
@@ -205,7 +213,7 @@ def graphed_forward(
     """`GraphedForward` passes of a model whose configuration of text is `text`; None where they can't be, which a
     warning says if it was asked for.
     """
-    why = unfit(model, decoder, getattr(text, "_attn_implementation", None) or "sdpa", states)
+    why = unfit(model, decoder, implementation(text) or STOCK, states)
     if why is None:
         return GraphedForward(model, decoder, masks, getattr(text, "max_position_embeddings", None))
     if asked:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec import tree as trees
-from visspec.models.attention import folding
+from visspec.models.attention.draft_attention import folded_attention
 from visspec.types import Draft
 
 STEP = 128  # slots
@@ -152,7 +152,7 @@ def _attention(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
     mask = torch.full((1, 1, groups * nodes, extent), torch.finfo(dtype).min, dtype=dtype, device=device)
     mask[..., :seen] = 0
     if groups > 1:
-        out = folding.folded_attention(query, key, value, mask, None)
+        out = folded_attention(query, key, value, mask, None)
     else:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
     return out.reshape(nodes, -1)

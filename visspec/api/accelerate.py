@@ -24,6 +24,7 @@ from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
+from visspec.models.attention.draft_attention import implementation
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
@@ -204,8 +205,7 @@ class Accelerated:
     def _fits(self) -> tuple:
         """Key of a setup: dtype, device and attention of the model and of a small model used as drafter."""
         models = (m for m in (self.model, self._options.drafter) if isinstance(m, nn.Module))
-        attention = "_attn_implementation"
-        return tuple((m.dtype, m.device, getattr(getattr(m, "config", None), attention, None)) for m in models)
+        return tuple((m.dtype, m.device, implementation(getattr(m, "config", None))) for m in models)
 
     def _build(self) -> DecodingSetup[HFDecoder]:
         options, model = self._options, driven(self.model)

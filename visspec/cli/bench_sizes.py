@@ -30,7 +30,7 @@ from visspec.eval.bench.oracle import Oracle, erring
 from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
-from visspec.models.attention import folding, ragged
+from visspec.models.attention import ragged
 from visspec.models.attention.slot_layers import CACHE
 from visspec.types import Request, State
 
@@ -175,9 +175,8 @@ class SizeCase:
         model, attention, adaptive = self.model, self.attention, drafter is not None and drafter.traits.adaptive_depth
         fast = accelerate(model, drafter, adaptive=adaptive, levels=self.levels, compile=self.compile)
         if attention is not None:
-            folding.register()
-            text, target = model.config.get_text_config(), fast.target
-            target.masks.backend = ragged.choose(target.decoder, text, model.dtype, model.device, attention)
+            text, decoder = model.config.get_text_config(), fast.target.decoder
+            fast.target.masks.backend = ragged.choose(decoder, text, "sdpa", model.dtype, model.device, attention)
         return fast
 
     def ids(self, prompt: int) -> Tensor:
