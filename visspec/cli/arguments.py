@@ -110,14 +110,6 @@ class SamplingOptions:
 
 
 @dataclass(kw_only=True)
-class CaptioningOptions(JsonOption, SamplingOptions, ModelOptions):
-    """The model that captions, its drafter and rule, and how it decodes."""
-
-    batch_size: Positive = option(default=1)
-    prompt: str | None = option("what to ask of each image", None)
-
-
-@dataclass(kw_only=True)
 class DrawingOptions(JsonOption, HardwareOptions):
     guidance_scale: float | None = option("default: the model's own", None)
     temperature: Temperature | None = option("0 is greedy; default: the model's own", None)
