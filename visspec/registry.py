@@ -253,6 +253,8 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         return spec, type(spec).__name__
     name, options = split(str(spec))
     known, shipped = table("drafter"), included.table().drafters
+    if name in table("order"):
+        raise ValueError(f"drafter: got {name!r}, which is an order of decoding, expected order={name!r}")
     if not is_named(name):
         if not (Path(name).is_dir() or hub.names(name)):
             raise ValueError(

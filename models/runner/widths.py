@@ -50,7 +50,8 @@ class PassWidths:
     """
 
     def __init__(self, modules: list[nn.Module], heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
-        linear = {(*_shape(part), part.bias is not None) for root in modules for part in root.modules() if _shape(part)}
+        parts = [part for root in modules for part in root.modules()]
+        linear = {(*shape, part.bias is not None) for part in parts if (shape := _shape(part)) is not None}
         self.products, self.heads, self.dtype, self.device = sorted(linear), heads, dtype, device
         self._found: dict[tuple[int, int, int], int | None] = {}
 
@@ -104,7 +105,7 @@ class PassWidths:
 
 def _shape(module: nn.Module) -> tuple[int, int, bool] | None:
     """Inner and outer size of a module's product, and whether its weight is (inner, outer); None of other modules."""
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if isinstance(module, nn.Linear):
         return weight.shape[1], weight.shape[0], False
     return (*weight.shape, True) if type(module).__name__ == "Conv1D" else None
