@@ -222,10 +222,10 @@ def test_rows_join(standin):
 def test_rows_join_later(learned, standin):
     """In spare rows of the stores as long as there are some, and in larger ones then."""
     model = model_of("llava")
-    quick = visspec.accelerate(model, chains_of(model) if learned else "ngram", adaptive=False)
+    quick = visspec.accelerate(model, compiling.features(model) if learned else "ngram", adaptive=False)
     rows = [streaming.prompts("llava")[n] | {"max_new_tokens": 30, "do_sample": False} for n in (0, 1, 2, 0, 1)]
     want = [quick.run(**row).state.tokens[0] for row in rows]
-    quick = visspec.accelerate(model, chains_of(model) if learned else "ngram", adaptive=False)
+    quick = visspec.accelerate(model, compiling.features(model) if learned else "ngram", adaptive=False)
     recorders = [quick.target.recorder, *([quick.drafter.recorder] if learned else [])]
     moved = []
     for recorder in recorders:
@@ -374,10 +374,6 @@ def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeyp
 # --- drafts -----------------------------------------------------------------------------------------------------------
 
 
-def chains_of(model, **options):
-    return FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model, **options)), model)
-
-
 GREEDY = {"max_new_tokens": 15, "do_sample": False}
 SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
 
@@ -389,7 +385,7 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
     if "table" in options:  # as for a large vocabulary
         monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
-    drafter = chains_of(model, **{k: v for k, v in options.items() if k != "table"})
+    drafter = compiling.features(model, **{k: v for k, v in options.items() if k != "table"})
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels, graphs=False)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels)
     own, want = quick.drafter.recorder, {}
@@ -411,7 +407,8 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
 
 def test_drafts_in_threads(standin, hurried):
     model = model_of("llava")
-    quick, eager = (visspec.accelerate(model, chains_of(model), adaptive=False, graphs=g) for g in (None, False))
+    made = [compiling.features(model) for _ in range(2)]
+    quick, eager = (visspec.accelerate(model, d, adaptive=False, graphs=g) for d, g in zip(made, (None, False)))
     jobs = []
     for i in range(6):
         inputs = prompt("llava", shapes("llava")[("one", "ragged", "several")[i % 3]])
@@ -453,7 +450,7 @@ def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
     monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
     recording(monkeypatch)
     model = model_of("llava")
-    drafter, inputs = chains_of(model), prompt("llava", shapes("llava")["ragged"])
+    drafter, inputs = compiling.features(model), prompt("llava", shapes("llava")["ragged"])
     eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
     own, calls = quick.drafter.recorder, []
     record = Standin()
@@ -472,7 +469,7 @@ def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
 
 
 def test_a_drafter_that_learns_is_recorded_anew(standin):
-    drafter = chains_of(model_of("llava"))
+    drafter = compiling.features(model_of("llava"))
     drafter.record()
     first = drafter.recorder
     blocks = {n: first._block(torch.ones(2, n).long(), torch.ones(2, n, 4)) for n in (1, 2, 3, 5)}

@@ -368,7 +368,7 @@ def test_the_order_is_kept(pipe, tmp_path, order):
     again = saving.read(str(tmp_path), {})["order"]
     assert again == order
     with pytest.raises(ValueError, match=r"^order: got 'spiral', expected a name of `visspec list orders`, such as "):
-        saving._order(tmp_path, "spiral")
+        saving._named("order", tmp_path, "spiral")
 
 
 def test_a_pipeline_from_another_ones_components(pipe):

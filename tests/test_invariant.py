@@ -179,3 +179,27 @@ def test_padding_behind_a_prompt_is_refused():
     mask[:, -1] = 0
     with one_sentence("batch_invariant: .*padding in front"):
         fast("none").generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
+
+
+def test_pictures_of_codes():
+    """With and without drafts, alone and in a batch of prompts of different length."""
+    texts = ["a photo of a red ring", "a photo of a blue square left of a green circle", "two yellow triangles"]
+    pipe = visspec.ImagePipeline.from_pretrained("painter", dtype="bfloat16", batch_invariant=True, debug=True)
+    pipe.set_progress_bar_config(disable=True)
+
+    def codes(texts, seeds, drafter):
+        images = pipe(texts, seed=seeds, drafter=drafter, output_type="latent").images
+        return [torch.as_tensor(image).tolist() for image in images]
+
+    alone = [codes([text], [seed], None)[0] for seed, text in enumerate(texts)]
+    assert [codes([text], [seed], "jacobi")[0] for seed, text in enumerate(texts)] == alone
+    assert codes(texts, [0, 1, 2], "jacobi") == alone
+    assert codes(texts, [0, 1, 2], None) == alone
+
+
+def test_refused_pipelines():
+    with one_sentence("batch_invariant: .*graphs=True"):
+        visspec.ImagePipeline.from_pretrained("painter", batch_invariant=True, graphs=True)
+    pipe = visspec.ImagePipeline.from_pretrained("painter-any-order", batch_invariant=True)
+    with one_sentence("batch_invariant: .*raster order"):
+        pipe("a photo of a red ring")

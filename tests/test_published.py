@@ -484,9 +484,6 @@ def test_which_states_are_read_by_which_convention(tmp_path, caplog, changes, as
         assert registry.drafter(str(tmp_path / "again"), model)[0].config.feature_layers == read
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-
 # --- hub ids ----------------------------------------------------------------------------------------------------------
 
 
@@ -935,6 +932,8 @@ def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
     counts = inputs["attention_mask"].sum(1)
     assert seen[0][:, -4].tolist() == counts.tolist()
 
+
+# --- what is refused --------------------------------------------------------------------------------------------------
 
 ONE = torch.ones(1)
 SLOTS, EMBEDDINGS = {"images": "slots"}, {"images": "embeddings"}

@@ -100,7 +100,7 @@ def test_bad_input_is_a_sentence(images, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["--model", "m"], ["--images", "x"], ["--model", "m", "--images", "x", "--prompts", "y"]]
+    "argv", [[], ["--model", "painter"], ["--images", "x"], ["--model", "painter", "--images", "x", "--prompts", "y"]]
 )
 def test_what_to_tune_has_to_be_said(argv, capsys):
     wanted = "tune: pass --model, and --images (a model that captions) or --prompts (a model that draws)"

@@ -58,7 +58,7 @@ REFUSED = {
     ("caption", "x.png"): r"model: got none, expected a folder or a hub id: no model is included .*",
     ("generate", "x"): r"model: got none, expected a folder or a hub id: no model is included .*",
     ("generate", "x", "--model", "painter"): (
-        r"model: painter could not be loaded, .*, expected a folder, a hub id or an included model \(none here\)"
+        r"model: painter is no folder and not in the cache, and the hub could not be reached, expected a .*"
     ),
     ("demo",): r"world: got 'shapes' where no scenes are included, expected the package visspec\.toys",
 }

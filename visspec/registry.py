@@ -10,7 +10,6 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
 from inspect import Parameter, signature
@@ -23,6 +22,7 @@ from visspec.entries import NEEDS, TABLES, VALUES, Entry, options_of
 from visspec.io import hub, included
 from visspec.io.checkpoint import read_json
 from visspec.io.included import load
+from visspec.io.options import nearest
 from visspec.presets import PRESETS, RECIPES, Preset, Recipe, read_preset
 from visspec.types import ConfiguredModel, Drafter, Order
 
@@ -106,11 +106,6 @@ def find(kind: str, name: str) -> Entry:
         others = f"expected a name of `visspec list {KINDS[kind]}`, such as {nearest(name, known)}"
         raise ValueError(f"{ARGUMENTS.get(kind, kind)}: got {name!r}, {others}")
     return known[name]
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """The three names that are most like a misspelled one."""
-    return ", ".join(get_close_matches(name, list(names), 3, 0.0))
 
 
 # --- names with options -----------------------------------------------------------------------------------------------

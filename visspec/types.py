@@ -465,6 +465,14 @@ class Target:
                 stacklevel=3,
             )
 
+    def fix_widths(self) -> None:
+        """Compute each row as it is alone, whatever runs beside it (`models.runner.widths`). Called once, before any
+        request. Raises ValueError if the target doesn't support it.
+        """
+        raise ValueError(
+            f"batch_invariant: got {type(self).__name__}, expected a model of text, or of codes in raster order"
+        )
+
     @property
     def device(self) -> torch.device:
         """Where ids and distributions live."""

@@ -28,8 +28,7 @@ from visspec.models.attention.hooks import DecoderRecorder
 from visspec.models.attention.masks import STATEFUL, AttentionInputs, Masks
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
-from visspec.models.decoder import invariant as invariant_rows
-from visspec.models.decoder import probe
+from visspec.models.decoder import invariant, probe
 from visspec.models.decoder.layer_subset import LayerSubset
 from visspec.models.layers import depth
 from visspec.models.runner.compiled import compiled_passes
@@ -57,7 +56,6 @@ class HFDecoder(RunningTarget):
     head reads ("states" in `aux`, of all passes) for training. Raises ValueError
     for a model that can't be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that
     take no 4-D mask), or that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
-    `invariant`: each row is computed as it is alone (`runner.widths`); chains only.
     """
 
     def __init__(
@@ -69,7 +67,6 @@ class HFDecoder(RunningTarget):
         compile: bool = False,
         attention: str | None = None,
         states: bool = False,
-        invariant: bool = False,
     ):
         self.model = model
         self.capabilities = describe(model, features)
@@ -80,7 +77,7 @@ class HFDecoder(RunningTarget):
         self.cache_name: str = cache_argument(model.forward) or cache_argument(self.decoder.forward) or CACHE
         self._prepared_cache = cache_argument(model.prepare_inputs_for_generation) or CACHE
         name, dtype = draft_attention.implementation(text), _dtype(self.decoder)
-        wanted = attention or (None if check and not invariant else ragged.MASK)
+        wanted = attention or (None if check else ragged.MASK)
         backend = ragged.choose(self.decoder, text, name, dtype, self.device, wanted)
         shared = draft_attention.groups(self.decoder, check) if name == draft_attention.STOCK else 1
         self.masks = Masks(dtype, _sliding_window(text), mixed, shared, backend)
@@ -107,11 +104,14 @@ class HFDecoder(RunningTarget):
         self.joins: dict[Hashable, bool] = {}  # whether media of a kind can be concatenated (`probe.joins`)
         self.passes = compiled_passes(model, self.decoder, why) if compile else None
         self.layer_subset = LayerSubset(model, self.decoder)
-        if invariant:
-            self.capabilities = replace(self.capabilities, trees=False)
-            self.widths = invariant_rows.pass_widths(self)
-            if self.probed:
-                probe.check_rows(self)
+
+    def fix_widths(self) -> None:
+        """Compute each row as it is alone. Drafts are chains, and attention takes a mask."""
+        self.capabilities = replace(self.capabilities, trees=False)
+        self.masks.backend = ragged.Backend(ragged.MASK, why="batch_invariant=True")
+        self.widths = invariant.pass_widths(self)
+        if self.probed:
+            probe.check_rows(self)
 
     def record(self, asked: bool | None) -> None:
         text = self.model.config.get_text_config()
@@ -139,7 +139,7 @@ class HFDecoder(RunningTarget):
             length = inputs["inputs_embeds"].shape[1]
         attention = inputs.get("attention_mask")
         if self.widths is not None and (rows > 1 or (attention is not None and not bool(attention.all()))):
-            return invariant_rows.prefill(self, request)
+            return invariant.prefill(self, request)
         self._check_request(request, length)
         cache = self.cache(rows, request.max_new_tokens, bool(request.each) or self.lean(request))
         cache.slots.open(length, self.device)

@@ -11,7 +11,7 @@ A axes of position ids, d hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, to_device
+from visspec.cache import GROW, SlotCache, to_device
 from visspec.distributions import Categorical
 from visspec.grammar import constrain
 from visspec.loop.output import TokenBuffer
@@ -32,6 +32,7 @@ from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argume
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
 from visspec.models.runner.target import RunningTarget
+from visspec.models.runner.widths import STEP, PassWidths
 from visspec.sampling import process, warp
 from visspec.types import (
     FREE,
@@ -118,6 +119,18 @@ class EncodedPrompt:
     attention: Tensor  # (R, L) bool, false at padding
     positions: Tensor | None = None  # (R, L + T) or (A, R, L + T) position ids of all slots; None: the slot's number
     tokens: Tensor | None = None  # (R, L) ids of all rows, where they were made of ids
+
+    def row(self, b: int) -> EncodedPrompt:
+        """One prompt, without what is padding in all of its rows."""
+        own = slice(b, None, len(self.ids))
+        first = int(self.attention[own].any(dim=0).int().argmax())
+        return EncodedPrompt(
+            self.ids[b : b + 1, first:],
+            self.embeds[own, first:],
+            self.attention[own, first:],
+            None if self.positions is None else self.positions[..., own, first:],
+            None if self.tokens is None else self.tokens[own, first:],
+        )
 
 
 class Family:
@@ -342,6 +355,7 @@ class ImageAR(RunningTarget):
         shared = draft_attention.groups(decoder, probed=False) if attention == draft_attention.STOCK else 1
         self.masks = Masks(next(decoder.parameters()).dtype, groups=shared)
         self.passes = family.passes if compile else None
+        self.widths: PassWidths | None = None
         self.capabilities = Capabilities(
             vocab=family.codes + family.grammar,
             never_drafted=frozenset(range(family.codes, family.codes + family.grammar)),
@@ -353,8 +367,56 @@ class ImageAR(RunningTarget):
     def device(self) -> torch.device:
         return next(self.family.decoder.parameters()).device
 
+    def fix_widths(self) -> None:
+        if type(self) is not ImageAR:
+            super().fix_widths()
+        config, head = self.family.decoder.config, getattr(self.family.model, "lm_head", None)
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        parts = [self.family.decoder, *(self.family.mlp_head or ()), *([] if head is None else [head])]
+        shape = heads // self.masks.groups, self.masks.groups, size
+        self.widths = PassWidths(parts, shape, self.masks.dtype, self.device)
+        self.widths.nodes(1, 1)
+
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """Run the prompts (`request.inputs` is a `EncodedPrompt`). Scores: logits (B, 1, V), features (B, L, F)."""
+        alone = self.widths is None or len(request.inputs.ids) == 1
+        state, hidden = self._prefill(request) if alone else self._prefill_each(request)
+        last = hidden[:, -1:]
+        if self.widths is not None:
+            last = last.expand(-1, self.widths.nodes(len(last), 1), -1)
+        return state, self._scores(state, trees.empty_draft(state.pending), last, hidden)
+
+    def _prefill_each(self, request: Request) -> tuple[State, Tensor]:
+        """`_prefill` of each request by itself, without padding that others need, and put together."""
+        prompt: EncodedPrompt = request.inputs
+        rows, length = prompt.ids.shape
+        count = len(prompt.embeds)
+        own = [self._prefill(replace(request, inputs=prompt.row(b), prompt=prompt.ids[b : b + 1])) for b in range(rows)]
+        order = [(b, half) for half in range(count // rows) for b in range(rows)]
+        caches = [state.cache for state, _ in own]
+        cache = SlotLayers(count)
+        stores = [[store[half] for store in (*caches[b].slots.keys, *caches[b].slots.values)] for b, half in order]
+        starts = [(each, caches[b].slots.length) for each, (b, _) in zip(stores, order)]
+        cache.slots.fill(starts, GROW + request.max_new_tokens)
+        cache.adopt(caches[0])
+        cache.slots.step = STEP
+        if not bool(prompt.attention.all()):
+            cache.slots.padding = prompt.attention.new_ones(count, length)
+            for row, (b, half) in zip(cache.slots.padding, order):
+                real = caches[b].slots.padding
+                if real is not None:
+                    row[: real.shape[1]] = real[half]
+        parts = [own[b][1][half] for b, half in order]
+        hidden = torch.stack([F.pad(part, (0, 0, length - len(part), 0)) for part in parts])
+        pending, output = self._open_buffer(request)
+        newest = torch.full((rows,), length - 1, device=self.device)
+        if prompt.positions is None:  # a slot's number, which counts padding
+            newest = torch.cat([state.position for state, _ in own])
+        return State(request, pending, newest, cache, list(range(rows)), output), hidden
+
+    def _prefill(self, request: Request) -> tuple[State, Tensor]:
+        """The state after the prompts, and their hidden states (R, L, d)."""
         prompt: EncodedPrompt = request.inputs
         rows, length = prompt.ids.shape
         cache = SlotLayers(prompt.embeds.shape[0], request.max_new_tokens)
@@ -373,7 +435,9 @@ class ImageAR(RunningTarget):
         cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
         if padded:
             cache.slots.padding = prompt.attention
-        return state, self._scores(state, trees.empty_draft(state.pending), hidden[:, -1:], hidden)
+        if self.widths is not None:
+            cache.slots.step = STEP
+        return state, hidden
 
     def _open_buffer(self, request: Request) -> tuple[Tensor, Any]:
         """The node before the first, (B, *X), and the output buffer of a request."""
@@ -388,7 +452,7 @@ class ImageAR(RunningTarget):
         """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
         found = self._recorded_pass(state, draft)
         hidden = self._eager(state, draft) if found is None else found
-        return self._scores(state, draft, hidden, hidden)
+        return self._scores(state, draft, hidden, hidden[:, : draft.tree.size])
 
     def _eager(self, state: State, draft: Draft) -> Tensor:
         """Hidden states (R, N, d) of a pass that is not recorded."""
@@ -418,7 +482,9 @@ class ImageAR(RunningTarget):
         self.recorder = self.family.recorder
 
     def _pass(self, decoder: nn.Module, state: State, draft: Draft) -> Tensor:
-        """Hidden states (R, N, d) of a pass over a draft."""
+        """Hidden states (R, N, d) of a pass over a draft, and of nodes that widen it."""
+        if self.widths is not None:
+            draft = self.widths.pad(draft, _twice(state))
         embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
         return self._attend(state, draft.tree, embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1), decoder)
 
@@ -489,7 +555,10 @@ class ImageAR(RunningTarget):
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
         """Scores of the nodes with the hidden states `last` (R, N, d); `hidden` (R, L, d) are the pass's."""
-        logits, uncond, features = self._parts(state, self.family.head(last), hidden)
+        logits = self.family.head(last)  # of nodes that widen a pass, too: they are rows of this product
+        if self.widths is not None:
+            logits = logits[:, : draft.tree.size]
+        logits, uncond, features = self._parts(state, logits, hidden)
         return Scores(Categorical(constrain(process(logits, draft, state, uncond), draft, state)), features)
 
     def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -72,10 +72,10 @@ class PassWidths:
             )
         return found
 
-    def pad(self, draft: Draft) -> Draft:
-        """A chain with nodes behind it that nothing reads."""
+    def pad(self, draft: Draft, times: int = 1) -> Draft:
+        """A chain with nodes behind it that nothing reads. times: cache rows of each row."""
         rows, size = draft.value.shape[:2]
-        if (width := self.nodes(rows, size)) == size:
+        if (width := self.nodes(times * rows, size)) == size:
             return draft
         more = draft.value[:, -1:].expand(-1, width - size, *draft.value.shape[2:])
         return Draft(torch.cat([draft.value, more], dim=1), trees.chain(width - 1, str(draft.value.device)))

@@ -1,8 +1,10 @@
-"""Identity with transformers' `generate` on published weights (`make real`), in float32.
+"""Identity with transformers' `generate` on published weights (`make real`), in float32; in bfloat16 with our plain
+decoding under `batch_invariant=True`.
 
 Skipped where the weights are not there; `tests/real/fetch.py` brings them.
 """
 
+import copy
 import json
 from pathlib import Path
 
@@ -77,6 +79,27 @@ def test_sampling_equals_plain_decoding(loaded):
     options = {"max_new_tokens": NEW, "do_sample": True, "temperature": 1.0, "seed": 7}
     plain = visspec.accelerate(model, None).generate(**inputs, **options)
     assert torch.equal(visspec.accelerate(model).generate(**inputs, **options), plain)
+
+
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": True, "temperature": 1.0}], ids=["greedy", "sampled"]
+)
+def test_bfloat16_depends_on_the_request_alone(loaded, options):
+    """Whatever drafts, in a ragged batch and in a stream of any order."""
+    (model, tokenizer), texts = loaded, prompts(4)
+    model = copy.deepcopy(model).bfloat16()
+    options = options | {"max_new_tokens": NEW}
+    seed = {"seed": 7} if options["do_sample"] else {}
+    inputs = [encode(tokenizer, [text]) for text in texts]
+    fast = {d: visspec.accelerate(model, d, batch_invariant=True, debug=True) for d in ("none", "suffix", "context")}
+    alone = {d: [f.run(**one, **options, **seed).state.tokens[0] for one in inputs] for d, f in fast.items()}
+    assert alone["suffix"] == alone["none"] and alone["context"] == alone["none"]
+    seeds = {"seed": [7] * len(texts)} if seed else {}
+    batch = fast["suffix"].run(**encode(tokenizer, texts), **options, **seeds).state.tokens
+    assert batch == alone["none"]
+    entries = [{**one, **seed, "id": i} for i, one in enumerate(inputs)]
+    answers = {a.id: a.tokens for a in fast["context"].stream(entries[::-1], slots=3, **options)}
+    assert [answers[i] for i in range(len(texts))] == alone["none"]
 
 
 def test_lora_equals_generate(loaded):

@@ -209,15 +209,13 @@ class Accelerated:
 
     def _build(self) -> DecodingSetup[HFDecoder]:
         options, model = self._options, driven(self.model)
-        if options.batch_invariant and (options.compile or options.graphs):
-            name = "compile" if options.compile else "graphs"
-            raise ValueError(f"batch_invariant: got {name}=True beside it, expected eager passes")
+        check_eager(options.batch_invariant, options.compile, options.graphs)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
             read = traits.feature_layers, traits.embeddings
-            target = HFDecoder(
-                model, *read, check=options.probe, compile=options.compile, invariant=options.batch_invariant
-            )
+            target = HFDecoder(model, *read, check=options.probe, compile=options.compile)
+            if options.batch_invariant:
+                target.fix_widths()
             if traits.partial and target.capabilities.layers:
                 target.layer_subset.check()
             return target
@@ -392,6 +390,14 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
         found, why = "suffix", "nothing was made for the model"
     logger.info("drafter: %s, because %s", found, why)
     return found, why
+
+
+def check_eager(batch_invariant: bool, compile: bool, graphs: bool | None) -> None:
+    """Raises ValueError for options that exclude each other."""
+    if batch_invariant and (compile or graphs):
+        raise ValueError(
+            f"batch_invariant: got {'compile' if compile else 'graphs'}=True beside it, expected eager passes"
+        )
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from visspec import registry
 from visspec.api import image_call, requests, saving
-from visspec.api.accelerate import own_rule
+from visspec.api.accelerate import check_eager, own_rule
 from visspec.api.image_call import ORIGINS as ORIGINS
 from visspec.api.image_call import (
     ImageBatch,
@@ -43,10 +43,22 @@ from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.models.lowres.drafter import LowRes
 from visspec.registry import DrafterSpec
-from visspec.types import Acceptance, Order, Processor, Request, Sampling, State
+from visspec.types import Acceptance, DrafterTraits, Order, Processor, Request, Sampling, State, Target
 
 # of the constructor
-PARTS = ("model", "processor", "drafter", "acceptance", "levels", "parts", "order", "compile", "graphs", "debug")
+PARTS = (
+    "model",
+    "processor",
+    "drafter",
+    "acceptance",
+    "levels",
+    "parts",
+    "order",
+    "compile",
+    "graphs",
+    "debug",
+    "batch_invariant",
+)
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +69,8 @@ class ImagePipeline:
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
     default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs, debug: as
-    in `visspec.accelerate`. preset: a published method by name (`visspec list presets`), or a file that `visspec tune`
+    in `visspec.accelerate`. batch_invariant: as there, for codes in raster order. preset: a published method by name
+    (`visspec list presets`), or a file that `visspec tune`
     wrote; arguments given beside it win. Raises ValueError if the parts are incompatible.
     """
 
@@ -77,10 +90,13 @@ class ImagePipeline:
         graphs: bool | None = None,
         preset: str | Path | None = None,
         debug: bool = False,
+        batch_invariant: bool = False,
     ):
         self.model, self.processor, self.parts = model, processor, parts or {}
         self.levels, self.order = levels, order
         self.compile, self.graphs, self.debug = compile, graphs, debug
+        self.batch_invariant = batch_invariant
+        check_eager(batch_invariant, compile, graphs)
         self.last_output = ImageOutput()  # finished images of the latest call, also if it was interrupted
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
@@ -333,18 +349,29 @@ class ImagePipeline:
         rule = own_rule(acceptance)
         # with adaptive lengths the samples of rules with their own random numbers would depend on timing
         length = FixedLength if rule.traits.judges_draws else None
-        return build_setup(
+
+        def make_target(traits: DrafterTraits) -> Target:
+            target = self.family.make_target(traits, self.compile)
+            if self.batch_invariant:
+                target.fix_widths()
+            return target
+
+        found = registry.order(self.family.default_order if order is None else order)
+        setup = build_setup(
             *self._drafter(drafter),
             rule,
             self.family,
-            lambda traits: self.family.make_target(traits, self.compile),
-            order=registry.order(self.family.default_order if order is None else order),
+            make_target,
+            order=found,
             levels=self.levels,
             length=length,
             compile=self.compile,
-            graphs=self.graphs,
+            graphs=False if self.batch_invariant else self.graphs,
             debug=self.debug,
         )
+        if self.batch_invariant and not setup.order.raster:
+            raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster")
+        return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:
         """A drafter, by name or as it is, and its name."""

@@ -77,6 +77,7 @@ def load_diffusers(where: str, *, device: str = "cpu", dtype: str | torch.dtype 
     """
     if not (Path(where).is_dir() or hub.names(where)):
         return None
+    included.check_model(where)
     try:
         index = cached_file(where, "model_index.json", _raise_exceptions_for_missing_entries=False)
     except OSError:  # no such repository: transformers says so when the model is loaded
@@ -135,7 +136,7 @@ def located(spec: str) -> tuple[str, bool]:
     """The folder of an included model, what else is named as it was written; and whether it is on this machine."""
     shipped = registry.included_folder(spec)
     where = str(shipped) if shipped.is_relative_to(included.FOLDER) else spec
-    return where, Path(where).exists() or where.startswith((".", "/"))
+    return where, included.check_model(where)
 
 
 @contextmanager
@@ -186,10 +187,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of whichever library checks the part that is wrong
-        known = ", ".join(included.table().models) or "none here"
-        expected = f", expected a folder, a hub id or an included model ({known})"
-        why = checkpoint.first_line(error) + ("" if local or "/" in where else expected)
-        raise ValueError(f"model: {where} could not be loaded, {why}") from None
+        raise ValueError(f"model: {where} could not be loaded, {checkpoint.first_line(error)}") from None
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(what):
             name = sorted(map(str, info[what]))[0]

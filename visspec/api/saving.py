@@ -68,7 +68,7 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
             "drafter": _drafter_entry(components["drafter"], components["model"], family, Path(staged) / DRAFTER),
             "acceptance": _entry("acceptance", components["acceptance"]),
             "order": _entry("order", components["order"]),
-            "levels": _levels(root, components["levels"]),
+            "levels": _levels(components["levels"]),
             # null: what is no text has to be given again
             "parts": {name: part if isinstance(part, str) else None for name, part in components["parts"].items()},
         }
@@ -94,10 +94,10 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if strange := sorted(settings.keys() - set(ENTRIES)):
         entry = checkpoint.shorten(strange[0])
         raise ValueError(f"checkpoint: {FILE} of {folder} has the unknown entry {entry}, expected {', '.join(ENTRIES)}")
-    readers = {"drafter": _drafter, "acceptance": _rule, "order": _order, "levels": _levels}
-    for name, reader in readers.items():
+    for name in ENTRIES[:4]:
         if name in settings and name not in given and not given.get("preset"):
-            found[name] = reader(folder, settings[name])
+            entry = settings[name]
+            found[name] = _levels(entry) if name == "levels" else _named(name, folder, entry)
     found["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
     logger.info("%s: read %s", folder / FILE, {name: found[name] for name in settings if name in found})
     return found
@@ -106,7 +106,7 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def drafter_of(folder: str | Path) -> DrafterSpec:
     """The drafter that a model's folder names, as `registry.drafter` takes it; None where it names none, or is none."""
     root = Path(folder)
-    return _drafter(root, checkpoint.read_json(root, FILE).get("drafter")) if (root / FILE).is_file() else None
+    return _named("drafter", root, checkpoint.read_json(root, FILE).get("drafter")) if (root / FILE).is_file() else None
 
 
 def write_method(folder: str | Path, names: Mapping[str, Any]) -> None:
@@ -125,10 +125,11 @@ def write_method(folder: str | Path, names: Mapping[str, Any]) -> None:
 # --- one entry, read --------------------------------------------------------------------------------------------------
 
 
-def _drafter(folder: Path, entry: Json) -> DrafterSpec:
-    if entry is None:
+def _named(what: str, folder: Path, entry: Json) -> str | None:
+    """The drafter, rule or order of an entry; a drafter may be the folder of its weights."""
+    if entry is None and what != "acceptance":
         return None
-    if isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
+    if what == "drafter" and isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
             raise ValueError(
@@ -136,24 +137,13 @@ def _drafter(folder: Path, entry: Json) -> DrafterSpec:
             )
         root = str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
         return f"{root}:{options}" if options else root
-    return _name("drafter", folder, entry, f"a name, null or {{'folder': {DRAFTER!r}}}")
-
-
-def _rule(folder: Path, entry: Json) -> str:
-    return _name("acceptance", folder, entry, "the name of a rule")
-
-
-def _order(folder: Path, entry: Json) -> str | None:
-    return None if entry is None else _name("order", folder, entry, "the name of an order or null")
-
-
-def _name(what: str, folder: Path, entry: Json, expected: str) -> str:
     if not isinstance(entry, str):
-        raise ValueError(f"checkpoint: {what} of {folder / FILE} is {checkpoint.shorten(entry)}, expected {expected}")
+        shown = checkpoint.shorten(entry)
+        raise ValueError(f"checkpoint: {what} of {folder / FILE} is {shown}, expected a name with options")
     return portable_name(what, entry)
 
 
-def _levels(folder: Path, entry: Json) -> int | None:
+def _levels(entry: Json) -> int | None:
     if entry is not None:
         checkpoint.check_whole("levels", entry, 1, DEEPEST)
     assert entry is None or isinstance(entry, int)

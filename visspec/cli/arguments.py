@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from visspec.io import included
 from visspec.io.files import unwritable
 from visspec.io.options import option
 
@@ -37,14 +38,22 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 def read_options(found: argparse.Namespace, record: type) -> Any:
     """The dataclass of what a parser has read. Raises ValueError, before any work, for a file or folder that can't be
-    written.
+    written, and for a model that is nowhere.
     """
     options = record(**{one.name: getattr(found, one.name) for one in fields(record)})
     for one in fields(record):
+        if one.name in ("model", "target", "image_model") and getattr(options, one.name):
+            included.check_model(getattr(options, one.name))
         path, writes = getattr(options, one.name), one.metadata.get("writes")
-        if writes and path is not None and (why := unwritable(path, writes == "folder")) is not None:
+        folder = writes == "folder" or (writes == "picture" and not is_picture(path))
+        if writes and path is not None and (why := unwritable(path, folder)) is not None:
             raise ValueError(f"--{one.name}: {why}")
     return options
+
+
+def is_picture(path: Path) -> bool:
+    """Whether a path of --out is one picture rather than a folder of them, by its ending."""
+    return path.suffix.lower() in (".png", ".jpg", ".jpeg")
 
 
 @dataclass
@@ -98,14 +107,6 @@ class SamplingOptions:
     def generation(self) -> dict[str, Any]:
         """Keyword arguments of `generate`, seed aside: the whole distribution is drawn from."""
         return sampling(self.max_new_tokens, self.temperature)
-
-
-@dataclass(kw_only=True)
-class CaptioningOptions(JsonOption, SamplingOptions, ModelOptions):
-    """The model that captions, its drafter and rule, and how it decodes."""
-
-    batch_size: Positive = option(default=1)
-    prompt: str | None = option("what to ask of each image", None)
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -25,7 +24,7 @@ from visspec.api import sources
 from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
 from visspec.cli.arguments import DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds
-from visspec.cli.bench_image_table import tables
+from visspec.cli.bench_image_table import view
 from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
 from visspec.eval.metrics import features, fid, geneval, intervals, paired_kid
@@ -88,7 +87,7 @@ def run(arguments: Options) -> None:
     if arguments.quality and scenes is not None:
         home = arguments.json.resolve().parent if arguments.json else None
         judge(pipe, record, methods, options, scenes, arguments.quality, seed, arguments.out, home, tasks, others)
-    arguments.end(record, *tables(record, Console().width))
+    arguments.end(record, view(record))
 
 
 def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] | None = None) -> list[dict[str, Any]]:

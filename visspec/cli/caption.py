@@ -11,7 +11,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from visspec.cli.arguments import CaptioningOptions, Positive, RayOptions, exit_code, load, number, sampling
+from visspec.cli.arguments import (
+    JsonOption,
+    ModelOptions,
+    Positive,
+    RayOptions,
+    SamplingOptions,
+    exit_code,
+    load,
+    number,
+    sampling,
+)
 from visspec.io import included
 from visspec.io.files import Results
 from visspec.io.options import option
@@ -27,7 +37,9 @@ LOOKS = 4  # files looked at, at most, to see whether the included model was mad
 
 
 @dataclass(kw_only=True)
-class Options(RayOptions, CaptioningOptions):
+class Options(RayOptions, JsonOption, SamplingOptions, ModelOptions):
+    batch_size: Positive = option(default=1)
+    prompt: str | None = option("what to ask of each image", None)
     image: list[Path] = option(
         "PNG, JPEG, WEBP or video files; with --out also folders, globs, .jsonl and .parquet of {image, prompt, id},"
         " .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",

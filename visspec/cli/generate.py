@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visspec.cli.arguments import DrawingOptions, Positive, RayOptions
+from visspec.cli.arguments import DrawingOptions, Positive, RayOptions, is_picture
 from visspec.io.files import Results, replacing
 from visspec.io.options import option
 
@@ -22,10 +22,10 @@ MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the 
 
 @dataclass(kw_only=True)
 class Options(RayOptions, DrawingOptions):
-    prompt: list[str] = option("what to draw", positional=True, nargs="*")
+    prompt: list[str] = option("what to draw; several prompts are quoted", positional=True, nargs="*")
     prompts: Path | None = option("file of prompts, one a line, or .jsonl of {prompt, id}", None)
     n: Positive = option("images of each prompt", 1)
-    out: Path = option("folder of the PNG files", Path("out/images"), short="-o", writes="folder")
+    out: Path = option("folder of the PNG files, or one picture", Path("out/images"), short="-o", writes="picture")
     grid: Path | None = option("also write one picture of all images", None, writes="file")
     maps: bool = option("beside each image, where its tokens came from", False)
     model: str | None = option("included name, folder or hub id of an image model (default: an included one)", None)
@@ -45,6 +45,10 @@ class Options(RayOptions, DrawingOptions):
         "write seeds, passes, guarantee, drift and displacement to this file", None, writes="file"
     )
     workers: Positive = option("processes, with --ray", 2)
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) > 1 and not any(" " in text for text in self.prompt):
+            self.prompt = [" ".join(self.prompt)]  # a prompt without quotes
 
 
 def run(arguments: Options) -> int | None:
@@ -66,14 +70,17 @@ def run(arguments: Options) -> int | None:
     shown: list[Image.Image] = []
     captions: list[str] = []
     about = {name: getattr(pipe, name) for name in CHOSEN} | {"provenance": provenance(pipe.model)}
-    first = first_number(arguments.out)
+    single = is_picture(arguments.out)
+    if single and len(texts) * arguments.n > 1:
+        raise ValueError(f"--out: got {arguments.out} for {len(texts) * arguments.n} pictures, expected a folder")
+    first = 0 if single else first_number(arguments.out)
     with Results(arguments.json, about) as results:
         try:
             for part in stream:
                 if first and not shown:
                     print(f"visspec: {arguments.out} has images up to number {first - 1}, going on", file=sys.stderr)
                 for i, image in enumerate(part.images):
-                    path = arguments.out / f"{first + len(shown):05d}.png"
+                    path = arguments.out if single else arguments.out / f"{first + len(shown):05d}.png"
                     picture = beside(image, part, i) if arguments.maps else image
                     save(picture, path)
                     shown.append(picture)
@@ -154,4 +161,4 @@ def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:
 def save(image: Image.Image, path: Path) -> None:
     """Write an image as PNG, or as JPEG where the name says so."""
     with replacing(path) as draft:
-        image.save(draft, format="PNG" if path.suffix.lower() != ".jpg" else "JPEG")
+        image.save(draft, format="JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG")

@@ -12,6 +12,7 @@ from typing import Any
 from visspec.api import distributed, sources
 from visspec.api.images import ImagePipeline
 from visspec.api.sources import Record, seed_of
+from visspec.cli.arguments import is_picture
 from visspec.cli.caption_records import RecordRun
 from visspec.cli.generate import CHOSEN, MEASURED, Options, pipeline, settings
 from visspec.io import included
@@ -25,6 +26,8 @@ def run_ray(arguments: Options) -> int:
     for name in ("json", "grid", "maps", "stats", "image", "mask"):
         if getattr(arguments, name):
             raise ValueError(f"--{name}: got one beside --ray, expected one of the two")
+    if is_picture(arguments.out):
+        raise ValueError(f"--out: got {arguments.out} beside --ray, expected a folder")
     sources.need("ray", "--ray", distributed.EXTRA)
     if not arguments.prompt and arguments.prompts is None:
         raise ValueError("prompt: got none, expected at least one")

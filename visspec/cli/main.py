@@ -7,11 +7,13 @@ the reader of the output has gone (`| head`).
 import argparse
 import importlib
 import os
+import re
 import sys
+import warnings
 
 from visspec import __version__
 from visspec.cli.arguments import NoOptions, read_options
-from visspec.io.options import add_options
+from visspec.io.options import add_options, nearest
 
 COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options`, if it has any, and `run`, which takes one
     "demo": "caption rendered scenes with and without acceleration, side by side",
@@ -46,7 +48,13 @@ def main(argv: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # names of files need not be UTF-8
             stream.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
+    if "run" not in arguments:
+        arguments.show()
+        return 0
+    shown = warnings.showwarning
     try:
+        if shown.__module__ == "warnings":  # a test that records warnings has its own
+            warnings.showwarning = lambda message, *_: print(f"visspec: {message}", file=sys.stderr)
         code = arguments.run(read_options(arguments, arguments.options)) or 0
         sys.stdout.flush()
         return code
@@ -61,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("visspec: interrupted; what was written stays", file=sys.stderr)
         return 130
+    finally:
+        warnings.showwarning = shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,15 +79,28 @@ class Parser(argparse.ArgumentParser):
     command = ""
 
     def parse_known_args(self, args=None, namespace=None):
-        if self.command:
-            module = importlib.import_module(f"visspec.cli.{module_of(self.command)}")
-            several = getattr(module, "OPTIONS", {})
-            options = several[self.command] if several else getattr(module, "Options", NoOptions)
-            add_options(self, options)
-            self.set_defaults(run=module.run, options=options)
-        return super().parse_known_args(args, namespace)
+        if not self.command:
+            return super().parse_known_args(args, namespace)
+        module = importlib.import_module(f"visspec.cli.{module_of(self.command)}")
+        several = getattr(module, "OPTIONS", {})
+        options = several[self.command] if several else getattr(module, "Options", NoOptions)
+        add_options(self, options)
+        self.set_defaults(run=module.run, options=options)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            near = nearest(rest[0], self._option_string_actions) if rest[0].startswith("-") else ""
+            self.error(
+                f"{self.command}: unknown argument {rest[0]}" + (f", expected one such as {near}" if near else "")
+            )
+        return found, rest
 
     def error(self, message: str):
+        if choice := re.fullmatch(r"(?:argument )?(.+): invalid choice: (.+) \(choose from (.+)\)", message):
+            name, got, known = choice[1], *(re.sub("['\"]", "", text) for text in choice.groups()[1:])
+            names = known.split(", ")
+            message = (
+                f"{name}: got {got}, expected {known if len(names) <= 8 else f'one such as {nearest(got, names)}'}"
+            )
         self.exit(2, f"visspec: {message.removeprefix('argument ')}\n")
 
 
@@ -90,12 +113,14 @@ def parser() -> Parser:
     """The parser of all commands, without the options of any."""
     top = Parser(prog="visspec", description="Several tokens per pass of the big model.")
     top.add_argument("--version", action="version", version=f"visspec {__version__}")
-    below = {"": top.add_subparsers(dest="command", required=True, metavar="command")}
+    top.set_defaults(show=top.print_help)
+    below = {"": top.add_subparsers(dest="command", metavar="command")}
     for name, what in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         one = below[group].add_parser(last, help=what)
         if any(other.startswith(f"{name} ") for other in COMMANDS):
-            below[name] = one.add_subparsers(dest="what", required=True, metavar="what")
+            one.set_defaults(show=one.print_help)
+            below[name] = one.add_subparsers(dest="what", metavar="what")
         else:
             one.command = name
     return top

@@ -38,6 +38,24 @@ def fetch(name: str) -> Path:
     raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
 
 
+def require(name: str) -> None:
+    """Check within seconds that a repository is in the cache or on the hub: loading it would ask an unreachable hub
+    again and again. Raises ValueError if it is not.
+    """
+    if cached_folder(name) is not None:
+        return
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=2)
+        return
+    except errors.GatedRepoError:
+        return  # its files say more
+    except (errors.HFValidationError, errors.RepositoryNotFoundError):
+        why = "is no folder, and no repository of the hub (or a private one: hf auth login)"
+    except Exception:  # of the HTTP library, which is not always the same
+        why = "is no folder and not in the cache, and the hub could not be reached"
+    raise ValueError(f"model: {name} {why}")
+
+
 def cached_folder(name: str, revision: str | None = None) -> Path | None:
     """The folder of a repository in the local cache; None: it is not there. The hub is not asked."""
     try:

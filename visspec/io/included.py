@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from visspec.io.options import nearest
+
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
@@ -194,6 +196,23 @@ def check(what: str, name: str) -> Path:
             f" repository has them in models/zoo"
         )
     return folder(name)
+
+
+def check_model(spec: str | Path) -> bool:
+    """Check within seconds that a model is included, on this machine, in the cache of the hub or on the hub. Returns
+    whether it is on this machine by its name or path. Raises ValueError if it is nowhere.
+    """
+    spec = str(spec)
+    if spec in table().models or Path(spec).exists() or spec.startswith((".", "/")):
+        return True
+    from visspec.io import hub
+
+    try:
+        hub.require(spec)
+    except ValueError as error:
+        near = f" or an included model, such as {nearest(spec, table().models)}" if table().models else ""
+        raise ValueError(f"{error}{'' if '/' in spec else f', expected a folder, a hub id{near}'}") from None
+    return False
 
 
 def made_for(kind: str, model: ConfiguredModel) -> str | None:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import MISSING, field, fields
+from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """The three names that are most like a misspelled one."""
+    return ", ".join(get_close_matches(name, list(names), 3, 0.0))
 
 
 def option(help: str = "", default: Any = MISSING, **more: Any) -> Any:
     """A field of a dataclass of options; one without a default is required.
 
     more: choices, metavar and nargs of argparse; `short` ("-o"); `positional`; `repeat`, for a list given item by item;
-    `writes`, "file" or "folder", for a path that is tried before work; `command`, for `what`, the command's last word.
+    `writes`, for a path that is tried before work: "file", "folder" or "picture", a file by its ending or a folder;
+    `command`, for `what`, the command's last word.
     """
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help, **more})

@@ -1,0 +1,123 @@
+"""Mistakes at the command line: each ends in one sentence that says what to do, without a traceback."""
+
+import shlex
+import time
+import warnings
+
+import pytest
+from PIL import Image
+
+import visspec
+from tests import tiny_images
+from tests.doubles import refused
+from visspec.cli.main import main
+
+MISTAKES = {
+    "captoin photo.png": "got captoin, expected one such as caption",
+    "lst": "expected one such as list",
+    "bench sizez": "expected text, caption, image, sizes, kernels",
+    "bench image --methods coupled": "unknown argument --methods, expected one such as --method",
+    "eval fdi a b": "expected fid, kid, clipscore, geneval",
+    "train draffter": "got draffter, expected drafter",
+    "caption": "image",
+    "caption {}/gone.png": "gone.png",
+    "caption {}/photo.png --drafterr ngram": "unknown argument --drafterr, expected one such as --drafter",
+    "caption {}/photo.png --drafter ngramm": "such as ngram",
+    "caption {}/photo.png --drafter ngram:longst=3": "ngram does not take 'longst', expected longest, shortest",
+    "caption {}/photo.png --drafter ngram:longest=three": "longest: got three, expected a whole number",
+    "caption {}/photo.png --drafter ngram:longest": "got option 'longest', expected key=value",
+    "caption {}/photo.png --drafter lantern": "got 'lantern', expected a checkpoint folder, a hub id or a name",
+    "caption {}/photo.png --acceptance exat": "such as exact",
+    "caption {}/photo.png --acceptance typical:eps=0.1": "typical does not take 'eps', expected epsilon, delta",
+    "caption {}/photo.png --preset coupld": "such as coupled",
+    "caption {}/photo.png --preset gumbel": "for models of codes, expected one for text",
+    "caption {}/photo.png --preset {}/gone.json": "gone.json",
+    "caption {}/photo.png --model captoiner": "such as captioner",
+    "caption {}/photo.png --model nobody/nothing": "nobody/nothing is no folder",
+    "caption {}/photo.png --model {}/gone": "gone",
+    "caption {}/photo.png --max-new-tokens many": "--max-new-tokens: got many, expected a whole number",
+    "caption {}/photo.png --temperature hot": "--temperature: got hot",
+    "caption {}/photo.png --dtype float8": "--dtype: got float8, expected auto, float32, bfloat16, float16",
+    "caption {}/photo.png --device gpu": "device: got 'gpu'",
+    "caption {}": "--out: got none, expected a .jsonl or .parquet file",
+    "caption {} --out captions.txt": "--out: got captions.txt, expected a file that ends in .jsonl or .parquet",
+    "caption {}/photo.png --report page.html": "--report: got it without --out",
+    "caption {}/photo.png --schema {}/gone.json": "--schema: got",
+    "generate": "prompt: got none, expected at least one",
+    "generate x -n 0": "-n: got 0, expected a whole number of at least 1",
+    "generate x -n 4 --out pic.png": "--out: got pic.png for 4 pictures, expected a folder",
+    "generate x --preset copled": "such as coupled",
+    "generate x --model paintr": "such as painter",
+    "generate x --prompts {}/gone.txt": "gone.txt",
+    "generate x --image {}/photo.png": "both --image and --mask",
+    "generate x --retry-failed": "--retry-failed: got it without --ray",
+    "generate x --out {}/photo.txt": "--out: ",
+    "list drafterz": "expected drafters, rules",
+    "tune": "tune: pass --model, and --images",
+    "tune --model captioner": "tune: pass --model, and --images",
+    "train drafter": "--out",
+    "train drafter --target captioner --prompts {}/photo.txt --preset eagel --out {}/out": "such as eagle",
+    "export {}/gone --form eagle --out {}/out": "gone",
+    "eval fid {}/gone {}/gone": "gone",
+    "report {}/gone.json": "gone.json",
+    "answer {}/gone.png what --drafts captioner captioner --model captioner": "gone.png",
+    "bench text": "--model",
+    "serve --port 99999999": "--port: got 99999999, expected a number from 0 to 65535",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("files")
+    Image.new("RGB", (48, 48), "red").save(root / "photo.png")
+    (root / "photo.txt").write_text("a photo of a red ring\n")
+    return root
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_a_sentence(line, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
+    assert said.startswith("visspec: ") and len(said.splitlines()) == 1 and MISTAKES[line] in said
+
+
+def test_a_model_that_is_nowhere_is_refused_at_once(capsys):
+    start = time.perf_counter()
+    refused(capsys, "caption", "x.png", "--model", "nobody/nothing")
+    assert time.perf_counter() - start < 5  # two seconds, and a busy machine
+
+
+@pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])
+def test_a_command_without_its_command_shows_help(argv, capsys):
+    assert main(argv) == 0
+    assert capsys.readouterr().out.startswith("usage: visspec")
+
+
+@pytest.mark.parametrize("prompt,drawn", [
+    (["a", "photo", "of", "a", "red", "ring"], ["a photo of a red ring"]), (["a red ring"], ["a red ring"]),
+    (["a red ring", "a blue star"], ["a red ring", "a blue star"]),
+])  # fmt: skip
+def test_a_prompt_needs_no_quotes(prompt, drawn, tmp_path, capsys):
+    tiny_images.painter(tmp_path / "m")
+    out = tmp_path / "out"
+    argv = ["generate", *prompt, "--model", str(tmp_path / "m"), "--preset", "plain", "--out", str(out)]
+    assert main(argv) == 0
+    assert [line.split(": ")[1].partition(" (")[0] for line in capsys.readouterr().out.splitlines()] == drawn
+    assert len(list(out.glob("*.png"))) == len(drawn)
+
+
+def test_out_may_be_one_picture(tmp_path, capsys):
+    tiny_images.painter(tmp_path / "m")
+    for name, kind in (("pic.png", "PNG"), ("pic.jpeg", "JPEG")):
+        assert main(["generate", "a red ring", "--model", str(tmp_path / "m"), "--out", str(tmp_path / name)]) == 0
+        assert Image.open(tmp_path / name).format == kind
+
+
+def test_warnings_look_like_the_command_s_own(monkeypatch, capsys):
+    monkeypatch.setattr("visspec.cli.doctor.report", lambda: warnings.warn("the disk is full", stacklevel=1) or "fine")
+    monkeypatch.setattr(warnings, "showwarning", warnings._showwarning_orig)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert main(["doctor"]) == 0
+    assert capsys.readouterr().err == "visspec: the disk is full\n"
+    assert warnings.showwarning is warnings._showwarning_orig and visspec.__version__
