@@ -27,6 +27,7 @@ from visspec.models.attention import ragged
 
 NAME = "visspec"  # in transformers' registries, and the keyword of the forward pass
 STOCK = "sdpa"
+FIELD = "_attn_implementation_internal"  # its property takes 15 microseconds to set, and sets the parts too
 LEAST = 4  # rows of a folded product
 # arguments by which attention is more than a softmax over keys; transformers' own function decides what becomes of them
 MORE = ("softcap", "s_aux", "position_bias", "cache")
@@ -113,7 +114,11 @@ def groups(decoder: nn.Module, probed: bool) -> int:
 def configurations(decoder: nn.Module) -> list[Any]:
     """The configurations that choose the attention of a decoder's layers."""
     found = {id(config): config for module in decoder.modules() if (config := getattr(module, "config", None))}
-    return [config for config in found.values() if implementation(config) == STOCK]
+    return [
+        config
+        for config in found.values()
+        if FIELD in getattr(config, "__dict__", ()) and implementation(config) == STOCK
+    ]
 
 
 @contextmanager
@@ -121,9 +126,9 @@ def switched(configs: Iterable[Any]) -> Iterator[None]:
     """A context in which configurations name our attention. Passes of several threads may overlap."""
     with _lock:
         for config in configs:
-            running, own = _switched.get(id(config), (0, config._attn_implementation))
+            running, own = _switched.get(id(config), (0, vars(config)[FIELD]))
             _switched[id(config)] = running + 1, own
-            config._attn_implementation = {"": NAME}  # not of its parts
+            vars(config)[FIELD] = NAME
     try:
         yield
     finally:
@@ -133,4 +138,4 @@ def switched(configs: Iterable[Any]) -> Iterator[None]:
                 if running > 1:
                     _switched[id(config)] = running - 1, own
                 else:
-                    config._attn_implementation = {"": own}
+                    vars(config)[FIELD] = own
