@@ -68,12 +68,15 @@ def test_answers_that_ended_are_followed_from_the_first_token():
     assert not RowContext([5, 8, 9], Shared()).matches() and not RowContext([5, 8, 9], shared, ["matches"]).matches()
 
 
-def test_memory_of_answers_is_bounded(monkeypatch):
+def test_what_requests_share_is_bounded(monkeypatch):
     monkeypatch.setattr(context, "MOST_ANSWERS", 100)
-    shared = Shared()
+    monkeypatch.setattr(context, "MOST_CANDIDATES", 20)
+    shared, memory = Shared(), Memory([])
     for n in range(50):
         shared.add([n, n + 1, n + 2])
-        assert len(shared.answers.ids) <= 104
+        memory.send([(shared.candidates, (n, n + 1))], torch.zeros(1, 4))
+        memory.receive()
+        assert len(shared.answers.ids) <= 104 and len(shared.candidates) <= 22
 
 
 def test_a_tree_follows_matches_and_candidates():

@@ -41,6 +41,7 @@ PLACES = 8  # newest occurrences of an n-gram that are kept
 BEFORE = 4  # tokens of the prompt's end that stand before an answer
 MOST_ANSWERS = 1 << 16  # tokens of answers that are kept, about 40 MB; beyond, the memory starts anew
 CANDIDATES = 10  # tokens that are kept of what the target ranked highest
+MOST_CANDIDATES = 1 << 17  # tokens and pairs of them with candidates, about 40 MB; beyond, the table starts anew
 LONG = 3  # tokens; a match of so many leaves little to the candidates
 DEPTHS = 4  # that rates tell apart; deeper levels share the last one
 FORGET, WEIGHT = 0.998, 4.0  # of rates: forgetting, and the weight of the prior in observations
@@ -276,6 +277,8 @@ class Memory:
         while self.copies and (self.copies[0][2] is None or self.copies[0][2].query()):
             places, ids_MK, _ = self.copies.pop(0)
             for (candidates, pair), best in zip(places, ids_MK.tolist()):
+                if len(candidates) > MOST_CANDIDATES:
+                    candidates.clear()
                 candidates[pair] = candidates[pair[1]] = [id for id in best if id >= 0]
 
 
