@@ -36,8 +36,8 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
     if setup.drafter is not None and not setup.drafter.traits.joins:
         kind = type(setup.drafter.inner).__name__
         raise ValueError(
-            f"drafter: {kind} cannot be used for streaming: implement `join` and set `joins=True` in its traits, or call"
-            " `generate` for each prompt."
+            f"drafter: {kind} cannot be used for streaming: implement `join` and set `joins=True` in its traits, or"
+            " call `generate` for each prompt."
         )
     if isinstance(seed := options.get("seed"), (list, tuple)):
         raise ValueError(
