@@ -500,3 +500,9 @@ def test_stats(ragged):
     assert {origin for row in stats.pieces for _, origin in row} <= {"plain", "drafted", "bonus", "corrected"}
     assert "tau" in str(stats) and "<span" in stats._repr_html_()
     assert all(0 <= a <= 1 for a in stats.acceptance_by_depth)
+
+
+@pytest.mark.parametrize("given", ["captioner", None])
+def test_a_name_is_no_loaded_model(given):
+    with one_sentence(f"model: got {given!r}, expected a loaded model, such as visspec.api.loading.load"):
+        visspec.accelerate(given)

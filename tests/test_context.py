@@ -247,8 +247,8 @@ class Letters:
 
     chat_template = None
 
-    def __call__(self, text, return_tensors):
-        ids = torch.tensor([[ord(letter) % 50 + 3 for letter in text]])
+    def __call__(self, text, return_tensors, padding):
+        ids = torch.tensor([[ord(letter) % 50 + 3 for letter in text[0]]])
         return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 

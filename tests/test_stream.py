@@ -271,7 +271,9 @@ class Breaking(Guesser):
 
 @pytest.mark.filterwarnings("ignore:drafter")
 def test_drafters_that_take_no_rows():
-    with pytest.raises(ValueError, match="drafter: got Unjoined, expected one whose rows can enter a running batch"):
+    with pytest.raises(
+        ValueError, match="Unjoined cannot be used for streaming: implement `join` and set `joins=True`"
+    ):
         fast("llava", Unjoined()).stream([])
     entries = prompts("llava")
     assert together(fast("llava", Breaking()), entries) == alone(fast("llava", None), entries)

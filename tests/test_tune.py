@@ -103,7 +103,7 @@ def test_bad_input_is_a_sentence(images, tmp_path, capsys):
     "argv", [[], ["--model", "painter"], ["--images", "x"], ["--model", "painter", "--images", "x", "--prompts", "y"]]
 )
 def test_what_to_tune_has_to_be_said(argv, capsys):
-    wanted = "tune: pass --model, and --images (a model that captions) or --prompts (a model that draws)"
+    wanted = "tune: pass --model, and --images (a model that captions) or --prompts (one of text, or one that draws)"
     assert refused(capsys, "tune", *argv) == f"visspec: {wanted}"
 
 

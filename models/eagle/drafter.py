@@ -166,8 +166,10 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
         """The drafter's positions of the target's, (1|B, L) or (3|4, 1|B, L)."""
         return positions
 
-    def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
-        """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's."""
+    def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor | None) -> Tensor:
+        """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's, None of a
+        text model, which looks them up itself.
+        """
         return self._embed_ids(ids)
 
     def _embed_ids(self, ids: Tensor) -> Tensor:
@@ -175,7 +177,6 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
         return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
-        assert lesson.embeddings is not None
         return self._shifted_embeddings(lesson.ids[:, 1:], lesson.embeddings)
 
 

@@ -158,9 +158,10 @@ class EagleDrafter(FeatureDrafter):
         places = self._places(lesson.positions, lesson.attention)
         return places if places.dim() == 3 else places.expand(len(lesson.lengths), -1)
 
-    def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor) -> Tensor:
+    def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor | None) -> Tensor:
         if self.config.images != "slots":
             return super()._shifted_embeddings(ids, embeddings_BLd)
+        assert embeddings_BLd is not None
         known_BLd = embeddings_BLd[:, 1:]
         return torch.cat([known_BLd, self._embed_ids(ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
 

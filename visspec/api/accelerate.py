@@ -74,8 +74,14 @@ def accelerate(
     batch_invariant: in bfloat16 and float16 too, the tokens of a request depend on the request alone, for one device
         and number of threads: not on drafts, nor on the batch that it is in. Chains only, eager passes, prompts read
         one at a time; a model for which it can't be is refused.
-    Raises ValueError if the model is not supported or the drafter was made for another target.
+    Raises ValueError if the model is a name or None, is not supported, or the drafter was made for another target.
     """
+    if model is None or isinstance(model, (str, Path)):
+        name = "captioner" if model is None else str(model)
+        raise ValueError(
+            f"model: got {model!r}, expected a loaded model, such as visspec.api.loading.load({name!r})[0], or what"
+            " `from_pretrained` of a class of transformers returns."
+        )
     if preset is not None:
         found = registry.preset(preset, "text", cast(ConfiguredModel, model))
         drafter, levels = found.drafter if drafter == "auto" else drafter, levels or found.levels

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from PIL.Image import Image
+from transformers import PreTrainedTokenizerBase
 
 from visspec.api import queueing
 from visspec.api.accelerate import Accelerated
@@ -60,9 +61,13 @@ def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
     the template fails, or works for too long.
     """
     if getattr(processor, "chat_template", None):
+        options: dict[str, Any] = {"add_generation_prompt": True}
+        if isinstance(processor, PreTrainedTokenizerBase):  # templates of text models concatenate contents
+            messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
+            options["tokenize"] = False
         try:
             with bounded_template():
-                return processor.apply_chat_template(messages, add_generation_prompt=True)
+                return processor.apply_chat_template(messages, **options)
         except Exception as error:  # templates come with a checkpoint and raise anything
             raise ValueError(
                 f"chat_template: got an error of the processor's template ({first_line(error)}), expected a prompt"
@@ -113,10 +118,13 @@ def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[
 def process_chats(
     processor, chats: Sequence[Sequence[dict[str, Any]]], media: Sequence[Sequence[Image | Clip]]
 ) -> dict[str, Any]:
-    """A processor's output for conversations and their PIL images and clips, left-padded, on the CPU. Raises ValueError
-    for a text with an image token, as its image has one, and for clips of a processor that reads none.
+    """A processor's output for conversations and their PIL images and clips, left-padded, on the CPU; a tokenizer's for
+    conversations without any. Raises ValueError for a text with an image token, as its image has one, and for images or
+    clips of a processor that reads none.
     """
-    processor.tokenizer.padding_side = "left"
+    tokenizer_of(processor).padding_side = "left"
+    if isinstance(processor, PreTrainedTokenizerBase):
+        return _process_texts(processor, chats, media)
     images = [[one for one in own if not isinstance(one, Clip)] for own in media]
     clips = [one for own in media for one in own if isinstance(one, Clip)]
     if clips and getattr(processor, "video_processor", None) is None:
@@ -137,6 +145,20 @@ def process_chats(
         options |= {"do_sample_frames": False}
     texts = [chat_text(processor, chat) for chat in chats]
     return dict(processor(text=texts, **options, return_tensors="pt", padding=True))
+
+
+def tokenizer_of(processor) -> Any:
+    """The tokenizer of a processor, or of a text model, which has nothing else."""
+    return getattr(processor, "tokenizer", processor)
+
+
+def _process_texts(tokenizer: PreTrainedTokenizerBase, chats: Sequence, media: Sequence[Sequence]) -> dict[str, Any]:
+    if any(media):
+        raise ValueError("image: got one, expected text alone: this model generates text and sees no pictures")
+    if tokenizer.pad_token is None:  # what it says is not attended to
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    texts, special = [chat_text(tokenizer, chat) for chat in chats], not tokenizer.chat_template
+    return dict(tokenizer(text=texts, return_tensors="pt", padding=True, add_special_tokens=special))
 
 
 def move_inputs(inputs: dict[str, Any], model) -> dict[str, Any]:

@@ -28,6 +28,7 @@ SPREAD = {  # over several devices, by transformers' own plans
     "auto": {"device_map": "auto"},
     "tp": {"tp_plan": "auto"},
 }
+KINDS = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM  # that answer in text
 MOST_MISSING = 4  # parameters that a configuration may describe for each number in the weights
 HUB_IDS = {  # models in transformers' form, by `model_type` of the authors' own
     "multi_modality": "deepseek-community/Janus-Pro-1B",
@@ -37,18 +38,35 @@ logger = logging.getLogger(__name__)
 
 
 def load(
-    spec: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False
+    spec: str | None = None,
+    *,
+    device: str = "cpu",
+    dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
+    needs_pictures: bool = False,
 ):
-    """(model, processor), for `accelerate`. spec: an included model (None: one that captions), a folder or a hub id.
+    """(model, processor, or tokenizer of a text model), for `accelerate`. spec: an included model (None: one that
+    captions), a folder or a hub id.
 
     device: of torch, "auto" (`device_map`: layers over all devices), "tp" (`tp_plan`: each over torchrun's processes).
 
     Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
-    pickled weights, missing, extra or mis-shaped tensors, or files outside its folder.
+    pickled weights, missing, extra or mis-shaped tensors, or files outside its folder, and with `needs_pictures` for a
+    text model.
     """
-    return _load(
-        spec or included.text_model(), transformers.AutoModelForImageTextToText, device, dtype, trust_remote_code
-    )
+    where = spec or included.text_model()
+    kind = _kind(where, trust_remote_code)
+    if needs_pictures and kind is transformers.AutoModelForCausalLM:
+        raise ValueError(
+            f"model: {where} generates text and sees no pictures. Use `visspec bench text` to measure it,"
+            " `visspec tune --prompts` to tune it, and `visspec serve` for its answers."
+        )
+    return _load(where, kind, device, dtype, trust_remote_code)
+
+
+def is_text_model(spec: str, trust_remote_code: bool = False) -> bool:
+    """Whether a folder or a hub id is a model that reads and writes text alone, by its configuration."""
+    return _kind(spec, trust_remote_code) is transformers.AutoModelForCausalLM
 
 
 def load_image_model(
@@ -118,11 +136,9 @@ def without_weights(spec: str | None = None) -> Any:
         with quiet():
             config = transformers.AutoConfig.from_pretrained(where, **options)
             check_layers(config.to_dict(), where)
-            kinds = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
             named = getattr(transformers, (config.architectures or [""])[0], None)
-            auto = next((kind for kind in kinds if type(config) in kind._model_mapping), kinds[-1])
             with torch.device("meta"):
-                model = named._from_config(config) if named else auto.from_config(config)
+                model = named._from_config(config) if named else _auto_class(config).from_config(config)
             if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(where)
     except Exception as error:  # of whichever library checks the part that is wrong
@@ -130,6 +146,27 @@ def without_weights(spec: str | None = None) -> Any:
             f"target: {where} describes no model of transformers ({checkpoint.first_line(error)})"
         ) from None
     return model
+
+
+def _auto_class(config: Any) -> Any:
+    """The class of transformers that loads a configuration: of a model that sees pictures, else of a text model."""
+    remote = getattr(config, "auto_map", None) or {}
+    return next((kind for kind in KINDS if type(config) in kind._model_mapping or kind.__name__ in remote), KINDS[0])
+
+
+def _kind(spec: str, trust_remote_code: bool) -> Any:
+    """`_auto_class` of a folder or a hub id."""
+    where, local = located(spec)
+    try:
+        if local:
+            checkpoint.check_folder(where)
+        with quiet():
+            config = transformers.AutoConfig.from_pretrained(
+                where, trust_remote_code=trust_remote_code, local_files_only=local
+            )
+    except Exception:
+        return KINDS[0]  # loading it gives the reason
+    return _auto_class(config)
 
 
 def located(spec: str) -> tuple[str, bool]:

@@ -35,7 +35,10 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
     if setup.drafter is not None and not setup.drafter.traits.joins:
         kind = type(setup.drafter.inner).__name__
-        raise ValueError(f"drafter: got {kind}, expected one whose rows can enter a running batch (traits.joins)")
+        raise ValueError(
+            f"drafter: {kind} cannot be used for streaming: implement `join` and set `joins=True` in its traits, or"
+            " call `generate` for each prompt."
+        )
     if isinstance(seed := options.get("seed"), (list, tuple)):
         raise ValueError(
             f"seed: got {len(seed)} seeds, expected one number, or the seed of each prompt in its arguments"

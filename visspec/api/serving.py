@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from visspec.api.accelerate import Accelerated
-from visspec.api.captions import move_inputs, process_chats
+from visspec.api.captions import move_inputs, process_chats, tokenizer_of
 from visspec.api.completions import ChatBody, RequestError
 from visspec.api.schemas import JsonGrammars
 from visspec.io.images import MAX_PIXELS
@@ -160,7 +160,7 @@ class TextWorker:
         self.max_new_tokens, self.max_pixels = max_new_tokens, max_pixels
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
         self.prefixes = PrefixCache(prefix_cache)  # outlives a stream that fails
-        tokenizer: Any = copy.deepcopy(processor.tokenizer)  # tokenizers are not made for several threads
+        tokenizer: Any = copy.deepcopy(tokenizer_of(processor))  # tokenizers are not made for several threads
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.grammars: JsonGrammars | None = None
         self.queue: queue.SimpleQueue[AnswerRow | None] = queue.SimpleQueue()
@@ -186,7 +186,7 @@ class TextWorker:
         if (schema := body.json_schema) is not None:
             try:
                 if self.grammars is None:
-                    self.grammars = JsonGrammars(self.processor.tokenizer, self.fast.model, "response_format")
+                    self.grammars = JsonGrammars(tokenizer_of(self.processor), self.fast.model, "response_format")
                 inputs |= self.grammars.options(schema)
             except ValueError as error:
                 raise RequestError(str(error), param="response_format") from None

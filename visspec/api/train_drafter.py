@@ -21,7 +21,7 @@ from visspec.accept.exact import Exact
 from visspec.api import drafter_export, requests
 from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
-from visspec.api.captions import move_inputs, process_chats
+from visspec.api.captions import move_inputs, process_chats, tokenizer_of
 from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
 from visspec.api.train_processes import workers
@@ -145,7 +145,8 @@ class Prompts:
         """A request with the data's answers, stop included, cut at `max_new_tokens`."""
         ends = self.model.generation_config.eos_token_id
         end = ends if isinstance(ends, list) else [] if ends is None else [ends]
-        ids = [self.processor.tokenizer(item.answer, add_special_tokens=False)["input_ids"] for item in items]
+        tokenizer = tokenizer_of(self.processor)
+        ids = [tokenizer(item.answer, add_special_tokens=False)["input_ids"] for item in items]
         answers = [(own + end[:1])[: self.max_new_tokens] for own in ids]
         return AnsweredRequest(**{f.name: getattr(request, f.name) for f in fields(request)}, answers=answers)
 

@@ -149,12 +149,12 @@ def earlier(there: int, failed: int, twice: int) -> str:
     return found + (f", {twice} ids came twice" if twice else "")
 
 
-def load(options: ModelOptions) -> tuple[Any, Any]:
-    """(accelerated model, processor) of the vision-language model that `options` name."""
+def load(options: ModelOptions, needs_pictures: bool = False) -> tuple[Any, Any]:
+    """(accelerated model, processor or tokenizer) of the model that `options` name, as `loading.load`."""
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
+    from visspec.api.captions import tokenizer_of
 
-    model, processor = loading.load(options.model, **options.hardware)
-    words = getattr(processor, "tokenizer", processor)
+    model, processor = loading.load(options.model, needs_pictures=needs_pictures, **options.hardware)
     how = {name: getattr(options, name) for name in ("acceptance", "preset", "batch_invariant")}
-    return accelerate(model, options.drafter, tokenizer=words, **how), processor
+    return accelerate(model, options.drafter, tokenizer=tokenizer_of(processor), **how), processor

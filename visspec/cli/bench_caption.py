@@ -66,7 +66,7 @@ def run(arguments: Options) -> None:
         raise ValueError(f"data: got {got} beside it, expected prompts of the file, one by one")
     data = bench_data.read(arguments.data, arguments.count) if arguments.data else None
     found = sources.records(arguments.images) if arguments.images and data is None else None
-    model, processor = loading.load(arguments.model, **arguments.hardware)
+    model, processor = loading.load(arguments.model, needs_pictures=True, **arguments.hardware)
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
     images: Sequence[Any]

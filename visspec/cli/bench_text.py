@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from visspec.api import loading
 from visspec.api.accelerate import accelerate, default_drafter
+from visspec.api.captions import prepare
 from visspec.cli.arguments import HardwareOptions, Positive, SamplingOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, measured_on, table
 from visspec.eval.bench import paired as speed
@@ -40,7 +41,7 @@ class TextPrompt(NamedTuple):
 
 @dataclass(kw_only=True)
 class Options(BenchOptions, SamplingOptions, HardwareOptions):
-    model: str = option("folder of a text model")
+    model: str = option("folder or hub id of a text model")
     prompts: Path | None = option(
         "a prompt a line, or JSON lines with `prompt` and `kind` (default: 48 held-out prompts of ten kinds)", None
     )
@@ -53,7 +54,7 @@ class Options(BenchOptions, SamplingOptions, HardwareOptions):
 def run(arguments: Options) -> None:
     arguments.begin()
     prompts = read_prompts(arguments.prompts)[: arguments.count]
-    model, tokenizer = loading.load_saved(arguments.model, **arguments.hardware)
+    model, tokenizer = loading.load(arguments.model, **arguments.hardware)
     record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or [str(default_drafter(model)[0])])
     title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
     arguments.end(record, table(title, record["rows"], COLUMNS, left=["prompts"]))
@@ -87,7 +88,7 @@ def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
     """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row an arm and kind of prompt."""
-    inputs = [(i, encode(tokenizer, prompt.text, model.device)) for i, prompt in enumerate(prompts)]
+    inputs = [(i, prepare(tokenizer, [[]], prompt.text, model)) for i, prompt in enumerate(prompts)]
     base, seed = arguments.generation, arguments.seed
     lookup = [StockCaptionArm(model, base | {"prompt_lookup_num_tokens": n}, seed) for n in LOOKUP_LENGTHS]
     static = StockCaptionArm(model, base | {"cache_implementation": "static", "disable_compile": True}, seed)
@@ -110,15 +111,6 @@ def bench_text(
     record = {"bench": "text", "rows": rows, "failures": failures, "n_prompts": len(prompts)}
     record["prompt_lookup_num_tokens"] = best.options["prompt_lookup_num_tokens"]
     return record | base | {"seed": seed} | measured_on(model, seed=seed)
-
-
-def encode(tokenizer: Any, text: str, device: Any) -> dict[str, Any]:
-    """The inputs of a prompt, in the tokenizer's chat template if it has one."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        return dict(tokenizer(text, return_tensors="pt").to(device))
-    messages = [{"role": "user", "content": text}]
-    found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    return dict(found.to(device))
 
 
 def row(

@@ -78,7 +78,7 @@ def run(arguments: Options) -> int:
 
     from visspec.api.captions import PROMPT, caption_files
 
-    fast, processor = load(arguments)
+    fast, processor = load(arguments, needs_pictures=True)
     constraint, check = by_schema(arguments, fast.model, processor)
     request = arguments.prompt or PROMPT
     about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}

@@ -72,7 +72,7 @@ def load_captions(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
 ) -> tuple[Accelerated, Callable[[Iterable[Record]], Iterator[Caption]]]:
     """The model, and what makes the captions of records, whose images so many threads read ahead."""
-    fast, processor = load(arguments)
+    fast, processor = load(arguments, needs_pictures=True)
     constraint, check = caption.by_schema(arguments, fast.model, processor)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
     captions = Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint)

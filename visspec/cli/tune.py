@@ -1,7 +1,7 @@
-"""`visspec tune`: choose drafter, draft length and batch for a model and images, by measurement.
+"""`visspec tune`: choose drafter, draft length and batch for a model and images or prompts, by measurement.
 
-Every choice captions half of the images beside plain decoding, which predicts its speed-up. The best few caption the
-other half, which decides between them. With `--prompts` a model that draws is tuned (`tune_image`).
+Every choice answers half of them beside plain decoding, which predicts its speed-up. The best few answer the other
+half, which decides between them. A model that draws is tuned by `tune_image`.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,7 @@ from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import PROMPT, prepare
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, groups_of, measured_on, readable, table
+from visspec.cli.bench_text import read_prompts
 from visspec.eval.bench import paired
 from visspec.io.options import option
 from visspec.types import ConfiguredModel
@@ -33,7 +34,7 @@ FIGURES = ("predicted_speedup", "predicted_ci95", "measured_speedup", "measured_
 @dataclass(kw_only=True)
 class Options(BenchOptions, SamplingOptions, TargetOptions):
     images: list[str] | None = option("of a model that captions: images, as `visspec caption` reads them", None)
-    prompts: Path | None = option("of a model that draws: lines, or JSON lines of {prompt, id}", None)
+    prompts: Path | None = option("of a text model, or one that draws: lines, or JSON lines with `prompt`", None)
     drafters: list[str] | None = option("names or folders (default: ngram, and the model's own)", None)
     lengths: list[Positive] = option("of drafts, in levels", [2, 4, 8])
     batches: list[Positive] = option("sizes of batches", [1, 4])
@@ -53,23 +54,27 @@ class Options(BenchOptions, SamplingOptions, TargetOptions):
 
 def run(arguments: Options) -> None:
     if arguments.model is None or (arguments.images is None) == (arguments.prompts is None):
-        raise ValueError("tune: pass --model, and --images (a model that captions) or --prompts (a model that draws)")
+        raise ValueError(
+            "tune: pass --model, and --images (a model that captions) or --prompts (one of text, or one that draws)"
+        )
     arguments.begin()
-    if arguments.prompts is not None:
+    texts = arguments.prompts is not None and loading.is_text_model(arguments.model, arguments.trust_remote_code)
+    if arguments.prompts is not None and not texts:
         from visspec.cli import tune_image
 
         tune_image.run(arguments)
         return
-    found = sources.records(arguments.images or ())
-    model, processor = loading.load(arguments.model, **arguments.hardware)
+    found = None if texts else sources.records(arguments.images or ())
+    model, processor = loading.load(arguments.model, needs_pictures=not texts, **arguments.hardware)
     own = default_drafter(model)[0]
     drafters = arguments.drafters or list(dict.fromkeys(["ngram", *([str(own)] if own else [])]))
-    images = list(islice(readable(found), 2 * arguments.count))
-    if len(images) < 2 * max(arguments.batches):
-        wanted, where = 2 * max(arguments.batches), ", ".join(arguments.images or ())
-        raise ValueError(f"images: got {len(images)} that can be read, expected {wanted} or more in {where}")
-    record = tune(model, processor, images, drafters, arguments)
-    title = f"{record['n_prompts']} images measured, {record['n_checked']} checked"
+    what, where = ("prompts", arguments.prompts) if texts else ("images", ", ".join(arguments.images or ()))
+    given = readable(found) if found else (([], prompt.text) for prompt in read_prompts(arguments.prompts))
+    items = list(islice(given, 2 * arguments.count))  # of an image, or a list of none, and its prompt
+    if len(items) < (wanted := 2 * max(arguments.batches)):
+        raise ValueError(f"{what}: got {len(items)} that can be read, expected {wanted} or more in {where}")
+    record = tune(model, processor, items, drafters, arguments)
+    title = f"{record['n_prompts']} {what} measured, {record['n_checked']} checked"
     caption = "d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size"
     whole = [head for head in COLUMNS if head != "drafter"]
     arguments.keep(model, record, table(title, record["rows"], COLUMNS, caption, whole=whole))

@@ -1,0 +1,106 @@
+"""A decoder of text alone, with a tokenizer in place of a processor, in every command that it makes sense in."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import visspec
+from tests.doubles import refused
+from tests.tiny import llama
+from visspec.api import loading
+from visspec.api.captions import process_chats
+from visspec.cli.main import main
+
+TEMPLATE = (  # it concatenates contents, as templates of text models do
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '!' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+PROMPTS = ["Hello", "Name a color", "Count to nine", "Say it again"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny random model and its tokenizer, of which every id is a character; there is no pad token."""
+    where = tmp_path_factory.mktemp("text")
+    core = Tokenizer(models.BPE({c: i for i, c in enumerate([*map(chr, range(33, 127)), "Ġ", "Ċ"])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    llama().save_pretrained(where)
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="#", chat_template=TEMPLATE).save_pretrained(where)
+    Image.new("RGB", (9, 9)).save(where / "x.png")
+    (where / "prompts.txt").write_text("\n".join(PROMPTS))
+    (where / "data.jsonl").write_text("\n".join(json.dumps({"prompt": p, "answer": "Yes"}) for p in PROMPTS * 2))
+    return where
+
+
+def test_inputs_of_a_tokenizer(folder):
+    model, tokenizer = loading.load(str(folder))
+    chats = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in PROMPTS[:2]]
+    inputs = process_chats(tokenizer, chats, [[], []])
+    assert tokenizer.batch_decode(inputs["input_ids"])[1] == "<user>Name a color!<assistant>"
+    assert inputs["attention_mask"].sum(1).tolist() == [len("<user>Hello!<assistant>"), 30]  # left-padded
+    assert inputs["attention_mask"][:, -1].all() and type(model).__name__ == "LlamaForCausalLM"
+    with pytest.raises(ValueError, match="sees no pictures"):
+        process_chats(tokenizer, chats[:1], [[object()]])
+
+
+@pytest.mark.parametrize("preset,form", [((), None), (("--preset", "eagle3"), "eagle3")])
+@pytest.mark.parametrize("answers", ["target", "own"])
+def test_train_and_export_a_drafter(preset, form, answers, folder, tmp_path, capsys):
+    argv = ["train", "drafter", "--target", folder, "--data", folder / "data.jsonl", "--out", tmp_path / "d", *preset]
+    argv += ["--answers", answers, "--steps", 2, "--rows", 2, "--max-new-tokens", 6]
+    assert main([*map(str, argv), "--dry-run"]) == 0
+    assert main([*map(str, argv)]) == 0, capsys.readouterr().err
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.arange(5, 25)[None]
+    fast = visspec.accelerate(model, tmp_path / "d")
+    assert fast.generate(ids, max_new_tokens=9).equal(model.generate(ids, max_new_tokens=9, do_sample=False))
+    if form is not None:
+        assert main(["export", str(tmp_path / "d"), "--form", form, "--out", str(tmp_path / form)]) == 0
+
+
+def test_bench_text(folder, tmp_path):
+    argv = ["bench", "text", "--model", folder, "--prompts", folder / "prompts.txt", "--max-new-tokens", 8]
+    assert main([*map(str, argv), "--json", str(tmp_path / "b.json")]) == 0
+    found = json.loads((tmp_path / "b.json").read_text())
+    assert found["n_prompts"] == 4 and all(row["identical"] == row["compared"] for row in found["rows"])
+
+
+def test_tune_takes_prompts(folder, tmp_path):
+    argv = ["tune", "--model", folder, "--prompts", folder / "prompts.txt", "--count", 2, "--max-new-tokens", 8]
+    argv += ["--lengths", 2, "--batches", 1, 2, "--drafters", "ngram", "--json", tmp_path / "t.json"]
+    assert main([*map(str, argv), "--out", str(tmp_path / "p.json")]) == 0
+    found = json.loads((tmp_path / "t.json").read_text())
+    assert found["n_prompts"] == found["n_checked"] == 2
+    assert all(row["identical"] == row["compared"] for row in found["rows"])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert visspec.accelerate(model, preset=tmp_path / "p.json").name in ("ngram", "none", "plain")
+
+
+@pytest.mark.parametrize(
+    "command", ["caption {}/x.png", "caption {} --out {}/o.jsonl", "bench caption", "tune --images {}"]
+)
+def test_a_text_model_sees_no_pictures(command, folder, capsys):
+    said = refused(capsys, *command.replace("{}", str(folder)).split(), "--model", folder)
+    assert f"{folder} generates text and sees no pictures" in said and "visspec bench text" in said
+
+
+def test_serve_answers_a_chat(folder):
+    testclient = pytest.importorskip("fastapi.testclient", reason="the extra `serve` is not installed")
+    from visspec.api.server import Service, application
+    from visspec.api.serving import TextWorker
+
+    model, tokenizer = loading.load(str(folder))
+    worker = TextWorker("tiny", visspec.accelerate(model, "ngram"), tokenizer)
+    client = testclient.TestClient(application(Service(worker, None, None)), base_url="http://127.0.0.1")
+    messages = [{"role": "user", "content": PROMPTS[0]}]
+    body = {"model": "tiny", "messages": messages, "max_tokens": 9, "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=body).json()
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    expected = model.generate(**ids, max_new_tokens=9, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert answer["choices"][0]["message"]["content"] == tokenizer.decode(expected, skip_special_tokens=True).strip()
+    worker.close()
