@@ -57,4 +57,4 @@ def test_the_shell_prints_it_and_writes_nothing(data, capsys):
         assert part in said, said
     assert not (data / "out").exists()
     assert main(["train", "drafter", "--target", "none/of-this", *argv[4:]]) == 2
-    assert "describes no model of transformers" in capsys.readouterr().err
+    assert "none/of-this is no folder and not in the cache" in capsys.readouterr().err

@@ -75,7 +75,7 @@ DRAFTERS = {
     "block": lambda name: BlockDrafter.for_model(model_of(name), layers=1, block=4),
     "small": lambda name: SmallModel(model_of("qwen2"), model_of(name)),
     "seeing": lambda name: SmallModel(model_of(name), model_of(name)),
-    "layers": lambda name: "layers:exit=1", "context": lambda name: "context",
+    "layers": lambda name: "layers:exit=1", "context": lambda name: "context:shared=false",
 }  # fmt: skip
 
 

@@ -436,7 +436,7 @@ def test_nothing_of_a_row_is_kept_when_it_has_gone():
     finally:
         streaming_api.Stream = original
     state = kept[-1]
-    sizes = [len(x) for x in (state.tokens, state.trace.origin, state.request.each, state.memory)]
+    sizes = [len(x) for x in (state.tokens, state.trace.origin, state.request.each, state.memory.rows)]
     assert max(sizes) <= 3 and not state.trace.rounds and not state.request.media
     assert all(store.shape[0] <= 3 for store in state.cache.slots.keys)
 

@@ -20,7 +20,6 @@ from visspec.accept.typical import Typical
 from visspec.distributions import Categorical
 from visspec.kernels import accept, attention, commit, displacement, groups, growth, warp
 from visspec.kernels import neighbours as nearest
-from visspec.models.attention import ragged
 from visspec.types import Capabilities, Sampling, Scores
 
 
@@ -229,8 +228,7 @@ LAUNCHES = {  # the kernels of a draft's round, for nodes of a draft and shares 
         attention,
         lambda nodes, parts: attention.tree_attention_triton(
             *(torch.zeros(1, 4, n, 64) for n in (nodes, 256, 256)),
-            *ragged.parts(ragged.encode_tree(torch.tensor([[9, 1]]), torch.ones(1, nodes, nodes).bool()))[::2],
-            torch.zeros(1).int(), None, splits=parts,
+            torch.tensor([9]).int(), torch.ones(1, nodes, nodes).bool(), torch.zeros(1).int(), None, splits=parts,
         ),
     ),
     "_accept_tree_kernel": (

@@ -91,11 +91,11 @@ def test_bfloat16_depends_on_the_request_alone(loaded, options):
     options = options | {"max_new_tokens": NEW}
     seed = {"seed": 7} if options["do_sample"] else {}
     inputs = [encode(tokenizer, [text]) for text in texts]
-    fast = {d: visspec.accelerate(model, d, batch_invariant=True, debug=True) for d in ("none", "suffix", "context")}
+    fast = {d: visspec.accelerate(model, d, batch_invariant=True, debug=True) for d in ("none", "recycling", "context")}
     alone = {d: [f.run(**one, **options, **seed).state.tokens[0] for one in inputs] for d, f in fast.items()}
-    assert alone["suffix"] == alone["none"] and alone["context"] == alone["none"]
+    assert alone["recycling"] == alone["none"] and alone["context"] == alone["none"]
     seeds = {"seed": [7] * len(texts)} if seed else {}
-    batch = fast["suffix"].run(**encode(tokenizer, texts), **options, **seeds).state.tokens
+    batch = fast["recycling"].run(**encode(tokenizer, texts), **options, **seeds).state.tokens
     assert batch == alone["none"]
     entries = [{**one, **seed, "id": i} for i, one in enumerate(inputs)]
     answers = {a.id: a.tokens for a in fast["context"].stream(entries[::-1], slots=3, **options)}

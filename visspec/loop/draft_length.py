@@ -183,6 +183,7 @@ class Costs:
     doubted: bool = False  # whether drafting has rested and no draft was accepted since
     rounds: int = 0
     next_probe: int = FIRST_PROBE  # the round from which on plain decoding is timed again
+    dearest: float = 0.0  # seconds of the longest drafted round
     after_plain: bool = False  # whether the latest round was plain: the draft behind it catches up, and is no measure
 
     def draft(self, structure: Structure) -> CostTable:
@@ -192,10 +193,6 @@ class Costs:
             self.drafts[structure] = CostTable(None if narrower is None else self.drafts[narrower].seconds)
             self.drafts[structure].seconds[0] = 0.0
         return self.drafts[structure]
-
-    def largest(self) -> float:
-        """Seconds of the largest known round."""
-        return sum(max(table.seconds.values(), default=0.0) for table in (self.passes, *self.drafts.values()))
 
     @property
     def step(self) -> float:
@@ -287,7 +284,7 @@ class AdaptiveLength(DraftLengthPolicy):
         allowed = self.share * costs.step  # that a plain pass pays back
         overdrawn = self.overhead - self.share * self.elapsed - SLACK * costs.step
         if overdrawn > 0:  # a machine that stood still once is no reason never to draft again: the debt has a limit
-            due = min(overdrawn, max(LONGEST_REST * allowed, costs.largest()))
+            due = min(overdrawn, max(LONGEST_REST * allowed, costs.dearest))
             self.overhead -= overdrawn - due
             costs.resting, costs.doubted = math.ceil(due / allowed), True
             return True
@@ -396,7 +393,8 @@ class AdaptiveLength(DraftLengthPolicy):
         """Charge the account, which saves up some gains."""
         if levels:
             usual = costs.passes.at(trace.nodes) + costs.draft(trace.structure).at(levels)
-            spent = min(verified + beside, 2 * usual) - costs.step * tokens
+            seconds = min(verified + beside, (2 if trace.nodes in costs.passes.counts else REACH) * usual)
+            costs.dearest, spent = max(costs.dearest, seconds), seconds - costs.step * tokens
         elif trace.requested:  # nothing was found
             spent = beside
         else:  # reading while it rests, of which only a part is charged: a debt could grow while it is paid
