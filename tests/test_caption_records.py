@@ -265,6 +265,26 @@ def test_a_folder_that_cannot_be_listed_is_an_error_record(source, folder, tmp_p
         image_files(folder)  # a metric over part of a folder would be of another set
 
 
+@pytest.mark.parametrize("source", ["", "**/*"])
+def test_files_of_kinds_that_are_not_read_are_counted(source, tmp_path, capsys):
+    (tmp_path / ".thumbnails").mkdir()
+    for name in ("a.gif", "b.bmp", "c.TIFF", "d.png", ".thumbnails/e.png"):
+        Image.new("RGB", (48, 48)).save(tmp_path / name)
+    for name in ("1.heic", "2.HEIC", "3.jxl", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    found = list(sources.records([f"{tmp_path}/{source}" if source else tmp_path]))
+    assert [Path(record.id).name for record in found] == ["a.gif", "b.bmp", "c.TIFF", "d.png", "*.heic", "*.jxl"]
+    assert "2 .heic files can't be read" in found[4].error and "1 .jxl files" in found[5].error
+    assert main(["caption", str(tmp_path), "--out", str(tmp_path / "o.jsonl"), *SHORT]) == 1
+    assert "2 of them failed" in capsys.readouterr().out
+
+
+def test_a_folder_of_unread_files_alone_names_them(tmp_path):
+    (tmp_path / "1.heic").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"holds no image .*, but 1 .heic"):
+        sources.records([tmp_path])
+
+
 @pytest.mark.parametrize("name", ["o.jsonl", "o.parquet"])
 def test_an_output_that_is_removed_ends_the_run(name, folder, tmp_path, capsys, monkeypatch):
     out, add = tmp_path / "out" / name, Journal.add

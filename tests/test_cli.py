@@ -88,7 +88,7 @@ def bomb(path, side=30_000):
     path.write_bytes(b"\x89PNG\r\n\x1a\n" + data)
 
 
-@pytest.mark.parametrize("kind", ["text", "truncated", "bomb", "gif", "missing", "folder", "pixels"])
+@pytest.mark.parametrize("kind", ["text", "truncated", "bomb", "tga", "missing", "folder", "pixels"])
 def test_bad_images(kind, pictures, tmp_path, capsys):
     path, options = tmp_path / f"bad_{kind}.png", []
     if kind == "text":
@@ -97,8 +97,8 @@ def test_bad_images(kind, pictures, tmp_path, capsys):
         path.write_bytes(open(pictures[0], "rb").read()[:400])
     elif kind == "bomb":
         bomb(path)
-    elif kind == "gif":
-        Image.new("RGB", (8, 8)).save(path, format="GIF")
+    elif kind == "tga":
+        Image.new("RGB", (8, 8)).save(path, format="TGA")
     elif kind == "folder":
         path.mkdir()
     elif kind == "pixels":

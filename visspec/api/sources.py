@@ -19,7 +19,7 @@ from typing import Any
 
 from visspec.io import images, videos
 from visspec.io.files import loads
-from visspec.io.images import image_files
+from visspec.io.images import image_files, unread_kinds
 
 TABLES = (".jsonl", ".parquet", ".tar")
 SUFFIXES = images.SUFFIXES + videos.SUFFIXES
@@ -37,6 +37,7 @@ class Record:
     image: Any = None
     prompt: str | None = None  # None: the one of the run
     error: str | None = None
+    passed_over: bool = False  # the error is that files of a kind are not read
 
 
 def records(sources: Sequence[str | Path]) -> Iterator[Record]:
@@ -68,13 +69,14 @@ def reader(source: str) -> Callable[[], Iterator[Record]]:
         return lambda: _to_the_end(source, of_dataset(source))
     unlisted: list[OSError] = []
     if path.is_dir():
-        return _files(image_files(path, unlisted=unlisted, suffixes=SUFFIXES), unlisted)
+        return _files(image_files(path, unlisted=unlisted, suffixes=SUFFIXES), unlisted, source, unread_kinds(path))
     if not path.exists() and glob.has_magic(source):
-        found = sorted(p for p in glob.glob(source, recursive=True) if Path(p).suffix.lower() in SUFFIXES)
+        there = [Path(name) for name in sorted(glob.glob(source, recursive=True))]
+        found = [file for file in there if file.suffix.lower() in SUFFIXES]
         unlisted = _unreadable_folders(path)
         if not found and not unlisted:
             raise ValueError(f"{source}: got no image, expected files that end in {', '.join(SUFFIXES)}")
-        return _files(map(Path, found), unlisted)
+        return _files(found, unlisted, source, unread_kinds(there))
     kinds = {".jsonl": of_lines, ".parquet": of_parquet, ".tar": of_tar}
     read = kinds.get(path.suffix.lower())
     if read is None:
@@ -142,11 +144,16 @@ def new_records(records: Iterable[Record], done: Collection[str], repeated: Call
             yield record
 
 
-def _files(paths: Iterable[Path], unlisted: Iterable[OSError] = ()) -> Callable[[], Iterator[Record]]:
+def _files(
+    paths: Iterable[Path], unlisted: Iterable[OSError] = (), source: str = "", unread: Mapping[str, int] | None = None
+) -> Callable[[], Iterator[Record]]:
     found = [Record(str(path), path) for path in paths]
     for error in unlisted:
         folder, why = str(Path(error.filename)), f"got a folder that can't be listed ({error.strerror})"
         found.append(Record(folder, error=f"{folder}: {why}, expected one that can"))
+    for kind, count in (unread or {}).items():
+        said = f"{source}: {count} {kind} files can't be read and are left out. Convert them to PNG or JPEG."
+        found.append(Record(f"{source}/*{kind}", error=said, passed_over=True))
     return lambda: iter(found)
 
 

@@ -70,6 +70,8 @@ class Files(Records):
         super().__init__(source, ignore)
         self.names: list[str] = []
         for record in sources.records([source]):
+            if record.passed_over:
+                continue
             if record.error is not None:
                 raise ValueError(record.error)
             self.names.append(str(record.image))

@@ -11,7 +11,7 @@ from visspec.io.options import option
 
 @dataclass(kw_only=True)
 class Options(JsonOption, SamplingOptions, HardwareOptions):
-    image: Path = option("a PNG, JPEG or WEBP file", positional=True)
+    image: Path = option("an image file", positional=True)
     question: str = option("what to ask of it", positional=True)
     drafts: list[str] = option("two or more: included names, folders or hub ids", metavar="MODEL")
     model: str = option("the large model that decides")

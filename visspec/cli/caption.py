@@ -41,8 +41,8 @@ class Options(RayOptions, JsonOption, SamplingOptions, ModelOptions):
     batch_size: Positive = option(default=1)
     prompt: str | None = option("what to ask of each image", None)
     image: list[Path] = option(
-        "PNG, JPEG, WEBP or video files; with --out also folders, globs, .jsonl and .parquet of {image, prompt, id},"
-        " .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
+        "image (PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF) or video files; with --out also folders, globs, .jsonl and"
+        " .parquet of {image, prompt, id}, .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
         positional=True,
     )
     out: Path | None = option(

@@ -18,7 +18,7 @@ from visspec.io.options import option
 
 Row = dict[str, Any]  # name, value, n, and what the metric says beside them
 
-FOLDER = "folder of PNG, JPEG or WEBP images"
+FOLDER = "folder of images"
 LEAST = {"fid": 4, "kid": 2}  # images a side
 
 

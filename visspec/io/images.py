@@ -1,4 +1,4 @@
-"""Safe reading of image files, for the API, the metrics and the command line: three formats and a pixel limit.
+"""Safe reading of image files, for the API, the metrics and the command line: common formats and a pixel limit.
 
 An unreadable file raises an exception that names it (`open_image`) or is added to a list (`iter_images`).
 """
@@ -6,22 +6,28 @@ An unreadable file raises an exception that names it (`open_image`) or is added 
 import io
 import os
 import re
+import struct
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, features
 
-FORMATS = ("PNG", "JPEG", "WEBP")
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+AVIF = features.check("avif")  # some builds of Pillow can't read it
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", *(("AVIF",) if AVIF else ()))
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", *((".avif",) if AVIF else ()))
+UNREAD = {".avif", ".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".tga"}
+UNREAD -= set(SUFFIXES)  # files that look like images and aren't read
 MAX_PIXELS = 64_000_000
 HEADERS = threading.Lock()
+DECODERS = struct.error, RuntimeError, OverflowError, ZeroDivisionError  # raised for broken TIFF, BMP and AVIF files
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The first frame of a PNG, JPEG or WEBP file as a loaded RGB image, rotated by its EXIF orientation.
+    """The first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation.
 
     Transparent pixels are composited over white. Raises FileNotFoundError if the file doesn't exist, and ValueError for
     missing permissions, another format, a broken or truncated file, or more than `max_pixels` pixels.
@@ -55,7 +61,17 @@ def _errors(path: str | Path, max_pixels: int) -> Iterator[None]:
         raise ValueError(f"{path} has more pixels than the limit of {max_pixels}") from None
     except Image.UnidentifiedImageError:
         raise ValueError(f"{path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from None
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, MemoryError) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        IndexError,
+        KeyError,
+        TypeError,
+        MemoryError,
+        *DECODERS,
+    ) as error:
         if isinstance(error, OSError) and error.errno is not None:  # raised by the system, not by the decoder
             raise ValueError(f"{path} could not be read ({error.strerror})") from None
         raise ValueError(f"{path} is broken or truncated and cannot be decoded ({error})") from None
@@ -103,7 +119,7 @@ def image_files(
     unlisted: list[OSError] | None = None,
     suffixes: tuple[str, ...] = SUFFIXES,
 ) -> list[Path]:
-    """Files of a folder with one of the suffixes, in natural order; hidden files are skipped.
+    """Files of a folder with one of the suffixes, in natural order; hidden files and folders are skipped.
 
     unlisted: gets the errors of folders that can't be listed; without it the first of them is raised. Raises
     FileNotFoundError when the folder does not exist and ValueError when it holds no image.
@@ -111,15 +127,27 @@ def image_files(
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}")
-    files: list[Path] = []
     lost: list[OSError] = [] if unlisted is None else unlisted
-    for home, _, names in os.walk(folder, onerror=lost.append):
-        files += [Path(home, n) for n in names if Path(n).suffix.lower() in suffixes and not n.startswith(".")]
+    files = [path for path in _visible(folder, lost) if path.suffix.lower() in suffixes]
     if unlisted is None and lost:
         raise lost[0]
     if not files and not lost:
-        raise ValueError(f"the folder {folder} holds no image ({', '.join(suffixes)})")
+        others = "".join(f", but {count} {kind}" for kind, count in unread_kinds(folder).items())
+        raise ValueError(f"the folder {folder} holds no image ({', '.join(suffixes)}){others}")
     return sorted(files, key=natural_key)
+
+
+def _visible(folder: Path, lost: list[OSError]) -> Iterator[Path]:
+    """Files of a folder that are not hidden, nor in a hidden folder. lost: gets the errors of folders."""
+    for home, folders, names in os.walk(folder, onerror=lost.append):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(home, name) for name in names if not name.startswith("."))
+
+
+def unread_kinds(files: Path | Iterable[Path]) -> Counter[str]:
+    """How many of some files, or of a folder's, look like images that aren't read, by suffix."""
+    found = _visible(files, []) if isinstance(files, Path) else files
+    return Counter(kind for path in found if (kind := path.suffix.lower()) in UNREAD)
 
 
 def inside(folder: str | Path, name: str) -> Path:
