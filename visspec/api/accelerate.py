@@ -77,7 +77,7 @@ def accelerate(
     Raises ValueError if the model is a name or None, is not supported, or the drafter was made for another target.
     """
     if model is None or isinstance(model, (str, Path)):
-        name = "captioner" if model is None else str(model)
+        name = "FOLDER" if model is None else str(model)
         raise ValueError(
             f"model: got {model!r}, expected a loaded model, such as visspec.api.loading.load({name!r})[0], or what"
             " `from_pretrained` of a class of transformers returns."
