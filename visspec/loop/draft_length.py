@@ -90,8 +90,9 @@ class CostTable:
 
     def padded(self, size: int) -> int:
         """The cheapest measured size that holds `size`, itself unless another costs clearly less."""
-        larger = [n for n in self.seconds if size < n <= 2 * size + 2 and self.seconds[n] < 0.95 * self.at(size)]
-        return min(larger, key=lambda n: self.seconds[n], default=size)
+        least = 0.95 * self.at(size)
+        larger = [n for n, seconds in self.seconds.items() if size < n <= 2 * size + 2 and seconds < least]
+        return min(larger, key=self.seconds.__getitem__, default=size)
 
     def forget_unused(self, keep: int) -> None:
         """Forget sizes that were not measured since the last call: they may have had a bad start."""
@@ -99,19 +100,6 @@ class CostTable:
             del self.seconds[size]
             self.counts.pop(size, None)
         self.used.clear()
-
-
-def expected_tokens(shares: Sequence[float]) -> Iterator[float]:
-    """Expected tokens of a round that drafts 1, 2, ... levels.
-
-    Args:
-        shares: How often a path that has reached the level above goes on, by level.
-    """
-    expected = reach = 1.0
-    for share in shares:
-        reach *= share
-        expected += reach
-        yield expected
 
 
 @dataclass
@@ -153,7 +141,11 @@ class AcceptanceRates:
 
     def expected(self, limit: int) -> Iterator[float]:
         """Expected tokens of a round that drafts 1, 2, ... levels."""
-        return expected_tokens([a * b for a, b, _ in zip(self.offered(), self.rates(), range(limit))])
+        expected = reach = 1.0
+        for offered, rate, _ in zip(self.offered(), self.rates(), range(limit)):
+            reach *= offered * rate
+            expected += reach
+            yield expected
 
     def learn(self, levels: int, committed: list[int], had_rejection: list[bool]) -> None:
         """Learn from a round: the tokens of each row, and whether the row ended at a rejection."""
@@ -335,13 +327,10 @@ class AdaptiveLength(DraftLengthPolicy):
                 found = expected[min(size, len(expected)) - 1] / (passes.at(size) + beside)
                 if found > speed:
                     best, speed = size, found
-            if best > 1:
-                costs.vain = 0
-            elif (vain := costs.vain + 1) >= VAIN:
+            costs.vain = costs.vain + 1 if best == 1 else 0
+            if costs.vain >= VAIN:
                 costs.vain = 0
                 self._rest(costs)
-            else:
-                costs.vain = vain
             return best
 
     def pad(self, state: State, nodes: int) -> int:
@@ -358,14 +347,13 @@ class AdaptiveLength(DraftLengthPolicy):
         levels, committed, had_rejection = trace.rounds[-1]
         self.rounds += 1
         costs.rounds += 1
-        tokens = sum(committed) / len(committed)
-        self.committed += tokens
+        self.committed += sum(committed) / len(committed)
         # On CUDA the pass is queued in `verify` and finishes in `accept`.
         verified, beside = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
         warm = self.rounds > WARM_UP - self.counts_nodes
-        self._time(levels, trace, costs, verified, beside, warm)
+        self._time(trace, costs, verified, beside, warm)
         if warm:
-            self._charge(tokens, levels, trace, costs, verified, beside)
+            self._charge(trace, costs, verified + beside, beside)
             self.elapsed += verified + beside
         if not levels:
             return
@@ -377,7 +365,9 @@ class AdaptiveLength(DraftLengthPolicy):
         if max(committed) > 1:
             costs.rest, costs.doubted = FIRST_REST, False
 
-    def _time(self, levels: int, trace: Trace, costs: Costs, verified: float, beside: float, warm: bool) -> None:
+    def _time(self, trace: Trace, costs: Costs, verified: float, beside: float, warm: bool) -> None:
+        """Add the seconds of a round's pass, and those beside it, to the tables."""
+        levels = trace.rounds[-1].levels
         behind, costs.after_plain = costs.after_plain, not levels
         if self.counts_nodes:
             costs.passes.add(trace.nodes, verified, warm)
@@ -389,12 +379,14 @@ class AdaptiveLength(DraftLengthPolicy):
             costs.passes.add(trace.nodes, verified, warm)
             costs.draft(trace.structure).add(levels, beside, warm)
 
-    def _charge(self, tokens: float, levels: int, trace: Trace, costs: Costs, verified: float, beside: float) -> None:
-        """Charge the account, which saves up some gains."""
+    def _charge(self, trace: Trace, costs: Costs, seconds: float, beside: float) -> None:
+        """Charge the account, which saves up some gains, with the seconds of a round."""
+        levels, committed, _ = trace.rounds[-1]
         if levels:
             usual = costs.passes.at(trace.nodes) + costs.draft(trace.structure).at(levels)
-            seconds = min(verified + beside, (2 if trace.nodes in costs.passes.counts else REACH) * usual)
-            costs.dearest, spent = max(costs.dearest, seconds), seconds - costs.step * tokens
+            seconds = min(seconds, (2 if trace.nodes in costs.passes.counts else REACH) * usual)
+            costs.dearest = max(costs.dearest, seconds)
+            spent = seconds - costs.step * sum(committed) / len(committed)
         elif trace.requested:  # nothing was found
             spent = beside
         else:  # reading while it rests, of which only a part is charged: a debt could grow while it is paid
