@@ -221,7 +221,8 @@ def bench(
     if pipe.compile and stock is not None:
         compiled = family_of(stepwise(pipe.model, pipe.family.decoder), pipe.processor, **pipe.parts)
         arms["stock_compiled"] = StockImageArm(compiled, sampling, seed, "static")
-    runs, failures = speed.interleave(arms, prompts, warmup, "bench image")
+    warm = [(len(prompts) + i, texts) for i, texts in prompts[:warmup]]  # other seeds, so other pictures
+    runs, failures = speed.interleave(arms, prompts, warm, "bench image")
     if not runs["plain"]:
         raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
     rows = [row(name, arm, runs) for name, arm in ours.items()]

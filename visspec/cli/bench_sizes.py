@@ -231,7 +231,7 @@ class SizeCase:
         }
         drafted = [f"{kind} {a:g}" for kind in (ORACLE, POLICY) for a in acceptance]
         arms |= {name: partial(self.time_drafted, name) for name in drafted}
-        runs, failures = speed.interleave(arms, list(range(repeats)), warmup=1)
+        runs, failures = speed.interleave(arms, list(range(repeats)), [repeats])
         if not runs[STOCK]:
             raise RuntimeError(failures[0])
         passes = self.passes()
