@@ -262,6 +262,22 @@ def test_bench_text_has_a_row_an_arm_and_kind():
     assert all(("tau" in row) == (row["name"] in ("plain", "context")) for row in found["rows"])
 
 
+def test_bench_text_measures_no_prompt_twice():
+    """A drafter that remembers answers would repeat its own answer of the warm-up."""
+    asked = []
+
+    class Listening(Letters):
+        def __call__(self, text, **more):
+            asked.append(text[0])
+            return super().__call__(text, **more)
+
+    options = bench_text.Options(model="tiny", max_new_tokens=8)
+    prompts = [bench_text.TextPrompt("abcdefgh", "a"), bench_text.TextPrompt("the quick brown fox", "a")]
+    found = bench_text.bench_text(model_of("llama"), Listening(), prompts, options, ["context"])
+    assert asked[:2] == [prompt.text for prompt in prompts] and len(set(asked)) == len(asked) > 2
+    assert found["n_prompts"] == 2
+
+
 def test_bench_text_needs_a_model(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "text"])

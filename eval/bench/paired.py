@@ -57,15 +57,22 @@ def turns(names: Sequence[Name], count: int) -> Iterator[tuple[int, list[Name]]]
 
 
 def interleave(
-    arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: int = 3, title: str | None = None
+    arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: Sequence[Any] = (), title: str | None = None
 ) -> tuple[dict[str, list[ArmRun]], list[str]]:
-    """Every arm on every prompt. Returns runs by arm, and the failures (a prompt that fails in one arm is
-    excluded from all, and listed). title: of a bar; without one there is none.
+    """Run every arm on every prompt.
+
+    Args:
+        warmup: Prompts that are run first and not measured. None of them may be measured afterwards: a drafter that
+            remembers answers would only repeat one.
+        title: Title of a progress bar; without one there is none.
+
+    Returns:
+        The runs by arm, and the failures. A prompt that fails in one arm is excluded from all.
     """
     names = list(arms)
-    for prompt in list(prompts)[:warmup]:
+    for prompt in warmup:
         for name in names:
-            with contextlib.suppress(Exception):  # failures are listed below
+            with contextlib.suppress(Exception):
                 arms[name](prompt)
     runs: dict[str, list[ArmRun]] = {name: [] for name in names}
     failures: list[str] = []

@@ -8,7 +8,8 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,11 +36,12 @@ from visspec.models.runner.compiled import stepwise
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
+WARMUP = 3  # images, none of which is measured: drafters remember answers
 SETTINGS = ("acceptance", "batch_size", "max_new_tokens", "temperature", "seed")  # fields of options and record
 TEXTS = 8  # captions kept word by word in the record
 OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than plain decoding by design"
 FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
-PASSES = 3  # over all images, of the stream
+PARTS = 3  # of the images of the stream; its ratio is the median over them
 
 
 @dataclass(kw_only=True)
@@ -53,7 +55,7 @@ class Options(ScenesOptions, SamplingOptions, TargetOptions):
         "one or more names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
     )
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
-    batch_size: Positive = option(default=1)
+    batch_size: Positive = option("images captioned together", 1)
     prompt: str | None = option("what to ask of each image", None)
     compile: bool = option("ours compiled, and transformers compiled beside it", False)
     stream: bool = option("throughput of a stream of --batch-size slots, too", False)
@@ -64,6 +66,7 @@ def run(arguments: Options) -> None:
     if arguments.data and (arguments.batch_size > 1 or arguments.prompt or arguments.images):
         got = "--prompt" if arguments.prompt else "--images" if arguments.images else "--batch-size above 1"
         raise ValueError(f"data: got {got} beside it, expected prompts of the file, one by one")
+    most = arguments.count + WARMUP * arguments.batch_size
     data = bench_data.read(arguments.data, arguments.count) if arguments.data else None
     found = sources.records(arguments.images) if arguments.images and data is None else None
     model, processor = loading.load(arguments.model, needs_pictures=True, **arguments.hardware)
@@ -73,13 +76,14 @@ def run(arguments: Options) -> None:
     if data is not None:
         images = [[*map(open_image, prompt.images)] for prompt in data]
     elif found is not None:
-        images = [image for image, _ in islice(readable(found), arguments.count)]
+        images = [image for image, _ in islice(readable(found), most)]
     else:
-        images = arguments.scenes(processor).images(arguments.count)
+        images = arguments.scenes(processor).images(most)
     if not images:
         raise ValueError(f"images: got none that can be read, expected some in {', '.join(arguments.images or [])}")
     drafters: Sequence[Any] = arguments.drafter or [default_drafter(model)[0]]
-    record = bench_caption(model, processor, images, arguments, drafters, assistant, data=data)
+    images, warm = images[: arguments.count], images[arguments.count :]
+    record = bench_caption(model, processor, images, arguments, drafters, assistant, warm, data)
     arguments.end(record, *views(record))
 
 
@@ -90,26 +94,35 @@ def bench_caption(
     arguments: Options,
     drafters: Sequence,
     assistant=None,
-    warmup: int = 3,
+    warmup: Sequence = (),
     data: Sequence[Prompt] | None = None,
 ) -> dict[str, Any]:
-    """Run all arms on all images; returns the JSON object of docs/evaluate.md, which is that of the first drafter; of
-    several, `rows` has one each.
+    """Run all arms on all images. With `compile` ours runs compiled, and a further arm is transformers' generate with a
+    static cache and compiled steps.
 
-    data: a prompt for each, of which an image is a list of images; the record has its categories then.
-    assistant: a smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
-    With `compile` ours runs compiled; a further arm is transformers' generate with a static cache and compiled steps.
+    Args:
+        assistant: A smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
+        warmup: Images that warm up and are not measured. Without any, grey ones do.
+        data: A prompt for each image, which is then a list of images; the record has its categories.
+
+    Returns:
+        The JSON object of docs/evaluate.md, which is that of the first drafter; of several, `rows` has one each.
     """
     asked = [arguments.prompt or PROMPT] * len(images) if data is None else [prompt.text for prompt in data]
     size, seed, base = arguments.batch_size, arguments.seed, arguments.generation
     groups = groups_of(images, size)
     prompts = [(i, prepare(processor, *pair, model)) for i, pair in enumerate(zip(groups, groups_of(asked, size)))]
+    grey = [Image.new("RGB", (256, 256), (shade, shade, shade)) for shade in range(64, 256, 64)]
+    warm = [
+        (len(prompts) + i, prepare(processor, some, [arguments.prompt or PROMPT] * len(some), model))
+        for i, some in enumerate(groups_of(warmup or size * grey, size))
+    ]
     rule, compiled = arguments.acceptance, arguments.compile
     ours = {str(one): accelerate(model, one, acceptance=rule, compile=compiled) for one in drafters}
     names = dict(zip(ours, ["ours", *(f"ours, {spec}" for spec in list(ours)[1:])]))
-    arms = stock_arms(model, prompts, arguments, assistant, warmup)
+    arms = stock_arms(model, warm, arguments, assistant)
     arms |= {names[spec]: CaptionArm(fast, base, seed) for spec, fast in ours.items()}
-    runs, failures = speed.interleave(arms, prompts, warmup, "bench caption")
+    runs, failures = speed.interleave(arms, prompts, warm, "bench caption")
     rows = []
     for spec, fast in ours.items():
         row = {"drafter": spec} | summarise(runs, failures, arms, arguments.temperature, names[spec])
@@ -125,13 +138,14 @@ def bench_caption(
     if data is not None:
         record["turns_left_out"] = sum(prompt.later for prompt in data)
     if arguments.stream:
-        fast = next(iter(ours.values()))
-        record |= throughput(fast, [prepare(processor, [i], [t], model) for i, t in zip(images, asked)], prompts, base)
+        fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)
+        single = [prepare(processor, [i], [t], model) for i, t in zip(images, asked)]
+        record |= throughput(fast, groups_of(single, size), prompts, warm, base)
     settings = {name: getattr(arguments, name) for name in SETTINGS}
     return record | measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
 
 
-def stock_arms(model, prompts: Sequence, arguments: Options, assistant, warmup: int) -> dict[str, Any]:
+def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str, Any]:
     """The arms that drafters are compared with: transformers' own, and our loop without a drafter."""
     base, seed = arguments.generation, arguments.seed
     plain = accelerate(model, None)
@@ -140,7 +154,6 @@ def stock_arms(model, prompts: Sequence, arguments: Options, assistant, warmup: 
         steps = stepwise(model, model.get_decoder())
         arms["transformers_compiled"] = StockCaptionArm(steps, base | {"cache_implementation": "static"}, seed)
     if arguments.batch_size == 1:
-        warm = prompts[: max(warmup, 1)]
         # transformers' lookup drafts image placeholders and then fails on them; suppressed, it runs
         never = {"suppress_tokens": sorted(plain.target.capabilities.never_drafted)}
         lookup = [base | never | {"prompt_lookup_num_tokens": n} for n in LOOKUP_LENGTHS]
@@ -151,23 +164,30 @@ def stock_arms(model, prompts: Sequence, arguments: Options, assistant, warmup: 
     return arms
 
 
-def throughput(fast: Accelerated, single: Sequence, batches: Sequence, options: dict[str, Any]) -> dict[str, float]:
+def throughput(
+    fast: Accelerated, groups: Sequence[Sequence], batches: Sequence, warm: Sequence, options: dict[str, Any]
+) -> dict[str, float]:
     """Images a second of a stream, and that over transformers' generate in batches of as many rows.
 
-    single: inputs of each image; batches: the same in batches, as (index, inputs). Medians over passes in turns.
+    Args:
+        fast: An accelerated model that has not decoded any of the images.
+        groups: Inputs of the images, one by one, in groups of as many as there are slots. They are measured in `PARTS`
+            parts, each once, because drafters remember answers.
+        batches: The same as a batch for each group, as (index, inputs).
+        warm: Batches of other images.
     """
-    slots, model = len(batches[0][1]["input_ids"]), cast(Any, fast.model)
-    arms: dict[str, Callable[[], Any]] = {
-        "stream": lambda: list(fast.stream(single, slots=slots, **options)),
-        "transformers": lambda: [model.generate(**inputs, **options) for _, inputs in batches],
+    slots, model = len(groups[0]), cast(Any, fast.model)
+    list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
+    arms: dict[str, Callable[[int], Any]] = {
+        "stream": lambda part: list(fast.stream(chain(*groups[part::PARTS]), slots=slots, **options)),
+        "transformers": lambda part: [model.generate(**inputs, **options) for _, inputs in batches[part::PARTS]],
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for number, order in speed.turns(list(arms), 1 + PASSES):
+    for part, order in speed.turns(list(arms), min(PARTS, len(groups))):
         for name in order:
-            taken, _ = seconds_of(arms[name], waiter(fast.model.device))
-            seconds[name] += [taken] if number else []  # the first pass warms up
+            seconds[name].append(seconds_of(partial(arms[name], part), waiter(fast.model.device))[0])
     ratio = statistics.median(slow / quick for slow, quick in zip(seconds["transformers"], seconds["stream"]))
-    return {"images_per_second": len(single) / statistics.median(seconds["stream"]), "over_transformers": ratio}
+    return {"images_per_second": sum(map(len, groups)) / sum(seconds["stream"]), "over_transformers": ratio}
 
 
 def categories(

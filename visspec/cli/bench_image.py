@@ -56,7 +56,7 @@ class Options(DrawingOptions, ScenesOptions):
     method: list[str] | None = option(
         "preset, file of `visspec tune` or name=drafter/rule; repeat; default: all presets", None, repeat=True
     )
-    quality: int = option("images a method for GenEval and FD (0: none)", 0)
+    quality: int = option("images a method for GenEval and FD ; 0: none", 0)
     batch_size: Positive = option("images at a time in the speed part", 1)
     out: Path | None = option("keep the images of the quality part in this folder; it resumes", None, writes="folder")
     compile: bool = option("ours compiled, and the stock class compiled beside it", False)
@@ -221,7 +221,8 @@ def bench(
     if pipe.compile and stock is not None:
         compiled = family_of(stepwise(pipe.model, pipe.family.decoder), pipe.processor, **pipe.parts)
         arms["stock_compiled"] = StockImageArm(compiled, sampling, seed, "static")
-    runs, failures = speed.interleave(arms, prompts, warmup, "bench image")
+    warm = [(len(prompts) + i, texts) for i, texts in prompts[:warmup]]  # other seeds, so other pictures
+    runs, failures = speed.interleave(arms, prompts, warm, "bench image")
     if not runs["plain"]:
         raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
     rows = [row(name, arm, runs) for name, arm in ours.items()]

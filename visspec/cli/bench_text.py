@@ -19,7 +19,7 @@ from visspec.eval.bench import paired as speed
 from visspec.io.options import option
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
-WARMUP = 3  # prompts
+WARMUP_STEP = 10  # every tenth prompt of the training split warms up; none of them is measured
 PROMPTS = Path(speed.__file__).with_name("prompts.jsonl")
 COLUMNS: dict[str, Cell] = {
     "arm": "{name}",
@@ -60,8 +60,8 @@ def run(arguments: Options) -> None:
     arguments.end(record, table(title, record["rows"], COLUMNS, left=["prompts"]))
 
 
-def read_prompts(path: Path | None) -> list[TextPrompt]:
-    """The prompts of a file; the held-out ones of the package without a file.
+def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
+    """The prompts of a file; without a file, those of a split of the package's prompts.
 
     Raises:
         ValueError: The file has no prompt, or a line of JSON without one.
@@ -77,7 +77,7 @@ def read_prompts(path: Path | None) -> list[TextPrompt]:
             text, kind = row["prompt"], str(row.get("kind", ""))
         except (ValueError, KeyError):
             raise ValueError(f"{path}, line {number}: expected a JSON object with the key 'prompt'.") from None
-        if path is not None or row["split"] == "held-out":
+        if path is not None or row["split"] == split:
             found.append(TextPrompt(str(text), kind))
     if not found:
         raise ValueError(f"{path} has no prompts.")
@@ -88,11 +88,13 @@ def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
     """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row an arm and kind of prompt."""
-    inputs = [(i, prepare(tokenizer, [[]], prompt.text, model)) for i, prompt in enumerate(prompts)]
+    warmup = read_prompts(None, "train")[::WARMUP_STEP]
+    inputs = [(i, prepare(tokenizer, [[]], prompt.text, model)) for i, prompt in enumerate([*prompts, *warmup])]
+    inputs, warm = inputs[: len(prompts)], inputs[len(prompts) :]
     base, seed = arguments.generation, arguments.seed
     lookup = [StockCaptionArm(model, base | {"prompt_lookup_num_tokens": n}, seed) for n in LOOKUP_LENGTHS]
     static = StockCaptionArm(model, base | {"cache_implementation": "static", "disable_compile": True}, seed)
-    best = speed.fastest(lookup, inputs[:WARMUP])
+    best = speed.fastest(lookup, warm)
     arms: dict[str, StockCaptionArm | CaptionArm] = {
         "generate": StockCaptionArm(model, base, seed),
         "generate_static": static,
@@ -100,7 +102,7 @@ def bench_text(
         "plain": CaptionArm(accelerate(model, None), base, seed),
     }
     arms |= {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}
-    runs, failures = speed.interleave(arms, inputs, WARMUP, "bench text")
+    runs, failures = speed.interleave(arms, inputs, warm, "bench text")
     kinds = ["all", *dict.fromkeys(prompt.kind for prompt in prompts if prompt.kind)]
     rows = [
         row(name, kind, prompts, runs, per_token=arguments.temperature > 0)

@@ -38,7 +38,7 @@ LOOKS = 4  # files looked at, at most, to see whether the included model was mad
 
 @dataclass(kw_only=True)
 class Options(RayOptions, JsonOption, SamplingOptions, ModelOptions):
-    batch_size: Positive = option(default=1)
+    batch_size: Positive = option("images captioned together", 1)
     prompt: str | None = option("what to ask of each image", None)
     image: list[Path] = option(
         "image (PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF) or video files; with --out also folders, globs, .jsonl and"
@@ -51,13 +51,13 @@ class Options(RayOptions, JsonOption, SamplingOptions, ModelOptions):
     slots: Positive = option("captions written at once, with --out", 8)
     workers: Positive = option("threads that read images ahead, with --out; with --ray processes", 2)
     report: Path | None = option("a page of the records with thumbnails, with --out", None, writes="file")
-    max_pixels: Positive = option(default=64_000_000)
+    max_pixels: Positive = option("larger images are refused", 64_000_000)
     frames: Positive = option("frames read of a video", 8)
     schema: Path | None = option(
         "a JSON schema: each caption is an object of it (pip install 'visspec[grammar]')", None
     )
-    top_k: TopK | None = option(default=None)
-    top_p: TopP | None = option(default=None)
+    top_k: TopK | None = option("sample among the most likely tokens (default: all)", None)
+    top_p: TopP | None = option("sample among the tokens of this probability together (default: 1)", None)
     stats: bool = option("print rounds, tau and times of the last batch", False)
 
 

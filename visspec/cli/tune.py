@@ -142,8 +142,7 @@ def measure(what: str, model: PreTrainedModel, rows: list[dict], inputs: list, w
         levels = {"acceptance": row["acceptance"], "levels": row["levels"], "adaptive": False}
         fast = accelerate(model, row["drafter"], **levels) if row["levels"] else accelerate(model, None)
         arms[str(number)] = CaptionArm(fast, options, arguments.seed)
-    paired.interleave(arms, [(len(inputs), warm)], warmup=0)
-    runs, failures = paired.interleave(arms, list(enumerate(inputs)), warmup=0)
+    runs, failures = paired.interleave(arms, list(enumerate(inputs)), [(len(inputs), warm)])
     if failures:
         raise ValueError(f"images: got {failures[0]}, expected images that can be captioned")
     for row, found in zip(rows, runs.values()):
