@@ -38,7 +38,7 @@ def cut(rows: list[list[int]]) -> list[list[int]]:
 
 
 DRAFTERS = {  # by the rows of a batch, from answers: chains and trees for one and for several
-    1: lambda known: ("ngram", "recycling", TreeOracle(known, wrong=0.3)),
+    1: lambda known: ("ngram", TreeOracle(known, wrong=0.3)),
     4: lambda known: ("context", TreeOracle(known, wrong=0.3, per_row=True), Hostile()),
 }
 
