@@ -34,11 +34,7 @@ from visspec.types import FREE, Draft, Request, Sampling
 SIDE, CODES = 4, 24
 PLACES = SIDE * SIDE
 ORDERS = {"raster": None, "halton": halton(SIDE, SIDE), "spread": spread(SIDE, SIDE)}
-DRAFTERS = {
-    "none": lambda: None,
-    "ahead": lambda: Ahead(5),
-    "jacobi": lambda: Jacobi(4),
-}
+DRAFTERS = {"none": lambda: None, "ahead": lambda: Ahead(5), "jacobi": lambda: Jacobi(4)}
 
 
 @functools.cache

@@ -256,11 +256,7 @@ def spelled(row: int, ids: torch.Tensor, start: int = 0) -> list[int]:
 @pytest.mark.parametrize("rule", ["exact", "rejection", "block"])
 def test_the_law_of_texts(rule):
     """Draws with forced tokens have the probabilities that are enumerated by hand, under every exact rule."""
-    inputs, model, count = (
-        prompt("llava", shapes("llava")["ragged"][:1]),
-        model_of("llava"),
-        600,
-    )
+    inputs, model, count = (prompt("llava", shapes("llava")["ragged"][:1]), model_of("llava"), 600)
     start = inputs["input_ids"].shape[1]
     law = []
     for text in TEXTS:

@@ -39,8 +39,7 @@ def test_the_driver_is_asked_of_nvidia_smi(monkeypatch, said, found):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "x"), subprocess.TimeoutExpired("x", 1)],
+    "error", [FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "x"), subprocess.TimeoutExpired("x", 1)]
 )
 def test_no_driver_is_no_error(monkeypatch, error):
     def run(*_, **__):

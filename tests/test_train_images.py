@@ -120,10 +120,7 @@ def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):
         ([], "prompts: got none. Give --prompts FILE"),
         (["--max-pixels", "9", "--prompts", "x"], "max_pixels: this run takes no such option. --data trains"),
         (["--data", "x", "--height", "9"], "height: this run takes no such option"),
-        (
-            ["--preset", "eagle3", "--prompts", "x"],
-            "preset: got 'eagle3', which is for models of text",
-        ),
+        (["--preset", "eagle3", "--prompts", "x"], "preset: got 'eagle3', which is for models of text"),
         (["--layers", "2", "--prompts", "x"], "layers: got 2 with the preset 'image-eagle', which has no such value"),
         (["--prompts", str(texts("emu3"))], "holds a drafter, expected a folder of its own or --resume or --overwrite"),
     ):

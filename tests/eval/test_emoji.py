@@ -13,12 +13,7 @@ from visspec.toys.world.emoji import atlas
 from visspec.toys.world.emoji.detector import EmojiDetector
 from visspec.toys.world.emoji.prompts import scene_of
 from visspec.toys.world.emoji.render import ground, render, stamp
-from visspec.toys.world.emoji.scene import (
-    GROUNDS,
-    SIZES,
-    EmojiScene,
-    scene_from_seed,
-)
+from visspec.toys.world.emoji.scene import GROUNDS, SIZES, EmojiScene, scene_from_seed
 from visspec.toys.world.scene import GRID, RADIUS
 from visspec.toys.world.scene import scene_from_seed as shapes_from_seed
 
