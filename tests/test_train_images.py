@@ -53,8 +53,10 @@ def weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("preset", ["image-eagle", "distilled"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "glm_image" else n for n in TARGETS])
+@pytest.mark.parametrize("preset, name", [
+    pytest.param(preset, name, marks=[pytest.mark.nightly] * ((preset, name) == ("distilled", "glm_image")))
+    for preset in ("image-eagle", "distilled") for name in TARGETS
+])  # fmt: skip
 def test_a_drafter_trains_and_draws_what_its_model_does(texts, tmp_path, name, preset):
     pipe, size, out = TARGETS[name](), SIZES.get(name, {}), tmp_path / "out"
     found = training.run(pipe, out, prompts=texts(name), preset=preset, **SMALL, **size)
