@@ -36,7 +36,12 @@ MISTAKES = {
     "caption {}/photo.png --model nobody/nothing": "nobody/nothing is no folder",
     "caption {}/photo.png --model {}/gone": "gone",
     "caption {}/photo.png --max-new-tokens many": "--max-new-tokens: got many, expected a whole number",
+    "caption {}/photo.png --max-new-tokens 0": "--max-new-tokens",
     "caption {}/photo.png --temperature hot": "--temperature: got hot",
+    "caption {}/photo.png --temperature -1": "--temperature",
+    "caption {}/photo.png --top-k 5": "--top-k",
+    "caption {}/photo.png --temperature 1 --top-p 1.5": "--top-p",
+    "caption {}/photo.png --acceptance typical:epsilon=-1": "epsilon",
     "caption {}/photo.png --dtype float8": "--dtype: got float8, expected auto, float32, bfloat16, float16",
     "caption {}/photo.png --device gpu": "device: got 'gpu'",
     "caption {}": "--out: got none, expected a .jsonl or .parquet file",
@@ -55,6 +60,7 @@ MISTAKES = {
     "list drafterz": "expected drafters, rules",
     "tune": "tune: pass --model, and --images",
     "tune --model captioner": "tune: pass --model, and --images",
+    "tune --model painter --images x --prompts y": "(a model that captions) or --prompts (one of text, or one that",
     "train drafter": "--out",
     "train drafter --target captioner --prompts {}/photo.txt --preset eagel --out {}/out": "such as eagle",
     "export {}/gone --form eagle --out {}/out": "gone",
@@ -63,6 +69,7 @@ MISTAKES = {
     "answer {}/gone.png what --drafts captioner captioner --model captioner": "gone.png",
     "bench text": "--model",
     "serve --port 99999999": "--port: got 99999999, expected a number from 0 to 65535",
+    "serve --slots 0": "--slots",
 }
 
 
@@ -77,14 +84,10 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("line", MISTAKES)
 def test_a_mistake_is_a_sentence(line, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
+    start = time.perf_counter()
     said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
     assert said.startswith("visspec: ") and len(said.splitlines()) == 1 and MISTAKES[line] in said
-
-
-def test_a_model_that_is_nowhere_is_refused_at_once(capsys):
-    start = time.perf_counter()
-    refused(capsys, "caption", "x.png", "--model", "nobody/nothing")
-    assert time.perf_counter() - start < 5  # two seconds, and a busy machine
+    assert "nobody/" not in line or time.perf_counter() - start < 5  # at once: two seconds, and a busy machine
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])

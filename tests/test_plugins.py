@@ -10,7 +10,7 @@ import torch
 
 import visspec
 from tests import tiny_images
-from tests.doubles import Double, chain_of, one_sentence, refused
+from tests.doubles import Double, chain_of, one_sentence
 from tests.tiny import model_of, prompt, shapes
 from visspec import registry, testing
 from visspec.accept.rejection import Rejection
@@ -231,7 +231,3 @@ def test_the_list_as_json_has_options_with_types_and_defaults(capsys):
     }  # fmt: skip
     assert rows["preset", "coupled"]["arguments"]["codes"]["acceptance"] == "rejection"
     assert rows["drafter", "image-eagle"]["trained"] and rows["drafter", "image-eagle"]["needs"] == "codes"
-
-
-def test_the_list_knows_its_kinds(capsys):
-    assert "drafters" in refused(capsys, "list", "drafterz")

@@ -97,8 +97,6 @@ def test_prompts_are_lines_or_objects(tmp_path):
     (["caption", "IMAGE", "--ray", "--out", "TMP/x.jsonl"], "ray is not installed, expected it (pip install"),
     (["generate", "a ring", "--ray", "--out", "TMP/x"], "ray is not installed, expected it (pip install"),
     (["generate", "a ring", "--ray", "--out", "TMP/x", "--grid", "TMP/g.png"], "--grid: got one beside --ray"),
-    (["generate", "--out", "TMP/x"], "prompt: got none"),
-    (["generate", "a ring", "--retry-failed", "--out", "TMP/x"], "--retry-failed: got it without --ray"),
 ])  # fmt: skip
 def test_bad_input_is_a_sentence(argv, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
