@@ -15,15 +15,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
 import visspec
 from tests.doubles import refused
 from visspec import registry
+from visspec.api import loading
 from visspec.api.captions import PROMPT
 from visspec.cli import bench_image, demo, doctor
-from visspec.cli.main import main
+from visspec.cli.main import COMMANDS, main
 from visspec.io import included
 from visspec.io.files import Journal
 
@@ -56,6 +58,37 @@ def test_captions_are_printed_and_kept(pictures, tmp_path, capsys):
         words = re.findall(r"\w+|[.,]", found[path]["caption"])
         assert SequenceMatcher(None, words, row["caption"].split(), autojunk=False).ratio() > 0.85
     assert said.count("tau") == 2
+
+
+def test_the_gpu_is_used_where_there_is_one(monkeypatch, tmp_path, capsys):
+    """By the loaders of Python and by commands that name no device; this torch has no CUDA, which says who asked."""
+    if torch.cuda.is_available():
+        assert visspec.ImagePipeline.from_pretrained("painter").device.type == "cuda"
+        return
+    assert visspec.ImagePipeline.from_pretrained("painter").device.type == "cpu"
+    visspec.ImagePipeline.from_pretrained("painter-var").save_pretrained(tmp_path / "own")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for load in (loading.load, loading.load_image_model, visspec.ImagePipeline.from_pretrained):
+        for where in (None,) if load is loading.load else (None, str(tmp_path / "own")):
+            with pytest.raises(ValueError, match="device: got 'cuda'"):
+                load(where)
+    with pytest.raises(ValueError, match="device: got 'cuda'"):
+        visspec.Accelerated.from_pretrained("captioner")
+    for command in (["generate", "a photo of three stars"], ["bench", "kernels"]):
+        assert main(command) == 2 and "device: got 'cuda'" in capsys.readouterr().err
+    assert visspec.ImagePipeline.from_pretrained("painter", device="cpu").device.type == "cpu"
+
+
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("bench", "train", "eval")])
+def test_help_shows_each_default_once(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    options = re.split(r"\n  (?=-)", " ".join(capsys.readouterr().out.split("options:")[1:]))
+    assert all(len(re.findall(r"default\b", option)) <= 1 for option in options)
+    found = {option.split()[0]: " ".join(option.split()) for option in options if option}
+    if "--device" in found:
+        assert found["--device"].endswith("(default: auto)")
+    assert "(default: None)" not in str(found) and "(default: False)" not in str(found)
 
 
 DRAWN = ["--temperature", "1", "--seed", "5"]

@@ -146,7 +146,7 @@ class Accelerated:
 
     @classmethod
     def from_pretrained(
-        cls, where: str | Path, *, device: str = "cpu", dtype: str | torch.dtype = "auto", **options
+        cls, where: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", **options
     ) -> Accelerated:
         """Load what `save_pretrained` wrote, from a folder or by hub id; of another folder, its model alone.
 

@@ -38,14 +38,14 @@ class Options(RayOptions, SamplingOptions, ModelOptions):
     slots: Positive = option("captions written at once", 8)
     workers: Positive = option("threads that read images ahead; with --ray processes", 2)
     report: Path | None = option("a page of the records with thumbnails, with --out", None, writes="file")
-    max_pixels: Positive = option(default=64_000_000)
+    max_pixels: Positive = option("larger images are refused", 64_000_000)
     frames: Positive = option("frames read of a video", 8)
     schema: Path | None = option(
         "a JSON schema: each caption is an object of it (pip install 'visspec[grammar]')", None
     )
-    top_k: TopK | None = option(default=None)
-    top_p: TopP | None = option(default=None)
-    stats: bool = option("print the speed also without --out", False)
+    top_k: TopK | None = option("sample among the most likely tokens (default: all)", None)
+    top_p: TopP | None = option("sample among the tokens of this probability together (default: 1)", None)
+    stats: bool = option("print the speed, also without --out", False)
 
 
 def run(arguments: Options) -> int:
