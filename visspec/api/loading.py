@@ -30,7 +30,7 @@ SPREAD = {  # over several devices, by transformers' own plans
 }
 KINDS = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM  # that answer in text
 MOST_MISSING = 4  # parameters that a configuration may describe for each number in the weights
-HUB_IDS = {  # models in transformers' form, by `model_type` of the authors' own
+INSTEAD = {  # models in transformers' form, by `model_type` of the authors' own
     "multi_modality": "deepseek-community/Janus-Pro-1B",
     "Emu3": "BAAI/Emu3-Gen-hf",
 }
@@ -75,17 +75,39 @@ def load_image_model(
 ):
     """(model, processor) of an image generator, for `ImagePipeline`. None: the included one that draws. As `load`."""
     where = str(spec or included.image_model())
-    folder = registry.included_folder(where)
-    config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
-    named = config.get("architectures")
-    if name := HUB_IDS.get(str(config.get("model_type"))):
-        raise ValueError(f"model: {where} is in its authors' form, expected one in transformers' form, such as {name}")
+    config = _configuration(where)
     family = registry.table("family").get(str(config.get("model_type")))
     if family is not None and (read := family.load().load) is not None:
-        device = resolve_device(device)
+        device, folder = resolve_device(device), hub.resolve_folder(registry.included_folder(where))
         return _load_own(read(folder, torch_dtype(dtype, torch.float32)), folder, device)
-    kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
+    named = config.get("architectures") or [""]
+    kind = getattr(transformers, named[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
+
+
+def _configuration(where: str) -> dict[str, Any]:
+    """The config.json of a folder, a hub id or an included model; an empty one where there is none. Raises ValueError,
+    with what to do, for a model in a form that can't be read.
+    """
+    folder, local = located(where)
+    try:
+        file = cached_file(folder, "config.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        file = None
+    if file is None:
+        return {}
+    config = checkpoint.read_json(Path(file).parent, "config.json")
+    kind = str(config.get("model_type"))
+    if kind in INSTEAD:
+        raise ValueError(
+            f"model: {where} is in its authors' form. Use {INSTEAD[kind]}, which is in transformers' form."
+        )
+    if not ("auto_map" in config or kind in transformers.CONFIG_MAPPING or kind in registry.table("family")):
+        raise ValueError(
+            f"model: {where} is of the type {kind!r}, which transformers {transformers.__version__} does not know. A"
+            " newer transformers may know it."
+        )
+    return config
 
 
 def load_diffusers(where: str, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> DiffusionPipeline | None:
@@ -207,6 +229,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
+    _configuration(where)  # refuses other forms
     where, local = located(where)
     if local:
         checkpoint.check_folder(where)
