@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from visspec.api import progress
+from visspec.api.progress import Progress
 from visspec.cli.main import main
-from visspec.io import included, progress
-from visspec.io.progress import Progress
+from visspec.io import included
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
 from visspec import registry
-from visspec.api import train_drafter
+from visspec.api import progress, train_drafter
 from visspec.api.train_drafter import TextValidation, request_of
-from visspec.io import progress
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter

@@ -24,11 +24,11 @@ from visspec.api import loading as targets
 from visspec.api.captions import move_inputs, process_chats, tokenizer_of
 from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
+from visspec.api.progress import Progress
 from visspec.api.train_processes import workers
 from visspec.api.training_data import Item, Reader, TrainingData
 from visspec.eval.report import training
 from visspec.io.checkpoint import CONFIG, read_json
-from visspec.io.progress import Progress
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import FeatureDrafter

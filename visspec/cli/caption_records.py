@@ -12,12 +12,12 @@ import torch
 
 from visspec.api import distributed, sources
 from visspec.api.captions import PROMPT, Caption, Captions, prepare
+from visspec.api.progress import Progress
 from visspec.api.sources import Record
 from visspec.cli import caption, generate
 from visspec.cli.arguments import earlier, exit_code, load
 from visspec.eval.report.captions import CaptionSamples, write_page
 from visspec.io.files import Journal, replacing
-from visspec.io.progress import Progress
 from visspec.io.provenance import provenance
 
 COLUMNS = dict.fromkeys(("id", "image", "prompt", "caption"), "string") | {"tokens": "int64", "rounds": "int64"}
