@@ -265,12 +265,12 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         return from_folder(folder, model, options, family), Path(name).name
     if name in known and known[name].checkpoint:
         own = included.made_for(name, model)
-        if own is None:
+        if own is None and any(p.default is Parameter.empty for p in signature(known[name].load()).parameters.values()):
             raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights")
-        name = own
+        name = own or name
     if name in shipped:
         folder = included.check("drafter", name)
-        if apart := included.difference(shipped[name].target, model):
+        if apart := included.difference(shipped[name].target or name, model):
             where, value, found = apart
             raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
         return from_folder(folder, model, options, family), name
