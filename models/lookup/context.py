@@ -343,7 +343,9 @@ class ContextDrafter(Drafter):
         table_VK = self.common.successors
         assert table_VK is not None, "a drafter without a table has nothing to save"
         kind = torch.uint16 if len(table_VK) <= 1 << 16 else torch.int32
-        write_folder(folder, {"successors": table_VK.to(kind)}, {"kind": "context", "target": record["target_sizes"]})
+        write_folder(
+            folder, {"successors": table_VK.to(kind)}, {"kind": "context", "target": record.get("target_sizes", {})}
+        )
         (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
     def start(self, state: State, scores: Scores) -> None:
