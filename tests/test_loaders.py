@@ -2,7 +2,6 @@
 
 import argparse
 import copy
-import json
 import logging
 import re
 
@@ -45,15 +44,6 @@ def test_a_janus_without_ids_says_what_must_be_set_and_then_draws(tmp_path):
     pipe = ImagePipeline(model, tiny_images.Words())
     out = pipe(["a red cube", "two"], seed=0)
     assert [image.size for image in out.images] == [(32, 32)] * 2 and out.tokens[0].shape == (16,)
-
-
-@pytest.mark.parametrize("kind, name", [("multi_modality", "deepseek-community/Janus-Pro-1B"),
-                                        ("Emu3", "BAAI/Emu3-Gen-hf")])  # fmt: skip
-def test_folders_in_the_authors_form_name_those_in_transformers_form(tmp_path, kind, name):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
-    with one_sentence(f"model: .* is in its authors' form, expected one in transformers' form, such as {name}"):
-        ImagePipeline.from_pretrained(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["emu3", "glm_image", "chameleon"])

@@ -349,36 +349,6 @@ def test_on_tokens_sees_every_round_and_may_end_the_row():
     assert "made up" in str(answers[3].error) and len(seen[3]) == 1
 
 
-def test_on_logits_sees_what_gave_each_round_before_on_tokens():
-    """Beside rows that don't ask; where it raises, the row ends alone."""
-    quick = fast("llava", SmallModel(model_of("llava"), model_of("llava")))  # long paths
-    entries = prompts("llava", max_new_tokens=9)
-    for entry, (tokens, _) in zip(entries, alone(quick, entries)):
-        entry["eos_token_id"] = tokens[3]  # cuts a path
-    kept = {"return_dict_in_generate": True, "output_logits": True}
-    expected = [torch.stack(quick.run(**e, **kept).output.logits)[:, 0] for e in entries]
-    seen, order = [[] for _ in entries], [[] for _ in entries]
-
-    def watch(i):
-        def read(tokens, logits):
-            order[i].append(tokens)
-            seen[i].append(logits.clone())
-            if i == 2:
-                raise RuntimeError("made up")
-
-        told = {"on_tokens": lambda tokens: order[i].append(tokens)} if i != 2 else {}
-        return {"on_logits": read} | told if i % 2 == 0 else {}
-
-    answers = {a.id: a for a in quick.stream([e | watch(i) for i, e in enumerate(entries)], slots=6)}
-    assert "made up" in str(answers[2].error) and len(answers[2].tokens) == 1
-    assert all(answers[i].error is None for i in answers if i != 2)
-    assert any(sum(r.committed[0] for r in answers[i].rounds) >= len(answers[i].tokens) for i in (0, 4))  # cut
-    for i in range(0, len(entries), 2):
-        tokens = answers[i].tokens
-        torch.testing.assert_close(torch.cat(seen[i]), expected[i][: len(tokens)], atol=1e-4, rtol=1e-4)
-        assert order[i][0] == tokens[:1] and (i == 2 or order[i][::2] == order[i][1::2])
-
-
 def test_rounds_of_a_row_have_the_levels_of_its_own_drafts(monkeypatch):
     quick, entries = fast("llava", "ngram"), prompts("llava", max_new_tokens=12)
     counted, verify = Counter(), quick.target.verify

@@ -124,7 +124,7 @@ def test_a_target_split_by_transformers_plan_is_itself(tmp_path, by_torchrun):
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
     launch(tmp_path, "parallel_target", by_torchrun=by_torchrun)
     whole = captions("cpu")
-    assert whole["none"] == whole["stock"] and captions("auto") == whole
+    assert whole["none"] == whole["stock"] and captions("balanced") == whole
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found.pop("rows") == whole["rows"] // 2
@@ -133,7 +133,7 @@ def test_a_target_split_by_transformers_plan_is_itself(tmp_path, by_torchrun):
 
 def test_one_process_may_spread_a_model_over_its_devices():
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
-    assert loading.load(device="auto")[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert loading.load(device="balanced")[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):

@@ -205,10 +205,10 @@ def presets(needs: str) -> dict[str, Preset]:
 
 
 def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -> Preset:
-    """A preset by name, or of a file that `visspec tune --out` wrote for `model`. Raises ValueError for an unknown
-    name, for one of other models, and for another file.
+    """A preset by name, or of a file that `visspec tune --out` wrote; one of a file has to fit `model`, if it is given.
+    Raises ValueError for an unknown name, for one of other models, and for another file.
     """
-    if model is not None and str(name).endswith(".json"):
+    if str(name).endswith(".json"):
         return read_preset(name, model)
     entry, known = find("preset", str(name)), presets(needs)
     if name not in known:

@@ -99,7 +99,7 @@ class Scores:
 
     distribution: Distribution  # after each node (B, N), warped (temperature, cuts, processors)
     features: Tensor | None = None  # (B, N, F) hidden states of the declared layers, concatenated
-    # with reads_raw: "raw", (B, N, V) raw logits; with `DrafterTraits.ahead` A: "ahead", (B, N, A, V) warped logits
+    # with `keep_raw`: "raw", (B, N, V) raw logits; with `DrafterTraits.ahead` A: "ahead", (B, N, A, V) warped logits
     aux: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -135,8 +135,6 @@ class Request:
     stop: Callable[[Tensor], bool] | None = None  # called with (1, length) ids after each token; true ends the row
     generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
     on_tokens: Callable[[list[int]], bool | None] | None = None  # batch 1: called with a round's tokens; true ends it
-    # batch 1: called with a round's tokens and their raw logits (n, V), before `on_tokens`
-    on_logits: Callable[[list[int], Tensor], None] | None = None
     on_round: Callable[[State], None] | None = None  # called after each round, between passes
     keep_logits: bool = False  # store the warped distribution of every emitted token
     keep_raw: bool = False  # store the target's unprocessed logits of every emitted token
@@ -154,11 +152,6 @@ class Request:
     def of(self, row: int) -> tuple[Request, int]:
         """The request that a row's limit, ends, processors and prompt come from, and the row's index in it."""
         return (self.each[row], 0) if self.each else (self, row)
-
-    @property
-    def reads_raw(self) -> bool:
-        """Whether raw logits are asked for."""
-        return self.keep_raw or any(own.on_logits is not None for own in self.each or (self,))
 
     def visits(self, row: int) -> list[int]:
         """Places of a row's codes in the order in which an any-order target reads and draws them, given ones first."""

@@ -174,7 +174,7 @@ class HFDecoder(RunningTarget):
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
             aux["embeddings"] = seen["inputs_embeds"]
-        if request.reads_raw:
+        if request.keep_raw:
             aux["raw"] = output.logits[:, -1:]
         if self.head_states and seen["last_hidden_state"] is not None:
             aux["states"] = seen["last_hidden_state"][:, -1:]
@@ -230,7 +230,7 @@ class HFDecoder(RunningTarget):
         )
         logits, features, states = (*found, None) if found else self._eager(state, draft)
         assert logits is not None
-        aux = {"raw": logits} if state.request.reads_raw else {}
+        aux = {"raw": logits} if state.request.keep_raw else {}
         if states is not None:
             aux["states"] = states
         return Scores(Categorical(process(logits, draft, state)), features, aux)

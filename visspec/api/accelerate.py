@@ -146,7 +146,7 @@ class Accelerated:
 
     @classmethod
     def from_pretrained(
-        cls, where: str | Path, *, device: str = "cpu", dtype: str | torch.dtype = "auto", **options
+        cls, where: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", **options
     ) -> Accelerated:
         """Load what `save_pretrained` wrote, from a folder or by hub id; of another folder, its model alone.
 
@@ -295,7 +295,6 @@ class Accelerated:
 
         prompts: `generate` arguments of one prompt each, and optionally its `id` (default: its number), `seed` or
         `generator`, `streamer`, and `on_tokens`, called with the ids of each round; if it returns true, the row ends.
-        Before it `on_logits` is called with the ids and the model's raw logits (n, V) that gave them.
         They are read as slots come free; None says that none is waiting now. options: arguments for the prompts that
         don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once. ahead: prompts prefilled at
         once (default: slots); as many more may stand ready. prefix_cache: bytes of prompts' keys and values that are

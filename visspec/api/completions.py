@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from visspec.io.images import image_size, read_image
 
-DATA_URL = re.compile(r"data:image/(png|jpeg|webp)(;[^,]*)?;base64,", re.IGNORECASE)
+DATA_URL = re.compile(r"data:image/(png|jpeg|webp|bmp|gif|tiff|avif)(;[^,]*)?;base64,", re.IGNORECASE)
 
 
 class RequestError(ValueError):
@@ -115,9 +115,8 @@ class ChatBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=16)
-    logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
-    frequency_penalty: float = Field(0, ge=0, le=0)  # not supported, but clients send 0
+    logprobs: Literal[False] = False  # not supported, but clients send that, and 0 for the next two
+    frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
     response_format: Annotated[SchemaFormat | PlainFormat, Field(discriminator="type")] = PlainFormat()
 

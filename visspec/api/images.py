@@ -117,7 +117,7 @@ class ImagePipeline:
 
     @classmethod
     def from_pretrained(
-        cls, where: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", **options
+        cls, where: str | None = None, *, device: str = "auto", dtype: str | torch.dtype = "auto", **options
     ):
         """Load a folder, a hub id or an included model by name (None: the one that draws). Safetensors only; `options`
         as in the constructor, and `trust_remote_code` (off). dtype (or diffusers' `torch_dtype`): a name or a torch

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 SPREAD = {  # over several devices, by transformers' own plans
-    "auto": {"device_map": "auto"},
+    "balanced": {"device_map": "balanced"},
     "tp": {"tp_plan": "auto"},
 }
 KINDS = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM  # that answer in text
 MOST_MISSING = 4  # parameters that a configuration may describe for each number in the weights
-HUB_IDS = {  # models in transformers' form, by `model_type` of the authors' own
+INSTEAD = {  # models in transformers' form, by `model_type` of the authors' own
     "multi_modality": "deepseek-community/Janus-Pro-1B",
     "Emu3": "BAAI/Emu3-Gen-hf",
 }
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def load(
     spec: str | None = None,
     *,
-    device: str = "cpu",
+    device: str = "auto",
     dtype: str | torch.dtype = "auto",
     trust_remote_code: bool = False,
     needs_pictures: bool = False,
@@ -48,7 +48,8 @@ def load(
     """(model, processor, or tokenizer of a text model), for `accelerate`. spec: an included model (None: one that
     captions), a folder or a hub id.
 
-    device: of torch, "auto" (`device_map`: layers over all devices), "tp" (`tp_plan`: each over torchrun's processes).
+    device: of torch; "auto": the GPU if there is one; "balanced" (`device_map`): layers over all devices; "tp"
+    (`tp_plan`): each layer over torchrun's processes.
 
     Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder, and with `needs_pictures` for a
@@ -70,24 +71,46 @@ def is_text_model(spec: str, trust_remote_code: bool = False) -> bool:
 
 
 def load_image_model(
-    spec: str | None = None, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code=False
+    spec: str | None = None, *, device: str = "auto", dtype: str | torch.dtype = "auto", trust_remote_code=False
 ):
     """(model, processor) of an image generator, for `ImagePipeline`. None: the included one that draws. As `load`."""
     where = str(spec or included.image_model())
-    folder = registry.included_folder(where)
-    config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
-    named = config.get("architectures")
-    if name := HUB_IDS.get(str(config.get("model_type"))):
-        raise ValueError(f"model: {where} is in its authors' form, expected one in transformers' form, such as {name}")
+    config = _configuration(where)
     family = registry.table("family").get(str(config.get("model_type")))
     if family is not None and (read := family.load().load) is not None:
-        _check_device(device)
+        device, folder = resolve_device(device), hub.resolve_folder(registry.included_folder(where))
         return _load_own(read(folder, torch_dtype(dtype, torch.float32)), folder, device)
-    kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
+    named = config.get("architectures") or [""]
+    kind = getattr(transformers, named[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
 
 
-def load_diffusers(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "auto") -> DiffusionPipeline | None:
+def _configuration(where: str) -> dict[str, Any]:
+    """The config.json of a folder, a hub id or an included model; an empty one where there is none. Raises ValueError,
+    with what to do, for a model in a form that can't be read.
+    """
+    folder, local = located(where)
+    try:
+        file = cached_file(folder, "config.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        file = None
+    if file is None:
+        return {}
+    config = checkpoint.read_json(Path(file).parent, "config.json")
+    kind = str(config.get("model_type"))
+    if kind in INSTEAD:
+        raise ValueError(
+            f"model: {where} is in its authors' form. Use {INSTEAD[kind]}, which is in transformers' form."
+        )
+    if not ("auto_map" in config or kind in transformers.CONFIG_MAPPING or kind in registry.table("family")):
+        raise ValueError(
+            f"model: {where} is of the type {kind!r}, which transformers {transformers.__version__} does not know. A"
+            " newer transformers may know it."
+        )
+    return config
+
+
+def load_diffusers(where: str, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> DiffusionPipeline | None:
     """diffusers' pipeline of a folder or a hub id in its layout (`model_index.json`); None for others.
 
     Safetensors only, no remote code. dtype "auto" is float32 on a CPU, else bfloat16. Raises ValueError for a pipeline
@@ -110,12 +133,12 @@ def load_diffusers(where: str, *, device: str = "cpu", dtype: str | torch.dtype 
         raise ValueError(f"model: got diffusers' {found}, expected GlmImagePipeline: it has an autoregressive stage")
     from diffusers import DiffusionPipeline  # importing it takes seconds
 
-    _check_device(device)
+    device = resolve_device(device)
     precision = torch_dtype(dtype, torch.float32 if device == "cpu" else torch.bfloat16)
     return DiffusionPipeline.from_pretrained(where, torch_dtype=precision, use_safetensors=True).to(device)
 
 
-def load_saved(where: str, *, device: str = "cpu", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False):
+def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False):
     """(model, processor or tokenizer, or None if the folder has neither) of a folder with any model that generates."""
     named = checkpoint.read_json(checkpoint.check_folder(where), "config.json").get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
@@ -206,12 +229,16 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
+    _configuration(where)  # refuses other forms
     where, local = located(where)
     if local:
         checkpoint.check_folder(where)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
     spread: dict[str, Any] = SPREAD.get(device, {})
-    _check_spread(device) if spread else _check_device(device)
+    if spread:
+        _check_spread(device)
+    else:
+        device = resolve_device(device)
     on_cpu = device == "cpu" or (bool(spread) and not torch.cuda.is_available())
     precision = torch.float32 if on_cpu and dtype == "auto" else dtype
     if local and not trust_remote_code:
@@ -264,13 +291,19 @@ def _check_size(folder: Path, kind: Any) -> None:
         )
 
 
-def _check_device(device: str) -> None:
+def resolve_device(device: str) -> str:
+    """The device of torch that a name stands for: of "auto" the GPU if there is one. Raises ValueError for one that
+    this torch can't use.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"device: got {device!r}, expected one that this torch can use ({checkpoint.first_line(error)})"
         ) from None
+    return device
 
 
 def _check_spread(device: str) -> None:

@@ -114,8 +114,8 @@ class RequestBuilder:
         if self.seed is not None:
             own = {"seed": self.seed + index} | own  # as generate's rows
         own = self.defaults | own
-        seed, generator, streamer = own.pop("seed", None), own.pop("generator", None), own.pop("streamer", None)
-        calls = {name: own.pop(name, None) for name in ("on_tokens", "on_logits")}
+        own_options = ("seed", "generator", "streamer", "on_tokens")
+        seed, generator, streamer, on_tokens = (own.pop(name, None) for name in own_options)
         requests.check(own)
         requests.adopt_stop_strings(own)
         for name in ONE_PROMPT:
@@ -133,7 +133,7 @@ class RequestBuilder:
         found.prompt, found.inputs = ids, prompt | more
         if not found.sampling.greedy:
             found.generators = requests.generators(generator, seed, ids)
-        found.on_tokens, found.on_logits = calls["on_tokens"], calls["on_logits"]
+        found.on_tokens = on_tokens
         if streamer is not None:
             found.on_tokens = requests.streaming(streamer, ids)
             streamer.put(ids.cpu())

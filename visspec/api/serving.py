@@ -11,26 +11,20 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
 
 from visspec.api.accelerate import Accelerated
 from visspec.api.captions import move_inputs, process_chats, tokenizer_of
 from visspec.api.completions import ChatBody, RequestError
 from visspec.api.schemas import JsonGrammars
 from visspec.io.images import MAX_PIXELS
-from visspec.loop.stats import added_text
 from visspec.loop.stream import Answer
 from visspec.models.decoder.prefix import ROOM, PrefixCache
 from visspec.types import Processor
 
 logger = logging.getLogger(__name__)
-LEAST = -9999.0  # OpenAI's value for a token without probability
-CONTEXT = 3  # tokens: a character of UTF-8 has one more at most
 
 
 class Part(NamedTuple):
@@ -92,31 +86,21 @@ class AnswerRow:
     """One choice of a chat. inputs: of `generate`, until it runs. explain: says why a text breaks the schema."""
 
     index: int
-    body: ChatBody
     inputs: dict[str, Any]
     writer: StopTextFilter
     tell: Tell
     cancelled: threading.Event
     explain: Callable[[str], str | None] | None
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # that were not told
     begun: bool = False
 
     def entry(self) -> dict[str, Any]:
         """Arguments of the stream. Pixels are not kept behind it."""
         found, self.inputs = self.inputs | {"id": self, "on_tokens": self.put}, {}
-        return found | ({"on_logits": self.read} if self.body.logprobs else {})
-
-    def read(self, tokens: list[int], logits_TV: Tensor) -> None:
-        """Take the logits of a round's tokens, before these."""
-        before, top = self.writer.tokens, self.body.top_logprobs
-        self.logprobs += token_logprobs(self.writer.decode, before, tokens, logits_TV, top)
+        return found
 
     def put(self, tokens: list[int]) -> bool:
         """Take a round's tokens. Returns whether the row is to end."""
-        before = len(self.writer.tokens)
-        text = self.writer.add(tokens)
-        del self.logprobs[len(self.writer.tokens) - before :]  # of what follows a stop text
-        if text or self.logprobs:
+        if text := self.writer.add(tokens):
             self._tell(text)
         return self.writer.stopped or self.cancelled.is_set()
 
@@ -132,10 +116,9 @@ class AnswerRow:
         self._tell(rest, reason, Counter(tokens=count, accepted=accepted, rejected=drafted - accepted))
 
     def _tell(self, text: str, reason: str | None = None, counts: Counter[str] | None = None) -> None:
-        logprobs = {"content": self.logprobs, "refusal": None} if self.body.logprobs else None
         delta = {"content": text} | ({} if self.begun else {"role": "assistant"})
-        self.begun, self.logprobs = True, []
-        choice = {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        self.begun = True
+        choice = {"index": self.index, "delta": delta, "finish_reason": reason}
         self.tell(Part(choice, counts or Counter()))
 
 
@@ -173,8 +156,6 @@ class TextWorker:
         """The rows of a chat, one a choice, and the length of its prompt. Not for several threads at once. Raises
         RequestError.
         """
-        if body.top_logprobs and not body.logprobs:
-            raise RequestError("top_logprobs: set logprobs to true as well", param="top_logprobs")
         images = body.images(self.max_pixels)
         try:
             inputs = process_chats(self.processor, [body.chat], [images])
@@ -194,7 +175,7 @@ class TextWorker:
         rows = []
         for index in range(body.n):
             own = inputs | ({} if body.seed is None else {"seed": body.seed + index})
-            rows.append(AnswerRow(index, body, own, StopTextFilter(self.decode, body.stop), tell, cancelled, explain))
+            rows.append(AnswerRow(index, own, StopTextFilter(self.decode, body.stop), tell, cancelled, explain))
         return rows, length
 
     def _room(self, length: int, body: ChatBody) -> int:
@@ -239,28 +220,3 @@ class TextWorker:
             if not row.cancelled.is_set():
                 self.running.add(row)
                 yield row.entry()
-
-
-def token_logprobs(
-    decode: Callable[[list[int]], str], before: Sequence[int], tokens: Sequence[int], logits_TV: Tensor, top: int
-) -> list[dict[str, Any]]:
-    """An entry for each of T tokens: the text that it adds behind those before, its log-softmax of `logits_TV`, and the
-    same of the `top` most likely ones in its place. `bytes` is None of a token that ends within a character.
-    """
-    logits_TV = logits_TV.float()
-    total_T1, best = logits_TV.logsumexp(dim=-1, keepdim=True), logits_TV.topk(min(top, logits_TV.shape[-1]))
-    own_T1 = logits_TV.gather(1, torch.tensor(tokens, device=logits_TV.device)[:, None])
-    values_TK = (torch.cat([own_T1, best.values], dim=1) - total_T1).tolist()
-    context, entries = list(before[-CONTEXT:]), []
-    for token, likely, values in zip(tokens, best.indices.tolist(), values_TK):
-        text = decode(context)
-        texts = [added_text(text, decode([*context, id])) for id in (token, *likely)]
-        own, *others = map(_entry, texts, values)
-        entries.append(own | {"top_logprobs": others})
-        context = [*context, token][-CONTEXT:]
-    return entries
-
-
-def _entry(text: str, logprob: float) -> dict[str, Any]:
-    spelled = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": spelled}

@@ -184,7 +184,7 @@ def run(
     max_pixels: int | None = None,
     max_bad: int = 100,
     preset: str | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
     parallel: str | None = None,
@@ -227,6 +227,7 @@ def run(
     if not dry_run:
         check_out(Path(out), resume, overwrite)
     items = TrainingData(data, answers, ignore)
+    device = device if device in targets.SPREAD else targets.resolve_device(device)
     several = workers(parallel, device)
     if several.world > 1 and device != "cpu":
         device = str(several.device)

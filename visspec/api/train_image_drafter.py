@@ -16,6 +16,7 @@ from visspec.accept.exact import Exact
 from visspec.api import drafter_export
 from visspec.api.drafter_presets import check_preset
 from visspec.api.images import ImagePipeline
+from visspec.api.loading import SPREAD, resolve_device
 from visspec.api.train_drafter import (
     check_out,
     fresh_or_resumed,
@@ -87,7 +88,7 @@ def run(
     intermediate: int | None = None,
     height: int | None = None,
     width: int | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
     parallel: str | None = None,
@@ -120,6 +121,7 @@ def run(
         raise ValueError("prompts: got none. Give --prompts FILE with a prompt on each line, or --data for text.")
     options = options_of(rows, steps, eval_every, bf16, **{"seed": seed, **found.plan, **plan})
     check_out(Path(out), resume, overwrite)
+    device = device if device in SPREAD else resolve_device(device)
     several = workers(parallel, device)
     device = str(several.device) if several.world > 1 and device != "cpu" else device
     texts = None if prompts is None else read_prompts(prompts)

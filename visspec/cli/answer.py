@@ -17,8 +17,8 @@ class Options(JsonOption, SamplingOptions, HardwareOptions):
     model: str = option("the large model that decides")
     keep: Positive | None = option("drafts that it reads (default: 3, or all if there are fewer)", None)
     template: str | None = option("what it is asked, with {question} and {paths}", None)
-    drafter: str = option("of all models: name with options (default: each model's own, else context)", "auto")
-    max_pixels: Positive = option(default=64_000_000)
+    drafter: str = option("of all models: name with options; auto: each model's own, else context", "auto")
+    max_pixels: Positive = option("larger images are refused", 64_000_000)
     temperature: Temperature = option("of the drafts; 0 is greedy", 0.0)
     json: Path | None = option("write drafts, scores and the answer to this file", None, writes="file")
 

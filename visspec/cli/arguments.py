@@ -70,8 +70,11 @@ class JsonOption:
 class HardwareOptions:
     """Where and in which dtype a model runs."""
 
-    device: str = option("of torch; auto: layers over all devices; tp: over the processes of torchrun", "cpu")
-    dtype: Dtype = option(default="auto")
+    device: str = option(
+        "of torch; auto: the GPU if there is one; balanced: layers over all devices; tp: over torchrun's processes",
+        "auto",
+    )
+    dtype: Dtype = option("auto: float32 on a CPU, else the checkpoint's", "auto")
     trust_remote_code: bool = option("run code that comes with the model (off)", False)
 
     @property
@@ -99,9 +102,9 @@ class ModelOptions(TargetOptions):
 class SamplingOptions:
     """How texts are decoded."""
 
-    max_new_tokens: Positive = option(default=128)
+    max_new_tokens: Positive = option("most tokens of an answer", 128)
     temperature: Temperature = option("0 is greedy", 0.0)
-    seed: int = option(default=0)
+    seed: int = option("of the random numbers", 0)
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -113,7 +116,7 @@ class SamplingOptions:
 class DrawingOptions(JsonOption, HardwareOptions):
     guidance_scale: float | None = option("default: the model's own", None)
     temperature: Temperature | None = option("0 is greedy; default: the model's own", None)
-    seed: int = option(default=0)
+    seed: int = option("of the random numbers", 0)
 
 
 @dataclass(kw_only=True)

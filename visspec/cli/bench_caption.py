@@ -55,7 +55,7 @@ class Options(ScenesOptions, SamplingOptions, TargetOptions):
         "one or more names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
     )
     acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
-    batch_size: Positive = option(default=1)
+    batch_size: Positive = option("images captioned together", 1)
     prompt: str | None = option("what to ask of each image", None)
     compile: bool = option("ours compiled, and transformers compiled beside it", False)
     stream: bool = option("throughput of a stream of --batch-size slots, too", False)

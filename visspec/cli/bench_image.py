@@ -56,7 +56,7 @@ class Options(DrawingOptions, ScenesOptions):
     method: list[str] | None = option(
         "preset, file of `visspec tune` or name=drafter/rule; repeat; default: all presets", None, repeat=True
     )
-    quality: int = option("images a method for GenEval and FD (0: none)", 0)
+    quality: int = option("images a method for GenEval and FD ; 0: none", 0)
     batch_size: Positive = option("images at a time in the speed part", 1)
     out: Path | None = option("keep the images of the quality part in this folder; it resumes", None, writes="folder")
     compile: bool = option("ours compiled, and the stock class compiled beside it", False)

@@ -14,6 +14,7 @@ from rich.table import Table
 from torch.utils.benchmark import Timer
 
 from visspec import kernels
+from visspec.api.loading import resolve_device
 from visspec.cli.bench import BenchOptions, Cell, table
 from visspec.io.options import option
 from visspec.io.provenance import provenance
@@ -31,15 +32,12 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(kw_only=True)
 class Options(BenchOptions):
-    device: str = option(default="cpu")
+    device: str = option("of torch; auto: the GPU if there is one", "auto")
 
 
 def run(arguments: Options) -> None:
     arguments.begin()
-    device = torch.device(arguments.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device: got {device} on a machine without CUDA, expected cpu")
-    record = bench_kernels(device)
+    record = bench_kernels(torch.device(resolve_device(arguments.device)))
     arguments.end(record, view(record))
 
 

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.api.accelerate import Accelerated, accelerate
+from visspec.api.loading import resolve_device
 from visspec.cli.arguments import Positive, Probability
 from visspec.cli.bench import BenchOptions, Cell, table
 from visspec.distributions import categorical
@@ -86,19 +87,19 @@ TINY = {"hidden": 64, "inner": 96, "heads": 4, "vocabulary": 128, "layers": 2}
 
 @dataclass(kw_only=True)
 class Options(BenchOptions):
-    sizes: list[str] = option(default=list(SIZES), choices=SIZES)
-    batch: list[Positive] = option(default=[1, 8, 32])
+    sizes: list[str] = option("models whose shapes are measured", list(SIZES), choices=SIZES)
+    batch: list[Positive] = option("prompts decoded together", [1, 8, 32])
     acceptance: list[Probability] = option("probability that a drafted token is the target's own", [0.5, 0.7, 0.8, 0.9])
     levels: Positive = option("of a draft, which is a chain", 6)
     prompt: Positive = option("ids of a prompt; an image takes some 600", 640)
-    max_new_tokens: Positive = option(default=128)
+    max_new_tokens: Positive = option("tokens of an answer", 128)
     repeats: Positive = option("batches of prompts", 3)
     layers: Positive | None = option("instead of the model's own number, to see whether it runs", None)
     tiny: bool = option("a few small layers in place of each model's", False)
     compile: bool = option("our passes compiled, too", False)
     attention: str | None = option("of our passes; default: the device's", None, choices=["mask", "varlen", "tree"])
-    device: str = option(default="cpu")
-    dtype: Literal["float32", "bfloat16", "float16"] = option(default="bfloat16")
+    device: str = option("of torch; auto: the GPU if there is one", "auto")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("of the weights", "bfloat16")
 
     @property
     def changes(self) -> dict[str, int]:
@@ -130,7 +131,7 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     rows, where, failures = [], {}, []
     for name in arguments.sizes:
         size = SIZES[name]._replace(**_fitting(SIZES[name], arguments.changes))
-        model = size.model(arguments.device, getattr(torch, arguments.dtype), prompt + new + levels + 1)
+        model = size.model(resolve_device(arguments.device), getattr(torch, arguments.dtype), prompt + new + levels + 1)
         where = provenance(model, repeats=arguments.repeats)
         for batch in tqdm(arguments.batch, desc=f"bench sizes {name}", leave=False):
             try:

@@ -1,8 +1,7 @@
-"""`visspec caption SOURCES --out`: records of many images, kept one by one in a file, with the page of `--report`; with
---ray by several processes.
-"""
+"""The work of `visspec caption`: records of images, kept one by one in a file, made here or by several processes."""
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,49 +10,57 @@ from typing import Any
 from tqdm import tqdm
 
 from visspec.api import distributed, sources
-from visspec.api.accelerate import Accelerated
 from visspec.api.captions import PROMPT, Caption, Captions
 from visspec.api.sources import Record
 from visspec.cli import caption, generate
 from visspec.cli.arguments import earlier, exit_code, load
 from visspec.eval.report.captions import CaptionSamples, write_page
 from visspec.io.files import Journal, replacing
+from visspec.io.provenance import provenance
 
 COLUMNS = dict.fromkeys(("id", "image", "prompt", "caption"), "string") | {"tokens": "int64", "rounds": "int64"}
 COLUMNS |= {"ended": "string", "drift": "double", "error": "string"}
 
 
 def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
-    """Finished records are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
-    out, request, pictures = output_path(arguments), arguments.prompt or PROMPT, CaptionSamples()
+    """Finished records are kept whatever ends it; ids that are there are not captioned again. Without --out they are
+    printed. Returns the exit code.
+    """
+    check_output(arguments)
     read = partial(sources.records, arguments.image)
     found = read()  # a source that isn't there is refused before work starts
+    request, pictures = arguments.prompt or PROMPT, CaptionSamples()
+    about = caption.settings(arguments, request, options)
+    make = partial(load_captions, arguments, request, options)
     if arguments.ray:
         sources.need("ray", "--ray", distributed.EXTRA)
-        about = caption.settings(arguments, request, options)
+        about["provenance"] = provenance()
     else:
-        fast, captions = load_captions(arguments, request, options, arguments.workers)
-        about = caption.run_settings(arguments, fast, request, options)
+        captions, check = make(arguments.workers)
+        about["provenance"] = provenance(captions.fast.model, drafter=captions.fast.name)
     caption.warn_of_foreign(arguments)
-    lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
-    with Journal(lines, about, retry=arguments.retry_failed) as journal:
-        run = RecordRun(journal)
-        if arguments.ray:
-            make = partial(worker, arguments, request, options)
-            made = run.with_ray(read, make, arguments, group=4 * arguments.slots)
-        else:
-            made = captions(shown(pictures, sources.new_records(found, journal.done, run.repeat)))
-        try:
-            for one in run.with_bar(made):
-                run.add(row_of(one))
-                pictures.tell(one.path, one.pieces)
-        finally:
-            if lines != out:
-                with replacing(out) as draft:
-                    sources.write_parquet(iter(journal), draft, COLUMNS)
-            if arguments.report is not None:
-                write_page(arguments.report, journal, pictures, about)
-    return run.end(out)
+    with tempfile.TemporaryDirectory(prefix="visspec-") as home:
+        out = arguments.out or Path(home, "captions.jsonl")
+        lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
+        with Journal(lines, about, retry=arguments.retry_failed) as journal:
+            run = RecordRun(journal)
+            if arguments.ray:
+                made = run.with_ray(read, partial(worker, make), arguments, group=4 * arguments.slots)
+            else:
+                made = map(check, captions(shown(pictures, sources.new_records(found, journal.done, run.repeat))))
+            try:
+                for one in run.with_bar(made):
+                    run.add(row_of(one))
+                    pictures.tell(one.path, one.pieces)
+                    if arguments.out is None and one.text is not None:
+                        print(f"{one.path}: {one.text}" if len(arguments.image) > 1 else one.text, flush=True)
+            finally:
+                if lines != out:
+                    with replacing(out) as draft:
+                        sources.write_parquet(iter(journal), draft, COLUMNS)
+                if arguments.report is not None:
+                    write_page(arguments.report, journal, pictures, about)
+    return run.end(arguments.out, arguments.stats)
 
 
 def shown(pictures: CaptionSamples, records: Iterable[Record]) -> Iterator[Record]:
@@ -63,42 +70,42 @@ def shown(pictures: CaptionSamples, records: Iterable[Record]) -> Iterator[Recor
         yield record
 
 
-def worker(arguments: caption.Options, request: str, options: dict[str, Any]) -> distributed.Making:
+def worker(make: Callable[[int], tuple[Captions, Callable[[Caption], Caption]]]) -> distributed.Making:
     """In an actor: load the model. What is returned makes the captions of records."""
-    return load_captions(arguments, request, options, 1)[1]
+    captions, check = make(1)
+    return lambda records: map(check, captions(records))
 
 
 def load_captions(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
-) -> tuple[Accelerated, Callable[[Iterable[Record]], Iterator[Caption]]]:
-    """The model, and what makes the captions of records, whose images so many threads read ahead."""
+) -> tuple[Captions, Callable[[Caption], Caption]]:
+    """The model's captions of records, whose images so many threads read ahead, and what checks one by --schema."""
     fast, processor = load(arguments, needs_pictures=True)
     constraint, check = caption.by_schema(arguments, fast.model, processor)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
-    captions = Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint)
-    return fast, lambda records: map(check, captions(records))
+    return Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint), check
 
 
-def output_path(arguments: caption.Options) -> Path:
-    """The path of --out. Raises ValueError for arguments that don't go together."""
+def check_output(arguments: caption.Options) -> None:
+    """Raises ValueError for arguments that don't go together."""
     out = arguments.out
     if out is None:
-        source = next((s for s in arguments.image if not sources.is_plain(s)), arguments.image[0])
-        raise ValueError(f"--out: got none, expected a .jsonl or .parquet file for the records of {source}")
-    if out.suffix not in (".jsonl", ".parquet"):
+        source = next((s for s in arguments.image if not sources.is_plain(s)), None)
+        if source is not None or arguments.ray:
+            source = source or arguments.image[0]
+            raise ValueError(f"--out: got none, expected a .jsonl or .parquet file for the records of {source}")
+        for name in ("report", "retry_failed"):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name.replace('_', '-')}: got it without --out, expected both")
+    elif out.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--out: got {out}, expected a file that ends in .jsonl or .parquet")
-    if arguments.json is not None:
-        raise ValueError(f"--json: got {arguments.json} beside --out, expected one of the two")
-    if out.suffix == ".parquet":
+    elif out.suffix == ".parquet":
         sources.need("pyarrow", f"--out {out}")
-    return out
 
 
 def row_of(made: Caption) -> dict[str, Any]:
-    record = made.record
-    assert record is not None
-    told = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
-    return dict(zip(COLUMNS, (made.path, record.image, record.prompt, *told)))
+    found = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
+    return dict(zip(COLUMNS, (made.path, made.record.image, made.record.prompt, *found)))
 
 
 class RecordRun:
@@ -149,8 +156,10 @@ class RecordRun:
     def _complain(self, sentence: str) -> None:
         self.bar.write(f"visspec: {sentence}", file=sys.stderr)
 
-    def end(self, out: Path) -> int:
-        """Print a summary. Returns the exit code."""
-        there = earlier(self.before, self.lost, self.twice)
-        print(f"{out}: {self.count} records, {self.failed} of them failed{there}; tau {self.tau:.2f}")
+    def end(self, out: Path | None, stats: bool = True) -> int:
+        """Print a summary, without `out` for `stats` alone. Returns the exit code."""
+        if out is not None or stats:
+            there = earlier(self.before, self.lost, self.twice)
+            where = "" if out is None else f"{out}: "
+            print(f"{where}{self.count} records, {self.failed} of them failed{there}; tau {self.tau:.2f}")
         return exit_code(len(self.journal.done), len(self.journal.failed), self.twice)

@@ -25,7 +25,7 @@ LEAST = {"fid": 4, "kid": 2}  # images a side
 @dataclass(kw_only=True)
 class MetricOptions(JsonOption):
     what: str = option(command=True)
-    device: str = option(default="cpu")
+    device: str = option("of torch; auto: the GPU if there is one", "auto")
     json: Path | None = option("write the result to this file", None, writes="file")
     generated: Path = option(FOLDER, positional=True)
 
@@ -36,7 +36,7 @@ class FoldersOptions(MetricOptions):
 
     reference: Path = option(FOLDER, positional=True)
     extractor: str = option("random-conv (embedded), inception[:FILE], timm:NAME, or a model", "random-conv")
-    batch_size: Positive = option(default=32)
+    batch_size: Positive = option("images at a time", 32)
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class FidOptions(FoldersOptions):
 
 @dataclass(kw_only=True)
 class KidOptions(FoldersOptions):
-    subsets: Positive = option(default=100)
+    subsets: Positive = option("random subsets that the distance is averaged over", 100)
     subset_size: Positive | None = option("images a subset (default: 1000, or all there are)", None)
 
 
@@ -82,6 +82,7 @@ def run(arguments: MetricOptions) -> int:
     from rich.markup import escape
     from rich.table import Table
 
+    from visspec.api.loading import resolve_device
     from visspec.api.sources import need
     from visspec.io.provenance import provenance
 
@@ -90,6 +91,7 @@ def run(arguments: MetricOptions) -> int:
     for name in ("generated", "reference"):
         if hasattr(arguments, name):
             check_images(name, getattr(arguments, name), LEAST.get(arguments.what, 1))
+    arguments.device = resolve_device(arguments.device)
     found = METRICS[arguments.what][1](arguments)
     row = {"metric": found.pop("name"), "value": found.pop("value"), "n": found.pop("n")}
     row |= {"n_reference": found.pop("n_reference")} | found if "n_reference" in found else found

@@ -39,7 +39,7 @@ class Options(RayOptions, DrawingOptions):
     drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
     order: str | None = option("order of decoding, of any-order models halton, spread or raster", None)
     acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
-    batch_size: Positive = option(default=8)
+    batch_size: Positive = option("images drawn together", 8)
     stats: bool = option("print passes, tau and times of each batch", False)
     json: Path | None = option(
         "write seeds, passes, guarantee, drift and displacement to this file", None, writes="file"

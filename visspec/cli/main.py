@@ -73,6 +73,14 @@ def main(argv: list[str] | None = None) -> int:
         warnings.showwarning = shown
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Help texts that end with the default, where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        shown = action.default is not False and action.default not in (None, [], argparse.SUPPRESS)
+        return super()._get_help_string(action) if shown else action.help
+
+
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line; the usage is behind --help. A command's file is imported when it is named."""
 
@@ -117,7 +125,7 @@ def parser() -> Parser:
     below = {"": top.add_subparsers(dest="command", metavar="command")}
     for name, what in COMMANDS.items():
         group, _, last = name.rpartition(" ")
-        one = below[group].add_parser(last, help=what)
+        one = below[group].add_parser(last, help=what, formatter_class=HelpFormatter)
         if any(other.startswith(f"{name} ") for other in COMMANDS):
             one.set_defaults(show=one.print_help)
             below[name] = one.add_subparsers(dest="what", metavar="what")

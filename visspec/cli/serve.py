@@ -16,8 +16,8 @@ Port = Annotated[int, number(int, lambda value: 0 <= value < 1 << 16, "a number 
 
 @dataclass(kw_only=True)
 class Options(ModelOptions):
-    host: str = option("default: this machine only", "127.0.0.1")
-    port: Port = option(default=8000)
+    host: str = option("address to listen on", "127.0.0.1")
+    port: Port = option("to listen on", 8000)
     image_model: str | None = option("also serve images/generations: included name, folder or hub id", None)
     slots: Positive = option("answers written at once", 8)
     places: Positive = option("requests taken at once, those that wait included", 64)

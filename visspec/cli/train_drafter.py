@@ -20,7 +20,7 @@ class Options(HardwareOptions):
         "for a drafter of image codes: a file with a prompt on each line (an included model's own prompts)", None
     )
     answers: Literal["target", "own"] = option(
-        "target: it answers the prompts itself, as a drafter has to guess what the target says (default); own: the"
+        "target: it answers the prompts itself, as a drafter has to guess what the target says ; own: the"
         " target reads the answers of the data",
         "target",
     )
@@ -28,7 +28,7 @@ class Options(HardwareOptions):
     out: Path = option(writes="folder")
     steps: Positive | None = option("training steps (2000)", None)
     epochs: Share | None = option("how often the data is seen, in place of --steps", None)
-    loss: Literal["tv", "soft_ce", "kl"] = option(default="tv")
+    loss: Literal["tv", "soft_ce", "kl"] = option("between the drafter's law and the target's", "tv")
     preset: str | None = option(
         "context: a table for the default drafter, in minutes and without data; a published drafter: eagle, eagle3,"
         " flash, ...; of images: image-eagle, distilled (docs/drafters.md)",
@@ -44,22 +44,22 @@ class Options(HardwareOptions):
     intermediate: Positive | None = option("width of the drafter's MLP (the target's)", None)
     height: Positive | None = option("of images, in pixels (the model's own)", None)
     width: Positive | None = option("of images, in pixels (the model's own)", None)
-    max_new_tokens: Positive = option("of the target's own answers (256)", 256)
-    seed: int = option(default=0)
-    rows: Positive = option("answers that the target makes together (16)", 16)
-    rate: float = option("peak learning rate (0.001)", 1e-3)
-    schedule: Literal["cosine", "linear", "constant"] = option(default="cosine")
-    warm_up: float = option("share of the steps in which the rate rises (0.025)", 0.025)
-    accumulate: Positive = option("lessons of an update, over all processes (one of each)", 1)
+    max_new_tokens: Positive = option("of the target's own answers", 256)
+    seed: int = option("of the random numbers", 0)
+    rows: Positive = option("answers that the target makes together", 16)
+    rate: float = option("peak learning rate", 1e-3)
+    schedule: Literal["cosine", "linear", "constant"] = option("of the learning rate", "cosine")
+    warm_up: float = option("share of the steps in which the rate rises", 0.025)
+    accumulate: Positive = option("lessons of an update, over all processes", 1)
     bf16: bool = option("matrix products of the drafter in bfloat16", False)
     eval_every: Positive | None = option("steps between measurements of tau on held-out data (a fifth)", None)
     eval_rows: Positive = option(
         "items that only validate, drawn by seed, a twentieth of the data at most (64; 16 prompts)", 64
     )
     max_pixels: Positive | None = option("pictures are scaled down to so many", None)
-    max_bad: Count = option("items that can't be read and are passed over, in each process (100)", 100)
-    save_every: Positive = option("steps between checkpoints (200)", 200)
-    keep: Positive = option("checkpoints that are kept, beside that of the best tau (1)", 1)
+    max_bad: Count = option("items that can't be read and are passed over, in each process", 100)
+    save_every: Positive = option("steps between checkpoints", 200)
+    keep: Positive = option("checkpoints that are kept, beside that of the best tau", 1)
     export: str | None = option("write OUT/FORM for other engines too: eagle3, dflash, speculators, ...", None)
     store: Path | None = option("keep the target's answers here, for later runs too", None, writes="folder")
     parallel: str | None = option(

@@ -42,14 +42,12 @@ class TokenBuffer(OutputBuffer):
         return len(tokens) - before
 
     def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
-        """Keep, or hand over, the distributions that gave the tokens just added, where the request asks for them."""
-        on_logits, nodes = self.request.of(row)[0].on_logits, path[:count]
+        """Keep the distributions that gave the tokens just added, where the request asks for them."""
+        nodes = path[:count]
         if self.request.keep_logits:
             self.distributions[row].extend(categorical(scores.distribution).logits[b, nodes])
         if self.request.keep_raw:
             self.raw[row].extend(scores.aux["raw"][b, nodes])
-        if on_logits is not None:
-            on_logits(self.tokens[row][-count:], scores.aux["raw"][b, nodes])
 
     def values(self, row: int) -> Tensor:
         """Tokens of an original row, (T,) on the CPU."""

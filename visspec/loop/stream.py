@@ -49,9 +49,7 @@ class Answer:
 
 
 class Row:
-    """A request of one row. An exception of its stop function, processors, `on_logits` or `on_tokens` ends
-    this row only.
-    """
+    """A request of one row. An exception of its stop function, processors or `on_tokens` ends this row only."""
 
     def __init__(self, id: object, request: Request):
         self.id = id
@@ -67,8 +65,7 @@ class Row:
             request,
             sampling=replace(request.sampling, processors=processors),
             stop=self._caught(request.stop) if called else None,
-            on_logits=self._caught(request.on_logits) if request.on_logits is not None else None,
-            on_tokens=self._caught(request.on_tokens) if request.on_tokens or request.on_logits else None,
+            on_tokens=self._caught(request.on_tokens) if request.on_tokens else None,
         )
 
     def _caught(self, call: Callable | None) -> Callable[..., Any]:
