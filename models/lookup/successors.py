@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
+from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.loop.decode import open_request
 from visspec.models.lookup.context import CANDIDATES
@@ -43,7 +44,7 @@ def successors(target: Target, request: Request, last: int) -> Tensor:
     device, vocab, best = state.pending.device, target.capabilities.vocab, []
     for first in tqdm(range(0, vocab, NODES), desc="successors", mininterval=2.0):
         ids = [last, *range(first, min(first + NODES, vocab))]
-        star = Draft(torch.tensor([ids], device=device), trees.static((-1, *(len(ids) - 1) * (0,)), str(device)))
+        star = Draft(to_device([ids], device), trees.static((-1, *(len(ids) - 1) * (0,)), str(device)))
         logits_NV = categorical(target.verify(state, star).distribution).logits[0, 1:]
         best.append(logits_NV.topk(min(CANDIDATES, vocab)).indices.int())
     return torch.cat(best)
