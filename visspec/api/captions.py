@@ -230,6 +230,14 @@ class Captions(AbstractContextManager):
     def __exit__(self, *error: BaseException | type | TracebackType | None) -> None:
         self.close()
 
+    def open_record(self, record: Record) -> Image | Clip:
+        """The picture of a record, or the frames of its video. Raises ValueError or OSError if it can't be read."""
+        if isinstance(record.image, bytes):
+            return read_image(record.image, record.id, self.max_pixels)
+        if isinstance(record.image, (str, Path)):
+            return open_media(record.image, self.max_pixels, self.frames)
+        return record.image
+
     def _prepare(self, record: Record) -> Prepared:
         """In a worker: a record without its pixels, and the processor's output or what went wrong."""
         label = str(record.image) if isinstance(record.image, (str, Path)) else None
@@ -237,11 +245,7 @@ class Captions(AbstractContextManager):
         try:
             if record.error is not None:
                 raise ValueError(record.error)
-            image = record.image
-            if isinstance(image, bytes):
-                image = read_image(image, record.id, self.max_pixels)
-            elif isinstance(image, (str, Path)):
-                image = open_media(image, self.max_pixels, self.frames)
+            image = self.open_record(record)
             with self._processing:
                 inputs = process_batch(self.processor, [image], [bare.prompt or ""])
             length, new = inputs["input_ids"].shape[1], self.generate.get("max_new_tokens") or 0

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from visspec.cli.arguments import ModelOptions, Positive, RayOptions, SamplingOptions, number, sampling
+from visspec.cli.arguments import Count, ModelOptions, Positive, RayOptions, SamplingOptions, number, sampling
 from visspec.io import included
 from visspec.io.options import option
 
@@ -38,6 +38,7 @@ class Options(RayOptions, SamplingOptions, ModelOptions):
     slots: Positive = option("captions written at once", 8)
     workers: Positive = option("threads that read images ahead; with --ray processes", 2)
     report: Path | None = option("a page of the records with thumbnails, with --out", None, writes="file")
+    compare: Count = option("also time transformers' generate on so many of the images, and say how much faster", 0)
     max_pixels: Positive = option("larger images are refused", 64_000_000)
     frames: Positive = option("frames read of a video", 8)
     schema: Path | None = option(
