@@ -41,7 +41,7 @@ class Record:
     passed_over: bool = False  # the error is that files of a kind are not read
 
 
-class Records(Iterator[Record]):
+class RecordStream(Iterator[Record]):
     """Records that are read one by one. total: how many; None if only reading them tells."""
 
     def __init__(self, found: Iterator[Record], total: int | None):
@@ -51,14 +51,14 @@ class Records(Iterator[Record]):
         return next(self._found)
 
 
-def records(sources: Sequence[str | Path]) -> Records:
+def records(sources: Sequence[str | Path]) -> RecordStream:
     """The records of all sources, in their order. Raises ValueError now for a source that isn't there, is empty, or
     needs a package that isn't installed.
     """
     found = [reader(str(source)) for source in sources]
     totals = [total for _, total in found if total is not None]
     total = sum(totals) if len(totals) == len(found) else None
-    return Records((record for read, _ in found for record in read()), total)
+    return RecordStream((record for read, _ in found for record in read()), total)
 
 
 def is_plain(source: str | Path) -> bool:
