@@ -48,6 +48,7 @@ TABLES: dict[str, dict[str, Entry]] = {
         "none": Entry(None, "plain decoding in our loop"),
         "context": Entry(
             "visspec.models.lookup.context:ContextDrafter", "a tree of what context and passes propose; default",
+            checkpoint="context",
         ),
         "ngram": Entry("visspec.models.lookup.context:prompt_lookup", "chains of what the row's own text repeats"),
         "recycling": Entry("visspec.models.lookup.context:token_recycling", "trees of what the target ranked high"),
