@@ -91,10 +91,16 @@ def test_hub_ids_in_their_authors_form_name_another(name, kind, instead, hub, ca
         assert main([*command, "--model", name]) == 2 and sentence in capsys.readouterr().err
 
 
+def test_pickles_name_the_command_that_converts_them(tmp_path, capsys):
+    (tmp_path / "t2i_XL.pt").write_bytes(b"")
+    for where in (tmp_path, tmp_path / "t2i_XL.pt"):
+        with one_sentence("holds weights in their authors' layout. `visspec convert` makes a folder of them"):
+            ImagePipeline.from_pretrained(str(where))
+        assert main(["generate", "a cat", "--model", str(where)]) == 2 and "visspec convert" in capsys.readouterr().err
+
+
 def test_a_type_that_transformers_lacks_is_said_without_its_advice(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "blobby"}))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with one_sentence(
-        "model: .* is of the type 'blobby', which transformers .* does not know. A newer transformers may"
-    ):
+    with one_sentence("model: .* is of the type 'blobby', which transformers .* does not know. A newer one may"):
         ImagePipeline.from_pretrained(str(tmp_path))

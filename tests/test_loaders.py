@@ -247,13 +247,9 @@ def test_a_table_without_a_null_class_is_not_guided(tmp_path):
         pipe("10", guidance_scale=4.0, output_type="latent")
     with pytest.raises(ValueError, match=r"expected classes 0\.\.10"):
         model.prefix(torch.tensor([11]))
-    layouts_llamagen.save_llamagen(tmp_path / "ours", model)
-    assert layouts_llamagen.load_llamagen(tmp_path / "ours").config == model.config
     for classes, words in ((9, "classes: got 9 for a table of 11 rows, expected 10 or 11"), (12, "got 12")):
         with pytest.raises(ValueError, match=words):
             layouts_llamagen.load_llamagen(file, 4, 4, classes=classes)
-    with pytest.raises(ValueError, match="classes: got 3, expected 11 as"):
-        layouts_llamagen.load_llamagen(tmp_path / "ours", classes=3)
     guided = layouts_llamagen.load_llamagen(file, 4, 4)
     assert guided.config.classes == 10 and guided.guided and ImagePipeline(guided, None).family.default_guidance == 4.0
 

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from visspec import registry
 from visspec.api.sources import need
 from visspec.io import checkpoint, hub, included
+from visspec.models.image_codes import text_features
 from visspec.models.layers import check_layers
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def load_image_model(
     family = registry.table("family").get(str(config.get("model_type")))
     if family is not None and (read := family.load().load) is not None:
         device, folder = resolve_device(device), hub.resolve_folder(registry.included_folder(where))
-        return _load_own(read(folder, torch_dtype(dtype, torch.float32)), folder, device)
+        usual = torch.float32 if device == "cpu" else getattr(torch, config.get("dtype") or "float32")
+        return _load_own(read(folder, torch_dtype(dtype, usual)), folder, device)
     named = config.get("architectures") or [""]
     kind = getattr(transformers, named[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
@@ -90,6 +92,12 @@ def _configuration(where: str) -> dict[str, Any]:
     with what to do, for a model in a form that can't be read.
     """
     folder, local = located(where)
+    files = [Path(where)] if Path(where).is_file() else list(Path(where).glob("*"))
+    if not any(file.name == "config.json" for file in files) and any(f.suffix in checkpoint.PICKLED for f in files):
+        raise ValueError(
+            f"model: {where} holds weights in their authors' layout. `visspec convert` makes a folder of them that"
+            " can be loaded (visspec list layouts)."
+        )
     try:
         file = cached_file(folder, "config.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
     except OSError:
@@ -105,7 +113,7 @@ def _configuration(where: str) -> dict[str, Any]:
     if not ("auto_map" in config or kind in transformers.CONFIG_MAPPING or kind in registry.table("family")):
         raise ValueError(
             f"model: {where} is of the type {kind!r}, which transformers {transformers.__version__} does not know. A"
-            " newer transformers may know it."
+            " newer one may, and `visspec convert` reads some layouts of their authors (visspec list layouts)."
         )
     return config
 
@@ -217,12 +225,24 @@ def torch_dtype(dtype: str | torch.dtype, usual: torch.dtype) -> torch.dtype:
 
 def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
     """(model, processor) of a folder with a network that transformers lacks."""
-    processor = None
+    model, processor = model.to(device).eval(), None
     if not model.class_conditional:
         with quiet():  # it would say that it does not know the type of the model
-            processor = transformers.AutoProcessor.from_pretrained(str(folder), local_files_only=True)
+            processor = _own_processor(model, folder)
     logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
-    return model.to(device).eval(), processor
+    return model, processor
+
+
+def _own_processor(model: Any, folder: Path) -> Any:
+    """A text encoder's features, a processor or a tokenizer of a folder with a network that transformers lacks."""
+    if model.text_features:
+        encoder = folder / text_features.FOLDER
+        if not encoder.is_dir():
+            return None  # the first prompt says how to get one
+        return text_features.T5Features.from_pretrained(str(encoder), dtype=model.dtype).to(model.device)
+    worded = (folder / "processor_config.json").is_file()
+    kind = transformers.AutoProcessor if worded else transformers.AutoTokenizer
+    return kind.from_pretrained(str(folder), local_files_only=True)
 
 
 def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_remote_code: bool, worded: bool = True):
