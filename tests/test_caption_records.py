@@ -379,6 +379,24 @@ def test_rows_of_parquet(tmp_path):
     assert parquet.read_table(out)["id"].to_pylist() == [str(i) for i in range(2500)]
 
 
+def test_other_models_are_asked_for_a_sentence_and_a_cut_caption_says_so(folder, little, tmp_path, capsys):
+    """Included models know few words: they keep their prompt and limit, also by their folder."""
+    table = tmp_path / "t.jsonl"
+    table.write_text(json.dumps({"id": "a", "image": str(folder / "scene0.png")}))
+    for model, prompt, limit in (
+        (little, "Describe this image in detail.", 256),
+        (registry.CHECKPOINTS / "captioner", PROMPT, 128),
+    ):
+        out = tmp_path / f"{limit}.jsonl"
+        assert main(["caption", str(table), "--out", str(out), "--model", str(model), "--drafter", "none"]) == 0
+        about, (row,) = json.loads(Path(f"{out}.about.json").read_text()), lines(out)
+        assert row["prompt"] == about["prompt"] == prompt and about["sampling"]["max_new_tokens"] == limit
+        cut = row["tokens"] == limit
+        assert (row["ended"] == "length") == cut == ("; 1 cut at the limit" in capsys.readouterr().out)
+        assert cut == (limit == 256)  # the random model does not end
+        assert Captions(accelerate(load(str(model))[0], None), None).request == prompt
+
+
 def test_every_record_has_its_own_seed(folder, little):
     """Made of the run's seed and the record's id, as `sources.seed_of` says, whatever is captioned beside it."""
     model, processor = load(str(little))

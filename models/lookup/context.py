@@ -5,9 +5,9 @@ Three sources propose the tokens below a node:
 * matches: the continuations of earlier occurrences of the row's last tokens in its prompt and output (prompt lookup;
   Saxena, 2023);
 * answers: the same in the answers of requests that have ended (SuffixDecoding; Oliaro et al., arXiv 2411.04975);
-* candidates: the tokens that the target ranked highest after the same two tokens, or the same one, last time (token
-  recycling; Luo et al., arXiv 2408.08696). What it has not seen yet comes from a table for each id, if the drafter has
-  one (`successors`).
+* candidates: the tokens that the target ranked highest after the same two tokens, or the same one, last time, in text
+  or below a draft (token recycling; Luo et al., arXiv 2408.08696). What it has not seen yet comes from a table for each
+  id, if the drafter has one (`successors`).
 
 Each proposal has a probability of acceptance that is learned online, by its source, the length of the match or the
 rank, and the depth. A token that several sources propose has 1 - (1 - p)(1 - q). The tree is grown best-first by the
@@ -24,7 +24,7 @@ import json
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -253,6 +253,16 @@ class RowContext:
             if probability * scale >= LEAST:
                 heapq.heappush(heap, (-probability * scale, len(heap), index, token))
 
+    def pairs(self, size: int, added: int) -> list[tuple[int, int]]:
+        """The tokens of the first `size` nodes of the newest tree, or of its root alone, each behind the one above it.
+
+        Args:
+            added: Tokens that were added to the text since.
+        """
+        tree, root = self.tree[:size], len(self.ids) - added - 1
+        above = self.ids[root - 1] if root else -1
+        return [(above, self.ids[root]), *((tree[node.parent].token, node.token) for node in tree[1:])]
+
     def learn(self, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed the root of the newest tree."""
         tree, self.tree = self.tree, []
@@ -270,7 +280,7 @@ class Memory:
     """What the drafter keeps of a request. The target's candidates reach the host without a wait of their own."""
 
     def __init__(self, rows: list[RowContext]):
-        self.rows = rows
+        self.rows, self.size = rows, 1  # nodes of the drafted trees, the root included
         self.copies: list[tuple[list[Place], Tensor, torch.cuda.Event | None]] = []  # on their way
 
     def send(self, places: list[Place], logits_MV: Tensor) -> None:
@@ -365,6 +375,7 @@ class ContextDrafter(Drafter):
             grown.append(memory.rows[row].grow(self.nodes, depth, not self.traits.trees))
         reaches = zip_longest(*([node.reach for node in tree[1:]] for tree in grown), fillvalue=0.0)
         size = state.worth(list(accumulate((sum(reach) / len(grown) for reach in reaches), initial=1.0)))
+        memory.size = size
         return _draft(state.pending, [tree[:size] for tree in grown])
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
@@ -373,16 +384,16 @@ class ContextDrafter(Drafter):
         nodes: list[tuple[int, int]] = []
         for b, (row, path, new) in enumerate(zip(state.rows, outcome.path, outcome.tokens)):
             context = memory.rows[row]
-            context.learn(new)
             context.extend(state.tokens[row])
+            if "candidates" in self.sources and row not in state.finished:
+                pairs = context.pairs(memory.size, len(new))
+                order = sorted(range(len(pairs)), key=path.__contains__)  # the accepted ones last, so that they stay
+                places += [(context.shared.candidates, pairs[n]) for n in order]
+                nodes += [(b, n) for n in order]
+            context.learn(new)
             if row in state.finished:
                 context.end()
-                continue
-            if "candidates" not in self.sources:
-                continue
-            known = context.ids[-len(path) - 2 : -1]  # the token before the root, and those of the path
-            places += [(context.shared.candidates, pair) for pair in pairwise(known)]
-            nodes += [(b, n) for n in path[-(len(known) - 1) :]]
+        memory.size = 1
         if nodes:
             b_M, n_M = to_device([list(column) for column in zip(*nodes)], state.pending.device)
             memory.send(places, categorical(scores.distribution).logits[b_M, n_M])

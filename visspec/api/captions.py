@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from visspec.api import queueing
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, seed_of
+from visspec.io import included
 from visspec.io.checkpoint import first_line
 from visspec.io.images import MAX_PIXELS, read_image
 from visspec.io.videos import FRAMES, Clip, open_media
@@ -33,7 +34,8 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 Prepared = tuple[Record, dict[str, Any] | Exception]  # a record without its pixels, and its inputs or what went wrong
 MOST_LINES = 1_000_000  # of a chat template, run for one prompt
-PROMPT = "describe the picture in detail ."
+PROMPT = "describe the picture in detail ."  # of the included models, which know few words
+PROMPT_OF_OTHERS = "Describe this image in detail."
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Caption:
     def path(self) -> str:
         """The record's id, which is the path of a file."""
         return self.record.id
+
+
+def default_prompt(model: str | Path) -> str:
+    """What a model, given by name or folder, is asked about each image where nothing else is said."""
+    return PROMPT if included.is_included(model) else PROMPT_OF_OTHERS
 
 
 def chat_prompt(processor, request: str) -> str:
@@ -174,9 +181,10 @@ def move_inputs(inputs: dict[str, Any], model) -> dict[str, Any]:
 class Captions(AbstractContextManager):
     """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
 
-    request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
-    `2 * slots` at most. frames: of a video that are read. generate: arguments of generate; of the int `seed` and a
-    record's id its own seed is made (`sources.seed_of`), so that results do not depend on batch, order or process.
+    request: what is asked of images whose record has no prompt (default: `default_prompt`). workers: threads that read
+    and prepare images ahead, `2 * slots` at most. frames: of a video that are read. generate: arguments of generate; of
+    the int `seed` and a record's id its own seed is made (`sources.seed_of`), so that results do not depend on batch,
+    order or process.
 
     A context manager: `close` ends captions that are being made, and the threads.
     """
@@ -186,14 +194,15 @@ class Captions(AbstractContextManager):
         fast: Accelerated,
         processor: Processor,
         *,
-        request: str = PROMPT,
+        request: str | None = None,
         slots: int = 8,
         workers: int = 2,
         max_pixels: int = MAX_PIXELS,
         frames: int = FRAMES,
         **generate: Any,
     ):
-        self.fast, self.processor, self.request, self.slots, self.workers = fast, processor, request, slots, workers
+        self.fast, self.processor, self.slots, self.workers = fast, processor, slots, workers
+        self.request = request or default_prompt(getattr(fast.model, "name_or_path", ""))
         self.max_pixels, self.frames, self.generate = max_pixels, frames, generate
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)
         self._processing = threading.Lock()  # tokenizers are not made for several threads

@@ -21,7 +21,7 @@ from visspec.accept.exact import Exact
 from visspec.api import drafter_export, requests
 from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
-from visspec.api.captions import move_inputs, process_chats, tokenizer_of
+from visspec.api.captions import default_prompt, move_inputs, process_chats, tokenizer_of
 from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
 from visspec.api.progress import Progress
@@ -227,7 +227,7 @@ def run(
     resume = resume and not dry_run
     if not dry_run:
         check_out(Path(out), resume, overwrite)
-    items = TrainingData(data, answers, ignore)
+    items = TrainingData(data, answers, ignore, default_prompt(target))
     device = device if device in targets.SPREAD else targets.resolve_device(device)
     several = workers(parallel, device)
     if several.world > 1 and device != "cpu":

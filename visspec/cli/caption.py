@@ -26,7 +26,8 @@ LOOKS = 4  # files looked at, at most, to see whether the included model was mad
 
 @dataclass(kw_only=True)
 class Options(RayOptions, SamplingOptions, ModelOptions):
-    prompt: str | None = option("what to ask of each image", None)
+    prompt: str | None = option("what to ask of each image (default: Describe this image in detail.)", None)
+    max_new_tokens: Positive | None = option("default: 256; of an included model 128", None)  # type: ignore[assignment]
     image: list[Path] = option(
         "image (PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF) or video files; with --out also folders, globs, .jsonl and"
         " .parquet of {image, prompt, id}, .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
@@ -57,13 +58,18 @@ def run(arguments: Options) -> int:
     return run_records(arguments, options)
 
 
+def model_of(arguments: Options) -> str:
+    """The model by name or folder. Raises ValueError where none is named or included."""
+    return arguments.model or included.text_model()
+
+
 def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
     """How captions are made, as asked for: the same whatever processes make them, so that any of them can go on."""
     from visspec import registry
 
     rule = arguments.acceptance
     about: dict[str, Any] = {
-        "model": arguments.model or included.text_model(),
+        "model": model_of(arguments),
         "prompt": request,
         "drafter": arguments.drafter,
         "acceptance": rule,
@@ -108,7 +114,8 @@ def decode_options(arguments: Options) -> dict[str, Any]:
         if value is not None and not sampled:
             raise ValueError(f"--{name}: got {value} at temperature 0, expected a temperature above 0")
     cuts = arguments.top_k or 0, arguments.top_p or 1.0
-    found = sampling(arguments.max_new_tokens, arguments.temperature, *cuts)
+    usual = 128 if included.is_included(model_of(arguments)) else 256
+    found = sampling(arguments.max_new_tokens or usual, arguments.temperature, *cuts)
     return found | ({"seed": arguments.seed} if sampled else {})
 
 

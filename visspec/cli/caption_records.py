@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from visspec.api import distributed, sources
-from visspec.api.captions import PROMPT, Caption, Captions, prepare
+from visspec.api.captions import Caption, Captions, default_prompt, prepare
 from visspec.api.progress import Progress
 from visspec.api.sources import Record
 from visspec.cli import caption, generate
@@ -31,7 +31,8 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     check_output(arguments)
     read = partial(sources.records, arguments.image)
     found = read()  # a source that isn't there is refused before work starts
-    request, pictures, sample = arguments.prompt or PROMPT, CaptionSamples(), dict[str, Record]()
+    request = arguments.prompt or default_prompt(caption.model_of(arguments))
+    pictures, sample = CaptionSamples(), dict[str, Record]()
     about = caption.settings(arguments, request, options)
     make = partial(load_captions, arguments, request, options)
     if arguments.ray:
@@ -147,7 +148,7 @@ class RecordRun:
 
     def __init__(self, journal: Journal):
         self.journal, self.before, self.lost = journal, len(journal.done), len(journal.failed)
-        self.count = self.failed = self.twice = self.rounds = self.committed = 0
+        self.count = self.failed = self.twice = self.cut = self.rounds = self.committed = 0
         self.bar: Progress
         self.start = self.seconds = 0.0
 
@@ -188,6 +189,7 @@ class RecordRun:
     def add(self, row: dict[str, Any]) -> None:
         self.count += 1
         self.rounds, self.committed = self.rounds + row["rounds"], self.committed + max(row["tokens"] - 1, 0)
+        self.cut += row.get("ended") == "length"
         self.journal.add(row)
         if row["error"] is not None:
             self.failed += 1
@@ -204,5 +206,6 @@ class RecordRun:
             there = earlier(self.before, self.lost, self.twice)
             where = "" if out is None else f"{out}: "
             speed = f"{self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
-            print(f"{where}{self.count} records, {self.failed} of them failed{there}; {speed}")
+            cut = f"; {self.cut} cut at the limit (--max-new-tokens)" if self.cut else ""
+            print(f"{where}{self.count} records, {self.failed} of them failed{there}; {speed}{cut}")
         return exit_code(len(self.journal.done), len(self.journal.failed), self.twice)

@@ -141,6 +141,11 @@ def scenes(world: str | None = None, processor: object = None, use: str = "capti
     return worlds[world]
 
 
+def is_included(model: str | Path) -> bool:
+    """Whether a model is an included one, by its name or folder."""
+    return str(model) in table().models or Path(model).resolve().parent == FOLDER.resolve()
+
+
 def folder(name: str) -> Path:
     """Where the weights of an included model are, or would be."""
     return FOLDER / name
