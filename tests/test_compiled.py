@@ -176,18 +176,27 @@ def wrong(graph, inputs):
     )
 
 
-@pytest.mark.parametrize(("backend", "said"), [(broken, "no compiler here"), (wrong, "differs by")])
-def test_what_can_not_be_compiled_runs_as_it_is_which_is_said_once(monkeypatch, backend, said):
+def check_said_once(monkeypatch, backend, said, model, drafter, inputs, call, whole=True):
+    """What is compiled in vain runs as it is, which is said once; the results of three calls."""
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: backend)
-    model = llama(seed=14, num_hidden_layers=1)
-    quick, inputs = visspec.accelerate(model, "ngram", compile=True, adaptive=False), ids_of(9)
+    quick = visspec.accelerate(model, drafter, compile=True, adaptive=False)
+    if not whole:
+        quick.target.passes = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3):
-            found = quick.generate(**inputs, **GREEDY)
+        found = [call(quick, inputs, **GREEDY) for _ in range(3)]
     ours = [str(w.message) for w in caught if "compile:" in str(w.message)]
     assert len(ours) == 1 and said in ours[0]
-    assert torch.equal(found, model.generate(**inputs, **GREEDY))
+    assert found == [call(visspec.accelerate(model, drafter, adaptive=False), inputs, **GREEDY)] * 3
+
+
+@pytest.mark.parametrize(("backend", "said"), [(broken, "no compiler here"), (wrong, "differs by")])
+def test_what_can_not_be_compiled_runs_as_it_is_which_is_said_once(monkeypatch, backend, said):
+    model, tokens = (
+        llama(seed=14, num_hidden_layers=1),
+        lambda fast, inputs, **how: fast.run(**inputs, **how).state.tokens,
+    )
+    check_said_once(monkeypatch, backend, said, model, "ngram", ids_of(9), tokens)
 
 
 def test_a_hook_inside_the_decoder_is_called_which_compiled_it_would_not_be():
@@ -238,21 +247,15 @@ def test_a_view_shares_everything_but_the_forward_of_the_decoder():
     assert compiled.view(model, llama(seed=18).model, forward) is None
 
 
-def test_rows_of_one_length_are_apart_where_passes_are_steady():
+def test_rows_and_masks_of_steady_passes():
+    """Rows of one length are apart, and masks of one shape have one layout."""
     slots = SlotCache(2)
-    slots.lengths = [5, 5]
-    assert not slots.apart
-    slots.steady = True
-    assert slots.apart
-    slots.lengths = [5]
-    assert not slots.apart
-
-
-def test_masks_of_one_shape_have_one_layout():
+    for steady, lengths, apart in ((False, [5, 5], False), (True, [5, 5], True), (True, [5], False)):
+        slots.steady, slots.lengths = steady, lengths
+        assert slots.apart == apart
     buffer = torch.randn(2, 1, 9, 64)
     views = [buffer[:1, :, :4, 3:30], buffer[:1, :, :4, 7:34], buffer[:1, :, :4, :27].clone()]
-    told = {(m.stride(), m.storage_offset()) for m in (laid(view, steady=True) for view in views)}
-    assert len(told) == 1
+    assert len({(m.stride(), m.storage_offset()) for m in (laid(view, steady=True) for view in views)}) == 1
     assert laid(views[0], steady=False) is views[0]
 
 
@@ -390,17 +393,9 @@ def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
 
 
 def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(monkeypatch):
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: broken)
     model = model_of("llava")
-    drafter, inputs = features(model), prompt("llava", shapes("llava")["one"])
-    quick = visspec.accelerate(model, drafter, compile=True, adaptive=False)
-    quick.target.passes = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [drafted(quick, inputs, **GREEDY) for _ in range(2)]
-    ours = [str(w.message) for w in caught if "compile:" in str(w.message)]
-    assert len(ours) == 1 and "FeatureDrafter with drafts that fail" in ours[0]
-    assert found == [drafted(visspec.accelerate(model, drafter, adaptive=False), inputs, **GREEDY)] * 2
+    inputs, said = prompt("llava", shapes("llava")["one"]), "FeatureDrafter with drafts that fail"
+    check_said_once(monkeypatch, broken, said, model, features(model), inputs, drafted, whole=False)
 
 
 def test_folded_anew_a_drafter_compiles_anew():
