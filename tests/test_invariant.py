@@ -15,7 +15,7 @@ from tests import tiny
 from tests.doubles import one_sentence
 from visspec.models.runner.widths import REFERENCE, PassWidths
 
-NEW = 24
+NEW = 40
 LENGTHS = (5, 33, 12, 58)
 DRAFTERS = ("none", "ngram", "recycling", "context")
 SAMPLED = {"do_sample": True, "temperature": 1.0}
