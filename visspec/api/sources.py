@@ -10,12 +10,11 @@ import glob
 import hashlib
 import importlib
 import os
-import posixpath
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from visspec.io import images, videos
 from visspec.io.files import loads
@@ -26,7 +25,6 @@ SUFFIXES = images.SUFFIXES + videos.SUFFIXES
 LARGEST = 256 << 20  # bytes of a member of a shard: a sparse one may claim any size
 Reader = Callable[[], Iterator["Record"]]
 PARTS = ("image", "json", "prompt")  # of a record in a shard
-MOST_LINKS = 40  # one behind the other, as in Linux
 DATASET = "hf:"  # hf:NAME[:SPLIT], or a folder that `save_to_disk` wrote
 
 
@@ -239,7 +237,6 @@ def of_tar(path: Path) -> Iterator[Record]:
     or NAME.prompt. A name goes up to the first dot behind the last slash; the record's id is PATH/NAME.
     """
     name, found = None, dict[str, Any]()
-    files: dict[str, tarfile.TarInfo] | None = None  # by name, once there is a link
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             folder, _, last = member.name.rpartition("/")
@@ -254,37 +251,23 @@ def of_tar(path: Path) -> Iterator[Record]:
             name = key
             if kind not in PARTS:
                 continue
-            if files is None and not member.isfile():
-                files = _members(shard)
-            whole = member if member.isfile() else _followed(member, files or {})
-            if whole is None:
+            if (file := _opened(shard, member)) is None:
                 found["error"] = f"{member.name}, which is no file and no link to one in the archive"
-            elif whole.size > LARGEST:
-                found["error"] = f"{member.name} of {whole.size} bytes, expected at most {LARGEST}"
-            elif (file := shard.extractfile(whole)) is not None:
+            elif (size := file.seek(0, os.SEEK_END)) > LARGEST:
+                found["error"] = f"{member.name} of {size} bytes, expected at most {LARGEST}"
+            else:
+                file.seek(0)
                 found[kind] = file.read()
     if name is not None:
         yield _of_member(path, name, found)
 
 
-def _members(shard: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-    """All members by their plain names, files before links of the same name; none of an archive that is cut off."""
+def _opened(shard: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
+    """A member's file, or the one in the archive that a hard or symbolic link stands for; None if there is none."""
     try:
-        members = sorted(shard.getmembers(), key=lambda member: member.isfile())
-    except tarfile.TarError:
-        return {}
-    return {posixpath.normpath(member.name): member for member in members}
-
-
-def _followed(member: tarfile.TarInfo, members: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
-    """The file in the archive that a hard or symbolic link stands for; None if there is none."""
-    found: tarfile.TarInfo | None = member
-    for _ in range(MOST_LINKS):
-        if found is None or not (found.issym() or found.islnk()):
-            break
-        folder = posixpath.dirname(found.name) if found.issym() else ""
-        found = members.get(posixpath.normpath(posixpath.join(folder, found.linkname)))
-    return found if found is not None and found.isfile() else None
+        return shard.extractfile(member)
+    except (KeyError, RecursionError, tarfile.TarError):  # no such file, links in a circle, an archive that is cut off
+        return None
 
 
 def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
