@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration
@@ -48,7 +49,8 @@ def write_with_codec(folder: Path, vq: Path, out: Path) -> None:
     if entries.get("model_type") != ChameleonConfig.model_type:
         raise ValueError(f"weights: {folder} is a {entries.get('model_type')}, expected an Anole in transformers' form")
     codec = load_taming_vq(vq)
-    wanted = ChameleonConfig.from_dict(entries).vq_config.num_embeddings
+    shape: Any = ChameleonConfig.from_dict(entries).vq_config
+    wanted = shape.num_embeddings
     if len(codec.codebook) != wanted:
         raise ValueError(f"vq: got a codec of {len(codec.codebook)} codes, expected one of {wanted} as {folder} has")
     out.mkdir()

@@ -156,8 +156,8 @@ class Chameleon(Family):
 
 def stored_codec(model: PreTrainedModel) -> ImageCodec | None:
     """The codec in the folder of a model that `visspec convert` wrote; None where there is none."""
-    folder = Path(model.config._name_or_path or ".") / CODEC
-    if not (folder / "config.json").is_file():
+    where = model.config._name_or_path
+    if not where or not (folder := Path(where, CODEC)).is_dir():
         return None
     found = VQModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
     return ImageCodec(nn.Module.to(found, model.device, model.dtype).eval())

@@ -76,8 +76,11 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
         components["model"].save_pretrained(folder, **options)
         if "processor" in needed:
             components["processor"].save_pretrained(folder)
-        codec = Path(getattr(components["model"].config, "_name_or_path", "") or ".", CODEC)
-        if (codec / "config.json").is_file():  # that transformers' model does not have
+        where = getattr(components["model"].config, "_name_or_path", "")
+        codec = Path(where, CODEC)
+        if (
+            where and codec.is_dir() and codec.resolve() != (root / CODEC).resolve()
+        ):  # which transformers' model does not have
             shutil.copytree(codec, root / CODEC, dirs_exist_ok=True)
         if isinstance(settings["drafter"], dict):
             shutil.rmtree(root / DRAFTER, ignore_errors=True)  # of another drafter, which may have had other files
