@@ -106,8 +106,7 @@ def _rows(path: Path) -> int | None:
     try:
         if path.suffix.lower() == ".parquet":
             return importlib.import_module("pyarrow.parquet").read_metadata(path).num_rows
-        with open(path, "rb") as file:
-            return sum(map(bool, map(bytes.strip, file))) if path.suffix.lower() == ".jsonl" else None
+        return sum(1 for _ in _lines(path)) if path.suffix.lower() == ".jsonl" else None
     except (ValueError, OSError):
         return None
 
@@ -199,19 +198,21 @@ def of_entry(entry: object, fallback: str, folder: Path) -> Record:
     return Record(id, image, prompt)
 
 
-def of_lines(path: Path) -> Iterator[Record]:
-    """JSON lines."""
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Lines that are not blank, each with the id of its record."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            name = f"{path}:{number}"
-            if not line.strip():
-                continue
-            try:
-                entry = loads(line)
-            except ValueError:
-                yield Record(name, error=f"{name}: got a line that is no JSON, expected an object with an image")
-            else:
-                yield of_entry(entry, name, path.parent)
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def of_lines(path: Path) -> Iterator[Record]:
+    """JSON lines."""
+    for name, line in _lines(path):
+        try:
+            yield of_entry(loads(line), name, path.parent)
+        except ValueError:
+            yield Record(name, error=f"{name}: got a line that is no JSON, expected an object with an image")
 
 
 def of_parquet(path: Path) -> Iterator[Record]:
@@ -326,26 +327,18 @@ def prompts(path: Path) -> Iterator[Record]:
     """What to draw, from JSON lines of {prompt, id}, or of any other file the lines. Raises ValueError as `records`."""
     if not path.is_file():
         raise ValueError(f"{path}: got no such file, expected one with prompts")
-    return _prompts(path)
+    return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))
 
 
-def _prompts(path: Path) -> Iterator[Record]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            name, text = f"{path}:{number}", line.decode(errors="replace").strip()
-            if not text:
-                continue
-            entry: Any = {"prompt": text}
-            if path.suffix.lower() == ".jsonl":
-                try:
-                    entry = loads(text)
-                except ValueError:
-                    entry = None
-            prompt = entry.get("prompt") if isinstance(entry, dict) else None
-            if isinstance(prompt, str) and prompt:
-                yield Record(str(entry.get("id") if entry.get("id") is not None else name), prompt=prompt)
-            else:
-                yield Record(name, error=f"{name}: got a line without a prompt, expected an object with one")
+def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
+    text = line.decode(errors="replace").strip()
+    try:
+        entry = loads(text) if is_json else {"prompt": text}
+        if isinstance(entry["prompt"], str) and entry["prompt"]:
+            return Record(str(name if entry.get("id") is None else entry["id"]), prompt=entry["prompt"])
+    except (ValueError, KeyError, TypeError):
+        pass
+    return Record(name, error=f"{name}: got a line without a prompt, expected an object with one")
 
 
 def write_parquet(rows: Iterator[dict[str, Any]], path: Path, columns: Mapping[str, str]) -> None:
