@@ -14,8 +14,8 @@ from tests.published import Watched, begun, eagle_logits, judged, known
 from tests.tiny import model_of, prompt, shapes, single_row
 from visspec.loop.decode import retire
 from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.head import frequencies
-from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.eagle.image_compression import SpecVLMBranches
 
 NEW = 14

@@ -12,7 +12,7 @@ from visspec.models.drafting.published_config import VERSION, speculators_config
 from visspec.models.eagle.config import EagleConfig
 
 if TYPE_CHECKING:
-    from visspec.models.eagle.head_drafter import EagleDrafter
+    from visspec.models.eagle.drafter import EagleDrafter
 
 FORMS = ("eagle", "eagle3", "speculators")
 MIDLAYER, LAYER = "midlayer.", "layers.0."
