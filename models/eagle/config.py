@@ -91,21 +91,24 @@ class EagleConfig(DrafterConfig):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
         self.check_layers(-self.target_layers - 1, self.target_layers + 1)
-        if (self.images in COMPRESSED) != (self.image_latents > 0):
-            raise ValueError(f"image_latents: got {shorten(self.image_latents)} for images {self.images!r}")
-        if self.mrope_section and sum(self.mrope_section) != self.rotated // 2:
+        self._check_ignored()
+
+    def _check_ignored(self) -> None:
+        """Raises ValueError for values that the network would ignore or read as something else, without an error."""
+        layers, states = self.feature_layers, {"sum": 1, "cross": 2}.get(self.fusion)
+        ignored = {
+            "images": self.fusion != "sum" and self.images in (*COMPRESSED, "embeddings"),
+            "image_latents": (self.images in COMPRESSED) != (self.image_latents > 0),
+            "head_rank": self.head_rank and not self.draft_vocab,
+            "feature_layers": states is not None and (layers[-1] != -1 or len(layers) > states),
+            "mrope_section": self.mrope_section and sum(self.mrope_section) != self.rotated // 2,
+            **{name: getattr(self, name) and self.fusion not in fusions for name, fusions in OF_FUSIONS.items()},
+        }
+        for name in (name for name, wrong in ignored.items() if wrong):
             raise ValueError(
-                f"mrope_section: got {shorten(self.mrope_section)}, expected numbers that sum to {self.rotated // 2}"
+                f"{name}: got {shorten(getattr(self, name))}, which does not go with fusion {self.fusion!r}, images"
+                f" {self.images!r}, draft_vocab {self.draft_vocab} and {self.rotated} rotary channels"
             )
-        states = {"sum": 1, "cross": 2}.get(self.fusion, len(self.feature_layers))
-        if len(self.feature_layers) > states or (self.fusion != "split" and self.feature_layers[-1] != -1):
-            raise ValueError(
-                f"feature_layers: got {shorten(self.feature_layers)}, expected at most {states} for fusion"
-                f" {self.fusion!r}, the last of them -1"
-            )
-        for name, fusions in OF_FUSIONS.items():
-            if getattr(self, name) and self.fusion not in fusions:
-                raise ValueError(f"{name}: got true, which fusion {self.fusion!r} would ignore")
 
     @property
     def rotated(self) -> int:
