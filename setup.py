@@ -8,6 +8,7 @@ FOLDERS = ("models", "kernels", "eval")
 WEIGHTS = [  # of models/zoo: those of the demo and the README, and their drafters; the repository has the others
     *("captioner", "vispec", "captioner-emoji", "vispec-emoji"),
     *("painter", "painter-eagle", "painter-emoji", "painter-emoji-eagle"),
+    "smollm2-context",
 ]
 
 # an editable install warns that ./visspec comes first where the repository is the working folder; it may, see __init__

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from torch import nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from visspec.io.checkpoint import (
@@ -21,11 +22,34 @@ from visspec.io.checkpoint import (
 )
 
 
+class PartsConfig(PreTrainedConfig):
+    """network, codec: the settings of a network and of what turns its codes into pictures."""
+
+    def __init__(self, network: dict[str, Any] | None = None, codec: dict[str, Any] | None = None, **options: Any):
+        self.network, self.codec = network or {}, codec or {}
+        super().__init__(**options)
+
+
 class OwnImageModel(PreTrainedModel):
     """Base class of networks that transformers does not have."""
 
     generation_config: Any = None  # guidance and temperature of a folder, for those who sample
     class_conditional = False  # whether prompts are names, which no processor reads
+    text_features = 0  # numbers of a word from the text encoder that the model needs; 0: it needs none
+
+    @classmethod
+    def of(cls, entries: dict[str, Any], settings: dict[str, Any], **parts: nn.Module) -> Self:
+        """A model of loaded parts, by their names in it. entries: of its configuration; settings: of
+        `generation_config`.
+        """
+        configuration = cls.config_class
+        assert configuration is not None
+        with torch.device("meta"):
+            model: Any = cls(configuration(**entries))
+        for name, part in parts.items():
+            setattr(model, name, part)
+        model.generation_config = GenerationConfig(do_sample=True, **settings)
+        return model.eval()
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **options: Any) -> None:
         """As transformers', and `generation_config`, which it writes only for models with its own `generate`."""

@@ -47,7 +47,7 @@ DRAFTERS = {  # of the tiny image model, from options
         DistilledDrafter.for_model(made("janus").family, layers=1).head, made("janus").family, **options
     ),
 }
-TOKENS_ALONE = {"distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
+TOKENS_ALONE = {"context", "distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
 ANY_ORDER = {name for name, entry in registry.table("order").items() if entry.needs == "any order"}
 CODE_RULES = [name for name, entry in registry.table("rule").items() if entry.load().traits.distribution is Categorical]
 RULES = {  # options that a codebook of 24 codes, and short chains, have room for

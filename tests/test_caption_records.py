@@ -19,7 +19,7 @@ from tests.doubles import refused, tar_of
 from visspec import registry
 from visspec.api import sources
 from visspec.api.accelerate import accelerate
-from visspec.api.captions import PROMPT, Captions, prefetch_map
+from visspec.api.captions import PROMPT, Captions, prefetch_map, prepare
 from visspec.api.loading import load
 from visspec.cli.main import main
 from visspec.io import included
@@ -61,12 +61,12 @@ def test_a_folder_is_captioned_once_and_goes_on_where_it_ended(folder, tmp_path,
 
 
 def test_captions_are_those_of_generate(folder, tmp_path):
-    out, record = tmp_path / "c.jsonl", tmp_path / "c.json"
-    files = sorted(map(str, folder.rglob("*.png")))
-    assert main(["caption", *files, "--json", str(record), "--max-new-tokens", "20"]) == 0
+    out, (model, processor) = tmp_path / "c.jsonl", load("captioner")
     assert main(["caption", str(folder), "--out", str(out), "--max-new-tokens", "20", "--slots", "2"]) == 0
-    expected = {r["path"]: r["caption"] for r in json.loads(record.read_text())["results"]}
-    assert {r["id"]: r["caption"] for r in lines(out)} == expected
+    for row in lines(out):
+        inputs = prepare(processor, [Image.open(row["id"])], PROMPT, model)
+        tokens = model.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        assert row["caption"] == processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 def test_globs_lines_and_shards(folder, tmp_path, capsys):
@@ -189,7 +189,6 @@ def test_datasets(folder, tmp_path):
     [
         (["FOLDER"], "--out: got none"),
         (["FOLDER", "--out", "x.csv"], "expected a file that ends in .jsonl or .parquet"),
-        (["FOLDER", "--out", "TMP/x.jsonl", "--json", "TMP/y.json"], "--json: got"),
         (["TMP/none.jsonl", "--out", "TMP/x.jsonl"], "got no such file"),
         (["TMP/*.png", "--out", "TMP/x.jsonl"], "got no image"),
         (["TMP", "--out", "TMP/x.jsonl"], "holds no image"),
@@ -378,6 +377,24 @@ def test_rows_of_parquet(tmp_path):
     assert "got values that can't be read" in second.error
     sources.write_parquet(({"id": str(i)} for i in range(2500)), out, {"id": "string"})
     assert parquet.read_table(out)["id"].to_pylist() == [str(i) for i in range(2500)]
+
+
+def test_other_models_are_asked_for_a_sentence_and_a_cut_caption_says_so(folder, little, tmp_path, capsys):
+    """Included models know few words: they keep their prompt and limit, also by their folder."""
+    table = tmp_path / "t.jsonl"
+    table.write_text(json.dumps({"id": "a", "image": str(folder / "scene0.png")}))
+    for model, prompt, limit in (
+        (little, "Describe this image in detail.", 256),
+        (registry.CHECKPOINTS / "captioner", PROMPT, 128),
+    ):
+        out = tmp_path / f"{limit}.jsonl"
+        assert main(["caption", str(table), "--out", str(out), "--model", str(model), "--drafter", "none"]) == 0
+        about, (row,) = json.loads(Path(f"{out}.about.json").read_text()), lines(out)
+        assert row["prompt"] == about["prompt"] == prompt and about["sampling"]["max_new_tokens"] == limit
+        cut = row["tokens"] == limit
+        assert (row["ended"] == "length") == cut == ("; 1 cut at the limit" in capsys.readouterr().out)
+        assert cut == (limit == 256)  # the random model does not end
+        assert Captions(accelerate(load(str(model))[0], None), None).request == prompt
 
 
 def test_every_record_has_its_own_seed(folder, little):

@@ -27,7 +27,7 @@ from visspec.api.captions import PROMPT
 from visspec.cli import bench_image, demo, doctor
 from visspec.cli.main import COMMANDS, main
 from visspec.io import included
-from visspec.io.images import open_image
+from visspec.io.files import Journal
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +41,23 @@ def pictures(tmp_path_factory):
     return paths
 
 
-def test_caption_files_tells_the_facts_and_writes_json(pictures, tmp_path, capsys):
-    out = tmp_path / "deep" / "captions.json"
-    assert main(["caption", *pictures, "--batch-size", "2", "--json", str(out), "--stats"]) == 0
-    record = json.loads(out.read_text())
-    assert record["guarantee"] == "exact" and record["provenance"]["torch"]
-    for row, found in zip(included.scenes("shapes").rows, record["results"]):
-        said = re.findall(r"\w+|[.,]", found["caption"])
-        assert SequenceMatcher(None, said, row["caption"].split(), autojunk=False).ratio() > 0.85
-    assert "tau" in capsys.readouterr().out
+def captions(out: Path) -> dict[str, dict]:
+    """Records by their ids."""
+    return {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
+
+
+def test_captions_are_printed_and_kept(pictures, tmp_path, capsys):
+    out = tmp_path / "deep" / "captions.jsonl"
+    assert main(["caption", *pictures, "--slots", "2", "--out", str(out)]) == 0
+    assert main(["caption", *pictures, "--slots", "2", "--stats"]) == 0
+    about, found = json.loads(Path(f"{out}.about.json").read_text()), captions(out)
+    assert about["guarantee"] == "exact" and about["provenance"]["torch"] and about["provenance"]["drafter"] == "vispec"
+    said = capsys.readouterr().out
+    for path, row in zip(pictures, included.scenes("shapes").rows):
+        assert f"{path}: {found[path]['caption']}\n" in said
+        words = re.findall(r"\w+|[.,]", found[path]["caption"])
+        assert SequenceMatcher(None, words, row["caption"].split(), autojunk=False).ratio() > 0.85
+    assert said.count("tau") == 2
 
 
 def test_the_gpu_is_used_where_there_is_one(monkeypatch, tmp_path, capsys):
@@ -87,26 +95,25 @@ DRAWN = ["--temperature", "1", "--seed", "5"]
 
 
 @pytest.mark.parametrize("runs", [
-    (["--batch-size", "3"], ["--drafter", "none"], ["--drafter", "ngram", "--batch-size", "2"]),
-    (["--batch-size", "1", *DRAWN], ["--batch-size", "3", *DRAWN]),
+    (["--slots", "3"], ["--drafter", "none", "--slots", "1"], ["--drafter", "ngram", "--slots", "2"]),
+    (["--slots", "1", *DRAWN], ["--slots", "3", *DRAWN]),
 ])  # fmt: skip
 def test_batches_and_drafters_do_not_change_the_words(runs, pictures, tmp_path):
     """Nor those that are drawn: a seed is an image's own."""
     texts = []
-    for options in runs:
-        out = tmp_path / "c.json"
-        assert main(["caption", *pictures, *options, "--max-new-tokens", "32", "--json", str(out)]) == 0
-        texts.append([r["caption"] for r in json.loads(out.read_text())["results"]])
+    for number, options in enumerate(runs):
+        out = tmp_path / f"{number}.jsonl"
+        assert main(["caption", *pictures, *options, "--max-new-tokens", "32", "--out", str(out)]) == 0
+        texts.append([captions(out)[path]["caption"] for path in pictures])
     assert len(set(texts[0])) == 3 and all(text == texts[0] for text in texts)
 
 
 def test_a_missing_file_among_many_is_listed_and_the_rest_captioned(pictures, tmp_path, capsys):
-    out = tmp_path / "c.json"
-    code = main(["caption", pictures[0], str(tmp_path / "gone.png"), pictures[1], "--json", str(out)])
+    files = [pictures[0], str(tmp_path / "gone.png"), pictures[1]]
+    code = main(["caption", *files])
     streams = capsys.readouterr()
     assert code == 1 and "gone.png" in streams.err and len(streams.err.strip().splitlines()) == 1
-    captions = [r["caption"] for r in json.loads(out.read_text())["results"]]
-    assert captions[0] and captions[2] and captions[1] is None
+    assert all((f"{path}: this" in streams.out) == (path in pictures) for path in files)
 
 
 def bomb(path, side=30_000):
@@ -201,31 +208,25 @@ def test_checkpoints_with_the_wrong_tensors(damage, pictures, tmp_path, capsys):
     assert ("surprise" if damage == "extra" else "lm_head") in line or "size" in line
 
 
-def captions(path) -> list:
-    return [(r["caption"], r["ended"]) for r in json.loads(path.read_text())["results"]]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_what_is_finished_is_kept_whatever_ends_the_run(error, pictures, tmp_path, capsys, monkeypatch):
-    opened, out = [], tmp_path / "c.json"
+    out, add = tmp_path / "c.jsonl", Journal.add
 
-    def opening(path, max_pixels):
-        if len(opened) == 2:
+    def adding(journal, record):
+        if len(journal.done) == 2:
             raise error
-        opened.append(path)
-        return open_image(path, max_pixels)
+        add(journal, record)
 
-    monkeypatch.setattr("visspec.io.videos.open_image", opening)
-    argv = ["caption", *pictures, "--json", str(out), "--max-new-tokens", "12"]
+    monkeypatch.setattr(Journal, "add", adding)
+    argv = ["caption", *pictures, "--out", str(out), "--max-new-tokens", "12"]
     if error is KeyboardInterrupt:
         assert main(argv) == 130 and capsys.readouterr().err == "visspec: interrupted; what was written stays\n"
     else:
         with pytest.raises(error):
             main(argv)
-    record = json.loads(out.read_text())
-    assert [r["path"] for r in record["results"]] == pictures[:2] and record["complete"] is False
-    assert all(r["caption"] and r["ended"] == "length" for r in record["results"])
-    assert os.listdir(tmp_path) == ["c.json"]
+    assert len(captions(out)) == 2
+    assert all(row["caption"] and row["ended"] == "length" for row in captions(out).values())
+    assert sorted(os.listdir(tmp_path)) == ["c.jsonl", "c.jsonl.about.json"]
 
 
 def test_targets_are_tried_before_any_work(pictures, tmp_path, capsys, monkeypatch):
@@ -233,8 +234,8 @@ def test_targets_are_tried_before_any_work(pictures, tmp_path, capsys, monkeypat
     file = tmp_path / "file"
     file.write_text("")
     for argv in (
-        ["caption", pictures[0], "--json", file / "c.json"],
-        ["caption", pictures[0], "--json", tmp_path],
+        ["caption", pictures[0], "--out", file / "c.jsonl"],
+        ["caption", pictures[0], "--out", tmp_path],
         ["bench", "caption", "--json", file / "c.json"],
         ["bench", "caption", "--json", "/proc/none/c.json"],
         ["generate", "x", "--grid", file / "g.png"],
@@ -269,26 +270,28 @@ def test_a_reader_that_has_gone_ends_the_run_quietly(monkeypatch, capsys):
 def test_names_that_are_not_utf8(pictures, tmp_path, monkeypatch):
     path = os.fsdecode(bytes(tmp_path) + b"/caf\xe9.png")
     shutil.copy(pictures[0], path)
-    stdout, out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), tmp_path / "c.json"
+    stdout, out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8"), tmp_path / "c.jsonl"
     monkeypatch.setattr(sys, "stdout", stdout)
-    assert main(["caption", path, pictures[0], "--json", str(out), "--max-new-tokens", "8"]) == 0
+    argv = ["caption", path, pictures[0], "--max-new-tokens", "8"]
+    assert main(argv) == 0 and main([*argv, "--out", str(out)]) == 0
     monkeypatch.undo()
-    assert b"caf\\udce9.png: this picture" in stdout.buffer.getvalue() and captions(out)[0] == captions(out)[1]
-    assert os.path.exists(json.loads(out.read_text())["results"][0]["path"])
+    assert b"caf\\udce9.png: this picture" in stdout.buffer.getvalue()
+    assert captions(out)[path]["caption"] == captions(out)[pictures[0]]["caption"]
+    assert os.path.exists(captions(out)[path]["image"])
 
 
 def test_the_record_says_how_captions_were_made_and_why_they_ended(pictures, tmp_path, capsys):
-    out = tmp_path / "c.json"
-    argv = ["caption", pictures[0], str(tmp_path / "gone.png"), "--json", str(out), "--drafter", "ngram"]
+    out, gone = tmp_path / "c.jsonl", str(tmp_path / "gone.png")
+    argv = ["caption", pictures[0], gone, "--out", str(out), "--drafter", "ngram"]
     argv += ["--acceptance", "typical:epsilon=0.1", "--temperature", "0.5", "--top-k", "5", "--seed", "3"]
     assert main(argv) == 1
-    record = json.loads(out.read_text())
-    assert [r["ended"] for r in record["results"]] == ["eos", None] and record["complete"] is True
-    assert {k: record[k] for k in ("model", "prompt", "drafter", "acceptance", "guarantee", "batch_size")} == {
+    about = json.loads(Path(f"{out}.about.json").read_text())
+    assert {id: row["ended"] for id, row in captions(out).items()} == {pictures[0]: "eos", gone: None}
+    assert {k: about[k] for k in ("model", "prompt", "drafter", "acceptance", "guarantee")} == {
         "model": "captioner", "prompt": PROMPT, "drafter": "ngram", "acceptance": "typical:epsilon=0.1",
-        "guarantee": "approximate", "batch_size": 1,
+        "guarantee": "approximate",
     }  # fmt: skip
-    assert record["sampling"] == {
+    assert about["sampling"] == {
         "max_new_tokens": 128, "do_sample": True, "temperature": 0.5, "top_k": 5, "top_p": 1.0, "seed": 3
     }  # fmt: skip
 

@@ -121,6 +121,40 @@ def test_candidates_are_kept_by_pair_and_by_token():
     assert candidates == {(1, 2): [1, 2, 0], 2: [1, 2, 0]}
 
 
+def test_every_drafted_node_has_candidates():
+    """Each is kept behind the token above it, accepted or not."""
+    one = row(TEXT, {3: [7, 8], 7: [6]})
+    tree = one.grow(nodes=8, depth=4)
+    found = one.pairs(5, added=0)
+    assert found[0] == (2, 3) and len(found) == 5
+    assert found[1:] == [(tree[node.parent].token, node.token) for node in tree[1:5]]
+    one.extend([9, 9])
+    assert one.pairs(1, added=2) == found[:1], "the root, once its round has added tokens"
+
+
+def test_candidates_are_the_targets_own(monkeypatch):
+    """Those that are kept for the last tokens of a text, whatever was drafted and rejected before."""
+    model, inputs, sent = model_of("llama"), {"input_ids": torch.arange(5, 25)[None]}, []
+    send = Memory.send
+    monkeypatch.setattr(
+        Memory, "send", lambda self, places, logits: (sent.append((places, logits)), send(self, places, logits))
+    )
+    fast = visspec.accelerate(model, ContextDrafter(nodes=6), length="fixed")
+    ids = fast.generate(**inputs, max_new_tokens=24)
+    with torch.no_grad():
+        plain = model(ids).logits[0]
+    start, checked = inputs["input_ids"].shape[1], 0
+    for (places, logits), done in zip(sent, fast.last_state.trace.rounds):
+        n = done.committed[0]  # the root and the accepted nodes come last
+        want = plain[start : start + n]
+        assert [pair[1] for _, pair in places[-n:]] == ids[0, start : start + n].tolist()
+        assert torch.allclose(logits[-n:], want, atol=1e-4)
+        start, checked = start + n, checked + n
+    assert checked > 12 and any(
+        len(places) > done.committed[0] for (places, _), done in zip(sent, fast.last_state.trace.rounds)
+    )
+
+
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
 def test_text_is_that_of_plain_decoding(options):
     inputs = prompt("llama", shapes("llama")["ragged"])

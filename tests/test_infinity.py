@@ -17,6 +17,7 @@ from tests.test_continuous_nets import KLFormulas
 from tests.test_image_nets import affine, conv, filled, resnet, within
 from tests.test_scales import generators, moved
 from visspec import ImagePipeline
+from visspec.models.image_codes.text_features import T5Features
 from visspec.models.infinity import layout as layouts_infinity
 from visspec.models.infinity import target as targets
 from visspec.models.infinity.network import InfinityConfig, reach_of, schedule
@@ -344,7 +345,7 @@ def test_features_of_t5_do_not_depend_on_the_others():
         encoder = T5EncoderModel(
             T5Config(vocab_size=6, d_model=TEXT, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
         ).eval()
-    given = targets.T5Features(tokenizer, encoder)
+    given = T5Features(tokenizer, encoder)
     features, real = given(["snow", "a red cube"])
     assert real.tolist() == [[True, False, False], [True] * 3] and features.shape == (2, 3, TEXT)
     torch.testing.assert_close(features[0, :1], given(["snow"])[0][0], **TOL)

@@ -52,7 +52,7 @@ MISTAKES = {
     "generate x --image {}/photo.png": "both --image and --mask",
     "generate x --retry-failed": "--retry-failed: got it without --ray",
     "generate x --out {}/photo.txt": "--out: ",
-    "list drafterz": "expected drafters, rules",
+    "list drafterz": "expected one such as drafters",
     "tune": "tune: pass --model, and --images",
     "tune --model captioner": "tune: pass --model, and --images",
     "train drafter": "--out",

@@ -16,9 +16,11 @@ from tests import children
 from tests.doubles import refused
 from visspec.api import distributed, sources
 from visspec.api.distributed import Attempts, Job, RayWorker, ReadTask
+from visspec.api.loading import load
 from visspec.api.sources import Record, seed_of
 from visspec.cli.main import main
 from visspec.io import included
+from visspec.presets import write_preset
 
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
 
@@ -131,6 +133,29 @@ def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
     assert alone["image"] == found["a"]["image"] and alone["error"] is None and alone["seed"] == seed_of(5, "a")
 
 
+def test_a_run_goes_on_with_and_without_ray(tmp_path, capsys, monkeypatch):
+    """Both write the same settings, also of a preset of a file, and the same records."""
+
+    def here(read, make, *, done, repeated, **pool):
+        yield from make()(sources.new_records(read(), done, repeated))
+
+    monkeypatch.setattr(distributed, "run", here)
+    preset, images, found = tmp_path / "p.json", [tmp_path / f"{i}.png" for i in range(4)], []
+    for image, path in zip(included.scenes("shapes").images(4), images):
+        image.save(path)
+    model, _ = load("captioner")
+    write_preset(preset, model, {"drafter": "ngram", "acceptance": "typical:epsilon=0.1"})
+    for count, name, ways in ((2, "a", ["--ray"]), (2, "b", []), (4, "a", []), (4, "b", ["--ray"])):
+        out = tmp_path / f"{name}.jsonl"
+        argv = ["caption", *map(str, images[:count]), "--out", str(out), "--preset", str(preset), *ways]
+        assert main([*argv, "--max-new-tokens", "4"]) == 0
+        assert "2 records, 0 of them failed" in capsys.readouterr().out
+        about = json.loads(Path(f"{out}.about.json").read_text())
+        assert about.pop("provenance")["torch"] and about["guarantee"] == "approximate"
+        found.append((about, captions(out)))
+    assert found[0] == found[1] and found[2] == found[3] and len(found[2][1]) == 4
+
+
 # --- a real Ray: it takes tens of seconds to start processes ----------------------------------------------------------
 
 
@@ -204,6 +229,8 @@ def test_captions_of_two_processes_are_those_of_one(cluster, tmp_path, capsys):
         found.append(captions(out))
     for rows in zip(*(sorted(rows.values(), key=lambda row: row["id"]) for rows in found), strict=True):
         assert rows[0] | {"rounds": 0} == rows[1] | {"rounds": 0}
+    assert main([arg for arg in argv if arg != "--ray"]) == 1  # goes on here
+    assert "0 records, 0 of them failed, 8 were there" in capsys.readouterr().out
     assert "records made with" in refused(capsys, *argv, "--prompt", "other")
 
 
@@ -249,6 +276,6 @@ def test_a_ray_that_dies_is_a_sentence_and_the_run_goes_on(cluster, tmp_path, ca
     count = len(captions(out))
     assert process.exitcode == 2 and 4 <= count < 40
     expected = f"visspec: --ray: Ray has died. {count} records of this run are finished and kept, the same command goes"
-    assert said.read_text() == f"{expected} on there\n"
+    assert said.read_text().splitlines()[-1] == f"{expected} on there"  # behind lines of progress
     assert main(argv) == 0 and len(captions(out)) == 40
     assert f"{40 - count} records, 0 of them failed, {count} were there" in capsys.readouterr().out

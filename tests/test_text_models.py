@@ -12,8 +12,10 @@ import visspec
 from tests.doubles import refused
 from tests.tiny import llama
 from visspec.api import loading
+from visspec.api.accelerate import Accelerated
 from visspec.api.captions import process_chats
 from visspec.cli.main import main
+from visspec.models.lookup.context import ContextDrafter
 
 TEMPLATE = (  # it concatenates contents, as templates of text models do
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '!' }}{% endfor %}"
@@ -61,6 +63,36 @@ def test_train_and_export_a_drafter(preset, form, answers, folder, tmp_path, cap
     assert fast.generate(ids, max_new_tokens=9).equal(model.generate(ids, max_new_tokens=9, do_sample=False))
     if form is not None:
         assert main(["export", str(tmp_path / "d"), "--form", form, "--out", str(tmp_path / form)]) == 0
+
+
+def test_a_table_for_the_default_drafter(folder, tmp_path, capsys):
+    """The ids that the model ranks highest after each id at the start of an answer."""
+    argv = ["train", "drafter", "--target", str(folder), "--preset", "context", "--out", str(tmp_path / "d")]
+    assert main(argv) == 0, capsys.readouterr().err
+    model, tokenizer = loading.load(str(folder))
+    table_VK = ContextDrafter.from_pretrained(tmp_path / "d", model).common.successors
+    assert len(table_VK) == model.config.vocab_size
+    start = tokenizer("<user>Hello.!<assistant>")["input_ids"]
+    rows = torch.tensor([[*start, id] for id in range(len(table_VK))])
+    logits = model(rows).logits[:, -1]
+    assert torch.allclose(logits.gather(1, table_VK.long()), logits.topk(table_VK.shape[1]).values, atol=1e-4)
+
+    ids = torch.arange(5, 25)[None]
+    stock = model.generate(ids, max_new_tokens=9, do_sample=False)
+    for drafter, drafts in (("recycling", False), (f"{tmp_path / 'd'}:sources=candidates", True)):
+        fast = visspec.accelerate(model, drafter, length="fixed")
+        assert fast.generate(ids, max_new_tokens=9).equal(stock)
+        assert (fast.last_state.trace.rounds[0].levels > 0) == drafts, "the first round"
+    fast.save_pretrained(tmp_path / "saved")
+    again = Accelerated.from_pretrained(tmp_path / "saved", length="fixed")
+    assert again.generate(ids, max_new_tokens=9).equal(stock)
+    assert again.last_state.trace.rounds[0].levels
+
+    assert main(argv) == 2 and "--overwrite" in capsys.readouterr().err
+    assert main([*argv, "--overwrite", "--steps", "9"]) == 2 and "--steps" in capsys.readouterr().err
+    small = llama(vocab_size=99)
+    with pytest.raises(ValueError, match="ids, but the model has 99"):
+        visspec.accelerate(small, tmp_path / "d")
 
 
 def test_bench_text(folder, tmp_path):

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import pydoc
+import re
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
 from visspec import registry
-from visspec.api import train_drafter
+from visspec.api import progress, train_drafter
 from visspec.api.train_drafter import TextValidation, request_of
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder
@@ -106,6 +107,18 @@ def trainer(folder, steps=12, **options):
     plan = TrainingOptions(steps=12, batch=3, rows=2, group=2, reuse=2, unroll=2, save_every=6, warm_up=0.15, **options)
     made = Trainer(target_for(drafter), drafter, visspec.Exact(), prompts("llava", 8), plan, folder, {"seed": 0})
     return drafter, made
+
+
+def test_answers_of_the_target_are_shown_as_they_are_made(tmp_path, capsys, monkeypatch):
+    """A group of answers takes minutes of a large target, before the first step."""
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    _, run = trainer(tmp_path / "run")
+    train_drafter.train(run, resume=False)
+    first, second, *others = capsys.readouterr().err.splitlines()
+    count = run.plan.batches(1)
+    assert re.fullmatch(rf"visspec: 0/12 steps \[00:00<\?, .* answers=1/{count}\]", first) and count > 1
+    assert f"answers=2/{count}]" in second
+    assert any(re.search(r"1/12 steps .* loss=\d+\.\d+, agreed=", line) for line in others)
 
 
 def test_training_holds_no_weights_folded_for_drafting(tmp_path):

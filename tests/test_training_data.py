@@ -211,6 +211,7 @@ def test_every_kind_of_data_gives_the_same_items(home, monkeypatch):
 def test_a_folder_is_items_with_the_built_in_prompt(home):
     data = TrainingData(home)
     assert [shown(data[n].conversation) for n in range(2)] == [([f"u:<image>|{PROMPT}"], [f"{x}.png"]) for x in "ab"]
+    assert shown(TrainingData(home, prompt="w3")[0].conversation) == (["u:<image>|w3"], ["a.png"])
 
 
 def test_orders_are_permutations_by_seed(home):

@@ -16,7 +16,7 @@ from tests import tiny
 from tests.doubles import one_sentence
 from tests.tiny_images import glm_processor, word_tokenizer
 from visspec.api.accelerate import accelerate
-from visspec.api.captions import Captions, caption_files, process_batch
+from visspec.api.captions import Captions, process_batch
 from visspec.api.sources import records
 from visspec.cli.main import main
 from visspec.io.videos import Clip, read_clip
@@ -78,9 +78,11 @@ def test_captions_of_clips_are_those_of_generate(clip, tmp_path, drafter):
     if drafter == "vispec":
         drafter = EagleDrafter.for_model(model(), image_latents=2)
     fast = accelerate(model(), drafter)
-    found = caption_files(fast, processor(), files, request="w7 w8", batch_size=2, frames=4, max_new_tokens=9)
+    captions = Captions(fast, processor(), request="w7 w8", slots=2, frames=4, max_new_tokens=9)
+    found = {made.path: made for made in captions(files)}
     with torch.inference_mode():
-        for (made, _), media in zip(found, (read_clip(clip, 4), Image.open(files[1]))):
+        for path, media in zip(files, (read_clip(clip, 4), Image.open(files[1]))):
+            made = found[str(path)]
             inputs = process_batch(processor(), [media], ["w7 w8"])
             grid = inputs.get("video_grid_thw", inputs.get("image_grid_thw"))
             ids, slots = inputs["input_ids"], int(grid.prod()) // 4

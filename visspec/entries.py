@@ -48,6 +48,7 @@ TABLES: dict[str, dict[str, Entry]] = {
         "none": Entry(None, "plain decoding in our loop"),
         "context": Entry(
             "visspec.models.lookup.context:ContextDrafter", "a tree of what context and passes propose; default",
+            checkpoint="context",
         ),
         "ngram": Entry("visspec.models.lookup.context:prompt_lookup", "chains of what the row's own text repeats"),
         "recycling": Entry("visspec.models.lookup.context:token_recycling", "trees of what the target ranked high"),
@@ -105,7 +106,7 @@ TABLES: dict[str, dict[str, Entry]] = {
         "halton": Entry("visspec.loop.visits:HaltonOrder", "points of the Halton sequence", "any order"),
         "parallel": Entry("visspec.models.mar.parallel:ParallelMAR", "MAR as published, in few passes", "vectors"),
     },
-    "family": {  # by `model_type`; of models that transformers lacks by the name of the class
+    "family": {  # by `model_type`, of converted models too; else by the name of the class
         "janus": Entry("visspec.models.janus.target:Janus", "Janus and Janus-Pro", "codes"),
         "emu3": Entry("visspec.models.emu3.target:Emu3", "Emu3-Gen", "codes"),
         "glm_image": Entry("visspec.models.glm_image.target:GlmImage", "GLM-Image", "codes"),
@@ -113,11 +114,23 @@ TABLES: dict[str, dict[str, Entry]] = {
         "mar_image": Entry("visspec.models.mar.images:LabelledMARImages", "a MAR saved with this library", "vectors"),
         "randar_image": Entry("visspec.models.randar.target:PromptedRandARImages", "a RandAR likewise", "any order"),
         "var_image": Entry("visspec.models.var.images:LabelledVARImages", "a VAR likewise", "maps"),
+        "llamagen_image": Entry("visspec.models.llamagen.target:StoredLlamaGenImages", "LlamaGen", "codes"),
+        "randar_classes": Entry("visspec.models.randar.target:StoredRandARImages", "RandAR", "any order"),
+        "infinity_image": Entry("visspec.models.infinity.target:StoredInfinityImages", "Infinity", "maps"),
+        "nextstep_image": Entry("visspec.models.nextstep.target:StoredNextStepImages", "NextStep-1", "vectors"),
         "LlamaGen": Entry("visspec.models.llamagen.target:LlamaGenImages", "LlamaGen", "codes"),
         "RandAR": Entry("visspec.models.randar.target:RandARImages", "RandAR", "any order"),
         "MAR": Entry("visspec.models.mar.target:MARImages", "MAR", "vectors"),
         "VAR": Entry("visspec.models.var.target:VARImages", "VAR", "maps"),
         "Infinity": Entry("visspec.models.infinity.target:InfinityImages", "Infinity", "maps"),
         "NextStep": Entry("visspec.models.nextstep.target:NextStepImages", "NextStep-1", "vectors"),
+    },
+    "layout": {  # of published files, which `visspec convert` reads
+        "llamagen": Entry("visspec.models.llamagen.layout:published", "t2i_*.pt, c2i_*.pt; --vq vq_ds16_*.pt", "codes"),
+        "randar": Entry("visspec.models.llamagen.layout:published", "randar_*.pt; --vq vq_ds16_c2i.pt", "any order"),
+        "mar": Entry("visspec.models.mar.layout:published", "checkpoint-last.pth; --vq kl16.ckpt", "vectors"),
+        "nextstep": Entry("visspec.models.nextstep.layout:published", "the authors' folder; --vq its vae", "vectors"),
+        "var": Entry("visspec.models.var.layout:published", "var_d*.pth; --vq vae_ch160v4096z32.pth", "maps"),
+        "infinity": Entry("visspec.models.infinity.layout:published", "infinity_*.pth; --vq infinity_vae*.pth", "maps"),
     },
 }  # fmt: skip

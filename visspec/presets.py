@@ -197,12 +197,12 @@ def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, 
     write_json(path, {**kept, "made_for": target_sizes(model), **more})
 
 
-def read_preset(path: str | Path, model: ConfiguredModel) -> Preset:
-    """The preset of a file. Raises ValueError for another file or model."""
+def read_preset(path: str | Path, model: ConfiguredModel | None = None) -> Preset:
+    """The preset of a file. Raises ValueError for another file, or for another model than `model`."""
     found = read_json(Path(path).parent, Path(path).name)
     if missing := [name for name in ("drafter", "acceptance", "made_for") if name not in found]:
         raise ValueError(f"preset: {path} has no {missing[0]}, expected a file that `visspec tune --out` wrote")
-    for name, value in target_sizes(model).items():
+    for name, value in (target_sizes(model) if model is not None else {}).items():
         if found["made_for"].get(name) != value:
             made_for = found["made_for"].get(name)
             raise ValueError(f"preset: {path} is made for a model with {name} {made_for!r}, got {value!r}")

@@ -28,7 +28,7 @@ from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
 KINDS = {"drafter": "drafters", "rule": "rules", "length": "lengths", "order": "orders", "family": "families",
-         "preset": "presets", "recipe": "recipes", "model": "models"}  # fmt: skip
+         "layout": "layouts", "preset": "presets", "recipe": "recipes", "model": "models"}  # fmt: skip
 ARGUMENTS = {"rule": "acceptance", "recipe": "preset"}  # the argument that takes a name, where it is not the kind
 PLUGINS = "visspec.plugins"
 SHAPE = ("tree", "entropy", "confidence")  # options of every `StructuredDrafter`
@@ -205,10 +205,10 @@ def presets(needs: str) -> dict[str, Preset]:
 
 
 def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -> Preset:
-    """A preset by name, or of a file that `visspec tune --out` wrote for `model`. Raises ValueError for an unknown
-    name, for one of other models, and for another file.
+    """A preset by name, or of a file that `visspec tune --out` wrote; one of a file has to fit `model`, if it is given.
+    Raises ValueError for an unknown name, for one of other models, and for another file.
     """
-    if model is not None and str(name).endswith(".json"):
+    if str(name).endswith(".json"):
         return read_preset(name, model)
     entry, known = find("preset", str(name)), presets(needs)
     if name not in known:
@@ -265,16 +265,27 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         return from_folder(folder, model, options, family), Path(name).name
     if name in known and known[name].checkpoint:
         own = included.made_for(name, model)
-        if own is None:
-            raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights")
-        name = own
+        if own is None and any(p.default is Parameter.empty for p in signature(known[name].load()).parameters.values()):
+            if (beside := own_drafter(model)) is None:
+                raise ValueError(
+                    f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights, or one"
+                    " named drafter in the model's folder"
+                )
+            return from_folder(beside, model, options, family), name
+        name = own or name
     if name in shipped:
         folder = included.check("drafter", name)
-        if apart := included.difference(shipped[name].target, model):
+        if apart := included.difference(shipped[name].target or name, model):
             where, value, found = apart
             raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
         return from_folder(folder, model, options, family), name
     return make("drafter", name, drafter_class(name), options), name
+
+
+def own_drafter(model: ConfiguredModel) -> Path | None:
+    """The folder `drafter` in that of a model; None where there is none."""
+    where = getattr(model.config, "_name_or_path", "")
+    return own if where and (own := Path(where) / "drafter").is_dir() else None
 
 
 def drafter_class(name: str) -> Any:

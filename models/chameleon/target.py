@@ -99,7 +99,7 @@ class Chameleon(Family):
         if codec is None:
             self.no_pixels = (
                 "transformers has no decoder of Chameleon's codes and no codec was given"
-                " (visspec.models.codecs.vq_layout.load_taming_vq)"
+                ": parts={'codec': load_taming_vq(FILE)} of visspec.models.codecs.vq_layout"
             )
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:

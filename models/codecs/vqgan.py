@@ -11,8 +11,10 @@ Shapes: B images, T = rows * columns codes, D code size, K codes, c channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from diffusers import ConfigMixin
 from diffusers.models.autoencoders.vq_model import VQModel
 from torch import Tensor
 
@@ -45,6 +47,11 @@ class VQShape:
             num_vq_embeddings=self.codes,
             vq_embed_dim=self.code_size,
         ).eval()
+
+
+def settings_of(model: ConfigMixin) -> dict[str, Any]:
+    """The arguments that a diffusers model was made with."""
+    return {name: value for name, value in model.config.items() if not name.startswith("_")}
 
 
 class ImageCodec:

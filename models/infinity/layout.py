@@ -7,15 +7,18 @@ norms of the autoencoder may lie in wrappers (`conv1.conv`, `norm1.norm`) or not
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from visspec.models.codecs.vq_layout import place_stock, unnamed
-from visspec.models.infinity.network import Infinity, InfinityConfig, schedule
+from visspec.models.infinity.model import InfinityImageModel
+from visspec.models.infinity.network import COUNTS, GRIDS, GUIDANCE, Infinity, InfinityConfig, schedule
 from visspec.models.published_tensors import Named, count, multipliers, place, read_all_tensors, rename, require
 from visspec.models.scales.bsq import BSQVAE, BSQShape
 from visspec.models.scales.multiscale import ScaleSizes
@@ -88,3 +91,18 @@ def shape_of(tensors: Mapping[str, Tensor], patch: int, where: str | Path) -> BS
     bits = require(tensors, "decoder.conv_in.weight", 4, where).shape[1]
     channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
     return BSQShape(bits, channels, steps, count(tensors, "encoder.down.0.block."), patch)
+
+
+def published(weights: Path, vq: Path, size: int = 1024) -> InfinityImageModel:
+    """An Infinity with its autoencoder, of published files. size: of its square images, pixels along a side."""
+    pixels = {16 * GRIDS[1.0][count - 1][0]: name for name, count in COUNTS.items()}
+    if size not in pixels:
+        raise ValueError(
+            f"size: got {size}, expected that of the model's images in pixels, {', '.join(map(str, pixels))}"
+        )
+    net, bits = load_infinity(weights, schedule(1.0, pixels[size])), load_infinity_vae(vq).shape.bits
+    codec = load_infinity_vae(vq, patch=math.isqrt(net.config.code_size // bits))
+    network = {name: value for name, value in vars(net.config).items() if name != "scales"}
+    entries = {"network": network | {"grids": net.config.scales.grids}, "codec": asdict(codec.shape)}
+    settings = {"guidance_scale": GUIDANCE, "temperature": 0.5, "top_p": 0.97}
+    return InfinityImageModel.of(entries, settings, net=net, codec=codec)

@@ -27,6 +27,7 @@ from visspec.models.scales.multiscale import ScaleSizes
 
 BASE = 10000.0  # of rotations
 LONGEST = 512  # text tokens
+GUIDANCE = 3.0  # of the published commands
 GRIDS = {  # by height over width: grids of the published models of a megapixel, 16 pixels a position
     1.0: ((1, 1), (2, 2), (4, 4), (6, 6), (8, 8), (12, 12), (16, 16), (20, 20), (24, 24), (32, 32), (40, 40), (48, 48),
           (64, 64)),

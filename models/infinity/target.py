@@ -16,32 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from visspec.models.image_codes.target import ImageLayout
-from visspec.models.infinity.network import Texts
+from visspec.models.image_codes.text_features import NO_ENCODER
+from visspec.models.infinity.model import InfinityImageModel
+from visspec.models.infinity.network import GUIDANCE, Texts
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.bsq import BSQVAE
-from visspec.models.scales.target import ScaleImages
+from visspec.models.scales.target import ScaleImages, ScaleSettings
 
-GUIDANCE = 3.0  # of the published commands
 Features = tuple[Tensor, Tensor]  # (B, T, F), which are real (B, T) bool
-
-
-class T5Features:
-    """Texts -> features (B, T, F) of an encoder such as T5's, and which are real (B, T) bool, padded on the right.
-
-    tokenizer, encoder: of transformers (`T5TokenizerFast`, `T5EncoderModel`; Infinity's is google/flan-t5-xl).
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel):
-        self.tokenizer, self.encoder = tokenizer, encoder
-
-    @torch.no_grad()
-    def __call__(self, texts: list[str]) -> Features:
-        given = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.encoder.device)
-        found = self.encoder(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
-        return found.last_hidden_state, given["attention_mask"].bool()
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +113,29 @@ class InfinityImages(ScaleImages):
 
     def _features(self, texts: list[str]) -> Features:
         if self.processor is None:
-            raise ValueError("processor: got None, expected a function from texts to text features and which are real")
+            raise ValueError(NO_ENCODER)
         features, real = self.processor(texts)
         return features.to(self.model.device), real.to(self.model.device).bool()
 
     def check(self, prompt: Any, layout: ImageLayout, guidance: float) -> None:
         prompt.check(len(prompt), self.model)
+
+
+class StoredInfinityImages(InfinityImages):
+    """`InfinityImageModel`, a folder with an Infinity and its autoencoder. settings: a generation_config in place of
+    the model's.
+    """
+
+    load = staticmethod(InfinityImageModel.read)
+
+    def __init__(
+        self,
+        model: InfinityImageModel,
+        processor: Any = None,
+        *,
+        settings: GenerationConfig | None = None,
+        per_scale: ScaleSettings | None = None,
+        ramp: str | None = None,
+    ):
+        super().__init__(model.net, processor, model.codec, per_scale, ramp)
+        self.default_guidance = model.guidance(settings)

@@ -1,6 +1,4 @@
-"""LlamaGen's transformers, and RandAR's, which are the same with queries: the original checkpoints, and ours (the same
-tensor names, with config.json).
-"""
+"""LlamaGen's transformers, and RandAR's, which are the same with queries, in their authors' layout."""
 
 from __future__ import annotations
 
@@ -10,14 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from visspec.io.checkpoint import CONFIG, read_json, write_folder
-from visspec.models.llamagen.network import SIZES, LlamaGen, LlamaGenConfig
+from visspec.models.codecs.vq_layout import load_llamagen_vq
+from visspec.models.codecs.vqgan import settings_of
+from visspec.models.llamagen.model import LlamaGenImageModel, RandARClassModel
+from visspec.models.llamagen.network import GUIDANCE, SIZES, LlamaGen, LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
-from visspec.models.published_tensors import count, one_sentence, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import count, place, read_all_tensors, rename, require
 
-KIND = "llamagen"
 IMAGENET = 1000  # classes of the published models
 QUERIES = "pos_instruct_embeddings"
+TOP_K = {"class": 2000, "caption": 1000}  # of the published samples
 NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
@@ -34,20 +34,12 @@ def load_llamagen(
     grid: rows of codes, required because the published weights do not contain it (16 for 256 pixels with VQ-16, 24 for
     384, 32 for 512). heads: only for sizes that were not published. dtype: default, that of the file. classes: default,
     1000 for a table of 1000 or 1001 rows, otherwise the number of rows minus one; a table without the extra row has no
-    null class, and the model does not support guidance. A folder written by `save_llamagen` needs none of these. Raises
-    ValueError before any weight is placed.
+    null class, and the model does not support guidance. Raises ValueError before any weight is placed.
     """
     tensors = read_all_tensors(path)
-    config = _saved_config(Path(path))
-    if config is None:
-        if grid is None:
-            raise ValueError(f"grid: {path} does not tell the image's rows of codes, expected grid=16, 24 or 32")
-        config = config_of(tensors, grid, heads, path, classes)
-    elif classes not in (None, config.classes):
-        raise ValueError(f"classes: got {classes}, expected {config.classes} as {path} says")
-    elif (grid or config.grid) != config.grid or (heads or config.heads) != config.heads:
-        found = f"{grid or config.grid} and {heads or config.heads}"
-        raise ValueError(f"grid, heads: got {found}, expected {config.grid} and {config.heads} as {path} says")
+    if grid is None:
+        raise ValueError(f"grid: {path} does not tell the image's rows of codes, expected grid=16, 24 or 32")
+    config = config_of(tensors, grid, heads, path, classes)
     named = rename(tensors, (), NOT_WEIGHTS)
     kind = RandAR if QUERIES in tensors else LlamaGen
     model = kind(config).to(dtype or require(tensors, "tok_embeddings.weight", 2, path).dtype).eval()
@@ -55,9 +47,21 @@ def load_llamagen(
     return model
 
 
-def save_llamagen(folder: str | Path, model: LlamaGen) -> None:
-    """Write config.json and model.safetensors; tensors keep their published names."""
-    write_folder(folder, model.state_dict(), {"kind": KIND, **model.config.to_dict()})
+def published(weights: Path, vq: Path, size: int | None = None, heads: int | None = None) -> LlamaGenImageModel:
+    """A LlamaGen or RandAR with its codec, of published files. size: of its images, pixels along a side."""
+    codec = load_llamagen_vq(vq)
+    if size is None or size % codec.factor:
+        raise ValueError(
+            f"size: got {size}, expected the side of the model's images in pixels, a multiple of {codec.factor} (--size"
+            f" 256, 384 or 512), which {weights.name} does not tell"
+        )
+    net = load_llamagen(weights, size // codec.factor, heads)
+    if (codes := len(codec.codebook)) != net.config.codes:
+        raise ValueError(f"vq: got a codec of {codes} codes, expected one of {net.config.codes} as {weights.name} has")
+    kind, condition = (RandARClassModel if isinstance(net, RandAR) else LlamaGenImageModel), net.config.condition
+    entries = {"network": net.config.to_dict(), "codec": settings_of(codec.model)}
+    settings = {"guidance_scale": GUIDANCE[condition] if net.guided else 1.0, "top_k": TOP_K[condition]}
+    return kind.of(entries, settings, net=net, codec=codec.model)
 
 
 def config_of(
@@ -85,13 +89,3 @@ def config_of(
     if table not in (classes, classes + 1):
         raise ValueError(f"classes: got {classes} for a table of {table} rows, expected {table - 1} or {table}")
     return sized(classes=classes, null_class=table > classes)
-
-
-def _saved_config(path: Path) -> LlamaGenConfig | None:
-    if not (path / CONFIG).is_file():
-        return None
-    data = read_json(path, CONFIG)
-    if data.pop("kind", None) != KIND:
-        return None
-    with one_sentence(path):
-        return LlamaGenConfig(**data)

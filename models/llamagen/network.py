@@ -34,6 +34,7 @@ SIZES = {  # name: (layers, heads, hidden size); the first five are class-condit
     "7B": (32, 32, 4096),
 }
 CONDITIONS = ("class", "caption")
+GUIDANCE = {"class": 4.0, "caption": 7.5}  # of the authors' sampling scripts
 CAPTION_PREFIX, CAPTION_WIDTH = 120, 2048  # tokens and width of the T5-XL features the published models expect
 STEP = 256  # the width of the feed-forward layer is a multiple of this
 

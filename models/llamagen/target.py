@@ -10,12 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from transformers import GenerationConfig
 
+from visspec.models.codecs.vqgan import ImageCodec
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
-from visspec.models.llamagen.network import LlamaGen, left_padded
+from visspec.models.image_codes.text_features import NO_ENCODER
+from visspec.models.llamagen.model import LlamaGenImageModel
+from visspec.models.llamagen.network import GUIDANCE, LlamaGen, left_padded
 
-GUIDANCE = {"class": 4.0, "caption": 7.5}  # of the authors' sampling scripts
 FACTOR = 16  # pixels per code, along a side, of the published codec
 
 
@@ -39,7 +43,7 @@ class LlamaGenImages(Family):
         self.guided = model.guided
         self.default_guidance = GUIDANCE[model.config.condition] if model.guided else 1.0
         if codec is None:
-            self.no_pixels = "no codec was given (visspec.models.codecs.vq_layout.load_llamagen_vq)"
+            self.no_pixels = "no codec was given, parts={'codec': load_llamagen_vq(FILE)} of models.codecs.vq_layout"
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         grid = self.model.config.grid
@@ -61,8 +65,12 @@ class LlamaGenImages(Family):
         if self.model.config.condition == "class":
             return class_numbers(texts, self.model.config.classes, name), None
         if self.processor is None:
-            raise ValueError("processor: got None, expected a function from texts to text features and their mask")
-        return left_padded(*self.processor(texts))
+            raise ValueError(NO_ENCODER)
+        features, real = left_padded(*self.processor(texts))
+        lacking = self.model.config.prefix - features.shape[1]
+        if lacking < 0:
+            raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}")
+        return F.pad(features, (0, 0, lacking, 0)), F.pad(real, (lacking, 0))
 
     def from_condition(
         self,
@@ -97,3 +105,15 @@ class LlamaGenImages(Family):
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.head(hidden)
+
+
+class StoredLlamaGenImages(LlamaGenImages):
+    """`LlamaGenImageModel`, a folder with a LlamaGen and its codec. settings: a generation_config in place of the
+    model's.
+    """
+
+    load = staticmethod(LlamaGenImageModel.read)
+
+    def __init__(self, model: LlamaGenImageModel, processor: Any = None, *, settings: GenerationConfig | None = None):
+        super().__init__(model.net, processor, ImageCodec(model.codec))
+        self.default_guidance = model.guidance(settings)

@@ -5,8 +5,9 @@ Three sources propose the tokens below a node:
 * matches: the continuations of earlier occurrences of the row's last tokens in its prompt and output (prompt lookup;
   Saxena, 2023);
 * answers: the same in the answers of requests that have ended (SuffixDecoding; Oliaro et al., arXiv 2411.04975);
-* candidates: the tokens that the target ranked highest after the same two tokens, or the same one, last time (token
-  recycling; Luo et al., arXiv 2408.08696).
+* candidates: the tokens that the target ranked highest after the same two tokens, or the same one, last time, in text
+  or below a draft (token recycling; Luo et al., arXiv 2408.08696). What it has not seen yet comes from a table for each
+  id, if the drafter has one (`successors`).
 
 Each proposal has a probability of acceptance that is learned online, by its source, the length of the match or the
 rank, and the depth. A token that several sources propose has 1 - (1 - p)(1 - q). The tree is grown best-first by the
@@ -19,18 +20,25 @@ Shapes: B rows, N nodes, M accepted nodes, V vocabulary, K candidates.
 from __future__ import annotations
 
 import heapq
+import json
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise, zip_longest
+from itertools import accumulate, zip_longest
 from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import categorical
+from visspec.io.checkpoint import check_folder, read_tensors, write_folder
+from visspec.models.decoder.target import vocabulary
+from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 SOURCES = ("matches", "answers", "candidates")
@@ -151,6 +159,12 @@ class Shared:
     rates: SourceRates = field(default_factory=SourceRates)
     answers: TextIndex = field(default_factory=TextIndex)
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while an answer is added
+    successors: Tensor | None = None  # (V, K), for tokens without candidates
+
+    def ranked(self, token: int) -> Sequence[int]:
+        """The candidates after a token."""
+        found = self.candidates.get(token, ())
+        return found if found or self.successors is None else self.successors[token].tolist()
 
     def add(self, answer: Sequence[int]) -> None:
         """Add an answer that has ended."""
@@ -226,8 +240,7 @@ class RowContext:
                 proposal.pointers.append((source, ids, place + 1))
                 longest = max(longest, LENGTHS[source % FIRST_ANSWER // MATCHES])
         before = self.tree[node.parent].token if index else self.ids[-2] if len(self.ids) > 1 else -1
-        known = self.shared.candidates
-        pair, alone = known.get((before, node.token), ()), known.get(node.token, ())
+        pair, alone = self.shared.candidates.get((before, node.token), ()), self.shared.ranked(node.token)
         group = 3 * (0 if longest >= LONG else 1 if longest else 2)
         for g, ranked in ((group, pair), (group + (1 if pair else 2), alone)):
             for rank, token in enumerate(ranked):
@@ -239,6 +252,16 @@ class RowContext:
         for token, probability in found.items():
             if probability * scale >= LEAST:
                 heapq.heappush(heap, (-probability * scale, len(heap), index, token))
+
+    def pairs(self, size: int, added: int) -> list[tuple[int, int]]:
+        """The tokens of the first `size` nodes of the newest tree, or of its root alone, each behind the one above it.
+
+        Args:
+            added: Tokens that were added to the text since.
+        """
+        tree, root = self.tree[:size], len(self.ids) - added - 1
+        above = self.ids[root - 1] if root else -1
+        return [(above, self.ids[root]), *((tree[node.parent].token, node.token) for node in tree[1:])]
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed the root of the newest tree."""
@@ -257,7 +280,7 @@ class Memory:
     """What the drafter keeps of a request. The target's candidates reach the host without a wait of their own."""
 
     def __init__(self, rows: list[RowContext]):
-        self.rows = rows
+        self.rows, self.size = rows, 1  # nodes of the drafted trees, the root included
         self.copies: list[tuple[list[Place], Tensor, torch.cuda.Event | None]] = []  # on their way
 
     def send(self, places: list[Place], logits_MV: Tensor) -> None:
@@ -291,9 +314,17 @@ class ContextDrafter(Drafter):
         sources: What proposes tokens, some of "matches", "answers" and "candidates", joined by "+".
         shared: Whether rows and requests share what they learn. Rules that toss numbers of their own (`rejection` and
             the relaxed ones) never share it, since there the tokens of a seed depend on the draft.
+        successors: (V, K) what the target ranks highest after each id (`models.lookup.successors`), best first.
     """
 
-    def __init__(self, nodes: int = 32, levels: int = 16, sources: str = "+".join(SOURCES), shared: bool = True):
+    def __init__(
+        self,
+        nodes: int = 32,
+        levels: int = 16,
+        sources: str = "+".join(SOURCES),
+        shared: bool = True,
+        successors: Tensor | None = None,
+    ):
         for name, value in (("nodes", nodes), ("levels", levels)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
@@ -302,12 +333,38 @@ class ContextDrafter(Drafter):
             raise ValueError(f"sources: unknown {unknown[0]!r}. Choose from {', '.join(SOURCES)}, joined by '+'.")
         self.nodes, self.levels, self.shared = nodes, levels, shared
         self.traits = DrafterTraits(levels=levels, trees=True, joins=True, counts_nodes=True)
-        self.common = Shared()
+        self.common = Shared(successors=successors if "candidates" in self.sources else None)
+        self.saved_as = "" if successors is None else "network"
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, model: PreTrainedModel, **options: Any) -> ContextDrafter:
+        """Load a drafter with a table that `save_pretrained` wrote.
+
+        Raises:
+            ValueError: The table is one of another vocabulary.
+        """
+        table_VK = read_tensors(check_folder(folder), ["successors"])["successors"]
+        if len(table_VK) != (size := vocabulary(model)):
+            raise ValueError(f"drafter: {folder} is made for {len(table_VK):,} ids, but the model has {size:,}.")
+        return cls(**options, successors=table_VK.int())
+
+    def save_pretrained(self, folder: str | Path, record: dict[str, Any]) -> None:
+        """Write config.json, model.safetensors and provenance.json."""
+        table_VK = self.common.successors
+        assert table_VK is not None, "a drafter without a table has nothing to save"
+        kind = torch.uint16 if len(table_VK) <= 1 << 16 else torch.int32
+        write_folder(
+            folder, {"successors": table_VK.to(kind)}, {"kind": "context", "target": record.get("target_sizes", {})}
+        )
+        (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
     def start(self, state: State, scores: Scores) -> None:
         shared = self.shared and (state.noise is None or not state.noise.samples)
-        prompts = state.request.prompt.tolist()
-        state.memory = Memory([RowContext(ids, self.common if shared else Shared(), self.sources) for ids in prompts])
+        rows = [
+            RowContext(ids, self.common if shared else Shared(successors=self.common.successors), self.sources)
+            for ids in state.request.prompt.tolist()
+        ]
+        state.memory = Memory(rows)
 
     def propose(self, state: State, depth: int) -> Draft:
         memory: Memory = state.memory
@@ -318,6 +375,7 @@ class ContextDrafter(Drafter):
             grown.append(memory.rows[row].grow(self.nodes, depth, not self.traits.trees))
         reaches = zip_longest(*([node.reach for node in tree[1:]] for tree in grown), fillvalue=0.0)
         size = state.worth(list(accumulate((sum(reach) / len(grown) for reach in reaches), initial=1.0)))
+        memory.size = size
         return _draft(state.pending, [tree[:size] for tree in grown])
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
@@ -326,16 +384,16 @@ class ContextDrafter(Drafter):
         nodes: list[tuple[int, int]] = []
         for b, (row, path, new) in enumerate(zip(state.rows, outcome.path, outcome.tokens)):
             context = memory.rows[row]
-            context.learn(new)
             context.extend(state.tokens[row])
+            if "candidates" in self.sources and row not in state.finished:
+                pairs = context.pairs(memory.size, len(new))
+                order = sorted(range(len(pairs)), key=path.__contains__)  # the accepted ones last, so that they stay
+                places += [(context.shared.candidates, pairs[n]) for n in order]
+                nodes += [(b, n) for n in order]
+            context.learn(new)
             if row in state.finished:
                 context.end()
-                continue
-            if "candidates" not in self.sources:
-                continue
-            known = context.ids[-len(path) - 2 : -1]  # the token before the root, and those of the path
-            places += [(context.shared.candidates, pair) for pair in pairwise(known)]
-            nodes += [(b, n) for n in path[-(len(known) - 1) :]]
+        memory.size = 1
         if nodes:
             b_M, n_M = to_device([list(column) for column in zip(*nodes)], state.pending.device)
             memory.send(places, categorical(scores.distribution).logits[b_M, n_M])

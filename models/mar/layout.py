@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,7 +13,9 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from visspec.models.codecs.kl_layout import load_kl
-from visspec.models.mar.network import MAR, SIZES, MARConfig
+from visspec.models.codecs.vqgan import settings_of
+from visspec.models.mar.model import MARImageModel
+from visspec.models.mar.network import GUIDANCE, MAR, SIZES, MARConfig
 from visspec.models.published_tensors import count, place, read_all_tensors, rename, require
 
 SCALING = 0.2325  # of the published latents
@@ -58,3 +61,11 @@ def config_of(tensors: Mapping[str, Tensor], heads: int | None, where: str | Pat
         classes=require(tensors, "class_emb.weight", 2, where).shape[0],
         hidden=require(tensors, "encoder_blocks.0.mlp.fc1.weight", 2, where).shape[0],
     )
+
+
+def published(weights: Path, vq: Path, heads: int | None = None) -> MARImageModel:
+    """A MAR with its autoencoder, of published files."""
+    net, codec = load_mar(weights, heads), load_mar_vae(vq)
+    entries = {"network": asdict(net.config), "autoencoder": settings_of(codec)}
+    settings = {"guidance_scale": GUIDANCE.get(net.config.width, 1.0)}
+    return MARImageModel.of(entries, settings, mar=net, autoencoder=codec)

@@ -18,6 +18,8 @@ from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
 UNCONDITIONAL = -1  # class number of rows without a class
 
+GUIDANCE = {768: 2.9, 1024: 3.0, 1280: 3.2}  # by width, of the published commands
+
 
 @dataclass(frozen=True)
 class MARConfig:

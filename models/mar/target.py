@@ -23,7 +23,7 @@ from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
-from visspec.models.mar.network import MAR, UNCONDITIONAL
+from visspec.models.mar.network import GUIDANCE, MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
 from visspec.models.vectors.target import VectorFamily
@@ -33,7 +33,6 @@ from visspec.types import Capabilities, Draft, Request, Sampling, Scores, State,
 PLAIN = Sampling(temperature=1.0)
 SCALES = ("linear", "constant")  # guidance of a token by its number
 STEPS = 100  # of chains, in the published commands
-GUIDANCE = {768: 2.9, 1024: 3.0, 1280: 3.2}  # by width, of the published commands
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,9 @@ from transformers import Qwen2Config
 
 from visspec.io.checkpoint import check_positive, read_json
 from visspec.models.codecs.kl_layout import load_kl
-from visspec.models.nextstep.network import NextStep, NextStepConfig
+from visspec.models.codecs.vqgan import settings_of
+from visspec.models.nextstep.model import NextStepImageModel
+from visspec.models.nextstep.network import GUIDANCE, NextStep, NextStepConfig
 from visspec.models.published_tensors import (
     Rules,
     count,
@@ -116,3 +118,12 @@ def load_nextstep_vae(
     if type(centre) not in (int, float) or not math.isfinite(centre):
         raise ValueError(f"shift_factor: got {centre!r}, expected a finite number, here or in config.json of {folder}")
     return load_kl(folder, cast(float, factor), centre, dtype)
+
+
+def published(weights: Path, vq: Path) -> NextStepImageModel:
+    """A NextStep-1 with its image tokenizer, of the authors' folders."""
+    normalised = read_json(weights, "config.json").get(PATCH[0]) is not None  # of the first release
+    net, codec = load_nextstep(weights, normalised), load_nextstep_vae(vq)
+    network = {"sizes": vars(net.config), "decoder": net.model.config.to_dict(), "normalised": normalised}
+    entries = {"network": network, "codec": settings_of(codec)}
+    return NextStepImageModel.of(entries, {"guidance_scale": GUIDANCE}, net=net, codec=codec)

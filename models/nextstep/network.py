@@ -16,6 +16,8 @@ from visspec.models.layers import Network
 from visspec.models.published_tensors import stock
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
+GUIDANCE = 7.5  # of the authors' examples
+
 
 @dataclass(frozen=True)
 class NextStepConfig:

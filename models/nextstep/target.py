@@ -14,25 +14,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, ImageLayout, grid_of
-from visspec.models.nextstep.flow import flow_schedule
-from visspec.models.nextstep.network import NextStep
+from visspec.models.nextstep.flow import flow_schedule, flow_schedule_v11
+from visspec.models.nextstep.model import NextStepImageModel
+from visspec.models.nextstep.network import GUIDANCE, NextStep
 from visspec.models.vectors.diffusion_head import Schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
 from visspec.models.vectors.target import VectorFamily
 from visspec.types import Draft, Request, Scores, State
 
-GUIDANCE, STEPS, SIDE = 7.5, 50, 512  # of the authors' examples
+STEPS, SIDE = 50, 512  # of the authors' examples
+STEPS_V11 = 30  # of those for version 1.1
 AREA = "<|image_area|>"
 
 
 class NextStepImages(VectorFamily):
-    """processor: the model's tokenizer, padding on the left. autoencoder: `layouts_nextstep.load_nextstep_vae`. plan:
-    steps of chains (`visspec.models.nextstep.flow`); default, 50 of the first release's sampler, with noise in the
-    last.
+    """processor: the model's tokenizer, padding on the left. autoencoder:
+    `visspec.models.nextstep.layout.load_nextstep_vae`. plan: steps of chains (`visspec.models.nextstep.flow`); default,
+    50 of the first release's sampler, with noise in the last.
     """
 
     name = "nextstep"
@@ -73,6 +76,26 @@ class NextStepImages(VectorFamily):
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         return super().pixels(self.model.as_values(tokens), layout)
+
+
+class StoredNextStepImages(NextStepImages):
+    """`NextStepImageModel`, a folder with a NextStep-1 and its image tokenizer. settings: a generation_config in place
+    of the model's.
+    """
+
+    load = staticmethod(NextStepImageModel.read)
+
+    def __init__(
+        self,
+        model: NextStepImageModel,
+        processor: Callable[..., Any],
+        *,
+        settings: GenerationConfig | None = None,
+        plan: Schedule | None = None,
+    ):
+        own = None if model.net.normalised else flow_schedule_v11(STEPS_V11)
+        super().__init__(model.net, processor, model.codec, plan or own)
+        self.default_guidance = model.guidance(settings)
 
 
 class NextStepTarget(ImageAR):

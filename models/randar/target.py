@@ -28,7 +28,9 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.codecs.vqgan import ImageCodec
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tree, _twice
+from visspec.models.llamagen.model import RandARClassModel
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
 from visspec.models.randar.model import JanusCodec, RandARImageModel, load
@@ -88,6 +90,18 @@ class PromptedRandARImages(RandARImages):
             return self.image_model.features(ids, real.bool())
         except ValueError as error:
             raise ValueError(str(error).replace("prompt", name, 1)) from None
+
+
+class StoredRandARImages(RandARImages):
+    """`RandARClassModel`, a folder with a RandAR of classes and its codec. settings: a generation_config in place of
+    the model's.
+    """
+
+    load = staticmethod(RandARClassModel.read)
+
+    def __init__(self, model: RandARClassModel, processor: Any = None, *, settings: GenerationConfig | None = None):
+        super().__init__(model.net, processor, ImageCodec(model.codec))
+        self.default_guidance = model.guidance(settings)
 
 
 class RankBuffer(TokenBuffer):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from visspec.models.codecs.vq_layout import CODEBOOK, place_stock, unnamed
 from visspec.models.published_tensors import count, multipliers, place, read_all_tensors, rename, require
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
-from visspec.models.var.network import VAR, VARConfig
+from visspec.models.var.model import VARImageModel
+from visspec.models.var.network import GUIDANCE, VAR, VARConfig
 
 NOT_WEIGHTS = r"lvl_1L$|attn_bias_for_masking$"  # follow from the scales
 NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
@@ -104,3 +106,14 @@ def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         found |= {f"{match[1]}.{part}.{match[2]}": third for part, third in zip("qkv", tensor.chunk(3))}
     return found
+
+
+def published(weights: Path, vq: Path) -> VARImageModel:
+    """A VAR with its autoencoder, of published files."""
+    net, codec = load_var(weights), load_var_vae(vq)
+    network = {name: getattr(net.config, name) for name in ("width", "depth", "heads", "hidden", "shared")}
+    grids = [list(grid) for grid in net.config.scales.grids]
+    labels = [str(number) for number in range(net.config.classes)]
+    entries = {"network": network, "grids": grids, "labels": labels, "autoencoder": asdict(codec.shape)}
+    settings = {"guidance_scale": GUIDANCE, "top_k": 900, "top_p": 0.96}
+    return VARImageModel.of(entries, settings, var=net, autoencoder=codec)

@@ -23,6 +23,8 @@ from visspec.models.layers import GeluMLP
 from visspec.models.scales.blocks import Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
 
+GUIDANCE = 2.5  # of the published evaluation
+
 
 @dataclass(frozen=True)
 class VARConfig:

@@ -13,8 +13,7 @@ from visspec.models.image_codes.target import ImageLayout
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.multiscale import MultiScaleVAE
 from visspec.models.scales.target import ScaleImages
-
-GUIDANCE = 2.5  # of the published evaluation
+from visspec.models.var.network import GUIDANCE
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,10 @@ def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: 
     """
     codebook = capabilities.codebook
     if codebook is None:
-        raise ValueError(f"acceptance: {rule} needs the target's codebook, got a target without one")
+        raise ValueError(
+            f"acceptance: {rule} needs the codebook of the model's codes, and this pipeline has no codec."
+            " Give parts={'codec': ...}, or convert the weights with --vq."
+        )
     most = len(codebook) - (not itself)
     if k > most:
         raise ValueError(f"k: got {k}, expected at most {most} neighbours in a codebook of {len(codebook)}")

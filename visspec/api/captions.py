@@ -22,10 +22,11 @@ from transformers import PreTrainedTokenizerBase
 from visspec.api import queueing
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, seed_of
+from visspec.io import included
 from visspec.io.checkpoint import first_line
 from visspec.io.images import MAX_PIXELS, read_image
 from visspec.io.videos import FRAMES, Clip, open_media
-from visspec.loop.stats import Stats, ended_by, text_pieces
+from visspec.loop.stats import text_pieces
 from visspec.loop.stream import Answer
 from visspec.types import Processor
 
@@ -33,22 +34,32 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 Prepared = tuple[Record, dict[str, Any] | Exception]  # a record without its pixels, and its inputs or what went wrong
 MOST_LINES = 1_000_000  # of a chat template, run for one prompt
-PROMPT = "describe the picture in detail ."
+PROMPT = "describe the picture in detail ."  # of the included models, which know few words
+PROMPT_OF_OTHERS = "Describe this image in detail."
 
 
 @dataclass(frozen=True)
 class Caption:
-    """One image's result: if the file can't be read, `text` is None and `error` is the reason."""
+    """One image's result: if it can't be read or captioned, `text` is None and `error` is the reason."""
 
-    path: str
-    text: str | None
+    record: Record  # without the pixels
+    text: str | None = None
     tokens: int = 0
     error: str | None = None
     pieces: tuple[tuple[str, str], ...] = ()  # (text, origin) of every token
     ended: str | None = None  # as `stats.ended_by`
     drift: float = 0.0  # summed over tokens
     rounds: int = 0  # rounds after the prefill
-    record: Record | None = None  # what it was made from, without the pixels
+
+    @property
+    def path(self) -> str:
+        """The record's id, which is the path of a file."""
+        return self.record.id
+
+
+def default_prompt(model: str | Path) -> str:
+    """What a model, given by name or folder, is asked about each image where nothing else is said."""
+    return PROMPT if included.is_included(model) else PROMPT_OF_OTHERS
 
 
 def chat_prompt(processor, request: str) -> str:
@@ -167,58 +178,13 @@ def move_inputs(inputs: dict[str, Any], model) -> dict[str, Any]:
     return {k: v.to(model.dtype) if torch.is_floating_point(v) else v for k, v in there.items()}
 
 
-def caption_files(
-    fast: Accelerated,
-    processor,
-    paths: Sequence[str | Path],
-    *,
-    request: str = PROMPT,
-    batch_size: int = 1,
-    max_pixels: int = MAX_PIXELS,
-    frames: int = FRAMES,
-    **generate: Any,
-) -> Iterator[tuple[Caption, Stats | None]]:
-    """Caption files in order, `batch_size` at a time, images and videos of a batch apart; of a video `frames` are read.
-    An unreadable file yields its error; the others are processed.
-
-    Extra arguments go to `generate`; the int `seed` is used for each image, so results do not depend on the batch.
-    """
-    seed = generate.pop("seed", None)
-    for start in range(0, len(paths), batch_size):
-        opened: list[tuple[str, Any]] = []
-        done: dict[str, Caption] = {}
-        group = [str(p) for p in paths[start : start + batch_size]]
-        for path in group:
-            try:
-                opened.append((path, open_media(path, max_pixels, frames)))
-            except (ValueError, OSError) as error:
-                done[path] = Caption(path, None, error=str(error))
-        stats = None
-        for kind in (Image, Clip):
-            if alike := [entry for entry in opened if isinstance(entry[1], kind)]:
-                seeds = {} if seed is None else {"seed": [seed] * len(alike)}
-                made, stats = _caption_batch(fast, processor, alike, request, generate | seeds)
-                done |= made
-        for path in group:
-            yield done[path], None if done[path].error else stats
-
-
-def _caption_batch(fast: Accelerated, processor, opened, request: str, generate: dict[str, Any]):
-    inputs = prepare(processor, [image for _, image in opened], request, fast.model)
-    result = fast.run(**inputs, **generate)
-    done = {}
-    for row, ((path, _), tokens, pieces) in enumerate(zip(opened, result.state.tokens, result.stats.pieces)):
-        text = processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
-        done[path] = Caption(path, text, len(tokens), pieces=tuple(pieces), ended=ended_by(result.state, row))
-    return done, result.stats
-
-
 class Captions(AbstractContextManager):
     """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
 
-    request: what is asked of images whose record has no prompt. workers: threads that read and prepare images ahead,
-    `2 * slots` at most. frames: of a video that are read. generate: arguments of generate; of the int `seed` and a
-    record's id its own seed is made (`sources.seed_of`), so that results do not depend on batch, order or process.
+    request: what is asked of images whose record has no prompt (default: `default_prompt`). workers: threads that read
+    and prepare images ahead, `2 * slots` at most. frames: of a video that are read. generate: arguments of generate; of
+    the int `seed` and a record's id its own seed is made (`sources.seed_of`), so that results do not depend on batch,
+    order or process.
 
     A context manager: `close` ends captions that are being made, and the threads.
     """
@@ -228,14 +194,15 @@ class Captions(AbstractContextManager):
         fast: Accelerated,
         processor: Processor,
         *,
-        request: str = PROMPT,
+        request: str | None = None,
         slots: int = 8,
         workers: int = 2,
         max_pixels: int = MAX_PIXELS,
         frames: int = FRAMES,
         **generate: Any,
     ):
-        self.fast, self.processor, self.request, self.slots, self.workers = fast, processor, request, slots, workers
+        self.fast, self.processor, self.slots, self.workers = fast, processor, slots, workers
+        self.request = request or default_prompt(getattr(fast.model, "name_or_path", ""))
         self.max_pixels, self.frames, self.generate = max_pixels, frames, generate
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)
         self._processing = threading.Lock()  # tokenizers are not made for several threads
@@ -272,6 +239,14 @@ class Captions(AbstractContextManager):
     def __exit__(self, *error: BaseException | type | TracebackType | None) -> None:
         self.close()
 
+    def open_record(self, record: Record) -> Image | Clip:
+        """The picture of a record, or the frames of its video. Raises ValueError or OSError if it can't be read."""
+        if isinstance(record.image, bytes):
+            return read_image(record.image, record.id, self.max_pixels)
+        if isinstance(record.image, (str, Path)):
+            return open_media(record.image, self.max_pixels, self.frames)
+        return record.image
+
     def _prepare(self, record: Record) -> Prepared:
         """In a worker: a record without its pixels, and the processor's output or what went wrong."""
         label = str(record.image) if isinstance(record.image, (str, Path)) else None
@@ -279,11 +254,7 @@ class Captions(AbstractContextManager):
         try:
             if record.error is not None:
                 raise ValueError(record.error)
-            image = record.image
-            if isinstance(image, bytes):
-                image = read_image(image, record.id, self.max_pixels)
-            elif isinstance(image, (str, Path)):
-                image = open_media(image, self.max_pixels, self.frames)
+            image = self.open_record(record)
             with self._processing:
                 inputs = process_batch(self.processor, [image], [bare.prompt or ""])
             length, new = inputs["input_ids"].shape[1], self.generate.get("max_new_tokens") or 0
@@ -311,17 +282,16 @@ class Captions(AbstractContextManager):
         if error is not None:
             said = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
             said = said if said.startswith(record.id) else f"{record.id}: {said}"
-            return Caption(record.id, None, error=said, record=record)
+            return Caption(record, error=said)
         tokenizer = self.processor.tokenizer
         return Caption(
-            record.id,
+            record,
             tokenizer.decode(answer.tokens, skip_special_tokens=True).strip(),
             len(answer.tokens),
             pieces=tuple(text_pieces(tokenizer, answer.tokens, answer.origin)),
             ended=answer.ended,
             drift=answer.drift,
             rounds=len(answer.rounds),
-            record=record,
         )
 
 

@@ -74,8 +74,9 @@ class Conversation(NamedTuple):
         return self.messages[turn]["content"][0]["text"] if turn < len(self.messages) else None
 
 
-def conversation_of(entry: object, folder: Path, ignore: Collection[str] = ()) -> Conversation:
-    """From a record; relative paths start at `folder`. `ignore`: further fields to pass over.
+def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), prompt: str = PROMPT) -> Conversation:
+    """From a record; relative paths start at `folder`. `ignore`: further fields to pass over. `prompt`: where it has
+    none.
 
     Raises ValueError for a record that is none, or with a field that holds something and isn't used.
     """
@@ -89,7 +90,7 @@ def conversation_of(entry: object, folder: Path, ignore: Collection[str] = ()) -
     media = {kind: _listed(fields, names) for kind, names in (("image", IMAGES), ("video", VIDEOS))}
     if given is None and not any(media.values()):
         raise ValueError(f"got no image, expected an object with image, or one of {', '.join(TURNS)}")
-    messages, found = _parsed(_turns(fields, given or "prompt"), media, folder)
+    messages, found = _parsed(_turns({"prompt": prompt} | fields, given or "prompt"), media, folder)
     _check_order(messages)
     return Conversation(messages, found)
 
@@ -112,7 +113,7 @@ def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
 def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
     """(role, content) of all turns."""
     if name in ("prompt", "turns"):
-        prompt = fields.get(name, PROMPT)
+        prompt = fields[name]
         if name == "turns":
             if not isinstance(prompt, list) or len(prompt) != 1:
                 raise ValueError(f"turns: got {_short(prompt)}, expected one text: answers between turns are not there")

@@ -185,7 +185,7 @@ class ImagePipeline:
 
     def _move(self, *args, **kwargs) -> None:
         with torch.inference_mode(False):  # weights moved in inference mode can't be trained
-            for part in (self.model, *self.parts.values()):
+            for part in (self.model, self.processor, *self.parts.values()):
                 if hasattr(part, "to"):
                     part.to(*args, **kwargs)
 

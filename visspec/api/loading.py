@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from visspec import registry
 from visspec.api.sources import need
 from visspec.io import checkpoint, hub, included
+from visspec.models.image_codes import text_features
 from visspec.models.layers import check_layers
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ SPREAD = {  # over several devices, by transformers' own plans
 }
 KINDS = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM  # that answer in text
 MOST_MISSING = 4  # parameters that a configuration may describe for each number in the weights
-HUB_IDS = {  # models in transformers' form, by `model_type` of the authors' own
+INSTEAD = {  # models in transformers' form, by `model_type` of the authors' own
     "multi_modality": "deepseek-community/Janus-Pro-1B",
     "Emu3": "BAAI/Emu3-Gen-hf",
 }
@@ -75,17 +76,46 @@ def load_image_model(
 ):
     """(model, processor) of an image generator, for `ImagePipeline`. None: the included one that draws. As `load`."""
     where = str(spec or included.image_model())
-    folder = registry.included_folder(where)
-    config = checkpoint.read_json(folder, "config.json") if folder.is_dir() else {}
-    named = config.get("architectures")
-    if name := HUB_IDS.get(str(config.get("model_type"))):
-        raise ValueError(f"model: {where} is in its authors' form, expected one in transformers' form, such as {name}")
+    config = _configuration(where)
     family = registry.table("family").get(str(config.get("model_type")))
     if family is not None and (read := family.load().load) is not None:
-        device = resolve_device(device)
-        return _load_own(read(folder, torch_dtype(dtype, torch.float32)), folder, device)
-    kind = getattr(transformers, (named or [""])[0], None) or transformers.AutoModelForMultimodalLM
+        device, folder = resolve_device(device), hub.resolve_folder(registry.included_folder(where))
+        usual = torch.float32 if device == "cpu" else getattr(torch, config.get("dtype") or "float32")
+        return _load_own(read(folder, torch_dtype(dtype, usual)), folder, device)
+    named = config.get("architectures") or [""]
+    kind = getattr(transformers, named[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
+
+
+def _configuration(where: str) -> dict[str, Any]:
+    """The config.json of a folder, a hub id or an included model; an empty one where there is none. Raises ValueError,
+    with what to do, for a model in a form that can't be read.
+    """
+    folder, local = located(where)
+    files = [Path(where)] if Path(where).is_file() else list(Path(where).glob("*"))
+    if not any(file.name == "config.json" for file in files) and any(f.suffix in checkpoint.PICKLED for f in files):
+        raise ValueError(
+            f"model: {where} holds weights in their authors' layout. `visspec convert` makes a folder of them that"
+            " can be loaded (visspec list layouts)."
+        )
+    try:
+        file = cached_file(folder, "config.json", local_files_only=local, _raise_exceptions_for_missing_entries=False)
+    except OSError:
+        file = None
+    if file is None:
+        return {}
+    config = checkpoint.read_json(Path(file).parent, "config.json")
+    kind = str(config.get("model_type"))
+    if kind in INSTEAD:
+        raise ValueError(
+            f"model: {where} is in its authors' form. Use {INSTEAD[kind]}, which is in transformers' form."
+        )
+    if not ("auto_map" in config or kind in transformers.CONFIG_MAPPING or kind in registry.table("family")):
+        raise ValueError(
+            f"model: {where} is of the type {kind!r}, which transformers {transformers.__version__} does not know. A"
+            " newer one may, and `visspec convert` reads some layouts of their authors (visspec list layouts)."
+        )
+    return config
 
 
 def load_diffusers(where: str, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> DiffusionPipeline | None:
@@ -195,18 +225,31 @@ def torch_dtype(dtype: str | torch.dtype, usual: torch.dtype) -> torch.dtype:
 
 def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
     """(model, processor) of a folder with a network that transformers lacks."""
-    processor = None
+    model, processor = model.to(device).eval(), None
     if not model.class_conditional:
         with quiet():  # it would say that it does not know the type of the model
-            processor = transformers.AutoProcessor.from_pretrained(str(folder), local_files_only=True)
+            processor = _own_processor(model, folder)
     logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
-    return model.to(device).eval(), processor
+    return model, processor
+
+
+def _own_processor(model: Any, folder: Path) -> Any:
+    """A text encoder's features, a processor or a tokenizer of a folder with a network that transformers lacks."""
+    if model.text_features:
+        encoder = folder / text_features.FOLDER
+        if not encoder.is_dir():
+            return None  # the first prompt says how to get one
+        return text_features.T5Features.from_pretrained(str(encoder), dtype=model.dtype).to(model.device)
+    worded = (folder / "processor_config.json").is_file()
+    kind = transformers.AutoProcessor if worded else transformers.AutoTokenizer
+    return kind.from_pretrained(str(folder), local_files_only=True)
 
 
 def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_remote_code: bool, worded: bool = True):
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
+    _configuration(where)  # refuses other forms
     where, local = located(where)
     if local:
         checkpoint.check_folder(where)

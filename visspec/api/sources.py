@@ -24,6 +24,7 @@ from visspec.io.images import image_files, unread_kinds
 TABLES = (".jsonl", ".parquet", ".tar")
 SUFFIXES = images.SUFFIXES + videos.SUFFIXES
 LARGEST = 256 << 20  # bytes of a member of a shard: a sparse one may claim any size
+Reader = Callable[[], Iterator["Record"]]
 PARTS = ("image", "json", "prompt")  # of a record in a shard
 MOST_LINKS = 40  # one behind the other, as in Linux
 DATASET = "hf:"  # hf:NAME[:SPLIT], or a folder that `save_to_disk` wrote
@@ -40,12 +41,24 @@ class Record:
     passed_over: bool = False  # the error is that files of a kind are not read
 
 
-def records(sources: Sequence[str | Path]) -> Iterator[Record]:
+class RecordStream(Iterator[Record]):
+    """Records that are read one by one. total: how many; None if only reading them tells."""
+
+    def __init__(self, found: Iterator[Record], total: int | None):
+        self._found, self.total = found, total
+
+    def __next__(self) -> Record:
+        return next(self._found)
+
+
+def records(sources: Sequence[str | Path]) -> RecordStream:
     """The records of all sources, in their order. Raises ValueError now for a source that isn't there, is empty, or
     needs a package that isn't installed.
     """
-    readers = [reader(str(source)) for source in sources]
-    return (record for read in readers for record in read())
+    found = [reader(str(source)) for source in sources]
+    totals = [total for _, total in found if total is not None]
+    total = sum(totals) if len(totals) == len(found) else None
+    return RecordStream((record for read, _ in found for record in read()), total)
 
 
 def is_plain(source: str | Path) -> bool:
@@ -61,12 +74,12 @@ def is_dataset(source: str) -> bool:
     return source.startswith(DATASET) or any(saved)
 
 
-def reader(source: str) -> Callable[[], Iterator[Record]]:
-    """How a source is read. Raises ValueError as `records`."""
+def reader(source: str) -> tuple[Reader, int | None]:
+    """How a source is read, and how many records it has, if that is known. Raises ValueError as `records`."""
     path = Path(source)
     if is_dataset(source):
         need("datasets", source)
-        return lambda: _to_the_end(source, of_dataset(source))
+        return lambda: _to_the_end(source, of_dataset(source)), None
     unlisted: list[OSError] = []
     if path.is_dir():
         return _files(image_files(path, unlisted=unlisted, suffixes=SUFFIXES), unlisted, source, unread_kinds(path))
@@ -85,7 +98,18 @@ def reader(source: str) -> Callable[[], Iterator[Record]]:
         raise ValueError(f"{source}: got no such file, expected one")
     if read is of_parquet:
         need("pyarrow", source)
-    return lambda: _to_the_end(source, read(path))
+    return lambda: _to_the_end(source, read(path)), _rows(path)
+
+
+def _rows(path: Path) -> int | None:
+    """The number of records of a table; None for a shard, and for a table that can't be read."""
+    try:
+        if path.suffix.lower() == ".parquet":
+            return importlib.import_module("pyarrow.parquet").read_metadata(path).num_rows
+        with open(path, "rb") as file:
+            return sum(map(bool, map(bytes.strip, file))) if path.suffix.lower() == ".jsonl" else None
+    except (ValueError, OSError):
+        return None
 
 
 def _unreadable_folders(pattern: Path) -> list[OSError]:
@@ -146,7 +170,7 @@ def new_records(records: Iterable[Record], done: Collection[str], repeated: Call
 
 def _files(
     paths: Iterable[Path], unlisted: Iterable[OSError] = (), source: str = "", unread: Mapping[str, int] | None = None
-) -> Callable[[], Iterator[Record]]:
+) -> tuple[Reader, int]:
     found = [Record(str(path), path) for path in paths]
     for error in unlisted:
         folder, why = str(Path(error.filename)), f"got a folder that can't be listed ({error.strerror})"
@@ -154,7 +178,7 @@ def _files(
     for kind, count in (unread or {}).items():
         said = f"{source}: {count} {kind} files can't be read and are left out. Convert them to PNG or JPEG."
         found.append(Record(f"{source}/*{kind}", error=said, passed_over=True))
-    return lambda: iter(found)
+    return lambda: iter(found), len(found)
 
 
 def of_entry(entry: object, fallback: str, folder: Path) -> Record:

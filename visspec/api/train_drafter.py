@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -14,16 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from visspec import registry
 from visspec.accept.exact import Exact
 from visspec.api import drafter_export, requests
 from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
-from visspec.api.captions import move_inputs, process_chats, tokenizer_of
+from visspec.api.captions import default_prompt, move_inputs, process_chats, tokenizer_of
 from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
+from visspec.api.progress import Progress
 from visspec.api.train_processes import workers
 from visspec.api.training_data import Item, Reader, TrainingData
 from visspec.eval.report import training
@@ -226,7 +227,7 @@ def run(
     resume = resume and not dry_run
     if not dry_run:
         check_out(Path(out), resume, overwrite)
-    items = TrainingData(data, answers, ignore)
+    items = TrainingData(data, answers, ignore, default_prompt(target))
     device = device if device in targets.SPREAD else targets.resolve_device(device)
     several = workers(parallel, device)
     if several.world > 1 and device != "cpu":
@@ -383,23 +384,22 @@ class TextValidation:
 
 
 def train(trainer: Trainer, resume: bool) -> list[dict]:
-    """Run a trainer under a progress bar, a JSON line a hundred steps; the drafter is saved to its folder, its curves
-    in `run/curves.html` there.
+    """Run a trainer and show its progress, answers of the target among it, with a JSON line a hundred steps; the
+    drafter is saved to its folder, its curves in `run/curves.html` there.
     """
     first, run = trainer.workers.rank == 0, trainer.folder / RUN
     if resume:
         trainer.resume()
     elif first:
         (run / PROGRESS).unlink(missing_ok=True)  # of the run that this one takes the place of
-    with tqdm(total=trainer.plan.steps, initial=trainer.step, unit="step", mininterval=2.0, disable=not first) as bar:
+    with Progress("steps", trainer.plan.steps, trainer.step, hidden=not first) as bar:
 
         def report(entry: dict) -> None:
-            bar.update(entry["step"] - bar.n)
-            bar.set_postfix(loss=entry["loss"], agreed=entry["agreed"][0], refresh=False)
+            bar.update(entry["step"], {"loss": entry["loss"], "agreed": entry["agreed"][0]})
             if first and (entry["step"] % 100 == 0 or "tau_sampled" in entry):
-                bar.write(json.dumps(entry))
+                bar.write(json.dumps(entry), sys.stdout)
 
-        found = trainer.run(report)
+        found = trainer.run(report, lambda count, of: bar.update(trainer.step, {"answers": f"{count}/{of}"}))
     if first and trainer.curve:
         training.write_page(run / "curves.html", trainer.progress(), trainer.provenance)
     return found

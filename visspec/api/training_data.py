@@ -24,6 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from visspec.api import sources
+from visspec.api.captions import PROMPT
 from visspec.api.conversations import ArchiveMember, Conversation, Media, conversation_of
 from visspec.io import images
 from visspec.io.files import loads
@@ -249,15 +250,15 @@ class Item(NamedTuple):
 
 class TrainingData:
     """The items of data, each read when it is asked for. answers: "target" makes an item of every place of a record at
-    which the user waits for an answer, "own" of every answer of the data.
+    which the user waits for an answer, "own" of every answer of the data. prompt: of a record that has none.
 
     Raises ValueError for a record that can't be used, before any work: all are read once, images not.
     """
 
-    def __init__(self, data: str | Path, answers: str = "target", ignore: Collection[str] = ()):
+    def __init__(self, data: str | Path, answers: str = "target", ignore: Collection[str] = (), prompt: str = PROMPT):
         if answers not in ANSWERS:
             raise ValueError(f"answers: got {answers!r}, expected one of {', '.join(ANSWERS)}")
-        self.records, self.ignore = records_of(str(data), ignore), ignore
+        self.records, self.ignore, self.prompt = records_of(str(data), ignore), ignore, prompt
         self.record, self.turn, digest = array("q"), array("q"), hashlib.sha256()
         self.answers = 0  # of the data
         for number in range(len(self.records)):
@@ -278,7 +279,7 @@ class TrainingData:
 
     def conversation(self, number: int) -> Conversation:
         """A whole record. Raises ValueError as `conversation_of`."""
-        return conversation_of(self.records[number], self.records.folder, self.ignore)
+        return conversation_of(self.records[number], self.records.folder, self.ignore, self.prompt)
 
     def __len__(self) -> int:
         return len(self.record)

@@ -78,7 +78,8 @@ def run(arguments: Options) -> None:
     elif found is not None:
         images = [image for image, _ in islice(readable(found), most)]
     else:
-        images = arguments.scenes(processor).images(most)
+        scenes = arguments.scenes(processor)
+        images = scenes.images(max(min(most, len(scenes.rows)), arguments.count))
     if not images:
         raise ValueError(f"images: got none that can be read, expected some in {', '.join(arguments.images or [])}")
     drafters: Sequence[Any] = arguments.drafter or [default_drafter(model)[0]]

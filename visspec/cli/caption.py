@@ -11,23 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from visspec.cli.arguments import (
-    JsonOption,
-    ModelOptions,
-    Positive,
-    RayOptions,
-    SamplingOptions,
-    exit_code,
-    load,
-    number,
-    sampling,
-)
+from visspec.cli.arguments import Count, ModelOptions, Positive, RayOptions, SamplingOptions, number, sampling
 from visspec.io import included
-from visspec.io.files import Results
 from visspec.io.options import option
 
 if TYPE_CHECKING:
-    from visspec.api.accelerate import Accelerated
     from visspec.api.captions import Caption
     from visspec.types import ConfiguredModel, Processor
 
@@ -37,9 +25,9 @@ LOOKS = 4  # files looked at, at most, to see whether the included model was mad
 
 
 @dataclass(kw_only=True)
-class Options(RayOptions, JsonOption, SamplingOptions, ModelOptions):
-    batch_size: Positive = option("images captioned together", 1)
-    prompt: str | None = option("what to ask of each image", None)
+class Options(RayOptions, SamplingOptions, ModelOptions):
+    prompt: str | None = option("what to ask of each image (default: Describe this image in detail.)", None)
+    max_new_tokens: Positive | None = option("default: 256; of an included model 128", None)  # type: ignore[assignment]
     image: list[Path] = option(
         "image (PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF) or video files; with --out also folders, globs, .jsonl and"
         " .parquet of {image, prompt, id}, .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
@@ -48,9 +36,10 @@ class Options(RayOptions, JsonOption, SamplingOptions, ModelOptions):
     out: Path | None = option(
         "records as .jsonl or .parquet; a run goes on where the last one ended", None, writes="file"
     )
-    slots: Positive = option("captions written at once, with --out", 8)
-    workers: Positive = option("threads that read images ahead, with --out; with --ray processes", 2)
+    slots: Positive = option("captions written at once", 8)
+    workers: Positive = option("threads that read images ahead; with --ray processes", 2)
     report: Path | None = option("a page of the records with thumbnails, with --out", None, writes="file")
+    compare: Count = option("also time transformers' generate on so many of the images, and say how much faster", 0)
     max_pixels: Positive = option("larger images are refused", 64_000_000)
     frames: Positive = option("frames read of a video", 8)
     schema: Path | None = option(
@@ -58,70 +47,43 @@ class Options(RayOptions, JsonOption, SamplingOptions, ModelOptions):
     )
     top_k: TopK | None = option("sample among the most likely tokens (default: all)", None)
     top_p: TopP | None = option("sample among the tokens of this probability together (default: 1)", None)
-    stats: bool = option("print rounds, tau and times of the last batch", False)
+    stats: bool = option("print the speed, also without --out", False)
 
 
 def run(arguments: Options) -> int:
     """Finished captions are kept whatever ends it. Returns the exit code."""
     options = decode_options(arguments)
-    from visspec.api import sources
+    from visspec.cli.caption_records import run_records
 
-    if arguments.out is not None or arguments.ray or not all(map(sources.is_plain, arguments.image)):
-        from visspec.cli.caption_records import run_records
-
-        return run_records(arguments, options)
-    for name in ("report", "retry_failed"):
-        if getattr(arguments, name):
-            raise ValueError(f"--{name.replace('_', '-')}: got it without --out, expected both")
-
-    from tqdm import tqdm
-
-    from visspec.api.captions import PROMPT, caption_files
-
-    fast, processor = load(arguments, needs_pictures=True)
-    constraint, check = by_schema(arguments, fast.model, processor)
-    request = arguments.prompt or PROMPT
-    about = run_settings(arguments, fast, request, options) | {"batch_size": arguments.batch_size}
-    warn_of_foreign(arguments)
-    reading = {name: getattr(arguments, name) for name in ("batch_size", "max_pixels", "frames")}
-    stream = caption_files(fast, processor, arguments.image, request=request, **reading, **options, **constraint)
-    several, failed, newest = len(arguments.image) > 1, 0, None
-    hidden = not several or not sys.stderr.isatty()
-    with Results(arguments.json, about) as results:
-        for found, stats in tqdm(stream, total=len(arguments.image), disable=hidden, leave=False):
-            newest, found = stats or newest, check(found)
-            row = {"path": found.path, "caption": found.text, "tokens": found.tokens, "ended": found.ended}
-            results.add(row | {"error": found.error})
-            if found.error:
-                failed += 1
-                print(f"visspec: {found.error}", file=sys.stderr)
-            else:
-                print(f"{found.path}: {found.text}" if several else found.text, flush=True)
-    if arguments.stats and newest is not None:
-        print(newest)
-    return exit_code(len(results.found), failed)
+    return run_records(arguments, options)
 
 
-def run_settings(arguments: Options, fast: Accelerated, request: str, options: dict[str, Any]) -> dict[str, Any]:
-    """How captions are made, for their records."""
-    from visspec.io.provenance import provenance
-
-    about = settings(arguments, request, options) | {"drafter": fast.name, "guarantee": fast.rule.traits.guarantee}
-    return about | {"provenance": provenance(fast.model)}
+def model_of(arguments: Options) -> str:
+    """The model by name or folder. Raises ValueError where none is named or included."""
+    return arguments.model or included.text_model()
 
 
 def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
-    """What captions are made with, as asked for."""
+    """How captions are made, as asked for: the same whatever processes make them, so that any of them can go on."""
+    from visspec import registry
+
+    rule = arguments.acceptance
     about: dict[str, Any] = {
-        "model": arguments.model or included.text_model(),
+        "model": model_of(arguments),
         "prompt": request,
         "drafter": arguments.drafter,
+        "acceptance": rule,
+        "sampling": options,
+        "frames": arguments.frames,
     }
     if arguments.schema is not None:
         about["schema"] = read_schema(arguments.schema)
     if arguments.batch_invariant:
         about["batch_invariant"] = True
-    return about | {"acceptance": arguments.acceptance, "sampling": options, "frames": arguments.frames}
+    if arguments.preset is not None:
+        about["preset"] = arguments.preset
+        rule = registry.preset(arguments.preset, "text").acceptance if rule == "exact" else rule
+    return about | {"guarantee": registry.rule(rule).traits.guarantee}
 
 
 def by_schema(
@@ -152,7 +114,8 @@ def decode_options(arguments: Options) -> dict[str, Any]:
         if value is not None and not sampled:
             raise ValueError(f"--{name}: got {value} at temperature 0, expected a temperature above 0")
     cuts = arguments.top_k or 0, arguments.top_p or 1.0
-    found = sampling(arguments.max_new_tokens, arguments.temperature, *cuts)
+    usual = 128 if included.is_included(model_of(arguments)) else 256
+    found = sampling(arguments.max_new_tokens or usual, arguments.temperature, *cuts)
     return found | ({"seed": arguments.seed} if sampled else {})
 
 

@@ -1,121 +1,167 @@
-"""`visspec caption SOURCES --out`: records of many images, kept one by one in a file, with the page of `--report`; with
---ray by several processes.
-"""
+"""The work of `visspec caption`: records of images, kept one by one in a file, made here or by several processes."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+import torch
 
 from visspec.api import distributed, sources
-from visspec.api.accelerate import Accelerated
-from visspec.api.captions import PROMPT, Caption, Captions
+from visspec.api.captions import Caption, Captions, default_prompt, prepare
+from visspec.api.progress import Progress
 from visspec.api.sources import Record
 from visspec.cli import caption, generate
 from visspec.cli.arguments import earlier, exit_code, load
 from visspec.eval.report.captions import CaptionSamples, write_page
 from visspec.io.files import Journal, replacing
+from visspec.io.provenance import provenance
 
 COLUMNS = dict.fromkeys(("id", "image", "prompt", "caption"), "string") | {"tokens": "int64", "rounds": "int64"}
 COLUMNS |= {"ended": "string", "drift": "double", "error": "string"}
 
 
 def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
-    """Finished records are kept whatever ends it; ids that are there are not captioned again. Returns the exit code."""
-    out, request, pictures = output_path(arguments), arguments.prompt or PROMPT, CaptionSamples()
+    """Finished records are kept whatever ends it; ids that are there are not captioned again. Without --out they are
+    printed. Returns the exit code.
+    """
+    check_output(arguments)
     read = partial(sources.records, arguments.image)
     found = read()  # a source that isn't there is refused before work starts
+    request = arguments.prompt or default_prompt(caption.model_of(arguments))
+    pictures, sample = CaptionSamples(), dict[str, Record]()
+    about = caption.settings(arguments, request, options)
+    make = partial(load_captions, arguments, request, options)
     if arguments.ray:
         sources.need("ray", "--ray", distributed.EXTRA)
-        about = caption.settings(arguments, request, options)
+        about["provenance"] = provenance()
     else:
-        fast, captions = load_captions(arguments, request, options, arguments.workers)
-        about = caption.run_settings(arguments, fast, request, options)
+        captions, check = make(arguments.workers)
+        about["provenance"] = provenance(captions.fast.model, drafter=captions.fast.name)
     caption.warn_of_foreign(arguments)
-    lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
-    with Journal(lines, about, retry=arguments.retry_failed) as journal:
-        run = RecordRun(journal)
-        if arguments.ray:
-            make = partial(worker, arguments, request, options)
-            made = run.with_ray(read, make, arguments, group=4 * arguments.slots)
-        else:
-            made = captions(shown(pictures, sources.new_records(found, journal.done, run.repeat)))
-        try:
-            for one in run.with_bar(made):
-                run.add(row_of(one))
-                pictures.tell(one.path, one.pieces)
-        finally:
-            if lines != out:
-                with replacing(out) as draft:
-                    sources.write_parquet(iter(journal), draft, COLUMNS)
-            if arguments.report is not None:
-                write_page(arguments.report, journal, pictures, about)
-    return run.end(out)
+    with tempfile.TemporaryDirectory(prefix="visspec-") as home:
+        out = arguments.out or Path(home, "captions.jsonl")
+        lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
+        with Journal(lines, about, retry=arguments.retry_failed) as journal:
+            run = RecordRun(journal)
+            if arguments.ray:
+                made = run.with_ray(read, partial(worker, make), arguments, group=4 * arguments.slots)
+            else:
+                new = sources.new_records(found, journal.done, run.repeat)
+                made = map(check, captions(shown(pictures, new, sample, arguments.compare)))
+            try:
+                for one in run.with_bar(made, found.total):
+                    run.add(row_of(one))
+                    pictures.tell(one.path, one.pieces)
+                    if one.text is None:
+                        sample.pop(one.path, None)
+                    elif arguments.out is None:
+                        run.bar.write(f"{one.path}: {one.text}" if len(arguments.image) > 1 else one.text, sys.stdout)
+            finally:
+                if lines != out:
+                    with replacing(out) as draft:
+                        sources.write_parquet(iter(journal), draft, COLUMNS)
+                if arguments.report is not None:
+                    write_page(arguments.report, journal, pictures, about)
+    code = run.end(arguments.out, arguments.stats)
+    if sample:
+        print(compare(captions, list(sample.values()), run.rate))
+    return code
 
 
-def shown(pictures: CaptionSamples, records: Iterable[Record]) -> Iterator[Record]:
-    """The records, whose images the page may need."""
+def shown(
+    pictures: CaptionSamples, records: Iterable[Record], sample: dict[str, Record], count: int
+) -> Iterator[Record]:
+    """The records, whose images the page may need; the first `count` are kept in `sample`, by id."""
     for record in records:
         pictures.look(record.id, record.image)
+        if len(sample) < count:
+            sample[record.id] = record
         yield record
 
 
-def worker(arguments: caption.Options, request: str, options: dict[str, Any]) -> distributed.Making:
+def compare(captions: Captions, records: Sequence[Record], rate: float) -> str:
+    """A sentence on how much faster a run of `rate` images a second was than transformers' `generate`, which captions
+    these records in batches of as many as there are slots. Reading and preparing images counts for both.
+    """
+    options, start = {k: v for k, v in captions.generate.items() if k != "seed"}, time.monotonic()
+    model: Any = captions.fast.model
+    for first in range(0, len(records), captions.slots):
+        some = records[first : first + captions.slots]
+        prompts = [record.prompt or captions.request for record in some]
+        inputs = prepare(captions.processor, list(map(captions.open_record, some)), prompts, model)
+        model.generate(**inputs, **options).cpu()
+    theirs = len(records) / (time.monotonic() - start)
+    return (
+        f"transformers' generate: {theirs:.3g} images a second, {len(records)} of them in batches of {captions.slots};"
+        f" this run was {rate / theirs:.2f} times as fast"
+    )
+
+
+def worker(make: Callable[[int], tuple[Captions, Callable[[Caption], Caption]]]) -> distributed.Making:
     """In an actor: load the model. What is returned makes the captions of records."""
-    return load_captions(arguments, request, options, 1)[1]
+    captions, check = make(1)
+    return lambda records: map(check, captions(records))
 
 
 def load_captions(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
-) -> tuple[Accelerated, Callable[[Iterable[Record]], Iterator[Caption]]]:
-    """The model, and what makes the captions of records, whose images so many threads read ahead."""
+) -> tuple[Captions, Callable[[Caption], Caption]]:
+    """The model's captions of records, whose images so many threads read ahead, and what checks one by --schema."""
     fast, processor = load(arguments, needs_pictures=True)
     constraint, check = caption.by_schema(arguments, fast.model, processor)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
-    captions = Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint)
-    return fast, lambda records: map(check, captions(records))
+    return Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint), check
 
 
-def output_path(arguments: caption.Options) -> Path:
-    """The path of --out. Raises ValueError for arguments that don't go together."""
+def check_output(arguments: caption.Options) -> None:
+    """Raises ValueError for arguments that don't go together."""
     out = arguments.out
     if out is None:
-        source = next((s for s in arguments.image if not sources.is_plain(s)), arguments.image[0])
-        raise ValueError(f"--out: got none, expected a .jsonl or .parquet file for the records of {source}")
+        source = next((s for s in arguments.image if not sources.is_plain(s)), None)
+        if source is not None or arguments.ray:
+            source = source or arguments.image[0]
+            raise ValueError(f"--out: got none, expected a .jsonl or .parquet file for the records of {source}")
+        for name in ("report", "retry_failed"):
+            if getattr(arguments, name):
+                raise ValueError(f"--{name.replace('_', '-')}: got it without --out, expected both")
+    if arguments.ray and arguments.compare:
+        raise ValueError("--compare: got it with --ray, expected one of the two: generate runs in this process")
+    if out is None:
+        return
     if out.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"--out: got {out}, expected a file that ends in .jsonl or .parquet")
-    if arguments.json is not None:
-        raise ValueError(f"--json: got {arguments.json} beside --out, expected one of the two")
     if out.suffix == ".parquet":
         sources.need("pyarrow", f"--out {out}")
-    return out
 
 
 def row_of(made: Caption) -> dict[str, Any]:
-    record = made.record
-    assert record is not None
-    told = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
-    return dict(zip(COLUMNS, (made.path, record.image, record.prompt, *told)))
+    found = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
+    return dict(zip(COLUMNS, (made.path, made.record.image, made.record.prompt, *found)))
 
 
 class RecordRun:
-    """What one run adds to a journal, under a bar."""
+    """What one run adds to a journal, and how fast."""
 
     def __init__(self, journal: Journal):
         self.journal, self.before, self.lost = journal, len(journal.done), len(journal.failed)
-        self.count = self.failed = self.twice = self.rounds = self.committed = 0
-        self.bar: tqdm[Any]
+        self.count = self.failed = self.twice = self.cut = self.rounds = self.committed = 0
+        self.bar: Progress
+        self.start = self.seconds = 0.0
 
-    def with_bar(self, made: Iterable[Any]) -> Iterator[Any]:
-        """What is made, with a bar: records per second, tau, failures."""
-        hidden = not sys.stderr.isatty()
-        with tqdm(made, unit=" records", disable=hidden, smoothing=0.05) as self.bar:
-            for one in self.bar:
+    def with_bar(self, made: Iterable[Any], total: int | None = None) -> Iterator[Any]:
+        """What is made, while progress is shown. total: records of the sources, those that were there among them."""
+        self.start = time.monotonic()
+        with Progress("images", total, self.before if total is None else min(self.before, total)) as self.bar:
+            for one in made:
                 yield one
-                self.bar.set_postfix(tau=f"{self.tau:.2f}", failed=self.failed, refresh=False)
+                self.seconds = time.monotonic() - self.start
+                speed = self.committed / max(self.seconds, 1e-9)
+                figures = {"tau": f"{self.tau:.2f}", "tokens/s": f"{speed:.3g}", "failed": self.failed}
+                self.bar.update(self.before + self.count, figures)
 
     def with_ray(
         self,
@@ -125,32 +171,41 @@ class RecordRun:
         group: int,
     ) -> Iterator[Any]:
         """What the processes of --ray make, of so many records at a time."""
-        gpus = 1.0 if arguments.device.startswith("cuda") else 0.0
+        auto = arguments.device == "auto" and torch.cuda.is_available()
+        gpus = 1.0 if auto or arguments.device.startswith("cuda") else 0.0
         pool = {"workers": arguments.workers, "threads": arguments.threads, "gpus": gpus, "group": group}
         return distributed.run(read, make, done=self.journal.done, repeated=self.repeat, **pool)
 
     @property
     def tau(self) -> float:
+        """Tokens a pass."""
         return self.committed / max(self.rounds, 1)
+
+    @property
+    def rate(self) -> float:
+        """Images a second, those that failed left out."""
+        return (self.count - self.failed) / max(self.seconds, 1e-9)
 
     def add(self, row: dict[str, Any]) -> None:
         self.count += 1
         self.rounds, self.committed = self.rounds + row["rounds"], self.committed + max(row["tokens"] - 1, 0)
+        self.cut += row.get("ended") == "length"
         self.journal.add(row)
         if row["error"] is not None:
             self.failed += 1
-            self._complain(row["error"])
+            self.bar.write(f"visspec: {row['error']}")
 
     def repeat(self, id: str) -> None:
         """An id came again: only its first record is made."""
         self.twice += 1
-        self._complain(f"{id}: got this id twice, expected one record of each")
+        self.bar.write(f"visspec: {id}: got this id twice, expected one record of each")
 
-    def _complain(self, sentence: str) -> None:
-        self.bar.write(f"visspec: {sentence}", file=sys.stderr)
-
-    def end(self, out: Path) -> int:
-        """Print a summary. Returns the exit code."""
-        there = earlier(self.before, self.lost, self.twice)
-        print(f"{out}: {self.count} records, {self.failed} of them failed{there}; tau {self.tau:.2f}")
+    def end(self, out: Path | None, stats: bool = True) -> int:
+        """Print a summary, without `out` for `stats` alone. Returns the exit code."""
+        if out is not None or stats:
+            there = earlier(self.before, self.lost, self.twice)
+            where = "" if out is None else f"{out}: "
+            speed = f"{self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
+            cut = f"; {self.cut} cut at the limit (--max-new-tokens)" if self.cut else ""
+            print(f"{where}{self.count} records, {self.failed} of them failed{there}; {speed}{cut}")
         return exit_code(len(self.journal.done), len(self.journal.failed), self.twice)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from visspec.entries import Entry
 
 WIDTH = 120
-PLURALS = ("drafters", "rules", "lengths", "orders", "families", "presets", "recipes", "models")
+PLURALS = ("drafters", "rules", "lengths", "orders", "families", "layouts", "presets", "recipes", "models")
 
 
 @dataclass(kw_only=True)

@@ -29,6 +29,7 @@ COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options`, if it
     "bench kernels": "time of each kernel beside eager torch",
     "train": "train",
     "train drafter": "distil a feature drafter for a target, in process",
+    "convert": "make a folder of weights that were published in a layout of their own (LlamaGen, VAR, MAR, ...)",
     "export": "write a trained drafter in the form of other engines",
     "tune": "choose drafter, length and batch for a model and images, by measurement",
     "eval": "judge images: FID, KID, GenEval, CLIPScore",

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 from visspec import presets, registry
 from visspec.api import loading, sources
 from visspec.api.accelerate import accelerate, default_drafter
-from visspec.api.captions import PROMPT, prepare
+from visspec.api.captions import default_prompt, prepare
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, groups_of, measured_on, readable, table
 from visspec.cli.bench_text import read_prompts
@@ -99,7 +99,11 @@ def tune(
     """Measure all rows on the first half of (image, prompt) pairs, the best on the second, and choose. Returns the JSON
     object of docs/evaluate.md.
     """
-    half, request, rule = len(images) // 2, arguments.prompt or PROMPT, arguments.acceptance
+    half, request, rule = (
+        len(images) // 2,
+        arguments.prompt or default_prompt(str(model.name_or_path)),
+        arguments.acceptance,
+    )
     specs, lengths = candidates(drafters, model), sorted(set(arguments.lengths))
 
     def batches(some: Sequence[tuple], size: int) -> list[dict[str, Any]]:

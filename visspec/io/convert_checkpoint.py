@@ -21,13 +21,14 @@ WRAPPERS = ("model", "module", "state_dict", "vae")  # how training scripts file
 AVERAGES = ("ema", "model_ema", "ema_state_dict")  # and averages of them, beside or alone
 
 
-def convert(path: str | Path, out: str | Path, ema: bool = False) -> str:
+def convert(path: str | Path, out: str | Path, ema: bool | None = False) -> str:
     """Write the tensors of a .pt, .pth, .bin or .ckpt file, or of a folder's pytorch_model.bin, as safetensors. Returns
     in words which of two sets of weights were left behind, or "".
 
     The file is unpickled with `weights_only=True`, so nothing in it runs; one that needs more is refused. The weights
-    may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones (`ema`) under 'ema' or by names that begin
-    with 'ema.' or, as LitEma's, 'model_ema.'. Names lose what torch.compile and data parallelism put before them.
+    may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones (`ema`; None: if there are any) under 'ema' or
+    by names that begin with 'ema.' or, as LitEma's, 'model_ema.'. Names lose what torch.compile and data parallelism
+    put before them.
     Everything that is no tensor (optimizer, steps) is left behind. A .safetensors file with both sets is taken too.
     Raises ValueError in one sentence.
     """
@@ -38,6 +39,7 @@ def convert(path: str | Path, out: str | Path, ema: bool = False) -> str:
     if not out.parent.is_dir():
         raise ValueError(f"out: the folder {out.parent} does not exist, expected one that does")
     plain, averaged = state_dicts(content_of(path), path)
+    ema = bool(averaged) if ema is None else ema
     chosen = with_dots(averaged, plain, path) if ema or not plain else plain
     if not chosen:
         where = ", ".join(AVERAGES if plain else (*WRAPPERS, *AVERAGES))

@@ -44,7 +44,7 @@ class IncludedModel:
 
     what: str
     kind: str = ""
-    target: str = ""  # the name of the model that it is made for
+    target: str = ""  # the name of the model that it is made for, if that is included
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,11 @@ def scenes(world: str | None = None, processor: object = None, use: str = "capti
     return worlds[world]
 
 
+def is_included(model: str | Path) -> bool:
+    """Whether a model is an included one, by its name or folder."""
+    return str(model) in table().models or Path(model).resolve().parent == FOLDER.resolve()
+
+
 def folder(name: str) -> Path:
     """Where the weights of an included model are, or would be."""
     return FOLDER / name
@@ -219,15 +224,18 @@ def made_for(kind: str, model: ConfiguredModel) -> str | None:
     """The included model of a kind that is made for a model, by its configuration; None where none is."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return None
-    rows = ((name, row) for name, row in table().models.items() if row.kind == kind and row.target)
-    return next((name for name, row in rows if present(row.target) and not difference(row.target, model)), None)
+    rows = {name: row.target or name for name, row in table().models.items() if row.kind == kind}
+    return next((name for name, target in rows.items() if present(target) and not difference(target, model)), None)
 
 
 def difference(name: str, model: ConfiguredModel) -> tuple[str, Any, Any] | None:
-    """Where a model's configuration differs from that of an included one: what, there and here."""
+    """Where a model's configuration differs from that of an included one: what, there and here. A drafter whose target
+    is not included has the target's sizes as `target` in its own configuration.
+    """
     from visspec.io.checkpoint import read_json  # which imports torch: the table is read by `visspec --help` too
 
     there, here = read_json(folder(name), "config.json"), model.config.to_dict()
+    there = there.get("target", there)
     for part in ("", "text_config", "vision_config"):
         wanted, found = (there.get(part) or {}, here.get(part) or {}) if part else (there, here)
         for key, value in wanted.items():

@@ -19,6 +19,7 @@ MODELS = {
     "painter-var": IncludedModel("draws an animal, scale by scale"),
 }
 DRAFTERS = {
+    "smollm2-context": IncludedModel("what SmolLM2-135M-Instruct ranks after each id", "context"),
     "vispec": IncludedModel("a drafter of its captions", "eagle", "captioner"),
     "vispec-emoji": IncludedModel("a drafter of its captions", "eagle", "captioner-emoji"),
     "painter-eagle": IncludedModel("a drafter of its codes", "image-eagle", "painter"),

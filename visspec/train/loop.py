@@ -111,15 +111,19 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.curve: list[dict[str, float]] = []
         self.kept: list[int] = []  # steps of checkpoints
+        self.answered: Callable[[int, int], None] | None = None
         self.best: dict[str, float] = {}  # step and tau
         self._group: tuple[int, list[list[TrainingBatch]]] = (-1, [])
 
-    def run(self, report: Callable[[dict], None] | None = None) -> list[dict]:
+    def run(
+        self, report: Callable[[dict], None] | None = None, answered: Callable[[int, int], None] | None = None
+    ) -> list[dict]:
         """Train to the last step. `report` is called with a record after each step whose loss is read: each one on a
-        CPU, one of `READS` elsewhere. Returns all validations. Raises ValueError after `PATIENCE` updates in a row that
-        were left out; each that is read is warned of.
+        CPU, one of `READS` elsewhere; `answered` with how many requests of a group the target has answered, and of how
+        many. Returns all validations. Raises ValueError after `PATIENCE` updates in a row that were left out; each that
+        is read is warned of.
         """
-        start = time.time() - self.seconds
+        start, self.answered = time.time() - self.seconds, answered
         with self.training():
             while self.step < self.plan.steps:
                 figures = self.update(self.lessons(self.step))
@@ -186,12 +190,14 @@ class Trainer:
 
     def _answers(self, index: int) -> list[list[TrainingBatch]]:
         """The lessons of a group, by stream."""
-        plan, found = self.plan, []
+        plan, found = self.plan, list[list[TrainingBatch]]()
         count = plan.batches(self.accumulate)
         for stream in self.streams:
-            numbers = range(index * count, (index + 1) * count)
-            batches = (self.answers(number * self.accumulate + stream) for number in numbers)
-            parts = [part for batch in batches for part in split(batch, plan.rows)]
+            parts: list[TrainingBatch] = []
+            for place in range(count):
+                parts += split(self.answers((index * count + place) * self.accumulate + stream), plan.rows)
+                if self.answered is not None:
+                    self.answered(len(found) * count + place + 1, len(self.streams) * count)
             if len(parts) != self.parts:
                 raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
             found.append(parts)

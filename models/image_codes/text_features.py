@@ -1,0 +1,51 @@
+"""Features of prompts from a text encoder, for image models that read no ids: LlamaGen and Infinity.
+
+Shapes: B texts, T words of the longest text, F numbers of a word.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+NO_ENCODER = (
+    "processor: got None, expected a text encoder, T5Features(tokenizer, encoder), which `visspec convert` takes as"
+    " --text google/flan-t5-xl"
+)
+FOLDER = "text_encoder"  # in the folder of an image model
+
+
+class T5Features:
+    """Texts -> features (B, T, F) of an encoder such as T5's, and which are real (B, T) bool, padded on the right.
+
+    tokenizer, encoder: of transformers (`T5TokenizerFast`, `T5EncoderModel`; published models have google/flan-t5-xl).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel):
+        self.tokenizer, self.encoder = tokenizer, encoder
+
+    @torch.no_grad()
+    def __call__(self, texts: list[str]) -> tuple[Tensor, Tensor]:
+        given = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.encoder.device)
+        found = self.encoder(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
+        return found.last_hidden_state, given["attention_mask"].bool()
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or cast the encoder."""
+        self.encoder.to(*args, **kwargs)
+        return self
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write both into a folder of their own in that of an image model."""
+        for part in (self.tokenizer, self.encoder):
+            part.save_pretrained(Path(folder) / FOLDER)
+
+    @classmethod
+    def from_pretrained(cls, where: str | Path, **options: Any) -> Self:
+        """Of a folder or a hub id, safetensors only. options: of the encoder's `from_pretrained`."""
+        encoder = AutoModelForTextEncoding.from_pretrained(where, use_safetensors=True, **options)
+        return cls(AutoTokenizer.from_pretrained(where), encoder.eval())

@@ -1,0 +1,68 @@
+"""Progress of long runs: bars in a terminal, lines in a log file, and what a run's last line says."""
+
+import io
+import re
+import sys
+
+import pytest
+
+from visspec.api import progress
+from visspec.api.progress import Progress
+from visspec.cli.main import main
+from visspec.io import included
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that is moved by hand."""
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_log_file_gets_a_line_every_thirty_seconds(clock, capsys):
+    with Progress("images", 100, initial=20) as shown:
+        for count in range(21, 81):
+            clock[0] += 1.5
+            shown.update(count, {"tau": "3.10"})
+    first, *_, last = lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and first == "visspec: 40/100 images [00:30<01:30,  1.50s/images, tau=3.10]"
+    assert last.startswith("visspec: 80/100 images [01:30<00:30")
+
+
+def test_a_run_of_unknown_length_counts(clock, capsys):
+    with Progress("images") as shown:
+        clock[0] += 60
+        shown.update(120, {})
+    assert capsys.readouterr().err == "visspec: 120 images [01:00,  2.00images/s]\n"
+
+
+def test_a_terminal_gets_a_bar_with_total_and_rate(monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress("images", 2) as shown:
+        shown.bar.mininterval = 0
+        shown.update(1, {"tau": "2.00"})
+        shown.write("visspec: a sentence")
+        shown.update(2, {"tau": "2.00"})
+    said = terminal.getvalue()
+    assert "1/2" in said and re.search(r"\dimages/s, tau=2.00", said) and "\rvisspec: a sentence\n" in said
+
+
+def test_a_caption_run_says_how_fast_it_was(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY_S", 0.0)
+    images = [str(tmp_path / f"{i}.png") for i in range(3)]
+    for image, path in zip(included.scenes("shapes").images(3), images):
+        image.save(path)
+    (tmp_path / "3.png").write_bytes(b"broken")
+    argv = ["caption", str(tmp_path), "--out", str(tmp_path / "o.jsonl"), "--max-new-tokens", "16", "--compare", "2"]
+    assert main(argv) == 1
+    said, logged = capsys.readouterr()
+    assert re.search(r"4/4 images .*tau=\d+\.\d\d, tokens/s=\S+, failed=1", logged)
+    summary, compared = said.splitlines()
+    assert re.search(r"; \d+\.\d s, \S+ images a second, \d+\.\d\d tokens a pass \(tau\)$", summary)
+    assert re.fullmatch(
+        r"transformers' generate: \S+ images a second, 2 of them in batches of 8; this run was \d+\.\d\d times as fast",
+        compared,
+    )

@@ -1,0 +1,137 @@
+"""Make a folder that `from_pretrained` loads of weights that were published as pickles in a layout of their own."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.utils import logging as transformers_logging
+
+from visspec import registry
+from visspec.io import hub
+from visspec.io.checkpoint import PICKLED, check_folder, first_line, read_json, read_shapes
+from visspec.io.convert_checkpoint import convert as as_safetensors
+from visspec.models.eagle.lantern import family_of_layout
+from visspec.models.image_codes.families import family_of
+from visspec.models.image_codes.text_features import T5Features
+
+DRAFTER = "drafter"  # the folder of a model's own trained drafter, in the model's
+TEXT = "google/flan-t5-xl"  # of LlamaGen and Infinity
+
+
+def convert(
+    layout: str,
+    weights: str | Path,
+    out: str | Path,
+    *,
+    vq: str | Path | None = None,
+    text: str | None = None,
+    drafter: str | Path | None = None,
+    **options: Any,
+) -> None:
+    """Write an image model into a new folder, with its codec, text encoder and drafter.
+
+    Args:
+        layout: a name of `visspec list layouts`, or "lantern" for a drafter, whose `weights` are a folder.
+        weights: the published file, or a folder of them; averaged weights are taken where it holds both.
+        out: the new folder.
+        vq: the published file, or the folder, of the codec that turns codes into pictures.
+        text: folder or hub id of the text encoder, for models that read texts by one.
+        drafter: the folder of a trained drafter for the model, such as LANTERN's.
+        options: `size`, pixels along a side of the images, and `heads`, for layouts that do not tell them.
+
+    Raises:
+        ValueError: for other files, with the name of the argument that is missing or wrong. Nothing stays in `out`.
+    """
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    target = Path(out)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"out: {target} is there already, expected a new folder")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as spare:
+        made = Path(spare, "made")
+        if layout == "lantern":
+            convert_drafter(Path(weights), made)
+        else:
+            model, processor = _load(layout, Path(weights), vq, text, Path(spare), options)
+            model.save_pretrained(made)
+            if processor is not None:
+                processor.save_pretrained(made)
+            if drafter is not None:
+                convert_drafter(Path(drafter), made / DRAFTER)
+                registry.from_folder(made / DRAFTER, model, {}, family_of(model, processor))  # refuses another model's
+        if target.exists():
+            target.rmdir()
+        made.rename(target)
+
+
+def convert_drafter(folder: Path, out: Path) -> None:
+    """Write a published drafter of image codes as safetensors. Raises ValueError for any other folder."""
+    folder = hub.resolve_folder(folder)
+    if not folder.is_dir():
+        raise ValueError(f"drafter: got {folder}, expected the folder of a published drafter, with config.json")
+    shutil.copytree(safetensors_of(folder, out.parent / "drafter-weights"), out)
+    known = registry.table("drafter").values()
+    data = read_json(check_folder(out), "config.json")
+    ours = data.get("kind") in {entry.checkpoint for entry in known if entry.checkpoint}
+    if not ours and family_of_layout(data, set(read_shapes(out))) is None:
+        raise ValueError(f"drafter: {folder} is no drafter of image codes, expected one of LANTERN's or of ours")
+
+
+def _load(
+    layout: str, weights: Path, vq: str | Path | None, text: str | None, spare: Path, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """(model, processor) of published files."""
+    entry = registry.find("layout", layout)
+    if vq is None:
+        raise ValueError(f"vq: got none, expected the published codec of {layout} ({entry.what})")
+    read = entry.load()
+    given = {name: value for name, value in options.items() if value is not None}
+    if strange := sorted(given.keys() - signature(read).parameters.keys()):
+        raise ValueError(f"{strange[0]}: got {given[strange[0]]}, expected none: weights of {layout} tell it")
+    paths = []
+    for argument, path in (("weights", weights), ("vq", Path(vq))):
+        if not path.exists():
+            raise ValueError(f"{argument}: there is no {path}, expected a published file or folder ({entry.what})")
+        paths.append(safetensors_of(path, spare / argument))
+    model = read(*paths, **given)
+    if model.text_features:
+        return model, _encoder(text, model.text_features, layout)
+    if text is not None:
+        raise ValueError(f"text: got {text}, expected none: {layout} reads no text by an encoder of its own")
+    if model.class_conditional:
+        return model, None
+    return model, transformers.AutoTokenizer.from_pretrained(str(weights), local_files_only=True)
+
+
+def _encoder(text: str | None, width: int, layout: str) -> T5Features:
+    if text is None:
+        raise ValueError(f"text: got none, expected the text encoder that {layout} was trained with (--text {TEXT})")
+    try:
+        features = T5Features.from_pretrained(text)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"text: {text} could not be loaded as a text encoder, {first_line(error)}") from None
+    if (found := features.encoder.config.hidden_size) != width:
+        raise ValueError(f"text: {text} gives {found} numbers a word, expected {width}, as those of {TEXT} have")
+    return features
+
+
+def safetensors_of(path: Path, spare: Path) -> Path:
+    """The path, or for pickles a conversion of them in the new folder `spare`, with the JSON files beside them."""
+    files = [path] if path.is_file() else [*path.iterdir()]
+    pickled = [file for file in files if file.suffix in PICKLED]
+    if not pickled or any(file.suffix == ".safetensors" for file in files):
+        return path
+    spare.mkdir(parents=True)
+    for file in pickled:
+        as_safetensors(file, spare / f"{file.stem}.safetensors", ema=None)
+    for file in files:
+        if file.suffix == ".json":
+            shutil.copy(file, spare)
+    return spare / f"{path.stem}.safetensors" if path.is_file() else spare
