@@ -86,6 +86,7 @@ class EagleConfig(DrafterConfig):
         super().__post_init__()
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         check_whole("block", self.block, 1, MAX_NODES - 1)
+        check_whole("head_rank", self.head_rank, 0, self.hidden)
         check_whole("ahead", self.ahead, 0, 1)
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:

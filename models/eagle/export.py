@@ -57,6 +57,8 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("block", config.block, (1,)),
         ("norm_output", config.norm_output, (False,) if form == "eagle" else (True, False)),
         ("norm_input", config.norm_input, (False,)),
+        ("norm_embedding", config.norm_embedding, (False,)),
+        ("ahead", config.ahead, (1,)),
     ):
         if found not in known:
             expected = ", ".join(map(str, known))
