@@ -260,7 +260,7 @@ def drafted(fast, inputs, **options) -> tuple:
 
 
 def features(model, **options):
-    return EagleDrafter.for_model(model, **options)
+    return EagleDrafter.for_model(model, seed=3, **options)
 
 
 def check_levels(model, drafter, levels: int) -> None:
