@@ -39,14 +39,15 @@ def t5(folder, width: int = 12):
     return folder
 
 
-def llamagen(home, caption: bool, queries: bool = False):
+def llamagen(home, caption: bool, queries: bool = False, codes: int = 24):
     torch.manual_seed(1)
-    tensors = filled(gpt_names(caption), 0.3)
+    sized = {"tok_embeddings.weight": (codes, 32), "output.weight": (codes, 32)}
+    tensors = filled(gpt_names(caption) | sized, 0.3)
     if queries:
         tensors["pos_instruct_embeddings"] = torch.randn(1, 32)
     torch.save({"model": tensors, "args": argparse.Namespace(lr=1.0)}, home / "t2i_XL.pt")
     vq = filled(llamagen_vq_names())
-    vq["quantize.embedding.weight"] = torch.randn(24, *vq["quantize.embedding.weight"].shape[1:])
+    vq["quantize.embedding.weight"] = torch.randn(codes, *vq["quantize.embedding.weight"].shape[1:])
     torch.save({"model": vq}, home / "vq_ds16_t2i.pt")
     return ["t2i_XL.pt", "--vq", "vq_ds16_t2i.pt", "--size", "8", "--heads", "4"]
 

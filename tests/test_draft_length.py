@@ -382,12 +382,18 @@ def test_a_policy_is_passed_by_name_or_as_an_object():
     model, inputs = model_of("llama"), prompt("llama", ["5 7 5 7 5"])
     default = visspec.accelerate(model, "ngram").generate(**inputs, max_new_tokens=24)
     own = EverySecond(3)
-    for length, kind in (("fixed", FixedLength), ("adaptive:share=0.5", AdaptiveLength), (own, EverySecond)):
+    for length, kind in (
+        ("fixed", FixedLength),
+        ("fixed:levels=3", FixedLength),
+        ("adaptive:share=0.5", AdaptiveLength),
+        (own, EverySecond),
+    ):
         fast = visspec.accelerate(model, "ngram", length=length)
         assert type(fast.length_policy) is kind and torch.equal(fast.generate(**inputs, max_new_tokens=24), default)
     assert fast.length_policy.asked[:4:2] == [0, 0] and max(fast.length_policy.asked) == 3 and own.asked == []
     policy = visspec.accelerate(model, "ngram", levels=5, length="adaptive:share=0.5").length_policy
     assert (policy.levels, policy.share) == (5, 0.5)
+    assert visspec.accelerate(model, "ngram", length="fixed:levels=3").length_policy.levels == 3
     assert type(visspec.accelerate(model, "ngram", adaptive=False).length_policy) is FixedLength
 
 

@@ -435,3 +435,32 @@ def test_ids_of_the_prompt_that_a_pruned_head_lacks_are_no_faults(drafter):
     assert found.tolist() == model.generate(ids, max_new_tokens=12, do_sample=False).tolist()
     assert quick.last_stats.faults == 0
     assert quick.target.capabilities.prompt_ids > quick.target.capabilities.vocab == 40
+
+
+class Reader(visspec.Drafter):
+    """Reads the rows of a batch whose rows end at different times, by the numbers of `state.rows`."""
+
+    traits = DrafterTraits(levels=2)
+
+    def __init__(self):
+        self.read = []
+
+    def propose(self, state, depth):
+        for row in state.rows:
+            new = state.tokens[row]
+            self.read.append((row, state.ids(row)[0].tolist()[-len(new) :] == new, state.room(row) > 0))
+        return trees.chain_draft(state.pending, state.pending[:, None].repeat(1, depth))
+
+
+def test_rows_of_a_state_have_one_numbering():
+    """The numbers in `rows` are those that `ids`, `tokens` and `room` take, also when earlier rows have ended."""
+    inputs = prompt("llama", ["9", "5 7 5", "3 1"])
+    length, marked = inputs["input_ids"].shape[1], inputs["input_ids"][0, -1]
+
+    def stop(ids, scores):
+        return (ids[:, length - 1] == marked) & (ids.shape[1] >= length + 4)
+
+    drafter = Reader()
+    fast("llama", drafter, debug=True, adaptive=False).generate(**inputs, max_new_tokens=20, stopping_criteria=[stop])
+    assert {row for row, *_ in drafter.read} == {0, 1, 2} and drafter.read[-1][0] != 0, "row 0 ends first"
+    assert all(right and room for _, right, room in drafter.read)

@@ -3,6 +3,7 @@
 import json
 import re
 from difflib import SequenceMatcher
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,12 +12,18 @@ import transformers
 from PIL import Image
 
 from tests.doubles import one_sentence
-from visspec.api.captions import PROMPT, prepare
-from visspec.api.loading import load_image_model
+from visspec.api.accelerate import accelerate
+from visspec.api.captions import PROMPT, Captions, prepare
+from visspec.api.images import ImagePipeline
+from visspec.api.loading import load, load_image_model
+from visspec.api.sources import Record
+from visspec.cli import demo
 from visspec.eval.metrics.detection import DetectedColours
 from visspec.eval.metrics.geneval import judge_image
 from visspec.io import included
+from visspec.io.images import MAX_PIXELS
 from visspec.toys.generate import picture, write_pictures
+from visspec.toys.judges import foreign
 from visspec.toys.world.detector import ShapeDetector
 from visspec.toys.world.scene import HELD_OUT_SEED
 
@@ -110,6 +117,10 @@ def test_other_models_get_the_first_world_and_other_names_are_refused():
             included.scenes(name).images(8, first=first)
 
 
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+|[.,]", text)
+
+
 @pytest.mark.parametrize(
     "name, world, least, shortest",
     [("captioner", "shapes", 0.95, 55), ("captioner-small", "shapes", 0.5, 55), ("captioner-emoji", "emoji", 0.85, 25)],
@@ -124,11 +135,45 @@ def test_captioners_say_what_is_there(name, world, least, shortest):
     assert not model.generation_config.do_sample and model.generation_config.eos_token_id is not None
     inputs = prepare(processor, scenes.images(8), PROMPT, model)
     new = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
-    found = [re.findall(r"\w+|[.,]", text) for text in processor.batch_decode(new, skip_special_tokens=True)]
+    found = [words(text) for text in processor.batch_decode(new, skip_special_tokens=True)]
     captions = [row["caption"].split() for row in scenes.rows[:8]]
     alike = [SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(found, captions)]
     assert sum(alike) / len(alike) >= least
     assert min(map(len, found)) >= shortest
+
+
+@pytest.mark.parametrize("world", demo.WORLDS)
+def test_the_demo_shows_captions_that_are_right(world):
+    captioner, drafter = demo.WORLDS[world]
+    scenes, (model, processor) = included.scenes(world), load(captioner)
+    captions = Captions(accelerate(model, drafter), processor, do_sample=False, max_new_tokens=128)
+    images = enumerate(scenes.images(4, first=demo.FIRST), demo.FIRST)
+    for made in captions(Record(str(number), image) for number, image in images):
+        assert words(made.text) == scenes.rows[int(made.path)]["caption"].split()
+
+
+def test_the_snippet_of_the_readme_gives_a_caption_that_is_right():
+    snippet = (Path(__file__).parents[1] / "README.md").read_text().split("## Captions")[1].split("```")[1]
+    names: dict = {}
+    exec(snippet.removeprefix("python\n"), names)
+    new = names["out"][0, names["inputs"]["input_ids"].shape[1] :]
+    text = names["processor"].decode(new, skip_special_tokens=True)
+    assert words(text) == included.scenes("shapes").rows[0]["caption"].split()
+
+
+def test_the_captioner_warns_of_pictures_of_the_included_painter(tmp_path):
+    """They look like its world, and it describes things that are not there."""
+    pipe, scenes = ImagePipeline.from_pretrained("painter"), included.scenes("shapes")
+    prompts = ["three stars", "a red ring", "a cross left of a ring", "four circles", "a blue square", "a bar"]
+    drawn = pipe([f"a photo of {prompt}" for prompt in prompts], seed=0).images
+    paths = [tmp_path / f"{i}.png" for i in range(len(drawn))]
+    for path, image in zip(paths, drawn):
+        image.save(path)
+    assert [path for path in paths if foreign([path], MAX_PIXELS) is None] == []
+    assert foreign((scenes.folder / row["file_name"] for row in scenes.rows[:48]), MAX_PIXELS) is None
+    for i, image in enumerate(scenes.images(24)):
+        image.save(tmp_path / f"{i}.jpg", quality=75)
+        assert foreign([tmp_path / f"{i}.jpg"], MAX_PIXELS) is None
 
 
 @pytest.mark.skipif(not included.present("captioner"), reason="weights not in this tree")

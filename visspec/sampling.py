@@ -307,7 +307,7 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
         return warp(logits_BNV, sampling, uncond_BNV)
     logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
     path_BND = trees.paths(draft.tree).expand(rows, -1, -1)
-    prefix = [state.ids(b)[0] for b in range(rows)]  # ends with the pending token; empty below an embedded prompt
+    prefix = [state.ids(row)[0] for row in state.rows]  # ends with the pending token; empty below an embedded prompt
     owners = [state.request.of(row) for row in state.rows]
     if all(_together(own.sampling.processors, len(ids), draft.tree) for (own, _), ids in zip(owners, prefix)):
         drafted_BND = draft.value.gather(1, path_BND.clamp(min=0).flatten(1)).view_as(path_BND)  # or the pending token

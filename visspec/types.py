@@ -392,9 +392,9 @@ class State:
         own = self.request.each[row] if self.request.each else self.request
         return own.max_new_tokens - len(self.output.tokens[row])
 
-    def ids(self, live_row: int) -> Tensor:
-        """Prompt and emitted tokens of a live row, (1, length)."""
-        return self.output.ids(self.rows[live_row])
+    def ids(self, row: int) -> Tensor:
+        """Prompt and emitted tokens of an original row, (1, length)."""
+        return self.output.ids(row)
 
 
 @dataclass(frozen=True)

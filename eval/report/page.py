@@ -27,6 +27,7 @@ QUALITY = {  # field -> (name, whether lower is better)
     "fd_ratio": ("FD over plain", True),
     "fd": ("Fréchet distance", True),
     "geneval": ("GenEval score", False),
+    "clipscore": ("CLIPScore", False),
     "strict": ("strict score", False),
     "right": ("share of right pictures", False),
     "latent_displacement": ("latent displacement", True),

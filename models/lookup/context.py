@@ -62,7 +62,9 @@ TOKEN_PRIOR = (0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # afte
 # others that follow two; one alone).
 FIRST_ANSWER = len(LENGTHS) * MATCHES
 FIRST_GROUP = 2 * FIRST_ANSWER
-GROUPS = 3 * (PAIR_PRIOR, tuple(p / 4 for p in TOKEN_PRIOR), TOKEN_PRIOR)
+BESIDE_LONG = 0.15  # of these priors beside a long match: otherwise a first document that is copied gets short drafts
+ALONE = (PAIR_PRIOR, tuple(p / 4 for p in TOKEN_PRIOR), TOKEN_PRIOR)
+GROUPS = tuple(tuple(share * p for p in group) for share in (BESIDE_LONG, 1, 1) for group in ALONE)
 
 CandidateTable = dict[Hashable, list[int]]  # by a token, and by a pair of tokens
 Place = tuple[CandidateTable, tuple[int, int]]  # a token behind another one, and the table that it is looked up in

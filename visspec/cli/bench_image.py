@@ -1,40 +1,38 @@
 """`visspec bench image`: ways to draw against stock generate, in the field's table: passes, time, quality, drift.
 
-Speed: arms interleaved prompt by prompt, pixels included. Quality: the suite's prompts drawn by each method with the
-same seeds, judged by the world's detector, and a Frechet distance against renders. A method is "drafter/rule".
+Speed: arms interleaved prompt by prompt, pixels included. Quality is in `bench_image_quality`. A method is
+"drafter/rule".
 """
 
-import itertools
-import math
-import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from visspec import registry
 from visspec.api import sources
-from visspec.api.images import ORIGINS, ImageOutput, ImagePipeline
-from visspec.cli.arguments import DrawingOptions, Positive
+from visspec.api.images import ImageOutput, ImagePipeline
+from visspec.api.loading import resolve_device
+from visspec.cli.arguments import Count, DrawingOptions, Positive
 from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds
+from visspec.cli.bench_image_quality import (
+    Judges,
+    acceptance_map,
+    as_arguments,
+    by_detector,
+    by_photos,
+    judge,
+    numbers,
+    plain_setup,
+    spread,
+)
 from visspec.cli.bench_image_table import view
-from visspec.cli.generate import save
 from visspec.eval.bench import paired as speed
-from visspec.eval.metrics import features, fid, geneval, intervals, paired_kid
-from visspec.eval.metrics.features import FeatureTable, RandomConv
-from visspec.eval.report.images import small_png
-from visspec.eval.report.records import RecordImage
-from visspec.io import included
-from visspec.io.checkpoint import read_json
-from visspec.io.files import write_json
-from visspec.io.images import open_image
 from visspec.io.options import option
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
@@ -42,10 +40,7 @@ from visspec.models.runner.compiled import stepwise
 from visspec.types import Sampling
 
 CACHES = ("static", "dynamic")  # stock generate gets the faster of these
-REFERENCES = 4  # renders of each prompt that the distance is taken to
 HEAD_CALLS = ("head", "draft_head")  # networks of models of vectors whose sequential calls are counted
-SHOWN = 8  # images a method keeps in the record
-REFERENCE_SEED = 20261121
 
 
 @dataclass(kw_only=True)
@@ -56,7 +51,14 @@ class Options(DrawingOptions, ScenesOptions):
     method: list[str] | None = option(
         "preset, file of `visspec tune` or name=drafter/rule; repeat; default: all presets", None, repeat=True
     )
-    quality: int = option("images a method for GenEval and FD ; 0: none", 0)
+    reference: Path | None = option("folder of photographs: judge --prompts by FID and CLIPScore", None)
+    extractor: str = option("of --reference: inception, random-conv, timm:NAME, or a model", "inception")
+    clip: str = option("CLIP model of CLIPScore, with --reference; or none", "openai/clip-vit-large-patch14")
+    quality: Count | None = option(
+        "images a method that are judged (default: as --count with --reference, else none): FID and CLIPScore of"
+        " --prompts, GenEval and FD of held-out prompts",
+        None,
+    )
     batch_size: Positive = option("images at a time in the speed part", 1)
     out: Path | None = option("keep the images of the quality part in this folder; it resumes", None, writes="folder")
     compile: bool = option("ours compiled, and the stock class compiled beside it", False)
@@ -72,28 +74,33 @@ def run(arguments: Options) -> None:
     methods = dict(parse_method(m, draws, pipe.model) for m in named if m not in others)
     if not arguments.method:
         methods = fitting(pipe, methods)
-    if arguments.quality and (pipe.family.no_pixels or arguments.prompts):
-        why = pipe.family.no_pixels or "the detector judges held-out prompts only"
-        raise ValueError(f"--quality: got {arguments.quality}, expected 0: {why}")
+    check_methods(pipe, methods)
+    photos, quality = arguments.reference, arguments.quality
+    quality = (0 if photos is None else arguments.count) if quality is None else quality
+    if photos is not None and arguments.prompts is None:
+        raise ValueError(f"--reference: got {photos} without --prompts, expected both")
+    if quality and (pipe.family.no_pixels or (arguments.prompts and photos is None)):
+        why = pipe.family.no_pixels or "--prompts are judged against photographs, --reference FOLDER"
+        raise ValueError(f"--quality: got {quality}, expected 0: {why}")
+    judges: Judges | None = None
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
-    seed, scenes, tasks = arguments.seed, None, None
+    seed = arguments.seed
     if arguments.prompts is None:
         scenes = arguments.scenes(pipe.processor or pipe.model, "prompts")
         tasks = taught(pipe.family, scenes.prompts())
         texts = [row["prompt"] for row in spread(scenes.prompts(), arguments.count, tasks)]
+        judges = by_detector(scenes, quality, tasks) if quality else None
     else:
-        texts = read_prompts(arguments.prompts, arguments.count)
+        texts = read_prompts(arguments.prompts, max(arguments.count, quality))
+        if photos is not None and quality:
+            device = resolve_device(arguments.device)
+            judges = by_photos(texts[:quality], photos, arguments.extractor, arguments.clip, device)
+        texts = texts[: arguments.count]
     record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
-    if arguments.quality and scenes is not None:
+    if judges is not None:
         home = arguments.json.resolve().parent if arguments.json else None
-        judge(pipe, record, methods, options, scenes, arguments.quality, seed, arguments.out, home, tasks, others)
+        judge(pipe, record, methods, options, judges, seed, arguments.out, home, others)
     arguments.end(record, view(record))
-
-
-def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """`count` prompts from all over those given, or over these tasks of them."""
-    rows = [row for row in prompts if tasks is None or row["tag"] in tasks]
-    return rows[:: max(1, len(rows) // count)][:count]
 
 
 def read_prompts(file: Path, count: int) -> list[str]:
@@ -114,11 +121,6 @@ def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) 
     return name, pair
 
 
-def as_arguments(method: str) -> dict[str, Any]:
-    """ "drafter/rule" or "drafter/rule/order" as arguments of an `ImagePipeline`."""
-    return dict(itertools.zip_longest(("drafter", "acceptance", "order"), method.split("/", 2)))
-
-
 def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
     """Those of the presets that this model takes; why it takes another is said."""
     found = {}
@@ -132,15 +134,19 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
     return found
 
 
+def check_methods(pipe: ImagePipeline, methods: Mapping[str, str]) -> None:
+    """Raises ValueError, with the method's name, for one that the model does not take."""
+    for name, method in methods.items():
+        try:
+            pipe.setup(**as_arguments(method))
+        except ValueError as error:
+            raise ValueError(f"--method {name}: {error}") from None
+
+
 def other_targets(pipe: ImagePipeline, named: Iterable[str]) -> dict[str, ImagePipeline]:
     """Pipelines of the presets `named` that change the target (a refiner, a budget of cache), each drawn plainly."""
     table = registry.presets(pipe.family.draws)
     return {name: pipe.with_parts(table[name].parts) for name in named if name in table and table[name].parts}
-
-
-def plain_setup(pipe: ImagePipeline) -> str:
-    """The "drafter/rule" of plain decoding."""
-    return str(registry.preset("plain", pipe.family.draws))
 
 
 def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
@@ -263,17 +269,6 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     return row | costs | {"time_s": speed.time_by_stage(found)}
 
 
-def acceptance_map(origins: np.ndarray, whole: bool) -> np.ndarray | None:
-    """(rows, columns) float: 1 where a drafted code stayed, 0 where the target put another in its place, NaN where
-    nothing was drafted; None for an image without drafts. `whole`: all of it was drafted at once, or nothing.
-    """
-    stayed = origins == ORIGINS.index("drafted")
-    replaced = ~stayed if whole else origins == ORIGINS.index("corrected")
-    if not stayed.any() and (whole or not replaced.any()):
-        return None
-    return np.where(stayed, 1.0, np.where(replaced, 0.0, np.nan))
-
-
 def mean_map(maps: Sequence[np.ndarray | None]) -> tuple[list | None, list | None]:
     """Mean over images and how many it is of, place by place; None where no image had a draft."""
     drafted = [m for m in maps if m is not None]
@@ -283,98 +278,3 @@ def mean_map(maps: Sequence[np.ndarray | None]) -> tuple[list | None, list | Non
     count = (~np.isnan(stack)).sum(axis=0)
     mean = np.nansum(stack, axis=0) / np.maximum(count, 1)
     return numbers(np.where(count > 0, mean, np.nan)), count.tolist()
-
-
-def numbers(grid: np.ndarray) -> list[list[float | None]]:
-    """As JSON has it: null for NaN."""
-    return [[None if math.isnan(value) else round(value, 4) for value in row] for row in grid.tolist()]
-
-
-def judge(
-    pipe: ImagePipeline, record: dict[str, Any], methods: Mapping[str, str], options: dict[str, Any],
-    scenes: included.World, count: int, seed: int, folder: Path | None, home: Path | None = None,
-    tasks: Sequence[str] | None = None, others: Mapping[str, ImagePipeline] | None = None,
-) -> None:  # fmt: skip
-    """Draw `count` prompts of the scenes', or of some of their tasks, with every method and add GenEval, strict and FD
-    to the rows, in place.
-
-    Images already in the folder are kept: a killed run goes on where it was. The record names those inside `home`, its
-    own folder, by path; reports open nothing else, so of others it holds thumbnails.
-    """
-    prompts = spread(scenes.prompts(), count, tasks)
-    extractor, reference, detector = RandomConv(), None, scenes.detector()
-    plain: Tensor | None = None
-    with tempfile.TemporaryDirectory() as spare:
-        for line in record["rows"]:
-            root = Path(folder or spare) / line["name"]
-            source = (others or {}).get(line["name"], pipe)
-            drawn = draw(source, methods.get(line["name"], plain_setup(pipe)), prompts, options, seed, root)
-            reference = reference or render_references(extractor, open_image(drawn[0][0]).width, scenes, tasks)
-            report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
-            table = features.read_features(root, extractor)
-            found, distance = table.features, fid.compare(table, reference, extractor)
-            line |= scores(report.summary) | {"right": report.summary["correct_images"], "quality_n": len(prompts)}
-            line |= {"fd": distance["value"], "fd_name": distance["name"]}
-            line["fd_noise_floor"] = distance["noise_floor_here"]
-            line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first is plain decoding
-            plain = found if plain is None else plain
-            if plain.shape == found.shape and len(found) > 1:
-                line["fd_paired"], line["fd_paired_floor"] = paired_kid.from_features(found, plain)
-            judged = {r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}
-            seen = [(path, replace(one, verdict=judged[str(path.relative_to(root))])) for path, one in drawn[:SHOWN]]
-            line["images"] = [record_image(path, picture, home).entry() for path, picture in seen]
-
-
-def scores(summary: dict[str, Any]) -> dict[str, Any]:
-    """GenEval and strict with their intervals; None for a strict that the detector can't say."""
-    tasks = summary["tasks"].values()
-    right = [(task["correct"], task["images"]) for task in tasks]
-    found = {"geneval": summary["overall"], "geneval_ci95": intervals.of_mean_share(right)}
-    if summary["strict"] is None:
-        return found | {"strict": None, "strict_ci95": None}
-    exactly = [(task["strict"] * task["images"], task["images"]) for task in tasks]
-    return found | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
-
-
-def record_image(path: Path, picture: RecordImage, home: Path | None) -> RecordImage:
-    """A picture as the record holds it, with the map of its tokens where that was kept beside it."""
-    sidecar = path.with_suffix(".json")
-    if sidecar.is_file():
-        picture = replace(picture, acceptance=read_json(sidecar.parent, sidecar.name).get("acceptance"))
-    if home is not None and path.resolve().is_relative_to(home):
-        return replace(picture, path=str(path.resolve().relative_to(home)))
-    return replace(picture, png=small_png(open_image(path)))
-
-
-def draw(
-    pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path
-) -> list[tuple[Path, RecordImage]]:
-    """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
-    each is a JSON file with the map of its tokens.
-    """
-    whole = not pipe.setup(**as_arguments(method)).order.raster
-    entries = []
-    for i, prompt in enumerate(prompts):
-        path = geneval.write_prompt(root, i, prompt) / "0000.png"
-        entries.append((path, RecordImage(prompt["prompt"], seed + i)))
-    missing = [entry for entry in entries if not entry[0].exists()]
-    for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
-        group = missing[start : start + 16]
-        texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
-        out = pipe(texts, seed=seeds, batch_size=16, **as_arguments(method), **options)
-        for (path, _), image, origins in zip(group, out.images, out.maps):
-            grid = acceptance_map(origins, whole)
-            write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
-            save(image, path)  # last: what is there is whole
-    return entries
-
-
-def render_references(
-    extractor: RandomConv, side: int, scenes: included.World, tasks: Sequence[str] | None = None
-) -> FeatureTable:
-    """Features of several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
-    rng, known = np.random.default_rng(REFERENCE_SEED), scenes.prompts()
-    rows = spread(known, len(known), tasks)
-    stack = torch.from_numpy(np.stack([scenes.render(p, rng, side) for p in rows for _ in range(REFERENCES)]))
-    stack = stack.permute(0, 3, 1, 2)
-    return FeatureTable(torch.cat([extractor(part) for part in stack.split(32)]), [])

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from visspec.cli.bench import Cell, cell, table
@@ -16,6 +17,7 @@ COLUMNS: dict[str, Cell] = {
     "over stock": "{speedup:.2f}",
     "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}",
     "GenEval": "{geneval:.3f}",
+    "CLIPScore": "{clipscore:.2f} ({clipscore_se:.2f})",
     "FD": "{fd:.3f}",
     "FD of pairs": "{fd_paired:.2g}",
     "drift / token": lambda row: "" if "stock" in row else drift_text(row["drift_per_token"]),
@@ -39,5 +41,7 @@ def view(record: dict[str, Any]) -> Table:
     rows += record["rows"]
     columns = {head: form for head, form in COLUMNS.items() if any(cell(form, row) for row in rows)}
     floor = max((row.get("fd_paired_floor", 0.0) for row in rows), default=0.0)
+    distance = next((row["fd_name"] for row in rows if "fd_name" in row), "FD")  # FID of Inception alone
+    columns = {escape(distance) if head == "FD" else head: form for head, form in columns.items()}
     caption = f"FD of pairs with plain decoding: by chance below {floor:.2g}" if "FD of pairs" in columns else None
     return table(title, rows, columns, caption, left=["guarantee"], whole=columns)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
 from visspec.io.images import open_image
-from visspec.toys.world.detector import ShapeDetector
+from visspec.toys.world.detector import ShapeDetector, grow
 
 SIDE = 96  # pixels of a rendered scene
+FEWEST = 3  # shapes of a caption scene; pictures of the included painter mostly have one or two
+TINT = 0.01  # levels between the channels of a ground; rendered grounds are grey, those of the included painter nearly
 WARNING = (
     "the embedded captioner knows rendered scenes of coloured shapes only, so what it says of {} is made up; --model"
     " names another"
@@ -25,6 +30,17 @@ def foreign(paths: Iterable[Path], max_pixels: int) -> str | None:
             image = open_image(path, max_pixels).resize((SIDE, SIDE))
         except (ValueError, OSError):
             continue
-        if detector.analyse(image).unexplained > detector.max_unexplained:
+        seen = detector.analyse(image)
+        lossless = path.suffix.lower() == ".png"  # compression tints grounds, too
+        strange = seen.unexplained > detector.max_unexplained or len(seen.shapes) < FEWEST
+        if strange or (lossless and tint(image, seen.coverage) > TINT):
             return WARNING.format(path)
     return None
+
+
+def tint(image: Image.Image, coverage: np.ndarray) -> float:
+    """How far apart the channels of the ground are, on average over the pixels well outside all shapes."""
+    shape = np.any(coverage > 0.01, axis=0)
+    for _ in range(4):
+        shape = grow(shape)
+    return float(np.ptp(np.asarray(image, dtype=np.float32)[~shape], axis=-1).mean())

@@ -1,0 +1,228 @@
+"""Quality of the methods of `visspec bench image`: pictures of the same prompts and seeds, judged.
+
+Held-out prompts are judged by the world's detector (GenEval) and a Frechet distance against renders, a user's own by
+CLIPScore and FID against photographs.
+"""
+
+import itertools
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from visspec import registry
+from visspec.api.images import ORIGINS, ImagePipeline
+from visspec.cli.generate import save
+from visspec.eval.metrics import features, fid, geneval, intervals, named, paired_kid
+from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, RandomConv
+from visspec.eval.report.images import small_png
+from visspec.eval.report.records import RecordImage
+from visspec.io import included
+from visspec.io.checkpoint import read_json
+from visspec.io.files import loads, same_settings, write_json
+from visspec.io.images import image_files, open_image
+
+Drawn = tuple[Path, RecordImage]  # the file of a picture, and what the record says of it
+REFERENCES = 4  # renders of each prompt that the distance is taken to
+SHOWN = 8  # images a method keeps in the record
+REFERENCE_SEED = 20261121
+
+
+@dataclass(frozen=True)
+class Judges:
+    """How the pictures of a method are judged.
+
+    Args:
+        prompts: what is drawn, an image each.
+        extractor: of the distance.
+        reference: features of the pictures that it is taken to, from the width of a drawn one.
+        score: of a method's folder and what it drew: fields of its row, and by picture the verdict, where there is one.
+    """
+
+    prompts: list[dict[str, Any]]
+    extractor: FeatureExtractor
+    reference: Callable[[int], FeatureTable]
+    score: Callable[[Path, list[Drawn]], tuple[dict[str, Any], dict[Path, dict[str, Any]]]]
+
+
+def by_detector(scenes: included.World, count: int, tasks: Sequence[str] | None = None) -> Judges:
+    """GenEval of held-out prompts, or of some of their tasks, and a distance against renders."""
+    extractor, detector = RandomConv(), scenes.detector()
+
+    def score(root: Path, drawn: list[Drawn]) -> tuple[dict[str, Any], dict[Path, dict[str, Any]]]:
+        report = geneval.evaluate(root, root.with_suffix(".jsonl"), detector)
+        verdicts = {root / r["filename"]: {"correct": r["correct"], "reason": r["reason"]} for r in report.rows}
+        return scores(report.summary) | {"right": report.summary["correct_images"]}, verdicts
+
+    reference = partial(render_references, extractor, scenes=scenes, tasks=tasks)
+    return Judges(spread(scenes.prompts(), count, tasks), extractor, reference, score)
+
+
+def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, device: str) -> Judges:
+    """CLIPScore of a user's prompts, and FID against photographs. Raises ValueError before anything is drawn for a
+    folder without photographs, and for an extractor or a CLIP model that can't be loaded.
+    """
+    try:
+        count = len(image_files(photos))
+    except (ValueError, FileNotFoundError) as error:
+        raise ValueError(f"--reference: got {photos}, expected a folder of photographs ({error})") from None
+    if count < 4 or len(texts) < 2:
+        raise ValueError(
+            f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2: FID compares"
+            " thousands with thousands"
+        )
+    if count != len(texts):
+        what = "a distance depends on both counts, so compare rows of one table only"
+        print(f"visspec: {len(texts)} images of a method against {count} photographs; {what}", file=sys.stderr)
+    features_of = named.extractor(extractor, device)
+    try:
+        scorer = None if clip == "none" else named.clip(clip, device)
+    except ValueError as error:
+        raise ValueError(f"--clip: {str(error).removeprefix('model: ')}") from None
+
+    def score(root: Path, drawn: list[Drawn]) -> tuple[dict[str, Any], dict[Path, dict[str, Any]]]:
+        if scorer is None:
+            return {}, {}
+        parts = [drawn[start : start + 32] for start in range(0, len(drawn), 32)]
+        cosines = [
+            scorer.cosines([open_image(path) for path, _ in p], [str(one.prompt) for _, one in p]) for p in parts
+        ]
+        values = 100 * np.concatenate(cosines)
+        error = float(values.std(ddof=1) / len(values) ** 0.5)
+        return {"clipscore": float(values.mean()), "clipscore_se": error, "clip": scorer.name}, {}
+
+    @cache
+    def reference(side: int) -> FeatureTable:
+        return features.read_features(photos, features_of)
+
+    return Judges([{"prompt": text} for text in texts], features_of, reference, score)
+
+
+def judge(
+    pipe: ImagePipeline, record: dict[str, Any], methods: Mapping[str, str], options: dict[str, Any], judges: Judges,
+    seed: int, folder: Path | None, home: Path | None = None, others: Mapping[str, ImagePipeline] | None = None,
+) -> None:  # fmt: skip
+    """Draw the judges' prompts with every method and add scores and distances to the rows, in place.
+
+    Images already in the folder are kept: a killed run goes on where it was. The record names those inside `home`, its
+    own folder, by path; reports open nothing else, so of others it holds thumbnails.
+    """
+    extractor, reference = judges.extractor, None
+    plain: Tensor | None = None
+    with tempfile.TemporaryDirectory() as spare:
+        for line in record["rows"]:
+            root = Path(folder or spare) / line["name"]
+            source = (others or {}).get(line["name"], pipe)
+            drawn = draw(source, methods.get(line["name"], plain_setup(pipe)), judges.prompts, options, seed, root)
+            reference = reference or judges.reference(open_image(drawn[0][0]).width)
+            found, verdicts = judges.score(root, drawn)
+            table = features.read_features(root, extractor)
+            distance = fid.compare(table, reference, extractor)
+            line |= found | {"quality_n": len(judges.prompts), "fd": distance["value"], "fd_name": distance["name"]}
+            line["fd_noise_floor"] = distance["noise_floor_here"]
+            line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first is plain decoding
+            plain = table.features if plain is None else plain
+            if plain.shape == table.features.shape and len(plain) > 1:
+                line["fd_paired"], line["fd_paired_floor"] = paired_kid.from_features(table.features, plain)
+            seen = [(path, replace(one, verdict=verdicts.get(path))) for path, one in drawn[:SHOWN]]
+            line["images"] = [record_image(path, picture, home).entry() for path, picture in seen]
+
+
+def scores(summary: dict[str, Any]) -> dict[str, Any]:
+    """GenEval and strict with their intervals; None for a strict that the detector can't say."""
+    tasks = summary["tasks"].values()
+    right = [(task["correct"], task["images"]) for task in tasks]
+    found = {"geneval": summary["overall"], "geneval_ci95": intervals.of_mean_share(right)}
+    if summary["strict"] is None:
+        return found | {"strict": None, "strict_ci95": None}
+    exactly = [(task["strict"] * task["images"], task["images"]) for task in tasks]
+    return found | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
+
+
+def record_image(path: Path, picture: RecordImage, home: Path | None) -> RecordImage:
+    """A picture as the record holds it, with the map of its tokens where that was kept beside it."""
+    sidecar = path.with_suffix(".json")
+    if sidecar.is_file():
+        picture = replace(picture, acceptance=read_json(sidecar.parent, sidecar.name).get("acceptance"))
+    if home is not None and path.resolve().is_relative_to(home):
+        return replace(picture, path=str(path.resolve().relative_to(home)))
+    return replace(picture, png=small_png(open_image(path)))
+
+
+def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[Drawn]:
+    """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
+    each is a JSON file with the map of its tokens. Raises ValueError for a folder with images of other prompts, or of
+    another method, seed or model.
+    """
+    about = {"model": getattr(pipe.model.config, "_name_or_path", ""), "method": method, "seed": seed, **options}
+    same_settings(root.with_name(f"{root.name}.about.json"), root, about)
+    whole = not pipe.setup(**as_arguments(method)).order.raster
+    entries = []
+    for i, prompt in enumerate(prompts):
+        known = root / f"{i:05d}" / "metadata.jsonl"
+        if known.is_file() and loads(known.read_bytes()) != prompt:
+            raise ValueError(f"--out: {known.parent} has the image of another prompt, expected another folder")
+        path = geneval.write_prompt(root, i, prompt) / "0000.png"
+        entries.append((path, RecordImage(prompt["prompt"], seed + i)))
+    missing = [entry for entry in entries if not entry[0].exists()]
+    for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
+        group = missing[start : start + 16]
+        texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
+        out = pipe(texts, seed=seeds, batch_size=16, **as_arguments(method), **options)
+        for (path, _), image, origins in zip(group, out.images, out.maps):
+            grid = acceptance_map(origins, whole)
+            write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
+            save(image, path)  # last: what is there is whole
+    return entries
+
+
+def render_references(
+    extractor: RandomConv, side: int, scenes: included.World, tasks: Sequence[str] | None = None
+) -> FeatureTable:
+    """Features of several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
+    rng, known = np.random.default_rng(REFERENCE_SEED), scenes.prompts()
+    rows = spread(known, len(known), tasks)
+    stack = torch.from_numpy(np.stack([scenes.render(p, rng, side) for p in rows for _ in range(REFERENCES)]))
+    stack = stack.permute(0, 3, 1, 2)
+    return FeatureTable(torch.cat([extractor(part) for part in stack.split(32)]), [])
+
+
+def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """`count` prompts from all over those given, or over these tasks of them."""
+    rows = [row for row in prompts if tasks is None or row["tag"] in tasks]
+    return rows[:: max(1, len(rows) // count)][:count]
+
+
+def as_arguments(method: str) -> dict[str, Any]:
+    """ "drafter/rule" or "drafter/rule/order" as arguments of an `ImagePipeline`."""
+    return dict(itertools.zip_longest(("drafter", "acceptance", "order"), method.split("/", 2)))
+
+
+def plain_setup(pipe: ImagePipeline) -> str:
+    """The "drafter/rule" of plain decoding."""
+    return str(registry.preset("plain", pipe.family.draws))
+
+
+def acceptance_map(origins: np.ndarray, whole: bool) -> np.ndarray | None:
+    """(rows, columns) float: 1 where a drafted code stayed, 0 where the target put another in its place, NaN where
+    nothing was drafted; None for an image without drafts. `whole`: all of it was drafted at once, or nothing.
+    """
+    stayed = origins == ORIGINS.index("drafted")
+    replaced = ~stayed if whole else origins == ORIGINS.index("corrected")
+    if not stayed.any() and (whole or not replaced.any()):
+        return None
+    return np.where(stayed, 1.0, np.where(replaced, 0.0, np.nan))
+
+
+def numbers(grid: np.ndarray) -> list[list[float | None]]:
+    """As JSON has it: null for NaN."""
+    return [[None if math.isnan(value) else round(value, 4) for value in row] for row in grid.tolist()]
