@@ -119,12 +119,12 @@ IMAGE = [
 ]  # fmt: skip
 CHANGES = {
     "text": [
-        ({"target_hidden": 64}, "hidden size 64"), ({"vocab": 97}, "vocabulary 97"), ({"family": "qwen2_vl"}, "'qwen2_vl'"),
-        ({"target_layers": 9}, "number of layers 9"), ({"colour": 1}, "'colour'"),
+        ({"target_hidden": 64}, "hidden size 64"), ({"vocab": 97}, "vocabulary 97"),
+        ({"family": "qwen2_vl"}, "'qwen2_vl'"), ({"target_layers": 9}, "number of layers 9"), ({"colour": 1}, "'colour'"),
         ({"kind": "other"}, "eagle_head"),
         ({"heads": "four"}, "config.json of .*: "), ({"heads": 5}, r"'imadpt.q' .* expected \(3, 5, 6\)"),
         ({"levels": 300_000_000}, "levels: got 300000000, expected a whole number from 1 to 1023"),
-        ({"intermediate": 10**7}, r"tensor 'layers.0.mlp.down_proj.weight' .* has shape \(32, 48\), expected \(32, 10000000\)"),
+        ({"intermediate": 10**7}, r"down_proj.weight' .* has shape \(32, 48\), expected \(32, 10000000\)"),
         ({"feature_layers": [9]}, "feature_layers: got 9, expected a whole number from -3 to 3"),
         ({"rope_theta": float("nan")}, "rope_theta: got nan, expected a finite number above 0"),
         ({"mrope_section": [1, 1]}, r"mrope_section: got \(1, 1\), which .* 8 rotary channels"),

@@ -218,7 +218,8 @@ class DraftLayer(nn.Module):
 
     def keys_values(self, x_BTX: Tensor, turn_BTC: Tensor) -> Tensor:
         """Rotated keys, and values, of a prompt's layer inputs, (B, T, 2K, E)."""
-        return self.project(x_BTX.flatten(0, 1), *x_BTX.shape[:2], turn_BTC)[:, :, self.heads :]
+        rows, width = x_BTX.shape[:2]
+        return self.project(x_BTX.flatten(0, 1), rows, width, turn_BTC)[:, :, self.heads :]
 
     def read(
         self,
