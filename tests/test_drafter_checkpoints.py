@@ -120,8 +120,8 @@ IMAGE = [
 CHANGES = {
     "text": [
         ({"target_hidden": 64}, "hidden size 64"), ({"vocab": 97}, "vocabulary 97"),
-        ({"family": "qwen2_vl"}, "'qwen2_vl'"), ({"target_layers": 9}, "number of layers 9"), ({"colour": 1}, "'colour'"),
-        ({"kind": "other"}, "eagle_head"),
+        ({"family": "qwen2_vl"}, "'qwen2_vl'"), ({"target_layers": 9}, "number of layers 9"),
+        ({"colour": 1}, "'colour'"), ({"kind": "other"}, "eagle_head"),
         ({"heads": "four"}, "config.json of .*: "), ({"heads": 5}, r"'imadpt.q' .* expected \(3, 5, 6\)"),
         ({"levels": 300_000_000}, "levels: got 300000000, expected a whole number from 1 to 1023"),
         ({"intermediate": 10**7}, r"down_proj.weight' .* has shape \(32, 48\), expected \(32, 10000000\)"),

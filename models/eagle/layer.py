@@ -210,7 +210,7 @@ class DraftLayer(nn.Module):
         """Rotated queries, rotated keys, and values of a block of elements, (B, T, H + 2K, E). turn: rotations, complex
         or as pairs of real numbers (B, T, C, 2).
         """
-        return torch.cat(self.head.project_qkv(x_N.view(rows, width, -1), turn_BTC), dim=2)
+        return torch.cat(self.head.project_qkv(x_N.view(rows, width, x_N.shape[-1]), turn_BTC), dim=2)
 
     def after_attention(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The layer behind its queries: the predicted feature (N, d). attend: of queries to keys and values."""
@@ -324,7 +324,7 @@ class FoldedLayer(DraftLayer):
         return torch.addmm(base.flatten(0, -2), feature.flatten(0, -2), self.feature_in)
 
     def project(self, x_N: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
-        qkv = torch.mm(direction(x_N), self.qkv).view(rows, width, 3 * self.heads, -1)
+        qkv = torch.mm(direction(x_N), self.qkv).view(rows, width, 3 * self.heads, self.head.config.head_size)
         rotated = qkv[:, :, : 2 * self.heads]
         if not turn_BTC.is_complex():
             return torch.cat([rotate_real(rotated, turn_BTC), qkv[:, :, 2 * self.heads :]], dim=2)
