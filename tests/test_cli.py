@@ -148,24 +148,6 @@ def test_bad_images(kind, pictures, tmp_path, capsys):
     assert f"bad_{kind}" in line and len(line.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["--max-new-tokens", "0"], "--max-new-tokens"),
-        (["--temperature", "-1"], "--temperature"),
-        (["--top-k", "5"], "--top-k"),
-        (["--top-p", "0.5"], "--top-p"),
-        (["--temperature", "1", "--top-p", "1.5"], "--top-p"),
-        (["--drafter", "nonsense"], "drafter"),
-        (["--acceptance", "typical:epsilon=-1"], "epsilon"),
-        (["--model", "./no/such/folder"], "checkpoint"),
-    ],
-)
-def test_bad_options(options, word, pictures, capsys):
-    line = refused(capsys, "caption", pictures[0], *options)
-    assert word in line and len(line.splitlines()) == 1
-
-
 def copied(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "copy")
 

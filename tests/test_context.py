@@ -15,7 +15,7 @@ from tests.tiny import model_of, prompt, shapes
 from visspec.cli import bench_text
 from visspec.cli.main import main
 from visspec.loop.draft_length import SIZES, VAIN, AdaptiveLength, CostTable, FixedLength
-from visspec.models.lookup import context
+from visspec.models.lookup import context, text_index
 from visspec.models.lookup.context import FIRST_ANSWER, LENGTHS, MATCHES, ContextDrafter, Memory, RowContext, Shared
 from visspec.types import Round
 
@@ -52,7 +52,7 @@ def test_matches_are_those_of_a_search(text):
     for source, ids, place in found:
         bucket = LENGTHS[source // MATCHES]
         assert ids == text and length(place) >= bucket, (bucket, place)
-    if longest <= context.INDEXED:
+    if longest <= text_index.INDEXED:
         assert (longest > 0) == (len(found) > 0)
         assert not found or length(found[0][2]) == longest
 

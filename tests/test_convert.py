@@ -3,6 +3,7 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -12,7 +13,8 @@ from tests import tiny_images as tiny
 from tests.doubles import refused
 from tests.test_continuous_nets import NEXTSTEP, TINY_KL, filled, kl_names, mar_names, nextstep_names
 from tests.test_continuous_nets import SMALL as MAR
-from tests.test_image_nets import gpt_names, llamagen_vq_names
+from tests.test_hub_images import anole
+from tests.test_image_nets import chameleon_vq_names, gpt_names, llamagen_vq_names
 from tests.test_infinity import BITS, vae_names
 from tests.test_infinity import published as infinity_tensors
 from tests.test_var_nets import SMALL as VAR
@@ -23,7 +25,8 @@ from visspec.api import convert as conversion
 from visspec.api.convert import convert
 from visspec.cli.main import main
 from visspec.io.checkpoint import read_tensors
-from visspec.models.codecs.vq_layout import load_llamagen_vq
+from visspec.models.chameleon.target import PromptStyle
+from visspec.models.codecs.vq_layout import load_llamagen_vq, load_taming_vq
 from visspec.models.image_codes.text_features import T5Features
 from visspec.models.llamagen.layout import load_llamagen
 
@@ -160,8 +163,40 @@ def test_a_drafter_of_lantern_is_found_in_the_folder(tmp_path, monkeypatch):
     exact = pipe("a red cube", preset="drafter", **options)
     plain = pipe("a red cube", preset="plain", **options)
     assert torch.equal(exact.tokens[0], plain.tokens[0])
+    with pytest.raises(ValueError, match="drafter: got 'distilled', which has to be trained"):
+        pipe("a red cube", drafter="distilled", **options)
     again = pipe("a red cube", drafter="alone:levels=8", acceptance="exact", **options)
     assert torch.equal(again.tokens[0], plain.tokens[0])
+
+
+def test_anole_gets_its_codec(tmp_path, monkeypatch, capsys):
+    """A folder of transformers' model with the codec beside it, which saving the pipeline keeps."""
+    monkeypatch.chdir(tmp_path)
+    anole(tmp_path / "anole-hf")
+    vq = filled(chameleon_vq_names())
+    torch.save({"state_dict": vq}, "other.ckpt")
+    vq["quantize.embedding.weight"] = torch.randn(tiny.CODES, *vq["quantize.embedding.weight"].shape[1:])
+    torch.save({"state_dict": vq}, "vqgan.ckpt")
+    call = ["convert", "anole", "anole-hf", "--out", "made"]
+    assert main([*call, "--vq", "vqgan.ckpt"]) == 0
+    parts = {"style": PromptStyle("{}", guidance=3.0, size=64)}  # fewer codes
+    found = ImagePipeline.from_pretrained("made", parts=parts)("a red cube", seed=3)
+    bare = ImagePipeline.from_pretrained("anole-hf", parts=parts)
+    with pytest.raises(ValueError, match="visspec convert anole MODEL --vq vqgan"):
+        bare("a red cube", seed=3)
+    assert torch.equal(bare("a red cube", seed=3, output_type="latent").tokens[0], found.tokens[0])
+    codec = load_taming_vq(conversion.safetensors_of(tmp_path / "vqgan.ckpt", tmp_path / "x"))
+    pixels = codec.decode(found.tokens[0][None], (4, 4))[0]
+    assert np.array_equal(np.asarray(found.images[0]), (255 * (pixels / 2 + 0.5)).round().byte().numpy())
+    ImagePipeline.from_pretrained("made").save_pretrained("again")
+    ImagePipeline.from_pretrained("again").save_pretrained("again")
+    assert ImagePipeline.from_pretrained("again", parts=parts)("a red cube", seed=3).images == found.images
+    for arguments, words in (
+        ([], "vq: got none, expected the published codec of Anole"),
+        (["--vq", "gone.ckpt"], "there is no gone.ckpt"),
+        (["--vq", "other.ckpt"], "vq: got a codec of 16 codes, expected one of 24"),
+    ):
+        assert words in refused(capsys, *call[:3], *arguments, "--out", "new")
 
 
 def test_what_is_missing_is_named_with_its_argument(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """Mistakes at the command line: each ends in one sentence that says what to do, without a traceback."""
 
 import shlex
+import sys
 import time
 import warnings
 
@@ -37,6 +38,20 @@ MISTAKES = {
     "caption {}/photo.png --model {}/gone": "gone",
     "caption {}/photo.png --max-new-tokens many": "--max-new-tokens: got many, expected a whole number",
     "caption {}/photo.png --temperature hot": "--temperature: got hot",
+    "caption {}/photo.png --max-new-tokens 0": "--max-new-tokens: got 0, expected a whole number of at least 1",
+    "caption {}/photo.png --temperature -1": "--temperature: got -1, expected 0 (greedy) or more",
+    "caption {}/photo.png --top-k 5": "--top-k: got 5 at temperature 0",
+    "caption {}/photo.png --top-p 0.5": "--top-p: got 0.5 at temperature 0",
+    "caption {}/photo.png --temperature 1 --top-p 1.5": "--top-p: got 1.5, expected a number in (0, 1]",
+    "caption {}/photo.png --acceptance typical:epsilon=-1": "epsilon",
+    "caption {}/photo.png --ray": "--out: got none, expected a .jsonl or .parquet file",
+    "caption {}/photo.png --ray --out x.jsonl --compare 2": "--compare: got it with --ray",
+    "caption {}/photo.png --retry-failed": "--retry-failed: got it without --out",
+    "caption {}/none.jsonl --out x.jsonl": "got no such file",
+    "caption {}/*.gif --out x.jsonl": "got no image",
+    "caption {}/empty --out x.jsonl": "holds no image",
+    "caption {} --out {}": "is a folder, expected a file",
+    "generate x --ray --out x --grid g.png": "--grid: got one beside --ray",
     "caption {}/photo.png --dtype float8": "--dtype: got float8, expected auto, float32, bfloat16, float16",
     "caption {}/photo.png --device gpu": "device: got 'gpu'",
     "caption {}": "--out: got none, expected a .jsonl or .parquet file",
@@ -66,11 +81,20 @@ MISTAKES = {
 }
 
 
+MISSING = {  # packages of an extra that a command needs
+    "caption hf:nothing --out x.jsonl": "datasets",
+    "caption {}/photo.png --out x.parquet": "pyarrow",
+    "caption {}/photo.png --ray --out x.jsonl": "ray",
+    "generate x --ray --out x": "ray",
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("files")
     Image.new("RGB", (48, 48), "red").save(root / "photo.png")
     (root / "photo.txt").write_text("a photo of a red ring\n")
+    (root / "empty").mkdir()
     return root
 
 
@@ -79,6 +103,14 @@ def test_a_mistake_is_a_sentence(line, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
     assert said.startswith("visspec: ") and len(said.splitlines()) == 1 and MISTAKES[line] in said
+
+
+@pytest.mark.parametrize("line", MISSING)
+def test_a_package_that_is_missing_is_a_sentence(line, folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(sys.modules, MISSING[line], None)
+    said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
+    assert f"{MISSING[line]} is not installed, expected it (pip install 'visspec[" in said
 
 
 def test_a_model_that_is_nowhere_is_refused_at_once(capsys):

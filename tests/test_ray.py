@@ -96,25 +96,6 @@ def test_prompts_are_lines_or_objects(tmp_path):
         sources.prompts(tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["caption", "IMAGE", "--ray"], "--out: got none, expected a .jsonl or .parquet file"),
-        (["caption", "IMAGE", "--ray", "--out", "TMP/x.jsonl"], "ray is not installed, expected it (pip install"),
-        (["generate", "a ring", "--ray", "--out", "TMP/x"], "ray is not installed, expected it (pip install"),
-        (["generate", "a ring", "--ray", "--out", "TMP/x", "--grid", "TMP/g.png"], "--grid: got one beside --ray"),
-        (["generate", "--out", "TMP/x"], "prompt: got none"),
-        (["generate", "a ring", "--retry-failed", "--out", "TMP/x"], "--retry-failed: got it without --ray"),
-    ],
-)
-def test_bad_input_is_a_sentence(argv, words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    image = tmp_path / "i.png"
-    included.scenes("shapes").images(1)[0].save(image)
-    argv = [a.replace("IMAGE", str(image)).replace("TMP", str(tmp_path)) for a in argv]
-    assert words in refused(capsys, *argv)
-
-
 def test_a_prompt_that_cannot_be_drawn_is_an_error_record(pipe):
     from visspec.cli.generate_ray import RecordImages
 

@@ -266,12 +266,15 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
     if name in known and known[name].checkpoint:
         own = included.made_for(name, model)
         if own is None and any(p.default is Parameter.empty for p in signature(known[name].load()).parameters.values()):
-            if (beside := own_drafter(model)) is None:
-                raise ValueError(
-                    f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights, or one"
-                    " named drafter in the model's folder"
-                )
-            return from_folder(beside, model, options, family), name
+            beside = own_drafter(model)
+            if beside is not None and isinstance(
+                found := from_folder(beside, model, options, family), drafter_class(name)
+            ):
+                return found, name
+            raise ValueError(
+                f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights, or one named"
+                " drafter in the model's folder"
+            )
         name = own or name
     if name in shipped:
         folder = included.check("drafter", name)

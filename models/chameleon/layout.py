@@ -1,13 +1,18 @@
-"""Load Lumina-mGPT (arXiv 2408.02657) as transformers' `ChameleonForConditionalGeneration`."""
+"""Lumina-mGPT (arXiv 2408.02657) as transformers' `ChameleonForConditionalGeneration`, and Anole with its codec."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
-from visspec.io.checkpoint import read_json
+from visspec.io.checkpoint import check_folder, read_json
+from visspec.models.codecs.vq_layout import load_taming_vq
+from visspec.models.codecs.vqgan import CODEC
 from visspec.models.published_tensors import one_sentence, place, read_all_tensors, rename, require, stock
 
 NORMS = (".q_norm.weight", ".q_norm.bias", ".k_norm.weight", ".k_norm.bias")
@@ -34,3 +39,24 @@ def load_lumina(path: str | Path, dtype: torch.dtype | None = None) -> Chameleon
         tensors[name] = tensors[name].repeat_interleave(max(heads // max(shards, 1), 1), dim=0)
     place(model, rename(tensors, (), r".*rotary_emb\."), path)
     return model
+
+
+def write_with_codec(folder: Path, vq: Path, out: Path) -> None:
+    """Write a new folder with a model in transformers' form, whose files are linked or copied, and its codec of pixels.
+    Raises ValueError for another model, and for a codec of other codes.
+    """
+    entries = read_json(check_folder(folder), "config.json")
+    if entries.get("model_type") != ChameleonConfig.model_type:
+        raise ValueError(f"weights: {folder} is a {entries.get('model_type')}, expected an Anole in transformers' form")
+    codec = load_taming_vq(vq)
+    shape: Any = ChameleonConfig.from_dict(entries).vq_config
+    wanted = shape.num_embeddings
+    if len(codec.codebook) != wanted:
+        raise ValueError(f"vq: got a codec of {len(codec.codebook)} codes, expected one of {wanted} as {folder} has")
+    out.mkdir()
+    for file in filter(Path.is_file, folder.iterdir()):
+        try:
+            os.link(os.path.realpath(file), out / file.name)
+        except OSError:  # on another disk
+            shutil.copyfile(file, out / file.name)
+    codec.model.save_pretrained(out / CODEC)

@@ -9,12 +9,15 @@ published models is a `PromptStyle`. transformers has no decoder of these codes:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from diffusers import VQModel
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from visspec.models.codecs.vqgan import CODEC, ImageCodec
 from visspec.models.image_codes.target import (
     EncodedPrompt,
     Family,
@@ -76,6 +79,7 @@ class Chameleon(Family):
         if isinstance(style, str) and style not in STYLES:
             raise ValueError(f"style: got {style!r}, expected one of {', '.join(STYLES)}")
         self.style = STYLES[style] if isinstance(style, str) else style
+        codec = stored_codec(model) if codec is None else codec
         self.model, self.processor, self.codec, self.name = model, processor, codec, model.config.model_type
         self.decoder, mapping = model.model, model.model.vocabulary_mapping
         self.token_ids: dict[str, int] = mapping.vocab_map
@@ -98,8 +102,8 @@ class Chameleon(Family):
         self.default_guidance = self.style.guidance
         if codec is None:
             self.no_pixels = (
-                "transformers has no decoder of Chameleon's codes and no codec was given"
-                ": parts={'codec': load_taming_vq(FILE)} of visspec.models.codecs.vq_layout"
+                "transformers has no decoder of Chameleon's codes and no codec was given (visspec convert anole MODEL"
+                " --vq vqgan.ckpt, or parts={'codec': load_taming_vq(FILE)} of visspec.models.codecs.vq_layout)"
             )
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
@@ -148,3 +152,12 @@ class Chameleon(Family):
         if vq is None:
             return super().encode(pixels)
         return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
+
+
+def stored_codec(model: PreTrainedModel) -> ImageCodec | None:
+    """The codec in the folder of a model that `visspec convert` wrote; None where there is none."""
+    where = model.config._name_or_path
+    if not where or not (folder := Path(where, CODEC)).is_dir():
+        return None
+    found = VQModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
+    return ImageCodec(nn.Module.to(found, model.device, model.dtype).eval())

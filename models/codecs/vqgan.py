@@ -18,6 +18,8 @@ from diffusers import ConfigMixin
 from diffusers.models.autoencoders.vq_model import VQModel
 from torch import Tensor
 
+CODEC = "codec"  # the folder of a codec in that of a model of transformers
+
 
 @dataclass(frozen=True)
 class VQShape:

@@ -16,6 +16,7 @@ from visspec import registry
 from visspec.io import hub
 from visspec.io.checkpoint import PICKLED, check_folder, first_line, read_json, read_shapes
 from visspec.io.convert_checkpoint import convert as as_safetensors
+from visspec.models.chameleon.layout import write_with_codec
 from visspec.models.eagle.lantern import family_of_layout
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.text_features import T5Features
@@ -37,7 +38,8 @@ def convert(
     """Write an image model into a new folder, with its codec, text encoder and drafter.
 
     Args:
-        layout: a name of `visspec list layouts`, or "lantern" for a drafter, whose `weights` are a folder.
+        layout: a name of `visspec list layouts`, or "lantern" for a drafter, whose `weights` are a folder, or "anole"
+            for one in transformers' form, a folder or a hub id, that gets its codec.
         weights: the published file, or a folder of them; averaged weights are taken where it holds both.
         out: the new folder.
         vq: the published file, or the folder, of the codec that turns codes into pictures.
@@ -58,6 +60,10 @@ def convert(
         made = Path(spare, "made")
         if layout == "lantern":
             convert_drafter(Path(weights), made)
+        elif layout == "anole":
+            if vq is None:
+                raise ValueError("vq: got none, expected the published codec of Anole, vqgan.ckpt")
+            write_with_codec(hub.resolve_folder(weights), safetensors_of(Path(vq), Path(spare, "vq")), made)
         else:
             model, processor = _load(layout, Path(weights), vq, text, Path(spare), options)
             model.save_pretrained(made)
@@ -123,7 +129,11 @@ def _encoder(text: str | None, width: int, layout: str) -> T5Features:
 
 
 def safetensors_of(path: Path, spare: Path) -> Path:
-    """The path, or for pickles a conversion of them in the new folder `spare`, with the JSON files beside them."""
+    """The path, or for pickles a conversion of them in the new folder `spare`, with the JSON files beside them. Raises
+    ValueError for a path that is not there.
+    """
+    if not path.exists():
+        raise ValueError(f"convert: there is no {path}, expected a published file or folder")
     files = [path] if path.is_file() else [*path.iterdir()]
     pickled = [file for file in files if file.suffix in PICKLED]
     if not pickled or any(file.suffix == ".safetensors" for file in files):

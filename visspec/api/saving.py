@@ -18,6 +18,7 @@ from visspec import registry
 from visspec.io import checkpoint, hub, included
 from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
+from visspec.models.codecs.vqgan import CODEC
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
@@ -75,6 +76,12 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
         components["model"].save_pretrained(folder, **options)
         if "processor" in needed:
             components["processor"].save_pretrained(folder)
+        where = getattr(components["model"].config, "_name_or_path", "")
+        codec = Path(where, CODEC)
+        if (
+            where and codec.is_dir() and codec.resolve() != (root / CODEC).resolve()
+        ):  # which transformers' model does not have
+            shutil.copytree(codec, root / CODEC, dirs_exist_ok=True)
         if isinstance(settings["drafter"], dict):
             shutil.rmtree(root / DRAFTER, ignore_errors=True)  # of another drafter, which may have had other files
             shutil.copytree(Path(staged) / DRAFTER, root / DRAFTER)

@@ -10,12 +10,11 @@ import glob
 import hashlib
 import importlib
 import os
-import posixpath
 import tarfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from visspec.io import images, videos
 from visspec.io.files import loads
@@ -26,7 +25,6 @@ SUFFIXES = images.SUFFIXES + videos.SUFFIXES
 LARGEST = 256 << 20  # bytes of a member of a shard: a sparse one may claim any size
 Reader = Callable[[], Iterator["Record"]]
 PARTS = ("image", "json", "prompt")  # of a record in a shard
-MOST_LINKS = 40  # one behind the other, as in Linux
 DATASET = "hf:"  # hf:NAME[:SPLIT], or a folder that `save_to_disk` wrote
 
 
@@ -106,8 +104,7 @@ def _rows(path: Path) -> int | None:
     try:
         if path.suffix.lower() == ".parquet":
             return importlib.import_module("pyarrow.parquet").read_metadata(path).num_rows
-        with open(path, "rb") as file:
-            return sum(map(bool, map(bytes.strip, file))) if path.suffix.lower() == ".jsonl" else None
+        return sum(1 for _ in _lines(path)) if path.suffix.lower() == ".jsonl" else None
     except (ValueError, OSError):
         return None
 
@@ -199,19 +196,21 @@ def of_entry(entry: object, fallback: str, folder: Path) -> Record:
     return Record(id, image, prompt)
 
 
-def of_lines(path: Path) -> Iterator[Record]:
-    """JSON lines."""
+def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Lines that are not blank, each with the id of its record."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
-            name = f"{path}:{number}"
-            if not line.strip():
-                continue
-            try:
-                entry = loads(line)
-            except ValueError:
-                yield Record(name, error=f"{name}: got a line that is no JSON, expected an object with an image")
-            else:
-                yield of_entry(entry, name, path.parent)
+            if line.strip():
+                yield f"{path}:{number}", line
+
+
+def of_lines(path: Path) -> Iterator[Record]:
+    """JSON lines."""
+    for name, line in _lines(path):
+        try:
+            yield of_entry(loads(line), name, path.parent)
+        except ValueError:
+            yield Record(name, error=f"{name}: got a line that is no JSON, expected an object with an image")
 
 
 def of_parquet(path: Path) -> Iterator[Record]:
@@ -238,7 +237,6 @@ def of_tar(path: Path) -> Iterator[Record]:
     or NAME.prompt. A name goes up to the first dot behind the last slash; the record's id is PATH/NAME.
     """
     name, found = None, dict[str, Any]()
-    files: dict[str, tarfile.TarInfo] | None = None  # by name, once there is a link
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             folder, _, last = member.name.rpartition("/")
@@ -253,37 +251,23 @@ def of_tar(path: Path) -> Iterator[Record]:
             name = key
             if kind not in PARTS:
                 continue
-            if files is None and not member.isfile():
-                files = _members(shard)
-            whole = member if member.isfile() else _followed(member, files or {})
-            if whole is None:
+            if (file := _opened(shard, member)) is None:
                 found["error"] = f"{member.name}, which is no file and no link to one in the archive"
-            elif whole.size > LARGEST:
-                found["error"] = f"{member.name} of {whole.size} bytes, expected at most {LARGEST}"
-            elif (file := shard.extractfile(whole)) is not None:
+            elif (size := file.seek(0, os.SEEK_END)) > LARGEST:
+                found["error"] = f"{member.name} of {size} bytes, expected at most {LARGEST}"
+            else:
+                file.seek(0)
                 found[kind] = file.read()
     if name is not None:
         yield _of_member(path, name, found)
 
 
-def _members(shard: tarfile.TarFile) -> dict[str, tarfile.TarInfo]:
-    """All members by their plain names, files before links of the same name; none of an archive that is cut off."""
+def _opened(shard: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
+    """A member's file, or the one in the archive that a hard or symbolic link stands for; None if there is none."""
     try:
-        members = sorted(shard.getmembers(), key=lambda member: member.isfile())
-    except tarfile.TarError:
-        return {}
-    return {posixpath.normpath(member.name): member for member in members}
-
-
-def _followed(member: tarfile.TarInfo, members: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
-    """The file in the archive that a hard or symbolic link stands for; None if there is none."""
-    found: tarfile.TarInfo | None = member
-    for _ in range(MOST_LINKS):
-        if found is None or not (found.issym() or found.islnk()):
-            break
-        folder = posixpath.dirname(found.name) if found.issym() else ""
-        found = members.get(posixpath.normpath(posixpath.join(folder, found.linkname)))
-    return found if found is not None and found.isfile() else None
+        return shard.extractfile(member)
+    except (KeyError, RecursionError, tarfile.TarError):  # no such file, links in a circle, an archive that is cut off
+        return None
 
 
 def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
@@ -326,26 +310,18 @@ def prompts(path: Path) -> Iterator[Record]:
     """What to draw, from JSON lines of {prompt, id}, or of any other file the lines. Raises ValueError as `records`."""
     if not path.is_file():
         raise ValueError(f"{path}: got no such file, expected one with prompts")
-    return _prompts(path)
+    return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))
 
 
-def _prompts(path: Path) -> Iterator[Record]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            name, text = f"{path}:{number}", line.decode(errors="replace").strip()
-            if not text:
-                continue
-            entry: Any = {"prompt": text}
-            if path.suffix.lower() == ".jsonl":
-                try:
-                    entry = loads(text)
-                except ValueError:
-                    entry = None
-            prompt = entry.get("prompt") if isinstance(entry, dict) else None
-            if isinstance(prompt, str) and prompt:
-                yield Record(str(entry.get("id") if entry.get("id") is not None else name), prompt=prompt)
-            else:
-                yield Record(name, error=f"{name}: got a line without a prompt, expected an object with one")
+def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
+    text = line.decode(errors="replace").strip()
+    try:
+        entry = loads(text) if is_json else {"prompt": text}
+        if isinstance(entry["prompt"], str) and entry["prompt"]:
+            return Record(str(name if entry.get("id") is None else entry["id"]), prompt=entry["prompt"])
+    except (ValueError, KeyError, TypeError):
+        pass
+    return Record(name, error=f"{name}: got a line without a prompt, expected an object with one")
 
 
 def write_parquet(rows: Iterator[dict[str, Any]], path: Path, columns: Mapping[str, str]) -> None:

@@ -14,10 +14,10 @@ SIDES = re.compile(r"(?<!\d)(256|384|512|1024)(?!\d)")  # in names of files: t2i
 @dataclass(kw_only=True)
 class Options:
     layout: str = option(
-        "whose weights; lantern: a drafter (visspec list layouts)", positional=True,
-        choices=[*TABLES["layout"], "lantern"],
+        "whose weights (visspec list layouts); lantern: a drafter; anole: one in transformers' form, and its codec",
+        positional=True, choices=[*TABLES["layout"], "lantern", "anole"],
     )  # fmt: skip
-    weights: Path = option("the published file, or a folder", positional=True)
+    weights: Path = option("the published file, or a folder; of anole also a hub id", positional=True)
     vq: Path | None = option("published codec of the model's images", None, short="--vae")
     text: str | None = option("folder or hub id of the text encoder, for LlamaGen and Infinity", None)
     size: Positive | None = option("pixels along a side of an image (default: as the name of the file says)", None)
