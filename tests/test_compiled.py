@@ -20,9 +20,7 @@ from tests.tiny import FAMILIES, gemma3, llama, llava, model_of, prompt, qwen2_5
 from visspec.cache import SlotCache
 from visspec.models.attention.masks import laid
 from visspec.models.eagle import layer, levels
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.feature_head import FeatureHead
-from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.runner import compiled
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -262,7 +260,7 @@ def drafted(fast, inputs, **options) -> tuple:
 
 
 def features(model, **options):
-    return FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model, **options)), model)
+    return EagleDrafter.for_model(model, seed=3, **options)
 
 
 def check_levels(model, drafter, levels: int) -> None:
@@ -277,7 +275,7 @@ def check_levels(model, drafter, levels: int) -> None:
             assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
 
 
-VARIANTS = [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}]
+VARIANTS = [{}, {"image_latents": 0}, {"table": None}]
 OF_DRAFTS = [  # a last block of a whole length, and a shorter one
     *((options, 8) for options in VARIANTS),
     *(pytest.param(options, 6, marks=[pytest.mark.nightly] * bool(options)) for options in VARIANTS),
@@ -379,7 +377,7 @@ def test_heads_of_several_tokens_a_pass_are_not_compiled():
 def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
-    wide = FeatureDrafter(features(model).head, model, width=2)
+    wide = EagleDrafter(features(model).head, model, width=2)
     for drafter, more in ((features(model), {"do_sample": True, "top_k": 5, "seed": 1}), (wide, {"do_sample": False})):
         quick = visspec.accelerate(model, drafter, adaptive=False, compile=True)
         quick.target.passes = None
@@ -398,7 +396,7 @@ def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(m
         warnings.simplefilter("always")
         found = [drafted(quick, inputs, **GREEDY) for _ in range(2)]
     ours = [str(w.message) for w in caught if "compile:" in str(w.message)]
-    assert len(ours) == 1 and "FeatureDrafter with drafts that fail" in ours[0]
+    assert len(ours) == 1 and "EagleDrafter with drafts that fail" in ours[0]
     assert found == [drafted(visspec.accelerate(model, drafter, adaptive=False), inputs, **GREEDY)] * 2
 
 
