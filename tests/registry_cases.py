@@ -14,8 +14,7 @@ from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.layer_skip import LayerSkip
 from visspec.models.distilled.drafter import DistilledDrafter
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.janus.target import Janus
@@ -38,8 +37,7 @@ DRAFTERS = {  # of the tiny image model, from options
     "layers": lambda **options: LayerSkip(**options),
     "jacobi": lambda **options: registry.drafter_class("jacobi")(**{**options, "window": 5}),
     "lowres": lambda **options: LowRes(Janus(tiny_images.sibling(), None), upsample="latent"),
-    "eagle": lambda **options: FeatureDrafter.for_model(model_of("llava"), image_latents=1),
-    "eagle-head": lambda **options: EagleDrafter.for_model(model_of("llava"), images="latents", image_latents=1),
+    "eagle": lambda **options: EagleDrafter.for_model(model_of("llava"), image_latents=1),
     "block-head": lambda **options: BlockDrafter.for_model(model_of("llava"), layers=1, block=4, markov=3),
     "diffusion-lm": lambda **options: DiffusionDrafter.for_model(model_of("llava"), layers=1, block=4),
     "image-eagle": lambda **options: ImageFeatureDrafter(

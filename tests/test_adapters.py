@@ -13,8 +13,7 @@ import visspec
 from tests.replays import recording
 from tests.tiny import llama, prompt
 from visspec.models.decoder.layer_skip import LayerSkip
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.runner import buffer_pool, compiled
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -23,7 +22,7 @@ DRAFTERS = {
     "ngram": lambda model: "ngram",
     "context": lambda model: "context",
     "layers": lambda model: LayerSkip(),
-    "vispec": lambda model: FeatureDrafter.for_model(model),
+    "vispec": lambda model: EagleDrafter.for_model(model),
     "eagle": lambda model: EagleDrafter.for_model(model),
     "small model": lambda model: llama(seed=5),
 }
@@ -98,7 +97,7 @@ def test_an_adapter_put_into_a_head_that_passes_were_made_with(passes, quick):
     assert torch.equal(fast.generate(**inputs, **GREEDY), expected) and not torch.equal(before, expected)
 
 
-@pytest.mark.parametrize("kind", [FeatureDrafter, EagleDrafter])
+@pytest.mark.parametrize("kind", [EagleDrafter, EagleDrafter])
 def test_a_drafter_borrows_the_head_with_its_adapter(kind):
     model = adapted(llama(3)).get_base_model()
     drafter, feature = kind.for_model(model), torch.randn(2, 32)

@@ -20,9 +20,7 @@ from tests.tiny import FAMILIES, gemma3, llama, llava, model_of, prompt, qwen2_5
 from visspec.cache import SlotCache
 from visspec.models.attention.masks import laid
 from visspec.models.eagle import layer, levels
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.feature_head import FeatureHead
-from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.runner import compiled
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
@@ -266,7 +264,7 @@ def drafted(fast, inputs, **options) -> tuple:
 
 
 def features(model, **options):
-    return FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model, **options)), model)
+    return EagleDrafter.for_model(model, seed=3, **options)
 
 
 def check_levels(model, drafter, levels: int) -> None:
@@ -281,7 +279,7 @@ def check_levels(model, drafter, levels: int) -> None:
             assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
 
 
-VARIANTS = [{}, {"feature_layers": (1, 2)}, {"image_latents": 0}, {"table": None}]
+VARIANTS = [{}, {"image_latents": 0}, {"table": None}]
 OF_DRAFTS = [  # a last block of a whole length, and a shorter one
     *((options, 8) for options in VARIANTS),
     *(pytest.param(options, 6, marks=[pytest.mark.nightly] * bool(options)) for options in VARIANTS),
@@ -383,7 +381,7 @@ def test_heads_of_several_tokens_a_pass_are_not_compiled():
 def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
-    wide = FeatureDrafter(features(model).head, model, width=2)
+    wide = EagleDrafter(features(model).head, model, width=2)
     for drafter, more in ((features(model), {"do_sample": True, "top_k": 5, "seed": 1}), (wide, {"do_sample": False})):
         quick = visspec.accelerate(model, drafter, adaptive=False, compile=True)
         quick.target.passes = None
@@ -394,7 +392,7 @@ def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
 
 def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(monkeypatch):
     model = model_of("llava")
-    inputs, said = prompt("llava", shapes("llava")["one"]), "FeatureDrafter with drafts that fail"
+    inputs, said = prompt("llava", shapes("llava")["one"]), "EagleDrafter with drafts that fail"
     check_said_once(monkeypatch, broken, said, model, features(model), inputs, drafted, whole=False)
 
 

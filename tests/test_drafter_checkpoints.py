@@ -22,7 +22,7 @@ from visspec.models.block.trained import BlockDrafter
 from visspec.models.distilled.drafter import DistilledDrafter
 from visspec.models.drafting.checkpoint import write
 from visspec.models.drafting.structure import StopCriteria
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of
 from visspec.models.lowres import drafter as lowres
@@ -50,7 +50,7 @@ def janus():
 
 BLOCK = {"layers": 2, "block": 4}
 KINDS = {  # how they are made and loaded
-    "text": (lambda: FeatureDrafter.for_model(model_of("llava"), image_latents=2), FeatureDrafter, "llava"),
+    "text": (lambda: EagleDrafter.for_model(model_of("llava"), image_latents=2), EagleDrafter, "llava"),
     "image": (lambda: ImageFeatureDrafter.for_model(janus()), ImageFeatureDrafter, "janus"),
     "distilled": (lambda: DistilledDrafter.for_model(janus(), layers=1), DistilledDrafter, "janus"),
     "block": (lambda: BlockDrafter.for_model(model_of("llava"), **BLOCK), BlockDrafter, "llava"),
@@ -114,24 +114,24 @@ def test_a_checkpoint_comes_back(saved, kind):
 IMAGE = [
     ({"codes": 20}, "made for a target of codes 20, got a model of 24"), ({"hidden": 64}, "hidden size 64"),
     ({"vocab": 99}, "vocabulary 99, got a model of 24"), ({"target_layers": 7}, "number of layers 7"),
-    ({"family": "emu3"}, "family 'emu3', got a model of 'janus'"), ({"kind": "feature_drafter"}, "of another kind"),
+    ({"family": "emu3"}, "family 'emu3', got a model of 'janus'"), ({"kind": "eagle_head"}, "of another kind"),
     ({"colour": 1}, "'colour', expected the fields of"),
 ]  # fmt: skip
 CHANGES = {
     "text": [
-        ({"hidden": 64}, "hidden size 64"), ({"vocab": 97}, "vocabulary 97"), ({"family": "qwen2_vl"}, "'qwen2_vl'"),
-        ({"target_layers": 9}, "number of layers 9"), ({"colour": 1}, "'colour'"),
-        ({"kind": "other"}, "feature_drafter"),
-        ({"heads": "four"}, "config.json of .*: "), ({"heads": 5}, "expected an even share of the hidden size 32"),
+        ({"target_hidden": 64}, "hidden size 64"), ({"vocab": 97}, "vocabulary 97"),
+        ({"family": "qwen2_vl"}, "'qwen2_vl'"), ({"target_layers": 9}, "number of layers 9"),
+        ({"colour": 1}, "'colour'"), ({"kind": "other"}, "eagle_head"),
+        ({"heads": "four"}, "config.json of .*: "), ({"heads": 5}, r"'imadpt.q' .* expected \(3, 5, 6\)"),
         ({"levels": 300_000_000}, "levels: got 300000000, expected a whole number from 1 to 1023"),
-        ({"intermediate": 10**7}, r"tensor 'down.weight' .* has shape \(32, 48\), expected \(32, 10000000\)"),
-        ({"feature_layers": [9]}, "feature_layers: got 9, expected a whole number from -3 to 2"),
+        ({"intermediate": 10**7}, r"down_proj.weight' .* has shape \(32, 48\), expected \(32, 10000000\)"),
+        ({"feature_layers": [9]}, "feature_layers: got 9, expected a whole number from -3 to 3"),
         ({"rope_theta": float("nan")}, "rope_theta: got nan, expected a finite number above 0"),
-        ({"mrope_section": [1, 1]}, r"mrope_section: got \(1, 1\), expected numbers that sum to 4"),
+        ({"mrope_section": [1, 1]}, r"mrope_section: got \(1, 1\), which .* 8 rotary channels"),
     ],
     "image": [
         *IMAGE, ({"guided": 1}, "guided: got 1, expected true or false"), ({"rows": 10**7}, "'row.weight'"),
-        ({"image_latents": 2}, "image_latents, .* got 2, .*expected"),
+        ({"image_latents": 2}, "image_latents: got 2, which does not go with"),
     ],
     "distilled": [*IMAGE, ({"layers": 0}, "layers: got 0"), ({"guidance": 0}, "guidance: got 0")],
     "block": [
@@ -200,6 +200,6 @@ def test_broken_files_are_refused(saved, tmp_path, what):
 
 def test_another_target_is_refused(saved):
     with pytest.raises(ValueError, match="family 'llava', got a model of 'qwen2'"):
-        FeatureDrafter.from_pretrained(saved["text"][0], model_of("qwen2"))
+        EagleDrafter.from_pretrained(saved["text"][0], model_of("qwen2"))
     with pytest.raises(ValueError, match=r"captioner|vispec"):
         visspec.accelerate(model_of("llava"), "vispec")

@@ -67,11 +67,11 @@ def test_the_shell_exports_what_was_trained(data, capsys):
 
 def test_a_drafter_without_a_form_is_refused_before_training_and_after(data, monkeypatch):
     out = train(data, "own")
-    with one_sentence("form: got 'eagle3' for a FeatureDrafter, which other engines can't read"):
+    with one_sentence("form: got a drafter with fusion sum for 'eagle3', expected split"):
         drafter_export.export(out, "eagle3", data.parent / "x")
     monkeypatch.setattr(train_drafter, "train", None)
     for preset, form, said in (
-        (None, "eagle3", "for a FeatureDrafter, which other engines can't read"),
+        (None, "eagle", "form: got a drafter with positions target for 'eagle', expected index"),
         ("deer", "dflash", "for a DiffusionDrafter, which other engines can't read"),
         ("vispec", "eagle3", "form: got a drafter with fusion sum for 'eagle3', expected split"),
         ("dflash", "dspark", "form: got a drafter with no head that walks"),

@@ -24,9 +24,8 @@ from visspec.models.block.trained import DECAY, BlockConfig, BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.static_tree import EAGLE
 from visspec.models.eagle.config import EagleConfig
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.head import LowRank
-from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.presets import RECIPES
 from visspec.testing import check_drafter
 from visspec.train.capture import capture
@@ -142,7 +141,7 @@ def test_a_rollout_is_what_drafting_says(name, preset):
     """Step k of the rollout at answer token t is level k + 1 of a chain that starts at token t - k."""
     model = model_of(name)
     if preset.startswith("features"):
-        drafter = FeatureDrafter.for_model(model, image_latents=0 if "blind" in preset else 2)
+        drafter = EagleDrafter.for_model(model, image_latents=0 if "blind" in preset else 2)
     else:
         more = {"draft_vocab": 40} if preset == "eagle3" else {}
         drafter = EagleDrafter.for_model(model, **of_preset(preset, model, more)[0])
@@ -383,7 +382,7 @@ def test_layers_are_a_quarter_of_the_targets_or_as_asked():
 
 
 def test_the_table_names_fields_that_exist():
-    configs = {"eagle-head": EagleConfig, "block-head": BlockConfig, "diffusion-lm": DiffusionConfig}
+    configs = {"eagle": EagleConfig, "block-head": BlockConfig, "diffusion-lm": DiffusionConfig}
     for preset in map(registry.recipe, TRAINED):
         fields = set(configs[preset.kind].__dataclass_fields__)
         assert set(preset.network) <= fields and set(preset.plan) <= set(TrainingOptions.__dataclass_fields__)

@@ -5,7 +5,7 @@ from PIL import Image
 
 from visspec.api import loading, train_drafter
 from visspec.cli.main import main
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 
 TARGET, SIZES = "captioner-emoji", {"rows": 2, "group": 3, "unroll": 2}
 
@@ -27,7 +27,7 @@ def test_a_dry_run_tells_what_a_run_takes(data):
     found, longer = (taken(data, max_new_tokens=count, intermediate=96) for count in (9, 17))
     assert (found["depth"], found["layers"]) == (model.config.text_config.num_hidden_layers, 2)
     assert found["target_bytes"] == sum(p.nbytes for p in model.parameters())
-    drafter = FeatureDrafter.for_model(model, image_latents=1, intermediate=96)
+    drafter = EagleDrafter.for_model(model, image_latents=1, intermediate=96)
     assert found["drafter_bytes"] == 16 * sum(p.numel() for p in drafter.head.parameters())
     hidden = model.config.text_config.hidden_size
     grown = 2 * 8 * (2 * 4 * hidden + 8 + 8 + 8 + 8)  # states, features; best, both copies of ids, positions

@@ -15,8 +15,8 @@ from visspec.io import included
 from visspec.loop.decode import open_request, retire
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle import layer
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.feature_head import FeatureHead, staggered_attention
+from visspec.models.eagle.drafter import EagleDrafter
+from visspec.models.eagle.feature_drafting import staggered_attention
 from visspec.models.eagle.head import turns_at
 from visspec.models.eagle.layer import FeatureMemory
 from visspec.models.eagle.sequence import layer_inputs, plan, slots_of
@@ -28,7 +28,7 @@ NEW = 16
 
 def make(name, latents=1, seed=1, **options):
     """A random drafter, with image weights that matter (they start at zero)."""
-    drafter = FeatureDrafter.for_model(model_of(name), seed=seed, image_latents=latents, **options)
+    drafter = EagleDrafter.for_model(model_of(name), seed=seed, image_latents=latents, **options)
     if drafter.config.image_latents:
         with torch.no_grad():
             drafter.head.img_fc.weight.add_(0.3 * torch.randn_like(drafter.head.img_fc.weight))
@@ -52,10 +52,9 @@ def flat(memory):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("layers", [(-1,), (1, -1)])
 @pytest.mark.parametrize(("name", "shape", "latents"), [*CASES, ("llava", "one", 1), ("qwen2_5_vl", "several", 1)])
-def test_state_after_ragged_rounds_equals_a_fresh_start_on_the_whole_prefix(name, shape, latents, layers):
-    drafter = make(name, latents, feature_layers=layers)
+def test_state_after_ragged_rounds_equals_a_fresh_start_on_the_whole_prefix(name, shape, latents):
+    drafter = make(name, latents)
     model, inputs = model_of(name), prompt(name, shapes(name)[shape])
     answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     target, rule, state, _ = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0))
@@ -91,14 +90,13 @@ def whole_prefix(drafter, model, inputs, state):
     return fresh.memory, drafter._catch_up(fresh.memory, 1)
 
 
-def test_images_reach_the_draft_and_the_off_switch_hides_them():
+def test_images_reach_the_draft_of_a_drafter_with_latents_alone():
     model, rows = model_of("llava"), shapes("llava")["several"]
     features = []
     for seed in (0, 1):
         inputs = prompt("llava", rows, seed=0) | {"pixel_values": prompt("llava", rows, seed=seed)["pixel_values"]}
-        for images in (True, False):
-            drafter = make("llava", 2)
-            drafter.images = images
+        for latents in (2, 0):
+            drafter = make("llava", latents)
             _, _, state, scores = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=4, seed=0))
             with torch.inference_mode():
                 scores.features.zero_()  # what the target saw must not tell
@@ -115,7 +113,7 @@ def test_layout_of_runs_padding_and_positions():
     image = frozenset({90})
     ids = torch.tensor([[0, 0, 1, 5, 90, 90, 90, 6, 90, 90, 7], [1, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9]])
     real = torch.tensor([[False, False, *[True] * 9], [True] * 11])
-    layout = plan(ids, real, image, 2)
+    layout = plan(ids, real, image, 2, "latents", 0)
     assert layout.runs == [(0, 4, 7), (0, 8, 10)]
     row, index, real_RS = slots_of(layout, torch.device("cpu"))
     assert index.tolist() == [[4, 5, 6], [8, 9, 9]] and row.tolist() == [[0], [0]]
@@ -125,7 +123,7 @@ def test_layout_of_runs_padding_and_positions():
     assert layout.latent[0, :7].tolist() == [0, 0, 1, 2, 0, 3, 4]
     assert layout.image[0, :7].tolist() == [0, 0, 1, 1, 1, 2, 2]
     assert layout.last_image.tolist() == [2, 0]
-    blind = plan(ids, real, image, 0)
+    blind = plan(ids, real, image, 0, "none", 0)
     assert blind.slot[0, :3].tolist() == [2, 3, 7] and blind.runs == []
 
 
@@ -135,7 +133,7 @@ def test_rotary_rows_follow_the_sections():
     assert turns_at(table, position, (2, 1, 1), False)[0, 0].tolist() == [12, 13, 42, 83]
     model = model_of("qwen2_5_vl")
     for heads, section in ((4, (2, 1, 1)), (2, (4, 2, 2)), (8, (2, 0, 0))):  # of the sizes 8, 16 and 4
-        assert FeatureDrafter.config_for(model, heads=heads).mrope_section == section
+        assert EagleDrafter.config_for(model, heads=heads).mrope_section == section
 
 
 def test_every_latent_enters_where_the_layout_says():
@@ -167,7 +165,7 @@ def test_a_tree_one_node_wide_is_the_chain(name, shape, latents):
     """
     drafter, model, features, passes = make(name, latents), model_of(name), [], []
     drafter.nodes = 5
-    drafter.layer.project = lambda *args, own=drafter.layer.project: passes.append(1) or own(*args)
+    drafter.layer.read = lambda *args, own=drafter.layer.read: passes.append(1) or own(*args)
     drafter._logits = lambda feature, own=drafter._logits: features.append(feature.flatten(0, -2)) or own(feature)
     request = request_of(model, prompt(name, shapes(name)[shape]), temperature=0, max_new_tokens=NEW, seed=0)
     chain = drafter.propose(opened(drafter, request)[2], 5)
@@ -182,8 +180,8 @@ def test_a_tree_one_node_wide_is_the_chain(name, shape, latents):
 
 @torch.inference_mode()
 def test_a_tree_may_keep_one_node():
-    drafter, model = FeatureDrafter.for_model(model_of("llama"), seed=1, image_latents=0), model_of("llama")
-    drafter = FeatureDrafter(drafter.head, model, width=3, nodes=1)
+    drafter, model = EagleDrafter.for_model(model_of("llama"), seed=1, image_latents=0), model_of("llama")
+    drafter = EagleDrafter(drafter.head, model, width=3, nodes=1)
     inputs = prompt("llama", shapes("llama")["ragged"])
     _, _, state, _ = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0))
     draft = drafter.propose(state, 2)
@@ -195,7 +193,7 @@ def test_prompts_longer_than_the_table_of_rotations_grow_it():
     for last in (255, 256, 257, 258):
         drafter = make("llama", 0)
         config, width = drafter.config, drafter.head.fc.in_features
-        layout = plan(torch.tensor([[1, 2, 3]]), None, frozenset(), 0)  # two elements
+        layout = plan(torch.tensor([[1, 2, 3]]), None, frozenset(), 0, "none", 0)  # two elements
         features = torch.zeros(1, 3, width - config.hidden)
         other = torch.zeros(1, 3, config.hidden)
         _, turn, _ = drafter.elements(layout, other[:, 1:], features, other, torch.tensor([[0, last, last + 1]]))
@@ -219,7 +217,7 @@ def test_laws_are_those_of_float32_whatever_the_type_of_the_weights():
     found = []
     for dtype in (torch.float32, torch.float64):
         model = copy.deepcopy(model_of("llama")).to(dtype)
-        drafter = FeatureDrafter.for_model(model, seed=1, image_latents=0)
+        drafter = EagleDrafter.for_model(model, seed=1, image_latents=0)
         inputs = prompt("llama", shapes("llama")["ragged"])
         _, _, state, _ = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0))
         drafter._logits = lambda feature, own=drafter._logits: found[-1].append(own(feature)) or found[-1][-1]
@@ -249,19 +247,19 @@ def test_folded_weights_say_what_the_network_says(monkeypatch):
     with torch.no_grad():
         expected = head.join(model.get_input_embeddings()(token), feature, image)
         assert drafter.layer.table is not None
-        torch.testing.assert_close(drafter.layer.join(token, feature, drafter.layer.shift(image)), expected)
+        torch.testing.assert_close(drafter.layer.join(token, feature, head.shift(image)), expected)
         monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
         drafter.refresh()
         assert drafter.layer.table is None
-        torch.testing.assert_close(drafter.layer.join(token, feature, drafter.layer.shift(image)), expected)
+        torch.testing.assert_close(drafter.layer.join(token, feature, head.shift(image)), expected)
 
 
 def test_half_precision_targets_are_drafted_for():
     model = copy.deepcopy(model_of("llava")).to(torch.bfloat16)
     inputs = prompt("llava", shapes("llava")["ragged"])
     inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
-    for layers in ((-1,), (1, -1)):
-        drafter = FeatureDrafter.for_model(model, image_latents=2, feature_layers=layers)
+    for form in ({"image_latents": 2}, {"fusion": "split", "feature_layers": (1, -1)}):
+        drafter = EagleDrafter.for_model(model, **form)
         for width in (1, 3):
             drafter.width = width
             fast = visspec.accelerate(model, drafter, adaptive=False, levels=3)
@@ -298,8 +296,6 @@ def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captione
     inputs = prepare(processor, images, "describe the picture in detail .", model)
     assert torch.equal(fast.generate(**inputs), model.generate(**inputs))
     assert fast.last_stats.faults == 0 and fast.last_stats.tau > 4.0
-    blind = visspec.accelerate(model, "vispec:images=false")
-    assert not blind.drafter.images
     with pytest.raises(ValueError, match="does not take"):
         visspec.accelerate(model, "vispec:colour=1")
 
@@ -319,7 +315,7 @@ def test_a_prompt_read_in_blocks_is_the_prompt_read_at_once(monkeypatch):
 
     model = model_of("llava")
     inputs, kept = prompt("llava", shapes("llava")["ragged"]), []
-    drafter = FeatureDrafter(FeatureHead(FeatureDrafter.config_for(model, image_latents=2)), model)
+    drafter = EagleDrafter.for_model(model, image_latents=2)
     for size in (512, 3):
         monkeypatch.setattr(eagle, "BLOCK", size)
         quick = visspec.accelerate(model, drafter, adaptive=False)

@@ -14,8 +14,8 @@ from tests.published import Watched, begun, eagle_logits, judged, known
 from tests.tiny import model_of, prompt, shapes, single_row
 from visspec.loop.decode import retire
 from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.head import frequencies
-from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.eagle.image_compression import SpecVLMBranches
 
 NEW = 14
@@ -177,7 +177,7 @@ def test_interleaved_rotary_sections_are_those_of_the_target():
         ("image_latents", 2, {}), ("image_latents", 0, {"images": "gated"}), ("head_rank", 4, {}),
         ("images", "embeddings", {"fusion": "split"}), ("norm_input", True, {"fusion": "split"}),
         ("images", "queries", {"image_latents": 3, "fusion": "split"}), ("qk_norm", True, {}),
-        ("block", 2, {"fusion": "cross"}), ("feature_layers", (-1, 1), {"fusion": "cross"}),
+        ("feature_layers", (-1, 1), {"fusion": "cross"}),
         ("norm_output", True, {"fusion": "cross"}), ("feature_layers", (0, 1), {}), ("mrope_section", (1, 1), {}),
     )),
 ])  # fmt: skip

@@ -30,8 +30,8 @@ from visspec.models.attention.masks import Masks
 from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder import probe
 from visspec.models.eagle import layer
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.feature_head import FeatureHead
+from visspec.models.eagle.drafter import EagleDrafter
+from visspec.models.eagle.head import EagleHead
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.runner import buffer_pool
@@ -164,7 +164,7 @@ def test_logits_features_and_what_is_kept(standin):
     model = llama(seed=3)
     inputs = prompt("llama", shapes("llama")["ragged"])
     asked = {**inputs, "max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
-    drafter = lambda: FeatureDrafter(FeatureDrafter.for_model(model).head, model, width=2, nodes=6)  # noqa: E731
+    drafter = lambda: EagleDrafter(EagleDrafter.for_model(model).head, model, width=2, nodes=6)  # noqa: E731
     another = {**asked, **prompt("llama", shapes("llama")["ragged"], seed=1)}
     options = [asked | {"output_logits": True}, another, asked]
     ((plain, *_), (first, _, *others)), quick = both(model, drafter, *options)
@@ -418,11 +418,11 @@ def test_drafts_that_are_not_recorded(standin):
     """Trees, stops, laws with top-k: as ever."""
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
-    head = FeatureHead(FeatureDrafter.config_for(model))
+    head = EagleHead(EagleDrafter.config_for(model))
     for drafter, more in (
-        (FeatureDrafter(head, model), {"do_sample": True, "top_k": 5, "seed": 1}),
-        (FeatureDrafter(head, model, width=2), {"do_sample": False}),
-        (FeatureDrafter(head, model).shaped(entropy=0.5), {"do_sample": False}),
+        (EagleDrafter(head, model), {"do_sample": True, "top_k": 5, "seed": 1}),
+        (EagleDrafter(head, model, width=2), {"do_sample": False}),
+        (EagleDrafter(head, model).shaped(entropy=0.5), {"do_sample": False}),
     ):
         eager, quick = (
             visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=graph) for graph in (False, None)
@@ -452,7 +452,7 @@ def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
 
     own.record = failing
     said, found = warned(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
-    assert said == ["graphs: drafts of FeatureDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
+    assert said == ["graphs: drafts of EagleDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
     assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
 

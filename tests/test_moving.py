@@ -17,7 +17,7 @@ from tests.tiny import llama, llava, prompt, shapes
 from tests.tiny_images import Words
 from visspec.api.accelerate import Speculative
 from visspec.api.images import ImagePipeline
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of
 from visspec.models.lowres.drafter import LowRes
@@ -26,7 +26,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 12}
 DRAFTERS = {
     "none": lambda model: None,
     "ngram": lambda model: "ngram",
-    "features": lambda model: FeatureDrafter.for_model(model, seed=2),
+    "features": lambda model: EagleDrafter.for_model(model, seed=2),
     "small": lambda model: llama(seed=5),
 }
 

@@ -24,7 +24,7 @@ from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.prefix import PrefixCache, following
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 
 SIZES = (2, 1, 4, 3, 2)  # ids of five questions
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
@@ -103,7 +103,7 @@ def test_with_every_drafter_rounds_are_those_of_a_fresh_prefill(name, kind):
 def test_what_drafters_read_and_the_cache_are_those_of_a_fresh_prefill(name):
     """Rows of different length, one of them from a kept prompt, one with a prompt that was read whole before."""
     model = model_of(name)
-    quick = fast(name, visspec.models.eagle.drafter.FeatureDrafter.for_model(model))
+    quick = fast(name, visspec.models.eagle.drafter.EagleDrafter.for_model(model))
     target = HFDecoder(model, quick.setup.target.capabilities.feature_layers, embeddings=FAMILIES[name].visual)
     setup = visspec.loop.setup.build_setup(None, "", visspec.Exact(), model, lambda traits: target)
     entries = [{k: v for k, v in e.items() if k != "seed"} for e in questions(name)]

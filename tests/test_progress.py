@@ -61,7 +61,10 @@ def test_a_caption_run_says_how_fast_it_was(tmp_path, capsys, monkeypatch):
     said, logged = capsys.readouterr()
     assert re.search(r"4/4 images .*tau=\d+\.\d\d, tokens/s=\S+, failed=1", logged)
     summary, compared = said.splitlines()
-    assert re.search(r"; \d+\.\d s, \S+ images a second, \d+\.\d\d tokens a pass \(tau\)$", summary)
+    assert re.search(
+        r"; \d+\.\d s, \S+ images a second, \d+\.\d\d tokens a pass \(tau\); 3 cut at the limit \(--max-new-tokens\)$",
+        summary,
+    )
     assert re.fullmatch(
         r"transformers' generate: \S+ images a second, 2 of them in batches of 8; this run was \d+\.\d\d times as fast",
         compared,

@@ -16,8 +16,7 @@ from tests.test_published import cache, cached, eagle_3, saved, speculators_dfla
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
 from visspec.cli.arguments import ModelOptions, load
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 
 GREEDY = {"max_new_tokens": 10, "do_sample": False}
 
@@ -151,7 +150,7 @@ def test_drafters_are_pushed_and_read_by_their_hub_id(hub, tmp_path):
     assert again.config == drafter.config
     same(visspec.accelerate(model, drafter, adaptive=False), visspec.accelerate(model, again, adaptive=False), inputs)
     assert visspec.accelerate(model, "me/head:width=2").drafter.traits.trees
-    FeatureDrafter.for_model(model).push_to_hub("me/ours")
+    EagleDrafter.for_model(model).push_to_hub("me/ours")
     assert visspec.accelerate(model, "me/ours").name == "ours"
     block, _ = registry.drafter(str(saved(tmp_path / "block", *z_lab())), model)
     block.push_to_hub("me/block")

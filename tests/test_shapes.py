@@ -25,8 +25,7 @@ from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting import structure as values
 from visspec.models.drafting.structure import RANKS, StopCriteria, optimal
 from visspec.models.drafting.structure import Chain as Built
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.sampling import Uniform
 from visspec.testing import check_drafter
 from visspec.types import MAX_NODES, DraftLengthPolicy, Sampling
@@ -391,7 +390,7 @@ def test_files_without_rates_and_drafters_without_trees_are_refused(tmp_path):
 def test_a_shape_is_saved_with_the_model_or_refused(tmp_path, ranks):
     model = llama(seed=5)
     head = make("llama", 0)
-    FeatureDrafter(head.head, model).save_pretrained(tmp_path / "head", {})
+    EagleDrafter(head.head, model).save_pretrained(tmp_path / "head", {})
     for options, found in (("tree=eagle", feature_tree.EAGLE), ("tree=3-2", ((0,), (1,), (2,), (0, 0), (0, 1)))):
         visspec.accelerate(model, f"{tmp_path / 'head'}:{options}").save_pretrained(tmp_path / options)
         again = visspec.Accelerated.from_pretrained(tmp_path / options).drafter
@@ -400,5 +399,5 @@ def test_a_shape_is_saved_with_the_model_or_refused(tmp_path, ranks):
         visspec.accelerate(model, f"{tmp_path / 'head'}:tree={ranks},nodes=4").save_pretrained(tmp_path / "x")
     for shape in ({"tree": "eagle"}, {"confidence": 0.2}):
         with pytest.raises(ValueError, match="as its weights alone give it back"):
-            made = FeatureDrafter(head.head, model).shaped(**shape)
+            made = EagleDrafter(head.head, model).shaped(**shape)
             visspec.accelerate(model, made).save_pretrained(tmp_path / "y")

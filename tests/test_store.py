@@ -14,7 +14,7 @@ from tests.tiny import model_of
 from tests.training_processes import pictures, run_of
 from visspec.api import train_drafter
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.train.capture import AnsweredRequest, capture, identity
 from visspec.train.store import Store
 
@@ -32,7 +32,7 @@ def own(name):
 @pytest.mark.parametrize("states", [True, False])  # what the head reads, or the distributions
 @pytest.mark.parametrize("asked", [lambda name: prompts(name)(1), own])
 def test_what_is_read_is_what_was_recorded(tmp_path, name, states, asked):
-    drafter = FeatureDrafter.for_model(model_of(name))
+    drafter = EagleDrafter.for_model(model_of(name))
     target = HFDecoder(drafter.model, drafter.traits.feature_layers, embeddings=True, states=states)
     recorded = capture(target, visspec.Exact(), asked(name))
     asked_for = []

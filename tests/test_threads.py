@@ -26,7 +26,7 @@ from visspec.models.attention.hooks import DecoderRecorder
 from visspec.models.attention.masks import Masks
 from visspec.models.decoder import probe
 from visspec.models.eagle import feature_drafting
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.types import Scores
 
@@ -124,7 +124,7 @@ def test_eight_threads_on_one_accelerated_model(kind, times, hurried):
     model = llava()
     drafter = {
         "ngram": lambda: "ngram",
-        "features": lambda: FeatureDrafter.for_model(model, image_latents=1),
+        "features": lambda: EagleDrafter.for_model(model, image_latents=1),
         "tree": lambda: Grower(stock("llava", "ragged"), 0.3),
         "small": lambda: model_of("llava"),
     }[kind]()
@@ -286,7 +286,7 @@ def test_a_watch_that_ends_while_another_thread_is_in_the_decoder():
 def test_a_model_is_asked_while_other_threads_use_it(learned, hurried):
     """What is asked of a model when it is wrapped leaves alone what goes on in it."""
     model, inputs = llama(), prompt("llama", ["19", "12", "3"])
-    fast = visspec.accelerate(model, FeatureDrafter.for_model(model) if learned else "ngram")
+    fast = visspec.accelerate(model, EagleDrafter.for_model(model) if learned else "ngram")
     options = {**inputs, "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(**options)
     weights = {name: id(p) for name, p in model.named_parameters()}
@@ -327,7 +327,7 @@ def test_hooks_are_put_up_one_at_a_time(monkeypatch):
 
 def test_rotations_never_shrink(monkeypatch):
     """A thread that needs fewer must not take away what another has just made."""
-    drafter = FeatureDrafter.for_model(model_of("llama"))
+    drafter = EagleDrafter.for_model(model_of("llama"))
     make, asked = feature_drafting.turns, []
 
     def slow(config, length, *rest):

@@ -24,7 +24,7 @@ from visspec.api import progress, train_drafter
 from visspec.api.train_drafter import TextValidation, request_of
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.train import losses
 from visspec.train.capture import capture, split
 from visspec.train.loop import SingleProcess, Trainer
@@ -47,7 +47,7 @@ def target_for(drafter):
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
 def test_a_lesson_is_what_one_forward_pass_says(name):
-    drafter = FeatureDrafter.for_model(model_of(name))
+    drafter = EagleDrafter.for_model(model_of(name))
     target = target_for(drafter)
     lesson = capture(target, visspec.Exact(), prompts(name)(3))
     length = lesson.prompt_length
@@ -62,7 +62,7 @@ def test_a_lesson_is_what_one_forward_pass_says(name):
 
 
 def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):
-    drafter = FeatureDrafter.for_model(model_of("llava"), image_latents=2)
+    drafter = EagleDrafter.for_model(model_of("llava"), image_latents=2)
     lesson = capture(target_for(drafter), visspec.Exact(), prompts("llava")(1))
     with torch.no_grad():
         whole = drafter.rollout(lesson, 2)
@@ -73,7 +73,7 @@ def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):
 
 
 def test_elements_behind_a_short_answer_do_not_count():
-    drafter = FeatureDrafter.for_model(model_of("llava"), image_latents=2)
+    drafter = EagleDrafter.for_model(model_of("llava"), image_latents=2)
     lesson = capture(target_for(drafter), visspec.Exact(), prompts("llava")(1))
     lengths = [max(lesson.lengths) - 3 * (b > 0) for b in range(len(lesson.lengths))]
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_losses_are_their_formulas():
 
 
 def trainer(folder, steps=12, **options):
-    drafter = FeatureDrafter.for_model(model_of("llava"), seed=2)
+    drafter = EagleDrafter.for_model(model_of("llava"), seed=2)
     plan = TrainingOptions(steps=12, batch=3, rows=2, group=2, reuse=2, unroll=2, save_every=6, warm_up=0.15, **options)
     made = Trainer(target_for(drafter), drafter, visspec.Exact(), prompts("llava", 8), plan, folder, {"seed": 0})
     return drafter, made
@@ -145,7 +145,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
         first.run(stop)
     again, second = trainer(tmp_path / "broken")
     second.drafter.head.load_state_dict(
-        FeatureDrafter.from_pretrained(tmp_path / "broken", model_of("llava")).head.state_dict()
+        EagleDrafter.from_pretrained(tmp_path / "broken", model_of("llava")).head.state_dict()
     )
     assert second.resume() and second.step == 6
     second.run()
@@ -226,7 +226,7 @@ def test_a_checkpoint_is_of_one_step_wherever_saving_ends(tmp_path, earlier, kil
             assert torch.equal(p, torch.full_like(p, again.step) if again.step else fresh[name])
             assert not again.step or torch.equal(again.optimiser.state[p]["exp_avg"], p)
         if again.step:  # what others load is that checkpoint too
-            assert FeatureDrafter.from_pretrained(folder, model_of("llava")).trained.unique().tolist() == [again.step]
+            assert EagleDrafter.from_pretrained(folder, model_of("llava")).trained.unique().tolist() == [again.step]
             assert json.loads((folder / "provenance.json").read_text())["training"]["step"] == again.step
         if dying.count < at:
             break
@@ -342,16 +342,16 @@ def test_the_best_checkpoint_is_published_and_as_many_kept_as_asked(tmp_path):
     assert sorted(p.name for p in (tmp_path / "run").glob("step-*")) == ["step-12", "step-6"]
     progress = json.loads((tmp_path / "run" / "progress.json").read_text())
     assert progress["best"] == {"step": 6, "tau": 2.0} and progress["kept"] == [6, 12]
-    assert torch.equal(FeatureDrafter.from_pretrained(tmp_path, model_of("llava")).trained, at[6])
+    assert torch.equal(EagleDrafter.from_pretrained(tmp_path, model_of("llava")).trained, at[6])
     again = trainer(tmp_path, keep=1, validate_every=3)[1]
     assert again.resume() and again.step == 12 and again.best["step"] == 6
-    assert torch.equal(FeatureDrafter.from_pretrained(tmp_path, model_of("llava")).trained, at[6])
+    assert torch.equal(EagleDrafter.from_pretrained(tmp_path, model_of("llava")).trained, at[6])
 
 
 def test_training_raises_tau(tmp_path):
     """Four prompts learned by heart: tau must clearly rise above an untrained drafter's."""
     model = model_of("llava")
-    drafter = FeatureDrafter.for_model(model, seed=0, levels=4)
+    drafter = EagleDrafter.for_model(model, seed=0, levels=4)
     same = prompts("llava", 16, ["4 i 5"] * 4)
     validate = TextValidation(model, drafter, lambda temperature: [same(0, temperature)])
     before = validate()
@@ -373,7 +373,7 @@ def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
     out = tmp_path / "out"
     found = train_drafter.run("x", tmp_path, out, steps=2, rows=2, max_new_tokens=6, group=1, reuse=1, unroll=2)
     assert found[-1]["step"] == 2 and found[-1]["tau_greedy"] >= 0.9
-    FeatureDrafter.from_pretrained(out, model)
+    EagleDrafter.from_pretrained(out, model)
     assert json.loads((out / "provenance.json").read_text())["recipe"] == "train_drafter"
     options = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unroll": 2}
     weights, target = (out / "model.safetensors").read_bytes(), registry.CHECKPOINTS / "captioner"

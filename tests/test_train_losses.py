@@ -19,8 +19,7 @@ from visspec.api.train_drafter import request_of
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.eagle.drafter import FeatureDrafter
-from visspec.models.eagle.head_drafter import EagleDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.train import losses
 from visspec.train.capture import capture, identity, split
@@ -41,7 +40,7 @@ def selecting(model):
 
 
 DRAFTERS = {
-    "features": (lambda model: FeatureDrafter.for_model(model, image_latents=2), {"feature_weight": 3.0}),
+    "features": (lambda model: EagleDrafter.for_model(model, image_latents=2), {"feature_weight": 3.0}),
     "eagle3": (eagle3, {"unroll": 3}),
     "flash": (lambda model: EagleDrafter.for_model(model, **of_preset("flash", model, {})[0]), {"unroll": 1}),
     "dspark": (lambda model: BlockDrafter.for_model(model, layers=1, block=5, markov=5, confidence=True),

@@ -20,7 +20,7 @@ from tests.training_processes import pictures
 from visspec.api import loading
 from visspec.api.train_processes import workers
 from visspec.eval.report.training import write_page
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.train.loop import SingleProcess
 
 ALONE = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
@@ -79,13 +79,13 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 @pytest.mark.slow
 def test_two_processes_train_one_drafter(home):
     whole = {parallel: weights(home / parallel / "whole") for parallel in ("ddp", "fsdp")}
-    start = FeatureDrafter.for_model(model_of("llava"), seed=0, image_latents=0).head.state_dict()
+    start = EagleDrafter.for_model(model_of("llava"), seed=0, image_latents=0).head.state_dict()
     assert apart(whole["ddp"], dict(start)) > 1e-3
     assert apart(whole["ddp"], weights(home / "ddp" / "by-hand")) < 1e-5  # the mean of both processes' gradients
     assert apart(whole["ddp"], whole["fsdp"]) < 1e-5
     for parallel in whole:
         assert apart(whole[parallel], weights(home / parallel / "broken")) == 0  # resumed exactly
-        FeatureDrafter.from_pretrained(home / parallel / "whole", model_of("llava"))
+        EagleDrafter.from_pretrained(home / parallel / "whole", model_of("llava"))
         progress = json.loads((home / parallel / "whole" / "run" / "progress.json").read_text())
         assert progress["workers"] == 2 and [p["step"] for p in progress["curve"]] == list(range(1, 9))
         page = (home / parallel / "whole" / "run" / "curves.html").read_text()

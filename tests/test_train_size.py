@@ -10,7 +10,7 @@ from visspec.api.train_drafter import request_of
 from visspec.eval.bench.clock import peak_above
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle import feature_drafting
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.train.loop import Trainer
 from visspec.train.options import TrainingOptions
 
@@ -68,7 +68,7 @@ def test_five_steps_at_the_shapes_of_qwen_fit_six_gb_and_a_quarter(tmp_path, mon
     def train():
         torch.manual_seed(0)
         model = target()
-        drafter = FeatureDrafter.for_model(model, image_latents=1, intermediate=1024)
+        drafter = EagleDrafter.for_model(model, image_latents=1, intermediate=1024)
         reads = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         asked = lambda n: request_of(model, inputs(), temperature=1.0, max_new_tokens=4, seed=n)  # noqa: E731
         plan = TrainingOptions(steps=5, batch=ROWS, rows=ROWS, group=1, reuse=5)

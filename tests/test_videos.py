@@ -20,7 +20,7 @@ from visspec.api.captions import Captions, process_batch
 from visspec.api.sources import records
 from visspec.cli.main import main
 from visspec.io.videos import Clip, read_clip
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 
 FRAMES, SIDE = 25, 16
 SPECIAL = {tiny.IMAGE: "<|image_pad|>", tiny.VIDEO: "<|video_pad|>"}
@@ -76,7 +76,7 @@ def test_captions_of_clips_are_those_of_generate(clip, tmp_path, drafter):
     Image.new("RGB", (SIDE, SIDE), (0, 90, 0)).save(tmp_path / "still.png")
     files = [clip, tmp_path / "still.png"]
     if drafter == "vispec":
-        drafter = FeatureDrafter.for_model(model(), image_latents=2)
+        drafter = EagleDrafter.for_model(model(), image_latents=2)
     fast = accelerate(model(), drafter)
     captions = Captions(fast, processor(), request="w7 w8", slots=2, frames=4, max_new_tokens=9)
     found = {made.path: made for made in captions(files)}

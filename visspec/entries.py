@@ -55,11 +55,7 @@ TABLES: dict[str, dict[str, Entry]] = {
         "layers": Entry("visspec.models.decoder.layer_skip:LayerSkip", "the target with layers left out", "text"),
         "mtp": Entry("visspec.models.decoder.mtp:MultiToken", "the checkpoint's own multi-token layers", "text"),
         "eagle": Entry(
-            "visspec.models.eagle.drafter:FeatureDrafter", "a layer on hidden states (ViSpec with norms); trained",
-            "text", "feature_drafter",
-        ),
-        "eagle-head": Entry(
-            "visspec.models.eagle.head_drafter:EagleDrafter", "EAGLE-1 to 3, MSD, ViSpec, FLASH, DREAM; trained",
+            "visspec.models.eagle.drafter:EagleDrafter", "a layer on hidden states (EAGLE and its kin); trained",
             "text", "eagle_head",
         ),
         "block-head": Entry(

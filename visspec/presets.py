@@ -98,7 +98,7 @@ class Recipe(NamedTuple):
     plan: dict[str, Any]
     draft: dict[str, Any]  # width and nodes, or a shape of `StructuredDrafter.shaped`
     text_first: bool = False  # begin with text alone, then more and more pictures
-    kind: str = "eagle-head"  # of `DRAFTERS`
+    kind: str = "eagle"  # of `DRAFTERS`
 
 
 SUM = {"fusion": "sum", "positions": "index"}
@@ -173,7 +173,7 @@ RECIPES = {  # `visspec train drafter --preset`; docs/drafters.md says what each
         "a control: neither image tokens nor features of the target", "nothing",
         {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, TREES,
     ),
-    "own": Recipe("ViSpec's form with norms; the default", "one latent", {"image_latents": 1}, {}, {}, kind="eagle"),
+    "own": Recipe("ViSpec's form with norms; the default", "one latent", {"image_latents": 1}, {}, {}),
     "image-eagle": Recipe(
         "EAGLE for image codes (LANTERN, arXiv 2410.03355): one layer, guided distributions from one stream",
         "features of all codes", {"levels": 5}, {"unroll": 5}, {}, kind="image-eagle",

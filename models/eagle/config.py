@@ -24,6 +24,7 @@ OF_FUSIONS = {  # flags, and the values of `fusion` that read them
     **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm"), ("split",)),
     **dict.fromkeys(("norm_input", "qk_layer_norm"), ("sum",)),
     "norm_output": ("split", "sum"),
+    "norm_embedding": ("sum",),
 }
 
 
@@ -40,8 +41,10 @@ class EagleConfig(DrafterConfig):
     per position row if the drafter's positions are M-RoPE's, else (). positions: "target"; "index", the number of the
     slot in the prompt, as ViSpec and MSD count; "grid", row and column of the predicted code (LANTERN). block: tokens
     of a pass, by FLASH's semi-autoregressive head. norm_input: of the layer with fusion "sum" (SpecVLM).
-    norm_output: predicted features are normed, and read again so. qk_layer_norm: queries and
-    keys have Chameleon's layer norm, with a scale and a shift for each head.
+    norm_output: predicted features are normed, and read again so. norm_embedding: of token embeddings, and of the image
+    embeddings that a compressor reads, with fusion "sum". qk_layer_norm: queries and keys have Chameleon's layer norm,
+    with a scale and a shift for each head. ahead: the element of tokens t and t + 1 belongs to an image if token
+    t + ahead is a slot.
     """
 
     target_hidden: int
@@ -73,6 +76,8 @@ class EagleConfig(DrafterConfig):
     fc_norm: bool = False
     norm_output: bool = False
     norm_input: bool = False
+    norm_embedding: bool = False
+    ahead: int = 1
     own_embedding: bool = False
     block: int = 1
     levels: int = 8
@@ -82,6 +87,7 @@ class EagleConfig(DrafterConfig):
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         check_whole("block", self.block, 1, MAX_NODES - 1)
         check_whole("head_rank", self.head_rank, 0, self.hidden)
+        check_whole("ahead", self.ahead, 0, 1)
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
@@ -90,28 +96,32 @@ class EagleConfig(DrafterConfig):
 
     def _check_ignored(self) -> None:
         """Raises ValueError for values that the network would ignore or read as something else, without an error."""
-        latents, layers = self.images in COMPRESSED, self.feature_layers
+        layers, states = self.feature_layers, {"sum": 1, "cross": 2}.get(self.fusion)
         ignored = {
-            "images": self.fusion != "sum" and (latents or self.images == "embeddings"),
-            "image_latents": latents != (self.image_latents > 0),
+            "images": self.fusion != "sum" and self.images in (*COMPRESSED, "embeddings"),
+            "image_latents": (self.images in COMPRESSED) != (self.image_latents > 0),
             "head_rank": self.head_rank and not self.draft_vocab,
-            "block": self.fusion == "cross" and self.block > 1,
-            "feature_layers": layers[-1] != -1 or len(layers) > (2 if self.fusion == "cross" else 1),
+            "feature_layers": states is not None and (layers[-1] != -1 or len(layers) > states),
             "mrope_section": self.mrope_section and sum(self.mrope_section) != self.rotated // 2,
             **{name: getattr(self, name) and self.fusion not in fusions for name, fusions in OF_FUSIONS.items()},
         }
-        ignored["feature_layers"] = ignored["feature_layers"] and self.fusion != "split"
-        for name, wrong in ignored.items():
-            if wrong:
-                raise ValueError(
-                    f"{name}: got {shorten(getattr(self, name))}, which does not go with fusion {self.fusion!r}, images"
-                    f" {self.images!r}, draft_vocab {self.draft_vocab} and {self.rotated} rotary channels"
-                )
+        for name in (name for name, wrong in ignored.items() if wrong):
+            raise ValueError(
+                f"{name}: got {shorten(getattr(self, name))}, which does not go with fusion {self.fusion!r}, images"
+                f" {self.images!r}, draft_vocab {self.draft_vocab} and {self.rotated} rotary channels"
+            )
 
     @property
     def rotated(self) -> int:
         """Channels of a head that are rotated."""
         return int(self.head_size * self.partial_rotary_factor)
+
+    @property
+    def foldable(self) -> bool:
+        """Whether `layer.FoldedLayer` can run the network: every matrix behind a norm, a key for each query."""
+        normed = self.norm_embedding and self.norm_input and self.norm_output and self.fc_bias
+        plain = not (self.qkv_bias or self.qk_norm or self.qk_layer_norm) and self.partial_rotary_factor == 1
+        return normed and plain and self.heads == self.kv_heads
 
     @property
     def reduced(self) -> bool:

@@ -1,82 +1,139 @@
-"""The feature drafter of text (EAGLE-type): drafts on the target's hidden states, with its embeddings and LM head.
+"""The feature drafter of text: a drafter around an `EagleHead` (EAGLE-1, 2 and 3, MSD, HiViS, ViSpec, FLASH, SpecVLM,
+DREAM, our own, and a control that sees nothing of the picture).
 
-As in ViSpec (arXiv 2509.15235), images are compressed to learned latents and a global vector, see
-`eagle/feature_head.py`.
+Prompts of published forms are read as their own code reads them: an element belongs to an image if the token it
+predicts is a slot, and has the position of the token before it, as serving engines count.
 
-Shapes: B rows, L prompt, T elements, d hidden size, F features.
+Shapes: B rows, L prompt, T elements, d hidden size, F features, K tokens of a pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.models.decoder.target import content_ids, text_sizes
+from visspec.models.drafting.published_config import check_verifier_named
+from visspec.models.drafting.structure import Chain
+from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
+from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.feature_drafting import FeatureDrafting
-from visspec.models.eagle.feature_head import FeatureHead
-from visspec.models.eagle.head import EagleHead
-from visspec.models.eagle.layer import FeatureMemory
+from visspec.models.eagle.head import EagleHead, LowRank
+from visspec.models.eagle.layer import FeatureMemory, head_logits, stored_rows
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
 from visspec.types import Draft, Scores, State, TrainingBatch
 
+SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
+OWN = {  # of a network for which no `fusion` is asked: ViSpec's form with norms
+    "images": "latents",
+    "image_latents": 1,
+    "ahead": 0,
+    "eps": 1e-12,
+    "norm_embedding": True,
+    "norm_input": True,
+    "norm_output": True,
+}
 BLOCK = 512  # elements of a prompt that are read at a time, on the CPU
 
 
-class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
-    """A drafter around a `FeatureHead`, for one loaded target.
+class EagleDrafter(FeatureDrafting[PreTrainedModel]):
+    """A drafter for one loaded target.
 
-    width 1 drafts chains; above it, dynamic trees of at most `nodes` nodes. images=False drafts without image latents
-    and global vectors (for ablations). Raises ValueError if the network was made for another target.
+    width 1 drafts chains; above it, dynamic trees of at most `nodes` nodes (EAGLE-2), which end with the tokens of one
+    pass where that predicts several (FLASH). Raises ValueError if the network was made for another target.
     """
 
-    head_class: ClassVar[type[nn.Module]] = FeatureHead
+    head_class = EagleHead
     passes: CompiledDrafter | None = None
     recorder: GraphedDrafter | None = None
 
-    def __init__(
-        self,
-        head: FeatureHead | EagleHead,
-        model: PreTrainedModel,
-        *,
-        width: int = 1,
-        nodes: int = 24,
-        images: bool = True,
-    ):
+    def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
+        if 0 < config.draft_vocab < width:
+            raise ValueError(
+                f"width: got {width}, expected at most the {config.draft_vocab} ids that the head predicts"
+            )
         self.check_target(config, model)
-        self.model, self.images = model, images and config.image_latents > 0
+        self.model = model
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.borrowed = (embed, lm_head)
-        super().__init__(head, embed, lm_head, self._like(model), width, nodes)
-        self.traits = replace(self.traits, embeddings=self.images, joins=True)
+        own = head.embed_tokens if config.own_embedding else embed
+        super().__init__(head, own, lm_head, self._like(model), width, nodes)
+        levels = config.levels if width == 1 or config.block == 1 else min(config.levels, config.block)
+        self.traits = replace(self.traits, levels=levels, embeddings=config.images in SEEN, joins=True)
 
     @classmethod
     def sizes(cls, target: PreTrainedModel) -> dict[str, Any]:
-        return text_sizes(target)
+        known = text_sizes(target)
+        return known | {"target_hidden": known.pop("hidden")}
 
     @classmethod
     def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
         text = target.config.get_text_config()
         heads = options.get("heads", text.num_attention_heads)
         rope = getattr(text, "rope_parameters", None) or {}
+        size = options.get("head_size", text.hidden_size // heads)
+        index = options.get("positions") == "index"
         return {
+            **({} if "fusion" in options else OWN),
+            "hidden": text.hidden_size,
             "heads": heads,
+            "kv_heads": heads,
+            "head_size": size,
             "intermediate": text.intermediate_size,
             "image_ids": tuple(sorted(content_ids(target.config))),
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
-            "mrope_section": scaled_section(rope, text.hidden_size // heads // 2),
+            "mrope_section": () if index else scaled_section(rope, size // 2),
+            "mrope_interleaved": bool(rope.get("mrope_interleaved")) and not index,
         }
 
     @classmethod
-    def config_for(cls, target: PreTrainedModel, **options: Any) -> Any:
-        blind = {} if content_ids(target.config) else {"image_latents": 0}  # a decoder of text
-        return super().config_for(target, **options | blind)
+    def config_for(cls, target: PreTrainedModel, **options: Any) -> EagleConfig:
+        if not content_ids(target.config) or options.get("image_latents") == 0:  # a decoder of text, or as good as one
+            options |= {"images": "blind" if options.get("images") == "blind" else "none", "image_latents": 0}
+        return super().config_for(target, **options)
+
+    @classmethod
+    def for_model(cls, target: PreTrainedModel, *, seed: int = 0, **options: Any) -> Self:
+        """As that of the base class. A head of its own starts as the target's rows of the first ids; `keep` of the
+        network chooses others.
+        """
+        drafter = super().for_model(target, seed=seed, **options)
+        if drafter.config.draft_vocab:
+            drafter.keep(torch.arange(drafter.config.draft_vocab))
+        return drafter
+
+    def check_form(self, form: str) -> None:
+        """Raises ValueError where `export` would have no place for what the drafter is."""
+        export.check_form(self.config, form)
+
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines: "eagle" (EAGLE-1 and 2, MSD, ViSpec), "eagle3" (SpecForge, SGLang, vLLM)
+        or "speculators" (vLLM), for which `verifier` names the target. Raises ValueError where a form has no place for
+        what the drafter is.
+        """
+        check_verifier_named(self.model, form, verifier)
+        export.write(self, folder, form, verifier)
+
+    @torch.no_grad()
+    def keep(self, ids: Tensor) -> None:
+        """Predict these target ids (D,), in ascending order, with the target's own rows if sizes allow."""
+        ids = ids.to(self.trained.device)
+        if self.head.ids is not None:
+            self.head.keep(ids)
+        weight = self.lm_head.weight
+        if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] == self.config.hidden:
+            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.trained.device)
+            own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
+        self.refresh()
 
     def _like(self, target: PreTrainedModel) -> Tensor:
         return torch.empty(0, dtype=target.dtype, device=target.device)
@@ -106,9 +163,9 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
         starts = range(0, max(layout.token.shape[1], 1), size)
         parts = (self.elements(layout.part(start, size), *given)[:2] for start in starts)
         memory = FeatureMemory(self.config.key_heads, self._first(state, attention), state.request.max_new_tokens)
-        if self.images and layout.runs:
+        if self.config.images == "latents" and layout.runs:
             globals_Bd = context[1][layout.last_image.to(context[1].device)]
-            memory.image_bias = self.layer.shift(globals_Bd.to(self.dtype))
+            memory.image_bias = self.head.shift(globals_Bd).to(self.dtype)
         self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])
 
     def compile(self) -> None:
@@ -123,7 +180,7 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
 
     def _chains(self) -> bool:
         """Whether it drafts chains, a level a call of the network."""
-        return self.width == 1 and self.stop is None
+        return self.width == 1 and self.stop is None and self.config.block == 1
 
     def refresh(self) -> None:
         super().refresh()
@@ -140,6 +197,8 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
             self.recorder.finish(state.memory)
 
     def propose(self, state: State, depth: int) -> Draft:
+        if self.config.block > 1:
+            return self._propose_blocks(state, depth)
         calls = self.passes or self.recorder
         if calls is None or self.stop is not None:
             return super().propose(state, depth)
@@ -154,30 +213,93 @@ class FeatureDrafter(FeatureDrafting[PreTrainedModel]):
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory.join(other.memory, take)
 
+    @property
+    def ids(self) -> Tensor | None:
+        return self.head.ids
+
+    # --- prompts ------------------------------------------------------------------------------------------------------
+
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        latents = self.config.image_latents if self.images else 0
-        return layouts.plan(ids_BL, attention_BL, self.config.image_ids, latents)
+        config = self.config
+        return layouts.plan(ids_BL, attention_BL, config.image_ids, config.image_latents, config.images, config.ahead)
+
+    def _context(
+        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if self.config.images == "latents":
+            return layouts.compress(self.head, embeddings_BLd, layout)
+        if self.config.image_latents:
+            return layouts.condense(self.head, embeddings_BLd, features_BLF, layout)
+        zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
+        raw = torch.cat([zero, embeddings_BLd.flatten(0, 1)]) if self.config.images == "embeddings" else zero
+        return raw, zero
 
     def _first(self, state: State, attention_BL: Tensor | None) -> list[int]:
         """Position of each row's element after its prompt."""
-        return [p - 1 for p in state.position.tolist()]
+        if self.config.positions == "target":
+            return [p - 1 for p in state.position.tolist()]
+        if attention_BL is None:
+            return [state.request.prompt.shape[1] - 1] * len(state.rows)
+        return (attention_BL.sum(dim=1) - 1).tolist()
 
     def _places(self, positions: Tensor, attention_BL: Tensor | None) -> Tensor:
         """The drafter's positions of the target's, (1|B, L) or (3|4, 1|B, L)."""
-        return positions
+        if self.config.positions == "target":
+            return positions
+        length, device = positions.shape[-1], positions.device
+        if attention_BL is None:
+            return torch.arange(length, device=device)[None]
+        padding_B1 = (~attention_BL).sum(dim=1, keepdim=True)
+        return (torch.arange(length, device=device) - padding_B1).clamp(min=0)
+
+    def _lesson_positions(self, lesson: TrainingBatch) -> Tensor:
+        places = self._places(lesson.positions, lesson.attention)
+        return places if places.dim() == 3 else places.expand(len(lesson.lengths), -1)
 
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor | None) -> Tensor:
         """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's, None of a
         text model, which looks them up itself.
         """
-        return self._embed_ids(ids)
-
-    def _embed_ids(self, ids: Tensor) -> Tensor:
-        """Embeddings of ids; ids beyond the table are image placeholders, whose embeddings are not used."""
-        return self.embed(ids.clamp(max=self.embed.weight.shape[0] - 1))
+        if self.config.images != "slots":
+            return stored_rows(self.embed, ids)
+        assert embeddings_BLd is not None
+        known_BLd = embeddings_BLd[:, 1:]
+        return torch.cat([known_BLd, stored_rows(self.embed, ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
         return self._shifted_embeddings(lesson.ids[:, 1:], lesson.embeddings)
+
+    # --- several tokens a pass ------------------------------------------------------------------------------------
+
+    def _propose_blocks(self, state: State, depth: int) -> Draft:
+        memory: FeatureMemory = state.memory
+        depth = self.levels(state, depth)
+        spread = self.layer.head.spread
+        ahead_BKd = spread(self._catch_up(memory, depth))
+        if self.structure(state).width > 1:
+            return self.block_tree(state, self._logits(ahead_BKd[:, :depth]))
+        chain = Chain(state, self.stop)
+        while True:
+            chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
+            if len(chain.tokens) == depth:
+                return chain.finish()
+            ahead_BKd = spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
+
+    def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
+        """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""
+        rows, width = feature_BKd.shape[:2]
+        done = token_BT.shape[1] - width
+        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, done)
+        x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, done:], feature_BKd, bias, rope, done)
+        attend = partial(memory.attend, drafted=done + width)
+        return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
+
+    def _spread(self, feature: Tensor) -> Tensor:
+        return self.head.spread(feature)
+
+    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        read = self.head.decodable(states)
+        return self.head.lm_head(read) if self.config.draft_vocab else head_logits(self.lm_head, read, self.dtype)
 
 
 def scaled_section(rope: dict[str, Any], half: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from visspec.models.drafting.published_config import VERSION, speculators_config
 from visspec.models.eagle.config import EagleConfig
 
 if TYPE_CHECKING:
-    from visspec.models.eagle.head_drafter import EagleDrafter
+    from visspec.models.eagle.drafter import EagleDrafter
 
 FORMS = ("eagle", "eagle3", "speculators")
 MIDLAYER, LAYER = "midlayer.", "layers.0."
@@ -57,6 +57,8 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("block", config.block, (1,)),
         ("norm_output", config.norm_output, (False,) if form == "eagle" else (True, False)),
         ("norm_input", config.norm_input, (False,)),
+        ("norm_embedding", config.norm_embedding, (False,)),
+        ("ahead", config.ahead, (1,)),
     ):
         if found not in known:
             expected = ", ".join(map(str, known))

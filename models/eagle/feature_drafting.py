@@ -25,8 +25,7 @@ from visspec.models.drafting.static_tree import MOST_CHILDREN
 from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
-from visspec.models.eagle.feature_head import HeadConfig, staggered_attention
-from visspec.models.eagle.head import turns, turns_at
+from visspec.models.eagle.head import EagleHead, turns, turns_at
 from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer, head_logits
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
 
@@ -34,19 +33,19 @@ GROWING = threading.Lock()  # so that a shorter table never replaces a longer on
 
 
 class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
-    """A drafter with a `FeatureHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
+    """A drafter with an `EagleHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` sets others.
 
     Subclasses define `start` (with `_read_prompt`), `_plan` and `_following`, and may replace the other hooks.
     """
 
-    head: Any  # a `FeatureHead`, or an `EagleHead`, and its configuration
-    config: HeadConfig | EagleConfig
+    head: EagleHead
+    config: EagleConfig
     embed: nn.Embedding
     lm_head: nn.Linear  # or what quantisation has put in its place
     borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
 
-    def __init__(self, head: Any, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
+    def __init__(self, head: EagleHead, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
         """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
         for name, value, most in (("width", width, MOST_CHILDREN), ("nodes", nodes, MAX_NODES - 1)):
             if not 1 <= value <= most:
@@ -79,7 +78,9 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         self._layer = None
 
     def _draft_layer(self) -> DraftLayer:
-        return FoldedLayer(self.head, self.embed, self.lm_head, self.dtype)
+        if self.config.foldable:
+            return FoldedLayer(self.head, self.embed, self.lm_head, self.dtype)
+        return DraftLayer(self.head_in(self.dtype), self.embed, self.lm_head, self.dtype)
 
     def attach(self, target: TargetT) -> None:
         """Adapt to the device and dtype of a target (a model or a family)."""
@@ -117,7 +118,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
-        return layouts.compress(self.head, embeddings_BLd, layout)
+        raise NotImplementedError
 
     def elements(
         self,
@@ -163,8 +164,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """
         start = 0
         for x_BTd, turn_BTC in parts:
-            kv = self.head.keys_values(x_BTd, turn_BTC)
-            memory.write_prompt(kv.to(self.dtype), lengths, start)
+            kv = self.layer.keys_values(x_BTd.to(self.dtype), turn_BTC)
+            memory.write_prompt(kv, lengths, start)
             start += kv.shape[1]
         memory.add(state.pending[:, None], last, [1] * len(last))
         state.memory = memory
@@ -319,3 +320,34 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
                 shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)
                 x = self.head.join(embed, shifted, image)
         return out
+
+
+def staggered_attention(query: Tensor, part: int | None = None, *, keys: list[Tensor], values: list[Tensor]) -> Tensor:
+    """Attention of self-fed step k = len(keys) - 1, all (B, T, H, E) -> (B, T, H * E). part: the half of the keys and
+    values, by number, if there are twice as many as queries.
+
+    Element t attends to step 0 up to t - k (true features) and to one element of each later step i: t - k + i, the
+    chain that drafting would leave in the cache (EAGLE-3's training-time test, arXiv 2503.01840). Cost is linear in k.
+    """
+    if part is not None:
+        keys, values = ([x.chunk(2, dim=2)[part] for x in both] for both in (keys, values))
+    size, step = query.shape[1], len(keys) - 1
+    scale = query.shape[-1] ** -0.5
+    score = torch.einsum("bthe,bshe->bhts", query, keys[0]) * scale
+    index = torch.arange(size, device=query.device)
+    past = index[None, :] <= index[:, None] - step
+    score = score.masked_fill(~past, torch.finfo(score.dtype).min)
+    ahead_key, ahead_value = ([_delay(x, step - i) for i, x in enumerate(p) if i] for p in (keys, values))
+    own = [(query * k).sum(-1).transpose(1, 2)[..., None] * scale for k in ahead_key]
+    weight = torch.cat([score, *own], dim=-1).float().softmax(dim=-1).to(query.dtype)
+    mixed = torch.einsum("bhts,bshe->bthe", weight[..., :size], values[0])
+    for i, value in enumerate(ahead_value):
+        mixed = mixed + weight[..., size + i].transpose(1, 2)[..., None] * value
+    return mixed.flatten(2)
+
+
+def _delay(x_BTHE: Tensor, by: int) -> Tensor:
+    """Shift: element t of the result is element t - by of x, or zero for t < by."""
+    if by == 0:
+        return x_BTHE
+    return torch.cat([torch.zeros_like(x_BTHE[:, :by]), x_BTHE[:, :-by]], dim=1)

@@ -1,5 +1,5 @@
-"""The published one-layer drafters as one network: EAGLE-1 and 2, EAGLE-3, DREAM, and what MSD, HiViS, ViSpec, FLASH
-and SpecVLM make of them.
+"""The one-layer drafters as one network: EAGLE-1 and 2, EAGLE-3, DREAM, what MSD, HiViS, ViSpec, FLASH and SpecVLM
+make of them, and our own.
 
 An element of the draft sequence has the target's features after token t and the embedding of token t + 1; one Llama
 layer predicts the feature after token t + 1. What differs is data (`EagleConfig`):
@@ -11,6 +11,8 @@ layer predicts the feature after token t + 1. What differs is data (`EagleConfig
   a part of the vocabulary decode it.
 * fusion "cross" (DREAM, arXiv 2505.19201): a layer over embeddings alone, then gated cross-attention to the target's
   features up to token t, in whose place predicted features stand behind it, and an MLP (`FeatureCrossAttention`).
+* norms on everything that matrices read (`norm_embedding`, `norm_input`, `norm_output`) make the network that we train
+  where nothing else is asked for: ViSpec's form, for which drafting has a faster layer (`layer.FoldedLayer`).
 * images: what the slots of an image are in the draft sequence, see `eagle.config.IMAGES`.
 
 Names of weights are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
@@ -32,11 +34,10 @@ from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from visspec.models.eagle.config import EagleConfig
-from visspec.models.eagle.feature_head import HeadConfig
 from visspec.models.eagle.image_compression import FlashQueries, SpecVLMBranches, ViSpecAdaptor
 
 
-def frequencies(config: EagleConfig | HeadConfig, device: torch.device | str) -> tuple[Tensor, float]:
+def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor, float]:
     """Angle per position of each rotary channel, float32 (C,), and the factor of what is rotated, as transformers
     computes them for a scaling.
     """
@@ -48,7 +49,7 @@ def frequencies(config: EagleConfig | HeadConfig, device: torch.device | str) ->
     return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](layer, device)
 
 
-def turns(config: EagleConfig | HeadConfig, length: int, device: torch.device | str) -> Tensor:
+def turns(config: EagleConfig, length: int, device: torch.device | str) -> Tensor:
     """exp(i * position * frequency) for positions [0, length), times the scaling's factor, complex64 (P, C)."""
     frequency_C, factor = frequencies(config, device)
     angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency_C
@@ -83,7 +84,7 @@ def apply_rope(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
 
 
 class EagleAttention(nn.Module):
-    """Projections of the layer; `project` and `keys_values` of the head apply them."""
+    """Projections of the layer; `project_qkv` of the head applies them."""
 
     q_norm: nn.Module  # where it has them
     k_norm: nn.Module
@@ -187,7 +188,7 @@ class LowRank(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """Weights of a published drafter. The ids of its own head are `d2t` + their index."""
+    """Weights of a drafter. The ids of its own head are `d2t` + their index."""
 
     kind: ClassVar[str] = "eagle_head"  # identifies its checkpoints
     config_class: ClassVar[type[EagleConfig]] = EagleConfig
@@ -211,6 +212,11 @@ class EagleHead(nn.Module):
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
             if config.norm_output:
                 self.norm = LlamaRMSNorm(d, config.eps)
+            if config.norm_embedding:
+                self.embed_norm = LlamaRMSNorm(d, config.eps)
+                with torch.no_grad():  # trains better from a small layer
+                    for weight in (self.layer.self_attn.o_proj.weight, self.layer.mlp.down_proj.weight):
+                        weight.mul_(0.3)
         if config.draft_vocab:
             count, rank = config.draft_vocab, config.head_rank
             self.lm_head = LowRank(d, rank, count) if rank else nn.Linear(d, count, bias=False)
@@ -221,15 +227,20 @@ class EagleHead(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab, d)
         if config.block > 1:
             self.ahead = SemiAutoregressiveHead(d, config.block)
+        self._add_compressor()
+
+    @torch.no_grad()
+    def _add_compressor(self) -> None:
+        """Add the networks that read images."""
+        config, d = self.config, self.config.hidden
         if config.images in ("queries", "gated"):
             self.compressor = (FlashQueries if config.images == "queries" else SpecVLMBranches)(config)
         if config.images == "latents":
             self.imadpt = ViSpecAdaptor(config, config.image_latents + 1)
             self.img_fc = nn.Linear(2 * d, d, bias=config.fc_bias)
-            with torch.no_grad():  # the global vector has no part yet
-                self.img_fc.weight.copy_(torch.eye(d, 2 * d))
-                if config.fc_bias:
-                    self.img_fc.bias.zero_()
+            self.img_fc.weight.copy_(torch.eye(d, 2 * d))  # the global vector has no part yet
+            if config.fc_bias:
+                self.img_fc.bias.zero_()
 
     @property
     def layer(self) -> EagleLayer:
@@ -248,11 +259,6 @@ class EagleHead(nn.Module):
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
-
-    @property
-    def adaptor(self) -> ViSpecAdaptor:
-        """The network that compresses images, as `feature_layout.compress` calls it."""
-        return self.imadpt
 
     def reduced(self, feature: Tensor) -> Tensor:
         """Target features (..., F) -> (..., d)."""
@@ -274,6 +280,7 @@ class EagleHead(nn.Module):
         if self.config.images == "latents":
             assert image is not None
             feature = self.img_fc(torch.cat([feature, image], dim=-1))
+        embed = self.embed_norm(embed) if self.config.norm_embedding else embed
         return self.fc(torch.cat([embed, feature], dim=-1))
 
     def shift(self, image_Bd: Tensor) -> Tensor:
@@ -311,10 +318,6 @@ class EagleHead(nn.Module):
         query, key, value = self.project_qkv(x_BTX, turn_BTC)
         group = self.config.heads // self.config.kv_heads
         return query, key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
-
-    def keys_values(self, x_BTX: Tensor, turn_BTC: Tensor) -> Tensor:
-        """Rotated keys, and values, (B, T, 2K, E)."""
-        return torch.cat(self.project_qkv(x_BTX, turn_BTC)[1:], dim=2)
 
     def after_attention(self, x: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The layer behind its queries: the next feature (..., d), or those of `feature_layers` (..., F).

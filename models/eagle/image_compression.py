@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from visspec.models.eagle.config import EagleConfig
 
@@ -21,13 +22,16 @@ class ViSpecAdaptor(nn.Module):
     def __init__(self, config: EagleConfig, count: int):
         super().__init__()
         d, self.heads, size = config.hidden, config.heads, config.hidden // config.heads
-        self.q = nn.Parameter(torch.randn(count, config.heads, size) * size**-0.5)
+        self.norm = LlamaRMSNorm(d, config.eps) if config.norm_embedding else nn.Identity()
+        # with ViSpec's scale every query starts as the mean of the run, which our own are not
+        self.q = nn.Parameter(torch.randn(count, config.heads, size) * (4.0 if config.norm_embedding else size**-0.5))
         self.k_proj = nn.Linear(d, d, bias=config.qkv_bias)
         self.v_proj = nn.Linear(d, d, bias=config.qkv_bias)
         self.o_proj = nn.Linear(d, d, bias=False)
 
     def forward(self, image_RSd: Tensor, real_RS: Tensor) -> Tensor:
-        key, value = (f(image_RSd).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.k_proj, self.v_proj))
+        x_RSd = self.norm(image_RSd)
+        key, value = (f(x_RSd).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.k_proj, self.v_proj))
         query = self.q.transpose(0, 1).expand(len(image_RSd), -1, -1, -1).to(key.dtype)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=real_RS[:, None, None])
         return self.o_proj(mixed.transpose(1, 2).flatten(2))

@@ -144,7 +144,10 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     @classmethod
     def defaults(cls, target: Family, options: dict[str, Any]) -> dict[str, Any]:
-        return super().defaults(target, options) | {"guided": target.guided, "levels": 5}
+        known, hidden = super().defaults(target, options), target.decoder.config.hidden_size
+        heads = options.get("heads", known["heads"])
+        sizes = {"target_hidden": hidden, "kv_heads": heads, "head_size": hidden // heads}
+        return known | sizes | {"guided": target.guided, "levels": 5}
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
@@ -159,7 +162,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         layout = self._plan(prompt.ids[rows], prompt.attention[rows])
         positions = torch.arange(length, device=embeds.device)[None]
         x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
-        memory = ImageMemory(self.config.heads, [p - 1 for p in state.position.tolist()])
+        memory = ImageMemory(self.config.key_heads, [p - 1 for p in state.position.tolist()])
         before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
         memory.places = torch.cat([before, places[1:], behind]).to(self.dtype)
         self._begin(state, scores, memory)
@@ -190,7 +193,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        return layouts.plan(ids_BL, attention_BL, (), 0)
+        return layouts.plan(ids_BL, attention_BL, (), 0, "none", 0)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         super().observe(state, draft, self._whole(scores), verdict, outcome)
@@ -240,7 +243,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         layout = super()._lesson_layout(lesson)
-        place = (layout.token - lesson.prompt_length + 2).clamp(0, self.config.positions - 1)  # grammar may follow
+        place = (layout.token - lesson.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar may follow
         return dataclasses.replace(layout, image=place)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one-layer network of a feature drafter for image tokens: `FeatureHead` with image positions and a code head.
+"""The one-layer network of a feature drafter for image tokens: `EagleHead` with image positions and a code head.
 
 The target's feature after a token is the conditional hidden state, with classifier-free guidance concatenated with the
 unconditional one; both are reduced to one vector. Drafting needs no unconditional pass: the network's head is trained
@@ -17,31 +17,27 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import shorten
-from visspec.models.eagle.feature_head import FeatureHead, HeadConfig
+from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import TINY
 
 SPREAD = 6.0  # scales the difference of the two states to about their magnitude
 
 
 @dataclass(frozen=True)
-class ImageHeadConfig(HeadConfig):
+class ImageHeadConfig(EagleConfig):
     """`vocab` includes codes and grammar ids. An image has `rows` rows of `columns` positions, row ends included."""
 
-    image_latents: int = 0
+    images: str = "none"
+    eps: float = 1e-12
+    norm_embedding: bool = True
+    norm_input: bool = True
+    norm_output: bool = True
     codes: int = 0
     rows: int = 0
     columns: int = 0
     guided: bool = True  # features are pairs, conditional and unconditional
     guidance: float = 1.0  # guidance scale of the training targets
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.image_latents or self.feature_layers != (-1,):
-            raise ValueError(
-                f"image_latents, feature_layers: got {self.image_latents}, {shorten(self.feature_layers)}, expected 0"
-                " and the last layer alone"
-            )
 
     @property
     def parts(self) -> int:
@@ -52,15 +48,16 @@ class ImageHeadConfig(HeadConfig):
         return self.guided
 
     @property
-    def positions(self) -> int:
+    def places(self) -> int:
+        """Number of positions of an image."""
         return self.rows * self.columns
 
 
-class ImageHead(FeatureHead):
-    """`FeatureHead` with position embeddings and a head over the codes."""
+class ImageHead(EagleHead):
+    """`EagleHead` with position embeddings and a head over the codes."""
 
     kind: ClassVar[str] = "image_drafter"
-    config_class: ClassVar[type[HeadConfig]] = ImageHeadConfig
+    config_class: ClassVar[type[EagleConfig]] = ImageHeadConfig
     config: ImageHeadConfig
 
     def __init__(self, config: ImageHeadConfig):
@@ -68,6 +65,8 @@ class ImageHead(FeatureHead):
         self.row = nn.Embedding(config.rows, config.hidden)
         self.column = nn.Embedding(config.columns, config.hidden)
         self.codes = nn.Linear(config.hidden, config.codes)
+        if config.guided:
+            self.reduce = nn.Linear(2 * config.hidden, config.hidden, bias=False)
         with torch.no_grad():
             for table in (self.row, self.column):
                 table.weight.mul_(0.1)
@@ -87,7 +86,7 @@ class ImageHead(FeatureHead):
 
     def places(self) -> Tensor:
         """Embedding of the predicted image position t, (T, d); zero at 0, which is never predicted."""
-        index = torch.arange(1, self.config.positions, device=self.row.weight.device)
+        index = torch.arange(1, self.config.places, device=self.row.weight.device)
         own = self.row(index // self.config.columns) + self.column(index % self.config.columns)
         return torch.cat([torch.zeros_like(own[:1]), own]) if len(own) else own.new_zeros(1, self.config.hidden)
 

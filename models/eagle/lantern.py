@@ -35,7 +35,6 @@ from visspec.models.drafting.published_config import strip_prefix
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
-from visspec.models.eagle.layer import PublishedLayer
 from visspec.models.eagle.layout import layer_fields
 from visspec.models.image_codes.target import Family
 from visspec.types import Scores, State
@@ -104,11 +103,6 @@ class LanternDrafter(ImageFeatureDrafter):
         if self.family.vocabulary is None:
             return table, nn.Identity()
         return nn.Embedding.from_pretrained(table.weight.detach()[self.family.vocabulary.ids]), nn.Identity()
-
-    def _draft_layer(self) -> PublishedLayer:
-        layer = PublishedLayer(self.head, self.embed, self.lm_head)
-        layer.embed = self.embed
-        return layer
 
     def _rotations(self, length: int, device: torch.device) -> Tensor:
         if self.config.positions != "grid":

@@ -1,8 +1,8 @@
 """The one layer of a feature drafter, as drafting calls it: eager, compiled or recorded as a CUDA graph; and its keys
 and values.
 
-`FoldedLayer` has the weights of our own network (`feature_head.FeatureHead`) with norms folded into the following
-matrices; `PublishedLayer` runs a published one (`head.EagleHead`) as it is. A level of drafting is `join` (the layer's
+`DraftLayer` runs an `EagleHead` as it is; `FoldedLayer` has its norms folded into the following matrices, where all of
+them stand behind one. A level of drafting is `join` (the layer's
 input), `project` (queries, keys, values), attention by whoever holds keys and values, `after_attention` (the rest of
 the layer) and `logits`.
 
@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 from visspec.cache import first_room, more_room, move_rows, to_device, visibility, widen_store
 from visspec.models.drafting.memory import PendingInputs
-from visspec.models.eagle.config import EagleConfig
-from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import TINY, over_vocabulary, rotate, unit
 from visspec.models.runner.buffer_pool import BufferLease
@@ -188,33 +186,40 @@ class FeatureMemory(PendingInputs):
 
 
 class DraftLayer(nn.Module):
-    """Base class. embed, lm_head: modules that ids and features go through, the target's or the drafter's own."""
+    """An `EagleHead` for drafting, in the target's dtype. Ids outside of the head's vocabulary have logits of -inf.
 
-    embed: nn.Embedding
-    lm_head: nn.Module
+    embed, lm_head: modules that ids and features go through, the target's or the drafter's own.
+    """
 
-    def __init__(self, heads: int, dtype: torch.dtype, grouped: bool = False):
+    def __init__(self, head: EagleHead, embed: nn.Embedding, lm_head: nn.Module, dtype: torch.dtype):
         super().__init__()
-        self.heads, self.dtype = heads, dtype  # of queries; of drafting
-        self.grouped = grouped  # whether several heads of queries share keys
-
-    def shift(self, global_Bd: Tensor) -> Tensor:
-        """What the last global vectors of images add to the layer inputs of drafts."""
-        raise NotImplementedError
+        config = head.config
+        self.head, self.dtype, self.vocab, self.heads = head, dtype, config.vocab, config.heads
+        self.grouped = config.kv_heads < config.heads  # whether several heads of queries share keys
+        self.latents = config.images == "latents"
+        self.embed, self.lm_head = embed, head.lm_head if config.draft_vocab else lm_head
+        self.own_head, self.ids = config.draft_vocab > 0, head.ids
 
     def join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
         """Layer inputs (N, ...) of ids (...), features (..., d) before them and what the context adds (..., d)."""
-        raise NotImplementedError
+        embed = stored_rows(self.embed, token).to(feature.dtype)
+        x = self.head.join(embed, feature, torch.zeros_like(feature) if self.latents else None)
+        return (x + context_bias if self.latents and context_bias is not None else x).flatten(0, -2)
 
     def project(self, x_N: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
         """Rotated queries, rotated keys, and values of a block of elements, (B, T, H + 2K, E). turn: rotations, complex
         or as pairs of real numbers (B, T, C, 2).
         """
-        raise NotImplementedError
+        return torch.cat(self.head.project_qkv(x_N.view(rows, width, x_N.shape[-1]), turn_BTC), dim=2)
 
     def after_attention(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """The layer behind its queries: the predicted feature (N, d). attend: of queries to keys and values."""
-        raise NotImplementedError
+        return self.head.after_attention(x_N, query_NHE, attend)
+
+    def keys_values(self, x_BTX: Tensor, turn_BTC: Tensor) -> Tensor:
+        """Rotated keys, and values, of a prompt's layer inputs, (B, T, 2K, E)."""
+        rows, width = x_BTX.shape[:2]
+        return self.project(x_BTX.flatten(0, 1), rows, width, turn_BTC)[:, :, self.heads :]
 
     def read(
         self,
@@ -249,7 +254,10 @@ class DraftLayer(nn.Module):
 
     def logits(self, feature: Tensor) -> Tensor:
         """(..., d) -> (..., V)."""
-        return head_logits(self.lm_head, feature, self.dtype)
+        read = self.head.decodable(feature)
+        if self.own_head:
+            return over_vocabulary(self.lm_head(read), self.ids, self.vocab)
+        return head_logits(self.lm_head, read, self.dtype)
 
     def packed(self) -> bool:
         """Whether the head has weights that only itself can read, as quantisation leaves it."""
@@ -268,34 +276,35 @@ def head_logits(lm_head: nn.Module, feature: Tensor, dtype: torch.dtype) -> Tens
 
 
 class FoldedLayer(DraftLayer):
-    """A `FeatureHead` for drafting: norms folded into the following matrices, matrices transposed, one embedding table.
+    """As `DraftLayer`, with norms folded into the following matrices, matrices transposed, one embedding table, and
+    rotated channels beside each other (`config.foldable`).
 
-    A level is x = table[token] + shift + feature @ feature_in, then the layer on x / |x|: no embedding, bias or scale.
+    A level is x = table[token] + bias + feature @ feature_in, then the layer on x / |x|: no embedding, bias or scale.
     """
 
     table: Tensor | None  # (V, d) embedding half of fc for every token, bias included; None for large vocabularies
 
     @torch.no_grad()
-    def __init__(self, head: FeatureHead, embed: nn.Embedding, lm_head: nn.Module, dtype: torch.dtype):
+    def __init__(self, head: EagleHead, embed: nn.Embedding, lm_head: nn.Module, dtype: torch.dtype):
         """Fold a network, in float32."""
-        super().__init__(head.config.heads, dtype)
-        self.embed, self.lm_head = embed, lm_head
-        d, root = head.config.hidden, math.sqrt(head.config.hidden)
-        weight = head.fc.weight.float()
+        super().__init__(head, embed, lm_head, dtype)
+        d, layer, size = head.config.hidden, head.layer, head.config.head_size
+        root, attention, mlp = math.sqrt(d), layer.self_attn, layer.mlp
+        weight, bias = head.fc.weight.float(), head.fc.bias.float()
         for_embed, for_feature = weight[:, :d] * head.embed_norm.weight.float(), weight[:, d:]
-        bias, self.image_in = head.fc.bias.float(), None
-        if head.config.image_latents:
-            mix = head.img_fc.weight.float()
+        if self.latents:
             bias = bias + for_feature @ head.img_fc.bias.float()
-            for_feature, image_in = for_feature @ mix[:, :d], (for_feature @ mix[:, d:]).T
-            self.image_in = self._stored(image_in)  # (d, d) applied to a global vector
+            for_feature = for_feature @ head.img_fc.weight[:, :d].float()
         self.embed_in, self.bias = self._stored(for_embed.T), self._stored(bias)
         self.feature_in = self._stored(for_feature.T)  # (d, d) applied to a (reduced) feature
-        self.qkv = self._stored((head.qkv.weight * head.norm_in.weight * root).T)
-        self.out = self._stored(head.out.weight.T)
-        self.gate_up = self._stored((head.gate_up.weight * head.norm_mlp.weight * root).T)
-        self.down = self._stored(head.down.weight.T)
-        self.norm_out = self._stored(head.norm_out.weight * root)
+        halves = torch.cat([attention.q_proj.weight, attention.k_proj.weight]).unflatten(0, (-1, 2, size // 2))
+        qkv = torch.cat([halves.transpose(1, 2).flatten(0, 2), attention.v_proj.weight])
+        self.qkv = self._stored((qkv * layer.input_layernorm.weight * root).T)
+        self.out = self._stored(attention.o_proj.weight.T)
+        gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        self.gate_up = self._stored((gate_up * layer.post_attention_layernorm.weight * root).T)
+        self.down = self._stored(mlp.down_proj.weight.T)
+        self.norm_out = self._stored(head.norm.weight * root)
         self.table = None
         if embed.weight.numel() <= FOLD_LIMIT:
             rows_Vd = embed(torch.arange(embed.weight.shape[0], device=embed.weight.device))
@@ -303,10 +312,6 @@ class FoldedLayer(DraftLayer):
 
     def _stored(self, weight: Tensor) -> Tensor:
         return weight.detach().to(self.dtype).contiguous()
-
-    def shift(self, global_Bd: Tensor) -> Tensor:
-        assert self.image_in is not None
-        return global_Bd.to(self.dtype) @ self.image_in
 
     def join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
         if self.table is not None:
@@ -319,7 +324,7 @@ class FoldedLayer(DraftLayer):
         return torch.addmm(base.flatten(0, -2), feature.flatten(0, -2), self.feature_in)
 
     def project(self, x_N: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
-        qkv = torch.mm(direction(x_N), self.qkv).view(rows, width, 3 * self.heads, -1)
+        qkv = torch.mm(direction(x_N), self.qkv).view(rows, width, 3 * self.heads, self.head.config.head_size)
         rotated = qkv[:, :, : 2 * self.heads]
         if not turn_BTC.is_complex():
             return torch.cat([rotate_real(rotated, turn_BTC), qkv[:, :, 2 * self.heads :]], dim=2)
@@ -334,39 +339,6 @@ class FoldedLayer(DraftLayer):
         gate, up = torch.mm(direction(x_N), self.gate_up).chunk(2, dim=-1)
         x_N = torch.addmm(x_N, F.silu(gate).mul_(up), self.down)
         return direction(x_N).mul_(self.norm_out)
-
-
-class PublishedLayer(DraftLayer):
-    """An `EagleHead` for drafting, in the target's dtype. Ids outside of the head's vocabulary have logits of -inf."""
-
-    head: EagleHead
-
-    def __init__(self, head: EagleHead, embed: nn.Embedding, lm_head: nn.Module):
-        config: EagleConfig = head.config
-        super().__init__(config.heads, next(head.parameters()).dtype, config.kv_heads < config.heads)
-        self.head, self.vocab = head, config.vocab
-        self.latents = config.images == "latents"
-        self.embed = head.embed_tokens if config.own_embedding else embed
-        self.lm_head = head.lm_head if config.draft_vocab else lm_head
-        self.own_head, self.ids = config.draft_vocab > 0, head.ids
-
-    def shift(self, global_Bd: Tensor) -> Tensor:
-        return self.head.shift(global_Bd)
-
-    def join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
-        embed = stored_rows(self.embed, token).to(feature.dtype)
-        x = self.head.join(embed, feature, torch.zeros_like(feature) if self.latents else None)
-        return (x + context_bias if self.latents and context_bias is not None else x).flatten(0, -2)
-
-    def project(self, x_N: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
-        return torch.cat(self.head.project_qkv(x_N.view(rows, width, -1), turn_BTC), dim=2)
-
-    def after_attention(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        return self.head.after_attention(x_N, query_NHE, attend)
-
-    def logits(self, feature: Tensor) -> Tensor:
-        read = self.head.decodable(feature)
-        return over_vocabulary(self.lm_head(read), self.ids, self.vocab) if self.own_head else super().logits(read)
 
 
 def stored_rows(embed: nn.Embedding, ids: Tensor) -> Tensor:

@@ -35,9 +35,9 @@ from visspec.models.drafting.published_config import (
     strip_prefix,
 )
 from visspec.models.eagle.config import EagleConfig
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.export import IDS, LAYER, MIDLAYER, SIZES
 from visspec.models.eagle.head import EagleHead
-from visspec.models.eagle.head_drafter import EagleDrafter
 from visspec.models.layers import depth
 from visspec.models.published_tensors import rename, rename_tensor
 

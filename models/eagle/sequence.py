@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from visspec.models.eagle.feature_head import FeatureHead
 from visspec.models.eagle.head import EagleHead
 
 
@@ -43,14 +42,13 @@ def plan(
     attention_BL: Tensor | None,
     image_ids: Collection[int],
     latents: int,
-    images: str = "latents",
-    ahead: int = 0,
+    images: str,
+    ahead: int,
 ) -> PromptLayout:
     """The elements of prompts, except the last, which needs the first generated token.
 
     attention: false at padding. images: as in `eagle.config.IMAGES`; with latents 0 image slots
-    have no elements. "embeddings": `latent` is 1 + the index of the slot in the batch. ahead: 1 for published drafters,
-    which count the element of tokens t and t + 1 to an image if t + 1 is a slot, 0 if t is.
+    have no elements. "embeddings": `latent` is 1 + the index of the slot in the batch. ahead: as in `EagleConfig`.
     """
     ids, real = ids_BL.tolist(), None if attention_BL is None else attention_BL.tolist()
     runs: list[tuple[int, int, int]] = []
@@ -119,13 +117,13 @@ def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> Prom
     )
 
 
-def compress(head: FeatureHead, embeddings_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
+def compress(head: EagleHead, embeddings_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
     """Latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
     zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
     if not layout.runs:
         return zero, zero
     row_R1, index_RS, real_RS = slots_of(layout, embeddings_BLd.device)
-    out = head.adaptor(embeddings_BLd[row_R1, index_RS], real_RS)
+    out = head.imadpt(embeddings_BLd[row_R1, index_RS], real_RS)
     return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
 
 
@@ -153,7 +151,7 @@ def slots_of(layout: PromptLayout, device: torch.device) -> tuple[Tensor, Tensor
 
 
 def layer_inputs(
-    head: FeatureHead, layout: PromptLayout, embed_BTd: Tensor, feature_BTd: Tensor, latents: Tensor, globals_: Tensor
+    head: EagleHead, layout: PromptLayout, embed_BTd: Tensor, feature_BTd: Tensor, latents: Tensor, globals_: Tensor
 ) -> Tensor:
     """Layer inputs (B, T, d): text elements join their (reduced) feature and embedding, latents enter as they are."""
     device = embed_BTd.device

@@ -37,5 +37,7 @@ def run(target: str | Path, out: Path, overwrite: bool = False, seed: int = 0, *
     request = requests.of_generate(model, inputs, do_sample=False, max_new_tokens=1)
     table_VK = successors(accelerate(model, None).target, request, int(ids_1L[0, -1]))
     drafter = ContextDrafter(successors=table_VK.cpu())
-    drafter.save_pretrained(out, provenance(model, seed=seed, target=str(target), target_sizes=target_sizes(model)))
+    drafter.save_pretrained(
+        out, provenance(model, seed=seed, target=str(target), recipe="train_context", target_sizes=target_sizes(model))
+    )
     return drafter

@@ -31,7 +31,7 @@ from visspec.eval.report import training
 from visspec.io.checkpoint import CONFIG, read_json
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.eagle.drafter import FeatureDrafter
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.train.capture import AnsweredRequest
 from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
@@ -352,7 +352,7 @@ def fresh_or_resumed(
     out: str | Path,
     resume: bool,
     seed: int,
-    kind: type[Any] = FeatureDrafter,
+    kind: type[Any] = EagleDrafter,
     draft: Mapping[str, Any] | None = None,
     **options: Any,
 ):
@@ -372,7 +372,7 @@ def fresh_or_resumed(
 class TextValidation:
     """tau at temperature 0 and 1 on held-out requests, at the drafter's own depth."""
 
-    def __init__(self, model, drafter: FeatureDrafter, held_out: Callable[[float], list[Request]]):
+    def __init__(self, model, drafter: EagleDrafter, held_out: Callable[[float], list[Request]]):
         self.target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         self.drafter, self.held_out = drafter, held_out
 
