@@ -224,7 +224,7 @@ def test_the_bench_and_its_report(folder, tmp_path, capsys, monkeypatch):
     own = ["bench", "image", "--model", str(folder), "--prompts", str(tmp_path / "p.txt"), "--method", "plain"]
     assert cli.main([*own, "--json", str(record)]) == 0 and json.loads(record.read_text())["n_prompts"] == 1
     assert cli.main([*own, "--quality", "2"]) == 2
-    assert "expected 0: the detector judges held-out prompts only" in capsys.readouterr().err
+    assert "expected 0: --prompts are judged against photographs, --reference FOLDER" in capsys.readouterr().err
     assert cli.main(["bench", "image", "--model", str(folder), "--method", "odd"]) == 2
     assert "preset: got 'odd'" in capsys.readouterr().err
 
