@@ -431,8 +431,8 @@ class Row:
 def sentence_of(error: Exception) -> str | None:
     """The sentence of a refusal: a ValueError of our own, one line of one sentence. None for any other error."""
     file, text = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve(), str(error)
-    inside = file.is_relative_to(Path(visspec.__file__).resolve().parents[1])  # where an environment may lie as well
-    ours = inside and not {"tests", "site-packages"} & set(file.parts)
+    root = Path(visspec.__file__).resolve().parents[1]  # where an environment may lie as well
+    ours = file.is_relative_to(root) and not {"tests", "site-packages"} & set(file.relative_to(root).parts)
     return text if isinstance(error, ValueError) and ours and "\n" not in text and ". " not in text else None
 
 

@@ -67,14 +67,14 @@ def test_one_row_then_several_in_two_graphs_each_and_the_model_is_left_as_it_was
 
 
 PROMPTLY = {  # windows, M-RoPE, of as few layers as show them; and `llama` above, `llava` below, with a drafter
-    "gemma3": partial(gemma3, layers=2),
-    "qwen2_5_vl": partial(qwen2_5_vl, num_hidden_layers=1),
+    "gemma3": (partial(gemma3, layers=2), ["ragged", "even"]),
+    "qwen2_5_vl": (partial(qwen2_5_vl, num_hidden_layers=1), ["one", "several", "video"]),
 }
 
 
-def check_every_shape(name, model):
+def check_every_shape(name, model, among):
     quick = visspec.accelerate(model, Hostile(), compile=True, adaptive=False)
-    for rows in shapes(name):
+    for rows in among:
         inputs, options = prompt(name, shapes(name)[rows]), {"max_new_tokens": 14, "do_sample": False}
         assert torch.equal(quick.generate(**inputs, **options), model.generate(**inputs, **options)), rows
     passes = quick.target.passes
@@ -85,14 +85,15 @@ def check_every_shape(name, model):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROMPTLY)
 def test_windows_and_several_axes_in_every_shape_without_a_late_graph(name):
-    check_every_shape(name, PROMPTLY[name]())
+    make, among = PROMPTLY[name]
+    check_every_shape(name, make(), among)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"llama"}))
 def test_every_family_in_every_shape_without_a_late_graph(name, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    check_every_shape(name, model_of(name))
+    check_every_shape(name, model_of(name), shapes(name))
 
 
 def test_what_is_compiled_after_a_warm_up_is_counted_as_late(monkeypatch):
@@ -173,18 +174,27 @@ def wrong(graph, inputs):
     )
 
 
-@pytest.mark.parametrize(("backend", "said"), [(broken, "no compiler here"), (wrong, "differs by")])
-def test_what_can_not_be_compiled_runs_as_it_is_which_is_said_once(monkeypatch, backend, said):
+def check_said_once(monkeypatch, backend, said, model, drafter, inputs, call, whole=True):
+    """What is compiled in vain runs as it is, which is said once; the results of three calls."""
     monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: backend)
-    model = llama(seed=14, num_hidden_layers=1)
-    quick, inputs = visspec.accelerate(model, "ngram", compile=True, adaptive=False), ids_of(9)
+    quick = visspec.accelerate(model, drafter, compile=True, adaptive=False)
+    if not whole:
+        quick.target.passes = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(3):
-            found = quick.generate(**inputs, **GREEDY)
+        found = [call(quick, inputs, **GREEDY) for _ in range(3)]
     ours = [str(w.message) for w in caught if "compile:" in str(w.message)]
     assert len(ours) == 1 and said in ours[0]
-    assert torch.equal(found, model.generate(**inputs, **GREEDY))
+    assert found == [call(visspec.accelerate(model, drafter, adaptive=False), inputs, **GREEDY)] * 3
+
+
+@pytest.mark.parametrize(("backend", "said"), [(broken, "no compiler here"), (wrong, "differs by")])
+def test_what_can_not_be_compiled_runs_as_it_is_which_is_said_once(monkeypatch, backend, said):
+    model, tokens = (
+        llama(seed=14, num_hidden_layers=1),
+        lambda fast, inputs, **how: fast.run(**inputs, **how).state.tokens,
+    )
+    check_said_once(monkeypatch, backend, said, model, "ngram", ids_of(9), tokens)
 
 
 def test_a_hook_inside_the_decoder_is_called_which_compiled_it_would_not_be():
@@ -235,21 +245,15 @@ def test_a_view_shares_everything_but_the_forward_of_the_decoder():
     assert compiled.view(model, llama(seed=18).model, forward) is None
 
 
-def test_rows_of_one_length_are_apart_where_passes_are_steady():
+def test_rows_and_masks_of_steady_passes():
+    """Rows of one length are apart, and masks of one shape have one layout."""
     slots = SlotCache(2)
-    slots.lengths = [5, 5]
-    assert not slots.apart
-    slots.steady = True
-    assert slots.apart
-    slots.lengths = [5]
-    assert not slots.apart
-
-
-def test_masks_of_one_shape_have_one_layout():
+    for steady, lengths, apart in ((False, [5, 5], False), (True, [5, 5], True), (True, [5], False)):
+        slots.steady, slots.lengths = steady, lengths
+        assert slots.apart == apart
     buffer = torch.randn(2, 1, 9, 64)
     views = [buffer[:1, :, :4, 3:30], buffer[:1, :, :4, 7:34], buffer[:1, :, :4, :27].clone()]
-    told = {(m.stride(), m.storage_offset()) for m in (laid(view, steady=True) for view in views)}
-    assert len(told) == 1
+    assert len({(m.stride(), m.storage_offset()) for m in (laid(view, steady=True) for view in views)}) == 1
     assert laid(views[0], steady=False) is views[0]
 
 
@@ -387,17 +391,9 @@ def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
 
 
 def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(monkeypatch):
-    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: broken)
     model = model_of("llava")
-    drafter, inputs = features(model), prompt("llava", shapes("llava")["one"])
-    quick = visspec.accelerate(model, drafter, compile=True, adaptive=False)
-    quick.target.passes = None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found = [drafted(quick, inputs, **GREEDY) for _ in range(2)]
-    ours = [str(w.message) for w in caught if "compile:" in str(w.message)]
-    assert len(ours) == 1 and "EagleDrafter with drafts that fail" in ours[0]
-    assert found == [drafted(visspec.accelerate(model, drafter, adaptive=False), inputs, **GREEDY)] * 2
+    inputs, said = prompt("llava", shapes("llava")["one"]), "EagleDrafter with drafts that fail"
+    check_said_once(monkeypatch, broken, said, model, features(model), inputs, drafted, whole=False)
 
 
 def test_folded_anew_a_drafter_compiles_anew():

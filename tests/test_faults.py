@@ -127,14 +127,10 @@ GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 STAGES = ["start", "propose", "observe", "select"]  # the last one is called where rows leave
 
 
-@pytest.mark.parametrize(
-    "stage, error, shape",
-    [
-        *(("propose", error, "ragged") for error in ERRORS),
-        *((stage, "error", "ragged") for stage in STAGES),
-        *((stage, "memory", "one") for stage in STAGES[:3]),
-    ],
-)
+@pytest.mark.parametrize("stage, error, shape", [
+    *(("propose", error, "ragged") for error in ERRORS), *((stage, "error", "ragged") for stage in STAGES),
+    *((stage, "memory", "one") for stage in STAGES[:3]),
+])  # fmt: skip
 def test_drafter_raises(stage, error, shape):
     inputs = prompt("llava", shapes("llava")[shape])
     expected = stock("llava", shape)
@@ -201,12 +197,8 @@ def test_image_ids_are_never_drafted():
     answers = stock("llava", "ragged")
     model = fast("llava", Oracle(answers))
     model.generate(**prompt("llava", shapes("llava")["ragged"]), **GREEDY)
-    said = [
-        origin
-        for row, origins in zip(answers, model.last_state.trace.origin)
-        for token, origin in zip(row, origins)
-        if token == IMAGE
-    ]
+    pairs = [pair for rows in zip(answers, model.last_state.trace.origin) for pair in zip(*rows)]
+    said = [origin for token, origin in pairs if token == IMAGE]
     assert said and "drafted" not in said
 
 
@@ -360,14 +352,10 @@ def test_processor_and_criterion_faults_raise():
     def broken(*args, **kwargs):
         raise ZeroDivisionError("theirs")
 
-    inputs = prompt("llama", ["9"])
-    for options in (
-        {"logits_processor": [broken]},
-        {"stopping_criteria": [broken]},
-        {"prefix_allowed_tokens_fn": broken},
-    ):
+    lists = {name: [broken] for name in ("logits_processor", "stopping_criteria")}
+    for name, own in (lists | {"prefix_allowed_tokens_fn": broken}).items():
         with pytest.raises(ZeroDivisionError, match="theirs"):
-            fast("llama", "ngram").generate(**inputs, max_new_tokens=NEW, do_sample=False, **options)
+            fast("llama", "ngram").generate(**prompt("llama", ["9"]), **GREEDY, **{name: own})
 
 
 def test_keyboard_interrupt_in_the_drafter_is_the_users():

@@ -244,7 +244,8 @@ def test_rows_join_later(learned, standin):
     assert len(set(moved)) == len(moved)  # nothing moves for a row that there is room for
 
 
-def test_a_request_outgrows_its_bucket_and_the_next_one_finds_the_recordings(standin):
+@pytest.mark.filterwarnings("error")
+def test_a_request_outgrows_its_bucket_and_the_next_one_finds_the_recordings(standin, monkeypatch):
     model = llama(seed=7)
     inputs = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))}
     asked = {**inputs, "max_new_tokens": 90, "do_sample": False}
@@ -256,6 +257,12 @@ def test_a_request_outgrows_its_bucket_and_the_next_one_finds_the_recordings(sta
         assert recorder.graphs == 4 and standin.count == 4 + len(quick.rule.recordings)
         assert sorted(held for held in map(slots_of, free(recorder))) == [16, 32, 64, 128]
     assert recorder.buckets == [16, 32, 64, 128, 256, 512]
+    monkeypatch.setattr(buffer_pool, "LARGEST", 32)  # beyond the largest bucket it runs eager
+    quick = visspec.accelerate(model, None)
+    seen = eager_passes(quick.target)
+    assert torch.equal(quick.generate(**asked), want)
+    assert quick.target.recorder.graphs == 2 and len(seen) == 2 + (9 + 90 - 1) - 32
+    assert len(free(quick.target.recorder)) == 2
 
 
 def free(recorder):
@@ -265,19 +272,6 @@ def free(recorder):
 def slots_of(stores):
     assert all(store.shape[2] == stores.slots for store in stores.tensors)
     return stores.slots
-
-
-@pytest.mark.filterwarnings("error")
-def test_beyond_the_largest_bucket_it_runs_eager(standin, monkeypatch):
-    monkeypatch.setattr(buffer_pool, "LARGEST", 32)
-    model = llama(seed=7)
-    inputs = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))}
-    asked = {**inputs, "max_new_tokens": 60, "do_sample": False}
-    quick = visspec.accelerate(model, None)
-    seen = eager_passes(quick.target)
-    assert torch.equal(quick.generate(**asked), model.generate(**asked))
-    assert quick.target.recorder.graphs == 2 and len(seen) == 2 + (9 + 60 - 1) - 32
-    assert len(free(quick.target.recorder)) == 2
 
 
 def test_what_another_request_left_is_not_seen(standin):
@@ -292,14 +286,9 @@ def test_what_another_request_left_is_not_seen(standin):
                 tensor.fill_(float("nan"))
     made = quick.target.recorder.graphs
     assert torch.equal(quick.generate(**asked), want) and quick.target.recorder.graphs == made
-
-
-def test_a_cache_that_is_returned_is_a_copy(standin):
-    quick = visspec.accelerate(llama(seed=9), None)
-    asked = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    layer = quick.generate(input_ids=torch.tensor([[5, 6, 7]]), **asked)[CACHE].layers[0]
+    layer = quick.generate(**asked, return_dict_in_generate=True)[CACHE].layers[0]  # a copy
     want = layer.keys.clone(), layer.values.clone()
-    quick.generate(input_ids=torch.tensor([[8, 9, 10]]), **asked)
+    quick.generate(input_ids=torch.tensor([[8, 9, 10]]), max_new_tokens=20, do_sample=False)
     assert torch.equal(layer.keys, want[0]) and torch.equal(layer.values, want[1])
 
 
@@ -603,32 +592,17 @@ def test_a_hook_is_called(where, standin):
     assert len(seen) == ASKED["max_new_tokens"]
     hook.remove()
     name = where or "LlamaForCausalLM"
-    assert said == [
-        f"graphs: got LlamaForCausalLM with hooks on {name}, expected one without: they would not be called"
-    ]
+    why = f"graphs: got LlamaForCausalLM with hooks on {name}, expected one without: they would not be called"
+    assert said == [why]
+    if where == "":  # of what no pass goes through, nothing is said
+        hook = model_of("llava").model.vision_tower.register_forward_hook(lambda *call: None)
+        quick = fast("llava", None)
+        said, _ = warned(lambda: greedy(quick, "llava", "one"))
+        hook.remove()
+        assert not said and quick.target.recorder.graphs
 
 
-def test_hooks_on_what_passes_do_not_go_through(standin):
-    model = model_of("llava")
-    hook = model.model.vision_tower.register_forward_hook(lambda *call: None)
-    quick = fast("llava", None)
-    said, _ = warned(lambda: greedy(quick, "llava", "one"))
-    hook.remove()
-    assert not said and quick.target.recorder.graphs
-
-
-def test_other_weights_are_recorded_anew(standin):
-    model = llama(seed=9)
-    quick = visspec.accelerate(model, None)
-    quick.generate(**ASKED)
-    made = quick.target.recorder.graphs
-    model.model.layers[0].mlp.down_proj.weight.data *= -3.0  # in place: what is recorded reads it
-    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.graphs == made
-    model.lm_head.weight = torch.nn.Parameter(llama(seed=10).lm_head.weight.detach())
-    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.graphs > made
-
-
-def test_modes_in_which_passes_run_eager(standin):
+def test_other_weights_are_recorded_anew_and_modes_run_eager(standin):
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     with torch.autocast("cpu", torch.bfloat16):
@@ -638,7 +612,11 @@ def test_modes_in_which_passes_run_eager(standin):
     model.eval()
     assert not said and quick.target.recorder.graphs == 0
     quick.generate(**ASKED)
-    assert quick.target.recorder.graphs > 0
+    assert (made := quick.target.recorder.graphs) > 0
+    model.model.layers[0].mlp.down_proj.weight.data *= -3.0  # in place: what is recorded reads it
+    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.graphs == made
+    model.lm_head.weight = torch.nn.Parameter(llama(seed=10).lm_head.weight.detach())
+    assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.graphs > made
 
 
 def offloaded():
@@ -671,26 +649,24 @@ def test_models_that_are_not_recorded(what, standin):
         assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))
 
 
-def test_on_a_cpu_nothing_is_recorded():
-    model = llama(seed=9)
-    for asked in (None, False, True):
-        said, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
-        assert quick.target.recorder is None and quick.setup.passes == []
-        said += warned(lambda quick=quick: quick.generate(**ASKED))[0]
-        wanted = ["graphs: got a model on cpu, expected one on a CUDA device; it runs eager"]
-        assert said == wanted * bool(asked)
-
-
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_compiled_passes_are_not_recorded(standin):
+@pytest.mark.parametrize("compiling, why", [
+    (False, "graphs: got a model on cpu, expected one on a CUDA device; it runs eager"),
+    (True, "graphs: got True beside compile=True, expected one of them; passes are compiled"),
+])  # fmt: skip
+def test_nothing_is_recorded_on_a_cpu_or_beside_compiled_passes(compiling, why, request):
+    """Said where it was asked for."""
+    if compiling:
+        request.getfixturevalue("standin")
     model = llama(seed=9)
-    for asked in (None, True):
-        said, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=True))
-        assert quick.target.recorder is None and quick.target.passes is not None
-        wanted = ["graphs: got True beside compile=True, expected one of them; passes are compiled"]
-        assert said == wanted * bool(asked)
+    for asked in (None, False, True)[:: 2 if compiling else 1]:
+        said, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=compiling))
+        assert quick.target.recorder is None and (quick.target.passes is not None) == compiling
+        if not compiling:
+            said += warned(lambda quick=quick: quick.generate(**ASKED))[0]
+        assert said == [why] * bool(asked)
 
 
 def test_a_small_model_is_recorded_too(standin):

@@ -165,14 +165,12 @@ def test_words_of_negative_prompts_that_no_image_will_show_warn(pipe):
 # --- arguments of a call ----------------------------------------------------------------------------------------------
 
 
-def test_a_tuple_instead_of_an_output(pipe):
+def test_arguments_of_diffusers(pipe):
+    """A tuple in place of an output; what is diffusers' alone is unexpected."""
     out = pipe(PROMPTS[:2], seed=1, output_type="np")
     found = pipe(PROMPTS[:2], seed=1, output_type="np", return_dict=False)
     assert isinstance(found, tuple) and len(found) == 1 and (found[0] == out.images).all()
     assert pipe.last_output.seeds == [1, 2] and "Trace" not in repr(out)
-
-
-def test_arguments_of_diffusers_alone_are_unexpected():
     for call in (drawn(), lambda *given, **options: next(drawn().stream(*given, **options))):
         with pytest.raises(TypeError, match="unexpected keyword argument 'num_inference_steps'"):
             call("a", num_inference_steps=50)
@@ -202,21 +200,18 @@ def test_a_callback_is_handed_the_codes_so_far():
     assert pipe._callback_tensor_inputs == ("latents", "tokens")
 
 
-def test_latents_are_handed_without_being_asked_for_and_nothing_else():
-    names = []
+def test_what_a_callback_is_handed_where_it_asks_for_nothing():
+    """Latents, without the ends of rows; asked for nothing, the state alone."""
+    names, seen = [], []
     pipe = drawn()
-    pipe("a", seed=0, callback_on_step_end=lambda p, i, t, given: names.append(sorted(given)))
-    assert set(map(tuple, names)) == {("latents", "state")}
-    names.clear()
-    pipe("a", seed=0, callback_on_step_end=lambda p, i, t, given: names.append(sorted(given)),
-         callback_on_step_end_tensor_inputs=[])  # fmt: skip
-    assert set(map(tuple, names)) == {("state",)}
-
-
-def test_codes_of_a_layout_with_row_ends_are_handed_without_them():
-    pipe, seen = ImagePipeline(tiny.emu3(), tiny.emu3_processor()), []
-    out = pipe(TEXTS[0], height=4, width=10, output_type="latent", seed=0,
-               callback_on_step_end=lambda p, i, t, given: seen.append(given["latents"]))  # fmt: skip
+    watch = lambda p, i, t, given: names.append(tuple(sorted(given)))  # noqa: E731
+    pipe("a", seed=0, callback_on_step_end=watch)
+    pipe("a", seed=0, callback_on_step_end=watch, callback_on_step_end_tensor_inputs=[])
+    assert set(names) == {("latents", "state"), ("state",)} and names[0] != names[-1] == ("state",)
+    out = ImagePipeline(tiny.emu3(), tiny.emu3_processor())(
+        TEXTS[0], height=4, width=10, output_type="latent", seed=0,
+        callback_on_step_end=lambda p, i, t, given: seen.append(given["latents"]),
+    )  # fmt: skip
     assert seen[-1].shape == (1, 2, 5) and seen[-1][0].equal(out.images[0])
 
 
@@ -361,12 +356,10 @@ def test_presets_can_be_saved():
         assert preset.order is None or saving.portable_name("order", preset.order) == preset.order
 
 
-@pytest.mark.parametrize("order", [None, "islands", "islands:audit=false"])
-def test_the_order_is_kept(pipe, tmp_path, order):
-    other = ImagePipeline(**pipe.components | {"order": order, "parts": None})
-    other.save_pretrained(tmp_path)
-    again = saving.read(str(tmp_path), {})["order"]
-    assert again == order
+def test_the_order_is_kept(pipe, tmp_path):
+    for order in (None, "islands", "islands:audit=false"):
+        ImagePipeline(**pipe.components | {"order": order, "parts": None}).save_pretrained(tmp_path)
+        assert saving.read(str(tmp_path), {})["order"] == order
     with pytest.raises(ValueError, match=r"^order: got 'spiral', expected a name of `visspec list orders`, such as "):
         saving._named("order", tmp_path, "spiral")
 
@@ -380,16 +373,13 @@ def test_a_pipeline_from_another_ones_components(pipe):
 # --- the logger -------------------------------------------------------------------------------------------------------
 
 
-def test_loading_and_saving_are_told_to_the_logger(pipe, tmp_path, caplog):
+def test_loading_and_saving_are_told_to_the_logger(pipe, tmp_path, caplog, capsys, monkeypatch):
     with caplog.at_level(logging.INFO, "visspec"):
         pipe.save_pretrained(tmp_path)
         ImagePipeline.from_pretrained(str(tmp_path))
     told = [(r.name, r.getMessage()) for r in caplog.records if r.name.startswith("visspec")]
     assert [name for name, _ in told] == ["visspec.api.saving"] * 2 + ["visspec.api.loading"]
     assert "'drafter': 'jacobi'" in told[0][1] and "JanusForConditionalGeneration" in told[2][1]
-
-
-def test_nothing_is_printed_where_logging_is_not_configured(monkeypatch, capsys):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # nothing is printed where logging isn't configured
     logging.getLogger("visspec.x").warning("nobody asked")
     assert capsys.readouterr().err == ""

@@ -351,41 +351,32 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
     lumina = family_of(tiny.chameleon(), tiny.ChameleonTexts(), style="lumina")
     classes = family_of(llamagen_model("class"), None)
     captions = family_of(llamagen_model("caption"), None)
-    long = ImageLayout.plain(40, 40)
+    long, emu = ImageLayout.plain(40, 40), tiny.emu3_processor()
+    bare = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=2))
+    other = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
+    latent, sizes = "output_type: got pixels, expected 'latent': ", "height, width: got "
     refused = {
         "guidance_scale: got 3.0": lambda: glm.family.check(glm.prompt([0]), glm.layout, 3.0),
-        "output_type: got pixels, expected 'latent': the codes of GLM-Image": lambda: glm.family.pixels(
-            torch.zeros(1, 12), glm.layout
-        ),
-        "output_type: got pixels, expected 'latent': transformers has no decoder": lambda: anole.family.pixels(
-            torch.zeros(1, 12), anole.layout
-        ),
-        "output_type: got pixels, expected 'latent': no codec": lambda: classes.pixels(
-            torch.zeros(1, 16), classes.layout()
-        ),
+        latent + "the codes of GLM-Image": lambda: glm.family.pixels(torch.zeros(1, 12), glm.layout),
+        latent + "transformers has no decoder": lambda: anole.family.pixels(torch.zeros(1, 12), anole.layout),
+        latent + "no codec": lambda: classes.pixels(torch.zeros(1, 16), classes.layout()),
         "prompt: got 7 tokens and an image of 1600": lambda: emu3.family.check(emu3.prompt([0]), long, 3.0),
-        "height, width: got 9 x 6, expected multiples of 2": lambda: emu3.family.layout(9, 6),
-        "height, width: got 64 x 50, expected multiples of 32": lambda: glm.family.layout(64, 50),
-        "height, width: got 8224 x 32": lambda: glm.family.layout(8224, 32),
-        "height, width: got 256 x 512, expected 512 x 512": lambda: anole.family.layout(256),
-        "height, width: got 768 x 700, expected multiples of 32": lambda: lumina.layout(768, 700),
-        "height, width: got 128 x None, expected 64 x 64": lambda: classes.layout(128),
-        "height, width: got 8 x None, expected 32 x 32": lambda: made("janus").family.layout(8),
+        sizes + "9 x 6, expected multiples of 2": lambda: emu3.family.layout(9, 6),
+        sizes + "64 x 50, expected multiples of 32": lambda: glm.family.layout(64, 50),
+        sizes + "8224 x 32": lambda: glm.family.layout(8224, 32),
+        sizes + "256 x 512, expected 512 x 512": lambda: anole.family.layout(256),
+        sizes + "768 x 700, expected multiples of 32": lambda: lumina.layout(768, 700),
+        sizes + "128 x None, expected 64 x 64": lambda: classes.layout(128),
+        sizes + "8 x None, expected 32 x 32": lambda: made("janus").family.layout(8),
         "prompt: got 'a cube', expected a class number 0..9": lambda: classes.prompt(["3", "a cube"], True),
         "prompt: got '10'": lambda: classes.prompt(["10"], True),
         "processor: got None": lambda: captions.prompt(["a cube"], True),
         "style: got 'meta', expected one of anole, lumina": lambda: family_of(
             tiny.chameleon(), tiny.ChameleonTexts(), style="meta"
         ),
-        "codec: got one for a model of the type 'emu3'": lambda: family_of(
-            tiny.emu3(), tiny.emu3_processor(), codec=object()
-        ),
-        "processor: got": lambda: family_of(
-            tiny.emu3(), SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0, eos_token_id=2))
-        ),
-        f"model: got the type 'llama', expected an image model of {FAMILIES}": lambda: family_of(
-            SimpleNamespace(config=SimpleNamespace(model_type="llama")), None
-        ),
+        "codec: got one for a model of the type 'emu3'": lambda: family_of(tiny.emu3(), emu, codec=object()),
+        "processor: got": lambda: family_of(tiny.emu3(), bare),
+        f"model: got the type 'llama', expected an image model of {FAMILIES}": lambda: family_of(other, None),
     }
     for start, call in refused.items():
         with one_sentence("^" + re.escape(start)):

@@ -183,7 +183,7 @@ def test_padding_behind_a_prompt_is_refused():
 
 def test_pictures_of_codes():
     """With and without drafts, alone and in a batch of prompts of different length."""
-    texts = ["a photo of a red ring", "a photo of a blue square left of a green circle", "two yellow triangles"]
+    texts = ["a photo of a blue square left of a green circle", "two yellow triangles"]
     pipe = visspec.ImagePipeline.from_pretrained("painter", dtype="bfloat16", batch_invariant=True, debug=True)
     pipe.set_progress_bar_config(disable=True)
 
@@ -193,8 +193,7 @@ def test_pictures_of_codes():
 
     alone = [codes([text], [seed], None)[0] for seed, text in enumerate(texts)]
     assert [codes([text], [seed], "jacobi")[0] for seed, text in enumerate(texts)] == alone
-    assert codes(texts, [0, 1, 2], "jacobi") == alone
-    assert codes(texts, [0, 1, 2], None) == alone
+    assert codes(texts, [0, 1], "jacobi") == codes(texts, [0, 1], None) == alone
 
 
 def test_refused_pipelines():

@@ -40,10 +40,11 @@ SAMPLE = (
 )
 
 
-CONTRACT = {"Gemma2ForCausalLM", "Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration"}  # families of `test_contract`
+COVERED = {"Gemma2ForCausalLM", "Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration"}  # by `test_contract`
+COVERED |= {"CsmForConditionalGeneration", "Glm4vForConditionalGeneration"}  # by `test_probe` and GlmImage above
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in CONTRACT)) for n in SAMPLE])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in COVERED)) for n in SAMPLE])
 def test_identical_or_refused_as_the_table_says(name):
     for row in sweep.verdicts(name):
         assert row.outcome in ("identical", "refused"), row

@@ -10,7 +10,7 @@ import torch
 
 import visspec
 from tests import tiny_images
-from tests.doubles import Double, chain_of, one_sentence, refused
+from tests.doubles import Double, chain_of, one_sentence
 from tests.tiny import model_of, prompt, shapes
 from visspec import registry, testing
 from visspec.accept.rejection import Rejection
@@ -60,7 +60,7 @@ said = [str(one.message) for one in caught if "plug-in" in str(one.message)]
 assert len(said) == 2 and "'broken' (my_plugin:fail) failed" in said[0] and "no luck" in said[0], said
 assert registry.table("drafter")["bigram"].what == "Looks the last word up." and "my_image" in registry.table("family")
 testing.check_drafter("bigram:back=2", model, {"input_ids": torch.tensor([[5, 6, 7, 5, 6]])})
-testing.check_rule("loose")
+testing.check_rule("loose", pairs=2)
 fast = visspec.accelerate(model, preset="mine", length="two:levels=2")
 assert fast.name == "bigram" and fast.rule.traits.guarantee == "approximate" and fast.length_policy.levels == 2
 """
@@ -140,7 +140,7 @@ class Boasting(Typical):
 
 def test_the_contract_of_a_rule_holds_and_can_fail():
     for name in ("exact", "rejection", "block", "typical", "typical:epsilon=0.3,delta=0.8", "cool"):
-        testing.check_rule(name)
+        testing.check_rule(name, pairs=4)
     for rule in (Careless(), Understated(0.3, 0.8), Boasting(0.3, 0.8)):
         with pytest.raises(AssertionError, match=type(rule).__name__):
             testing.check_rule(rule)
@@ -231,7 +231,3 @@ def test_the_list_as_json_has_options_with_types_and_defaults(capsys):
     }  # fmt: skip
     assert rows["preset", "coupled"]["arguments"]["codes"]["acceptance"] == "rejection"
     assert rows["drafter", "image-eagle"]["trained"] and rows["drafter", "image-eagle"]["needs"] == "codes"
-
-
-def test_the_list_knows_its_kinds(capsys):
-    assert "drafters" in refused(capsys, "list", "drafterz")

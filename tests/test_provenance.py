@@ -4,8 +4,8 @@ import subprocess
 from datetime import date
 from importlib import metadata
 from types import SimpleNamespace
+from unittest import mock
 
-import pytest
 import torch
 
 from visspec.io import provenance as origin
@@ -25,29 +25,13 @@ def test_a_gpu_record_names_device_driver_cuda_and_triton(monkeypatch):
     assert record["cuda"] == torch.version.cuda and record["triton"] == origin.triton_version()
 
 
-@pytest.mark.parametrize("said, found", [("580.65.06\n580.65.06\n", "580.65.06"), ("\n", None)])
-def test_the_driver_is_asked_of_nvidia_smi(monkeypatch, said, found):
-    asked = []
-
-    def run(command, **options):
-        asked.append(command)
-        return SimpleNamespace(stdout=said)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert origin.driver_version() == found
-    assert asked == [["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "x"), subprocess.TimeoutExpired("x", 1)],
-)
-def test_no_driver_is_no_error(monkeypatch, error):
-    def run(*_, **__):
-        raise error
-
-    monkeypatch.setattr(subprocess, "run", run)
-    assert origin.driver_version() is None
+def test_the_driver_is_asked_of_nvidia_smi_and_none_is_no_error(monkeypatch):
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    errors = FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "x"), subprocess.TimeoutExpired("x", 1)
+    for said, found in (("580.65.06\n580.65.06\n", "580.65.06"), ("\n", None), *((error, None) for error in errors)):
+        run = mock.Mock(side_effect=[said if isinstance(said, Exception) else SimpleNamespace(stdout=said)])
+        monkeypatch.setattr(subprocess, "run", run)
+        assert origin.driver_version() == found and run.call_args.args == (command,)
 
 
 def test_triton_goes_by_two_names(monkeypatch):

@@ -91,19 +91,13 @@ def test_a_painter_is_a_refiner(pipe):
     ({"refiner": "captioner/../painter", "handover": 2}, "refiner: got 'captioner/../painter', expected"),
     ({"refiner": "nobody", "handover": 2}, "refiner: got 'nobody', expected a model or the name of an included"),
     ({"refiner": "captioner", "handover": 2}, "model_type: got "),
-    ({"refiner": fresh(1)}, "handover: got None, expected a refiner and its first scale's number"),
-    ({"refiner": fresh(1), "handover": 5}, r"handover: got 5, expected 0\.\.4"),
-    ({"refiner": fresh(1, sides=(1, 2, 4)), "handover": 2}, "refiner: got scales"),
     ({"refiner": fresh(1, labels=LABELS[:2]), "handover": 2}, "refiner: got classes 2, expected 4"),
     ({"refiner": fresh(1, codebook=8), "handover": 2}, "refiner: got a model with another codebook, expected"),
-    ({"refiner": fresh(1), "handover": 2, "budget": 0.5}, "budget: got one beside a refiner"),
     ({"budget": 0.0}, r"budget: got 0\.0, expected a share in \(0, 1\]"),
     ({"budget": 1.5}, r"budget: got 1\.5, expected a share"),
     ({"budget": float("nan")}, "budget: got nan, expected a share"),
     ({"budget": True}, "budget: got True, expected a `CacheBudget` or the share"),
     ({"budget": "0.1"}, "budget: got '0.1', expected a `CacheBudget` or the share"),
-    ({"budget": CacheBudget(((1, 5, 14),) * 3)}, "budget: got 3 layers"),
-    ({"ramp": "steep"}, "ramp: got 'steep'"),
 ])  # fmt: skip
 def test_wrong_parts_are_refused_before_work_starts(pipe, parts, said):
     with one_sentence(said):

@@ -214,12 +214,9 @@ def test_static_nodes_are_the_ranks_they_are_told():
         draft, order = planned.finish(0), distributions[0, 0].argsort(descending=True)
         ranked = [path[-1] for path in paths if len(path) <= depth]
         assert draft.value[0, 1:].tolist() == order[ranked].tolist() and draft.real.all()
-
-
-@pytest.mark.parametrize("wrong", [((0, 1),), ((0,), (1, 0))])
-def test_a_node_without_its_parent_is_refused(wrong):
-    with pytest.raises(ValueError, match="tree: got node"):
-        feature_tree.plan(wrong, "cpu")
+    for wrong in (((0, 1),), ((0,), (1, 0))):  # a node without its parent
+        with pytest.raises(ValueError, match="tree: got node"):
+            feature_tree.plan(wrong, "cpu")
 
 
 # --- trees of the drafter's laws --------------------------------------------------------------------------------------
@@ -381,14 +378,11 @@ def test_shapes_that_are_none_are_refused_in_a_sentence(options, tmp_path):
         registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
 
 
-@pytest.mark.parametrize("rates", [[], [[]], [[1.5]], [["a"]], [0.5], "x", [[0.0]], [[True]]])
-def test_files_without_rates_are_refused(rates, tmp_path):
-    (tmp_path / "r.json").write_text(json.dumps({RANKS: rates}))
-    with pytest.raises(ValueError, match="tree: "):
-        make("llama", 0).shaped(tree=str(tmp_path / "r.json"))
-
-
-def test_drafters_that_build_no_trees_say_so(tmp_path):
+def test_files_without_rates_and_drafters_without_trees_are_refused(tmp_path):
+    for rates in ([], [[]], [[1.5]], [["a"]], [0.5], "x", [[0.0]], [[True]]):
+        (tmp_path / "r.json").write_text(json.dumps({RANKS: rates}))
+        with pytest.raises(ValueError, match="tree: "):
+            make("llama", 0).shaped(tree=str(tmp_path / "r.json"))
     with pytest.raises(ValueError, match="tree: got 'opt' for SmallModel"):
         SmallModel(llama(seed=1), model_of("llama")).shaped(tree="opt")
 

@@ -65,14 +65,8 @@ def test_ideal_by_hand():
 
 def test_ideal_pools_prompts_by_rounds():
     """Unit and shares are per round over all prompts, not means of means: 30 ms in 3 plain rounds, 4 rounds of ours."""
-    plain = [
-        run(1, stages={"verify": 0.01}, rounds=[(0, [1])]),
-        run(1, stages={"verify": 0.02}, rounds=[(0, [1])] * 2),
-    ]
-    ours = [
-        run(1, stages={"verify": 0.02}, rounds=[(2, [2])]),
-        run(1, stages={"verify": 0.02}, rounds=[(2, [2])] * 3),
-    ]
+    plain = [run(1, stages={"verify": 0.01}, rounds=[(0, [1])]), run(1, stages={"verify": 0.02}, rounds=[(0, [1])] * 2)]
+    ours = [run(1, stages={"verify": 0.02}, rounds=[(2, [2])]), run(1, stages={"verify": 0.02}, rounds=[(2, [2])] * 3)]
     assert speed.ideal(plain, ours)["verify_over_plain"] == pytest.approx(1.0)
     assert speed.ideal(plain, ours)["ideal_speedup"] == pytest.approx(2.0)
 

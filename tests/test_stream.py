@@ -1,8 +1,8 @@
 """Continuous batching: whoever shares the batch, a row's tokens are those it has alone; a failing row fails alone."""
 
 import functools
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -15,6 +15,7 @@ from tests.doubles import Double, drafted, fast
 from tests.test_eagle import make
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
 from visspec import tree as trees
+from visspec.loop.stream import Stream
 from visspec.models.decoder import probe
 from visspec.models.decoder.small_model import SmallModel
 from visspec.types import DrafterTraits
@@ -279,16 +280,10 @@ def test_drafters_that_take_no_rows():
     assert together(fast("llava", Breaking()), entries) == alone(fast("llava", None), entries)
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"slots": 0}, "slots: got 0"),
-        ({"slots": True}, "slots: got True"),
-        ({"ahead": -1}, "ahead: got -1"),
-        ({"seed": [1, 2]}, "seed: got 2 seeds"),
-        ({"num_beams": 4}, "num_beams: got 4"),
-    ],
-)
+@pytest.mark.parametrize("options, words", [
+    ({"slots": 0}, "slots: got 0"), ({"slots": True}, "slots: got True"), ({"ahead": -1}, "ahead: got -1"),
+    ({"seed": [1, 2]}, "seed: got 2 seeds"), ({"num_beams": 4}, "num_beams: got 4"),
+])  # fmt: skip
 def test_arguments_are_checked_before_work_starts(options, words):
     with pytest.raises(ValueError, match=words):
         fast("llava", None).stream(iter([raising]), **options)
@@ -387,24 +382,11 @@ def test_a_row_knows_its_rounds_and_origins():
         assert answer.tau == pytest.approx(result.stats.tau) or not answer.rounds
 
 
-def test_nothing_of_a_row_is_kept_when_it_has_gone():
+def test_nothing_of_a_row_is_kept_when_it_has_gone(monkeypatch):
     """Rows take the places of others in every list of the state."""
-    from visspec.loop import stream as streaming
-
-    kept = []
-
-    class Watched(streaming.Stream):
-        def _round(self, lane):
-            kept.append(lane.state)
-            yield from super()._round(lane)
-
-    quick = fast("llava", "ngram")
-    original, streaming_api = streaming.Stream, visspec.api.queueing
-    try:
-        streaming_api.Stream = Watched
-        list(quick.stream(prompts("llava", count=3, max_new_tokens=4), slots=3))
-    finally:
-        streaming_api.Stream = original
+    kept, plain = [], Stream._round
+    monkeypatch.setattr(Stream, "_round", lambda self, lane: kept.append(lane.state) or plain(self, lane))
+    list(fast("llava", "ngram").stream(prompts("llava", count=3, max_new_tokens=4), slots=3))
     state = kept[-1]
     sizes = [len(x) for x in (state.tokens, state.trace.origin, state.request.each, state.memory.rows)]
     assert max(sizes) <= 3 and not state.trace.rounds and not state.request.media
@@ -414,18 +396,9 @@ def test_nothing_of_a_row_is_kept_when_it_has_gone():
 def test_a_stream_beside_generate_in_other_threads():
     quick = fast("llava", "ngram")
     entries = prompts("llava")
-    expected, found = alone(quick, entries), {}
-
-    def work(n):
-        found[n] = together(quick, entries, slots=2 + n)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
-    for thread in threads:
-        thread.start()
-    assert alone(quick, entries) == expected
-    for thread in threads:
-        thread.join()
-    assert found == {0: expected, 1: expected}
+    expected, pool = alone(quick, entries), ThreadPoolExecutor(2)
+    streams = [pool.submit(together, quick, entries, slots=2 + n) for n in range(2)]
+    assert alone(quick, entries) == expected and [stream.result() for stream in streams] == [expected] * 2
 
 
 MOLMO = "Molmo2ForConditionalGeneration"  # patch indices of a picture count through the whole batch

@@ -220,11 +220,7 @@ def test_weights_stay_in_place_until_the_last_call_ends(monkeypatch):
 
 @pytest.mark.parametrize(
     "rule",
-    [
-        Lantern(k=3, delta=0.3),
-        LanternPlus(k=3, lam=3.0),
-        GraphedRule(Lantern(k=3, delta=0.3)),
-    ],
+    [Lantern(k=3, delta=0.3), LanternPlus(k=3, lam=3.0), GraphedRule(Lantern(k=3, delta=0.3))],
     ids=lambda rule: type(rule).__name__,
 )
 def test_a_rule_serves_two_targets(rule):

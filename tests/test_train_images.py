@@ -53,8 +53,10 @@ def weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("preset", ["image-eagle", "distilled"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "glm_image" else n for n in TARGETS])
+@pytest.mark.parametrize("preset, name", [
+    pytest.param(preset, name, marks=[pytest.mark.nightly] * ((preset, name) == ("distilled", "glm_image")))
+    for preset in ("image-eagle", "distilled") for name in TARGETS
+])  # fmt: skip
 def test_a_drafter_trains_and_draws_what_its_model_does(texts, tmp_path, name, preset):
     pipe, size, out = TARGETS[name](), SIZES.get(name, {}), tmp_path / "out"
     found = training.run(pipe, out, prompts=texts(name), preset=preset, **SMALL, **size)
@@ -120,10 +122,7 @@ def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):
         ([], "prompts: got none. Give --prompts FILE"),
         (["--max-pixels", "9", "--prompts", "x"], "max_pixels: this run takes no such option. --data trains"),
         (["--data", "x", "--height", "9"], "height: this run takes no such option"),
-        (
-            ["--preset", "eagle3", "--prompts", "x"],
-            "preset: got 'eagle3', which is for models of text",
-        ),
+        (["--preset", "eagle3", "--prompts", "x"], "preset: got 'eagle3', which is for models of text"),
         (["--layers", "2", "--prompts", "x"], "layers: got 2 with the preset 'image-eagle', which has no such value"),
         (["--prompts", str(texts("emu3"))], "holds a drafter, expected a folder of its own or --resume or --overwrite"),
     ):

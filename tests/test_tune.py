@@ -99,14 +99,6 @@ def test_bad_input_is_a_sentence(images, tmp_path, capsys):
     assert "is a folder, expected a file" in refused(capsys, *tuned(images, "--out", tmp_path))
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["--model", "painter"], ["--images", "x"], ["--model", "painter", "--images", "x", "--prompts", "y"]]
-)
-def test_what_to_tune_has_to_be_said(argv, capsys):
-    wanted = "tune: pass --model, and --images (a model that captions) or --prompts (one of text, or one that draws)"
-    assert refused(capsys, "tune", *argv) == f"visspec: {wanted}"
-
-
 def test_an_image_model_is_tuned(tmp_path, capsys, monkeypatch):
     """The choice is a measured way, other prompts decide about it, and the pipeline and the bench take it."""
     monkeypatch.setattr(tune_image, "EXACT", ["jacobi:window=4/exact", "jacobi:redraw=maximal,window=4/rejection"])

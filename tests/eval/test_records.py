@@ -103,11 +103,8 @@ def test_the_page_of_a_real_image_bench(tmp_path, image_record):
 def test_maps_of_a_bench_are_those_of_its_pictures(image_record):
     line = next(r for r in image_record.record["rows"] if r["name"] == "window")
     grids = [image["acceptance"] for image in line["images"]]
-    assert all(np.shape(g) == (6, 6) for g in grids) and {v for g in grids for row in g for v in row} == {
-        0.0,
-        1.0,
-        None,
-    }
+    assert all(np.shape(g) == (6, 6) for g in grids)
+    assert {v for g in grids for row in g for v in row} == {0.0, 1.0, None}
     assert np.shape(line["acceptance_map"]) == np.shape(line["acceptance_map_n"]) == (6, 6)
     assert line["acceptance_map_n"][0][0] == 0 and line["acceptance_map"][0][0] is None, "the prefill drafts nothing"
     plain = image_record.record["rows"][0]
@@ -117,18 +114,11 @@ def test_maps_of_a_bench_are_those_of_its_pictures(image_record):
 
 
 def test_what_was_accepted():
-    kinds = np.array(
-        [[ORIGINS.index(o) for o in ("plain", "drafted")], [ORIGINS.index(o) for o in ("bonus", "corrected")]]
-    )
-    assert bench_image.numbers(bench_image.acceptance_map(kinds, False)) == [[None, 1.0], [None, 0.0]]
-    assert bench_image.numbers(bench_image.acceptance_map(kinds, True)) == [[0.0, 1.0], [0.0, 0.0]], (
-        "all was drafted at once"
-    )
-    assert (
-        bench_image.acceptance_map(np.zeros((2, 2), int), False)
-        is bench_image.acceptance_map(np.zeros((2, 2), int), True)
-        is None
-    )
+    names, none = (("plain", "drafted"), ("bonus", "corrected")), np.zeros((2, 2), int)
+    kinds = np.array([[ORIGINS.index(name) for name in row] for row in names])
+    for whole, expected in ((False, [[None, 1.0], [None, 0.0]]), (True, [[0.0, 1.0], [0.0, 0.0]])):  # drafted at once
+        assert bench_image.numbers(bench_image.acceptance_map(kinds, whole)) == expected
+        assert bench_image.acceptance_map(none, whole) is None
     mean, count = bench_image.mean_map([np.array([[1.0, np.nan]]), np.array([[0.0, np.nan]]), None])
     assert (mean, count) == ([[0.5, None]], [[2, 0]]) and bench_image.mean_map([None]) == (None, None)
 
@@ -138,10 +128,8 @@ def test_the_page_of_real_caption_benches(tmp_path, caption_records):
     found = re.findall(r'<img src="data:image/(?:png|jpeg);base64,([^"]+)" alt="picture \d">', source)
     assert len(found) == 4, "two pictures in each of two benches"
     opened = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in found]
-    assert [max(i.size) for i in opened] == [96] * 4 and [i.getpixel((9, 9))[0] > 128 for i in opened] == [
-        True,
-        False,
-    ] * 2
+    assert [max(i.size) for i in opened] == [96] * 4
+    assert [i.getpixel((9, 9))[0] > 128 for i in opened] == [True, False] * 2
     assert source.count('<span class="drafted">') > 0
     table = words(source.split("<tbody>")[1].split("</tbody>")[0])
     assert "✓ 2 of 2" in table and "0 of 2" in table and "✗" not in table
@@ -173,9 +161,8 @@ def test_tau_bounds_the_ratio_over_our_own_plain_loop_only(tmp_path, caption_rec
     """Plain decoding with tau 1 is 1.13 times as fast as the stock loop and no suspect; 1.13 over itself would be."""
     assert speed.suspicion(1.0, [1.0, 1.0], 1.0) == "" == speed.suspicion(None, None, 1.0)
     assert speed.suspicion(1.13, [0.98, 1.2], 1.0) == "", "noise of equal loops"
-    assert (
-        speed.suspicion(1.13, [1.1, 1.2], 1.0) == "over our plain loop 1.13 times faster, SUSPECT: more than tau 1.00"
-    )
+    said = speed.suspicion(1.13, [1.1, 1.2], 1.0)
+    assert said == "over our plain loop 1.13 times faster, SUSPECT: more than tau 1.00"
     assert "SUSPECT" in speed.suspicion(4.0, [float("nan")] * 2, 3.5), "a single prompt has no interval"
     record = caption_records[0] | {"speedup": 1.13, "speedup_ci95": [1.1, 1.2], "tau": 1.0}
     ratios = ({"over_plain": 1.0, "over_plain_ci95": [0.9, 1.1]}, {"over_plain": 1.5, "over_plain_ci95": [1.4, 1.6]})

@@ -154,14 +154,11 @@ def test_everything_is_there_and_nothing_leaves(page):
         assert before.count("<details>") > before.count("</details>"), f"{title} is not folded"
 
 
-def test_several_drafters_of_a_record_are_methods(page):
+def test_several_drafters_sizes_and_kernels(page):
     rows = [caption(drafter_name=name, speedup=k) for k, name in enumerate(("ngram", "suffix"), start=1)]
-    text = Reader(page(rows[0] | {"rows": rows, "failures": ["prompt 7: out of paint"]})).text
+    record = rows[0] | {"rows": rows, "failures": ["prompt 7: out of paint"]}
+    text = Reader(page(record, sizes(), kernels())).text
     assert "1: ngram · exact" in text and "2: suffix · exact" in text and text.count("out of paint") == 1
-
-
-def test_sizes_and_kernels_have_bars_and_tables(page):
-    text = Reader(page(sizes(), kernels())).text
     assert "llamagen-xl 8 oracle 0.8 3.50 2.25 – 0.97 – 4" in text and "The host waits 0 times in a round." in text
     assert "warp 59x16384 bfloat16 cuda 37.00 3.40" in text
     assert text.count("groups: 0.50, n=20") == 1 and "times eager torch, log scale" in text
@@ -206,7 +203,11 @@ def test_bad_results_are_one_sentence_and_exit_code_2(content, words, write, tmp
     assert not out.exists()
 
 
-def test_missing_file_folder_and_links(write, tmp_path, capsys):
+def test_command_line_missing_files_and_links(write, tmp_path, capsys):
+    out = tmp_path / "new" / "page.html"
+    assert main(["report", str(write(caption())), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert out.read_text().startswith("<!doctype html>") and list(out.parent.iterdir()) == [out]
     assert main(["report", str(tmp_path / "no.json")]) == 2
     assert "no.json" in capsys.readouterr().err
     (tmp_path / "deep").mkdir()
@@ -215,13 +216,6 @@ def test_missing_file_folder_and_links(write, tmp_path, capsys):
     with pytest.raises(ValueError, match="inside the folder"):
         record = {"bench": "image", "rows": [{"images": [{"path": "link.png"}]}]}
         build([write(record, "deep/r.json")], tmp_path / "report.html")
-
-
-def test_command_line_writes_the_page(write, tmp_path, capsys):
-    out = tmp_path / "new" / "page.html"
-    assert main(["report", str(write(caption())), "--out", str(out)]) == 0
-    assert capsys.readouterr().out.strip() == str(out)
-    assert out.read_text().startswith("<!doctype html>") and list(out.parent.iterdir()) == [out]
 
 
 def test_unreadable_pictures_are_listed_and_the_rest_is_shown(page, tmp_path):
@@ -248,12 +242,6 @@ def test_same_seeds_stand_side_by_side(page, monkeypatch):
     assert source.count("row 0, column 0: 0.25, n=5") == source.count("row 0, column 1: never drafted, n=0") == 2
 
 
-@pytest.mark.parametrize("n, grey", [(19, True), (20, False)])
-def test_few_prompts_are_grey(page, n, grey):
-    source = page(caption(compared=n, identical=n, n_prompts=n))
-    assert ('<tr class="few">' in source) == grey and f"n={n}" in source
-
-
 def test_words_and_gaps(page):
     quick = caption(speedup=4.0, over_plain=4.0, over_plain_ci95=[3.8, 4.2])  # tau is 3.5
     stock = caption(speedup=4.0, over_plain=2.0, over_plain_ci95=[1.9, 2.1])  # a slow baseline is no suspect
@@ -267,14 +255,18 @@ def test_words_and_gaps(page):
 
 
 def test_equality_is_judged_where_it_is_owed(page):
-    assert "✗ 63 of 64" in Reader(page(caption(identical=63))).text
-    assert "63 of 64, the others near ties" in Reader(page(caption(identical=63, equality={"benign": True}))).text
+    def text(**changes):
+        return Reader(page(caption(identical=63, **changes))).text
+
+    assert "✗ 63 of 64" in text() and "63 of 64, the others near ties" in text(equality={"benign": True})
     for other in ({"guarantee": "approximate"}, {"promises_tokens": False}):
-        text = Reader(page(caption(identical=63, **other))).text
-        assert "63 of 64" in text and "✗" not in text
+        assert "63 of 64" in text(**other) and "✗" not in text(**other)
 
 
-def test_text_is_coloured_by_origin_and_targets_have_no_folder(page):
+def test_few_prompts_are_grey_and_text_is_coloured_by_origin(page):
+    for n in (19, 20):
+        source = page(caption(compared=n, identical=n, n_prompts=n))
+        assert ('<tr class="few">' in source) == (n < 20) and f"n={n}" in source
     source = page(caption(texts=[[["one", "drafted"], ["two", "unheard of"]]], target="/home/me/models/captioner"))
     assert '<span class="drafted">one</span><span class="plain">two</span>' in source
     assert "caption: captioner" in Reader(source).text and "/home" not in source.split("<details>")[0]
