@@ -64,7 +64,7 @@ ALONE = (PAIR_PRIOR, tuple(p / 4 for p in TOKEN_PRIOR), TOKEN_PRIOR)
 GROUPS = tuple(tuple(share * p for p in group) for share in (BESIDE_LONG, 1, 1) for group in ALONE)
 
 CandidateTable = dict[Hashable, list[int]]  # by a token, and by a pair of tokens
-Place = tuple[CandidateTable, tuple[int, int]]  # a token behind another one, and the table that it is looked up in
+Place = tuple[CandidateTable, tuple[int, int], bool]  # the table, a token behind another one, whether it was accepted
 
 
 class SourceRates:
@@ -251,10 +251,12 @@ class Memory:
         """Take in the copies that have arrived; others are asked for again in the next round."""
         while self.copies and (self.copies[0][2] is None or self.copies[0][2].query()):
             places, ids_MK, _ = self.copies.pop(0)
-            for (candidates, pair), best in zip(places, ids_MK.tolist()):
+            for (candidates, pair, accepted), best in zip(places, ids_MK.tolist()):
                 if len(candidates) > MOST_CANDIDATES:
                     candidates.clear()
-                candidates[pair] = candidates[pair[1]] = [id for id in best if id >= 0]
+                candidates[pair[1]] = found = [id for id in best if id >= 0]
+                if accepted or pair not in candidates:  # a draft that was rejected does not replace what text has shown
+                    candidates[pair] = found
 
 
 class ContextDrafter(Drafter):
@@ -340,7 +342,7 @@ class ContextDrafter(Drafter):
             if "candidates" in self.sources and row not in state.finished:
                 pairs = context.pairs(memory.size, len(new))
                 order = sorted(range(len(pairs)), key=path.__contains__)  # the accepted ones last, so that they stay
-                places += [(context.shared.candidates, pairs[n]) for n in order]
+                places += [(context.shared.candidates, pairs[n], n in path) for n in order]
                 nodes += [(b, n) for n in order]
             context.learn(new)
             if row in state.finished:

@@ -19,7 +19,7 @@ from rich.table import Table
 from visspec import tree as trees
 from visspec.api import loading, requests, sources
 from visspec.api.accelerate import Accelerated, accelerate, default_drafter
-from visspec.api.captions import PROMPT, prepare
+from visspec.api.captions import PROMPT, default_prompt, prepare
 from visspec.cli import bench, bench_data
 from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
 from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, measured_on, readable, table
@@ -109,13 +109,14 @@ def bench_caption(
     Returns:
         The JSON object of docs/evaluate.md, which is that of the first drafter; of several, `rows` has one each.
     """
-    asked = [arguments.prompt or PROMPT] * len(images) if data is None else [prompt.text for prompt in data]
+    request = arguments.prompt or (default_prompt(arguments.model) if arguments.model else PROMPT)
+    asked = [request] * len(images) if data is None else [prompt.text for prompt in data]
     size, seed, base = arguments.batch_size, arguments.seed, arguments.generation
     groups = groups_of(images, size)
     prompts = [(i, prepare(processor, *pair, model)) for i, pair in enumerate(zip(groups, groups_of(asked, size)))]
     grey = [Image.new("RGB", (256, 256), (shade, shade, shade)) for shade in range(64, 256, 64)]
     warm = [
-        (len(prompts) + i, prepare(processor, some, [arguments.prompt or PROMPT] * len(some), model))
+        (len(prompts) + i, prepare(processor, some, [request] * len(some), model))
         for i, some in enumerate(groups_of(warmup or size * grey, size))
     ]
     rule, compiled = arguments.acceptance, arguments.compile
