@@ -7,7 +7,8 @@ All arms decode the same held-out prompts, prompt by prompt in alternating order
 """
 
 import argparse
-import time
+import copy
+from functools import partial
 from pathlib import Path
 
 import economize
@@ -20,6 +21,7 @@ from visspec.api.captions import prepare
 from visspec.cli import bench_text
 from visspec.cli.bench import CaptionArm, StockCaptionArm, trim_rows
 from visspec.eval.bench import paired
+from visspec.eval.bench.clock import seconds_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "real" / "smollm2"
 
@@ -28,17 +30,16 @@ class Economize:
     """Prompt lookup of `economize`, up to so many tokens a pass."""
 
     def __init__(self, model, tokens, new):
-        self.model, self.new = economize.apply(model, LookupConfig()), new
+        self.model, self.new, self.config = economize.apply(model, LookupConfig()), new, model.generation_config
         self.decoding = economize.DecodeConfig(cycle_length=tokens + 1)
 
     def __call__(self, prompt):
         ids = prompt[1]["input_ids"][0]
-        start = time.perf_counter()
-        found = self.model.decode(ids, self.new, decoding=self.decoding)
-        seconds = time.perf_counter() - start
-        tokens = torch.as_tensor(found.tokens).reshape(-1).tolist()
-        tokens = tokens[len(ids) :] if tokens[: len(ids)] == ids.tolist() else tokens
-        return paired.ArmRun(seconds, trim_rows(torch.tensor([tokens]), self.model.generation_config))
+        run = partial(self.model.decode, ids, self.new, decoding=self.decoding, stop=self.config.eos_token_id)
+        seconds, found = seconds_of(run)
+        tokens = torch.as_tensor(found.tokens).reshape(1, -1)
+        same = tokens[0, : len(ids)].tolist() == ids.tolist()
+        return paired.ArmRun(seconds, trim_rows(tokens[:, len(ids) :] if same else tokens, self.config))
 
 
 def spread(prompts, count):
@@ -59,7 +60,7 @@ def main():
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    model, other = (AutoModelForCausalLM.from_pretrained(FOLDER, dtype=asked.dtype).eval() for _ in range(2))
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=asked.dtype).eval()
     prompts = spread(bench_text.read_prompts(None), asked.count)
     warm = spread(bench_text.read_prompts(None, "train"), 5)
     inputs = [(i, prepare(tokenizer, [[]], prompt.text, model)) for i, prompt in enumerate([*prompts, *warm])]
@@ -67,7 +68,7 @@ def main():
     arms = {"generate": StockCaptionArm(model, base, 0)}
     for tokens in (3, 10):
         arms[f"prompt lookup, {tokens}"] = StockCaptionArm(model, base | {"prompt_lookup_num_tokens": tokens}, 0)
-        arms[f"economize lookup, {tokens}"] = Economize(other, tokens, asked.new)
+        arms[f"economize lookup, {tokens}"] = Economize(copy.deepcopy(model), tokens, asked.new)
     arms["visspec, no drafter"] = CaptionArm(visspec.accelerate(model, None), base, 0)
     arms["visspec"] = CaptionArm(visspec.accelerate(model), base, 0)
     runs, failures = paired.interleave(arms, inputs[: len(prompts)], inputs[len(prompts) :], "peers")
