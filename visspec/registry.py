@@ -27,6 +27,7 @@ from visspec.presets import PRESETS, RECIPES, Preset, Recipe, read_preset
 from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
+DRAFTER = "drafter"  # the folder of a model's own drafter, in the model's
 KINDS = {"drafter": "drafters", "rule": "rules", "length": "lengths", "order": "orders", "family": "families",
          "layout": "layouts", "preset": "presets", "recipe": "recipes", "model": "models"}  # fmt: skip
 ARGUMENTS = {"rule": "acceptance", "recipe": "preset"}  # the argument that takes a name, where it is not the kind
@@ -288,7 +289,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
 def own_drafter(model: ConfiguredModel) -> Path | None:
     """The folder `drafter` in that of a model; None where there is none."""
     where = getattr(model.config, "_name_or_path", "")
-    return own if where and (own := Path(where) / "drafter").is_dir() else None
+    return own if where and (own := Path(where) / DRAFTER).is_dir() else None
 
 
 def drafter_class(name: str) -> Any:

@@ -10,7 +10,6 @@ Shapes: B rows, C context elements of a pass, K block, S slots, F features, V vo
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ from visspec.models.block.fused_pass import BlockPass, foldable, stamp
 from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import describe
 from visspec.models.drafting import published_config
-from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.models.drafting.checkpoint import write_provenance
 from visspec.models.drafting.memory import PendingInputs, accepted_nodes, prompt_first
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.layers import depth, over_vocabulary
@@ -132,7 +131,7 @@ class BlockModel(StructuredDrafter):
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any]) -> None:
         """Write the published form that holds this drafter, with provenance.json beside it."""
         export.write(self, folder, export.form_for(self))
-        (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
+        write_provenance(folder, provenance)
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
         """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""

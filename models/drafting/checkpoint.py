@@ -190,7 +190,12 @@ def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torc
     """Save a network; `dtype`: of the stored weights (default: unchanged)."""
     tensors = {k: v.to(dtype or v.dtype) for k, v in head.state_dict().items()}
     write_folder(folder, tensors, {"kind": head.kind, **head.config.to_dict()})
-    (Path(folder) / PROVENANCE).write_text(json.dumps(provenance, indent=2, default=str) + "\n")
+    write_provenance(folder, provenance)
+
+
+def write_provenance(folder: str | Path, record: dict[str, Any]) -> None:
+    """Write provenance.json into the folder of a drafter."""
+    (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
 def check_target(config: object, **found: Any) -> None:

@@ -20,7 +20,6 @@ Shapes: B rows, N nodes, M accepted nodes, V vocabulary, K candidates.
 from __future__ import annotations
 
 import heapq
-import json
 import threading
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +37,7 @@ from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.io.checkpoint import check_folder, read_tensors, write_folder
 from visspec.models.decoder.target import vocabulary
-from visspec.models.drafting.checkpoint import PROVENANCE
+from visspec.models.drafting.checkpoint import write_provenance
 from visspec.models.lookup.text_index import LENGTHS, MATCHES, Pointer, TextIndex
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -310,7 +309,7 @@ class ContextDrafter(Drafter):
         write_folder(
             folder, {"successors": table_VK.to(kind)}, {"kind": "context", "target": record.get("target_sizes", {})}
         )
-        (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
+        write_provenance(folder, record)
 
     def start(self, state: State, scores: Scores) -> None:
         shared = self.shared and (state.noise is None or not state.noise.samples)

@@ -1,4 +1,4 @@
-"""What a model ranks highest after each id of its vocabulary: what `context` drafts from before it knows better.
+"""A table of the ids that a model ranks highest after each id of its vocabulary, for the drafter `context`.
 
 Nothing is trained and no data is read. The ids are the nodes of one wide level below the end of a prompt, so the table
 of a vocabulary takes one pass for `NODES` ids.

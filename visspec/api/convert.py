@@ -20,8 +20,8 @@ from visspec.models.chameleon.layout import write_with_codec
 from visspec.models.eagle.lantern import family_of_layout
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.text_features import T5Features
+from visspec.registry import DRAFTER
 
-DRAFTER = "drafter"  # the folder of a model's own trained drafter, in the model's
 TEXT = "google/flan-t5-xl"  # of LlamaGen and Infinity
 
 

@@ -20,10 +20,10 @@ from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
 from visspec.models.codecs.vqgan import CODEC
 from visspec.models.drafting.checkpoint import PROVENANCE
-from visspec.registry import DrafterSpec
+from visspec.registry import DRAFTER, DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
 
-FILE, DRAFTER = "visspec.json", "drafter"  # and the folder of a drafter's weights
+FILE = "visspec.json"
 ENTRIES = ("drafter", "acceptance", "order", "levels", "parts")
 DEEPEST = 4096  # levels that a file may ask for
 Component = DrafterSpec | Acceptance | Order

@@ -20,7 +20,7 @@ class Options(HardwareOptions):
         "for a drafter of image codes: a file with a prompt on each line (an included model's own prompts)", None
     )
     answers: Literal["target", "own"] = option(
-        "target: it answers the prompts itself, as a drafter has to guess what the target says ; own: the"
+        "target: it answers the prompts itself, as a drafter has to guess what the target says; own: the"
         " target reads the answers of the data",
         "target",
     )

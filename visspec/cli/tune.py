@@ -99,11 +99,8 @@ def tune(
     """Measure all rows on the first half of (image, prompt) pairs, the best on the second, and choose. Returns the JSON
     object of docs/evaluate.md.
     """
-    half, request, rule = (
-        len(images) // 2,
-        arguments.prompt or default_prompt(str(model.name_or_path)),
-        arguments.acceptance,
-    )
+    half, rule = len(images) // 2, arguments.acceptance
+    request = arguments.prompt or default_prompt(str(model.name_or_path))
     specs, lengths = candidates(drafters, model), sorted(set(arguments.lengths))
 
     def batches(some: Sequence[tuple], size: int) -> list[dict[str, Any]]:
