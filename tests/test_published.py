@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
 
 import visspec
 from tests.doubles import one_sentence
@@ -20,8 +20,7 @@ from tests.published import Watched, Weights, begun, dflash_hidden, eagle_logits
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
-from tests.test_targets import OTHERS
-from tests.tiny import llama, model_of, prompt, qwen3, shapes, single_row
+from tests.tiny import TEXT, built, llama, model_of, prompt, qwen3, shapes, single_row
 from visspec import registry
 from visspec.api.train_drafter import request_of
 from visspec.distributions import draw
@@ -1102,7 +1101,12 @@ def test_an_eagle_3_head_for_a_text_target_of_some_depth(tmp_path, layout, more,
         registry.drafter(str(saved(tmp_path / "other", several, tensors)), model)
 
 
-@pytest.mark.parametrize("make_model", [qwen3, OTHERS["gpt-oss"]])
+def gpt_oss():
+    sizes = {**TEXT, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return built(GptOssForCausalLM, GptOssConfig(**sizes), attention="eager")
+
+
+@pytest.mark.parametrize("make_model", [qwen3, gpt_oss])
 def test_ids_of_nvidia_count_boundaries_of_layers(tmp_path, make_model):
     """Of n layers, n is what the last one gives before the final norm; `eagle_config` may say `norm_before_fc`."""
     model, inputs = make_model(), prompt("llama", shapes("llama")["ragged"])
