@@ -17,7 +17,7 @@ from visspec.models.mar.parallel import ParallelMAR
 SMALL = {  # an autoencoder
     "block_out_channels": (8, 8, 8, 8), "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4, "layers_per_block": 1, "latent_channels": 8, "norm_num_groups": 4,
-    "mid_block_add_attention": False, "sample_size": 64, "scaling_factor": 1.0,
+    "mid_block_add_attention": False, "sample_size": 32, "scaling_factor": 1.0,
 }  # fmt: skip
 TINY = {"width": 16, "depth": 1, "heads": 2, "head_width": 16, "head_depth": 1, "buffer": 2, "denoising_steps": 4}
 PROMPTS = ["a photo of a pig", "a photo of a penguin on a cloudy blue ground"]
@@ -26,7 +26,7 @@ PROMPTS = ["a photo of a pig", "a photo of a penguin on a cloudy blue ground"]
 def fresh(autoencoder=None, seed=0, **sizes):
     torch.manual_seed(seed)
     labels = MARImageConfig.from_pretrained(included_folder("painter-mar")).labels
-    network = TINY | {"size": 8, "tokens": 64, "classes": len(labels)} | sizes
+    network = TINY | {"size": 8, "tokens": 16, "classes": len(labels)} | sizes
     steps = network.pop("denoising_steps")
     model = MARImageModel(MARImageConfig(network, labels, "velocity", steps, autoencoder)).eval()
     for parameter in model.mar.head.parameters():
@@ -53,20 +53,15 @@ def test_prompts_are_names_of_classes(pipe):
     pig = labels.index(PROMPTS[0])
     out = pipe([PROMPTS[0], str(pig)], seed=[3, 3])
     torch.testing.assert_close(out.tokens[0], out.tokens[1], atol=1e-4, rtol=1e-4)
-    assert out.images[0].size == (64, 64)
+    assert out.images[0].size == (32, 32)
     assert pipe.family.default_guidance == 2.0 and len(labels) == 156
     for text in ("a photo of a dog", "156", ""):
         with one_sentence(r"^prompt: got .*expected"):
             pipe(text)
 
 
-def test_the_schedule_of_a_painter(pipe):
-    plan = pipe.model.schedule()
-    assert plan.predicts == "velocity" and len(plan.steps) == 4 and plan.steps.noisy and not plan.steps.fixed
-
-
 def test_a_drafter_drafts_and_its_head_is_counted(pipe, written):
-    drafter = SmallMAR.from_pretrained(written / "drafter", pipe.model, wait=8)
+    drafter = SmallMAR.from_pretrained(written / "drafter", pipe.model, wait=4)
     out = pipe(PROMPTS, seed=[1, 2], drafter=drafter, output_type="latent")
     stats, trace = out.stats[0], out.traces[0]
     drafted = sum(r.levels for r in trace.rounds)
@@ -76,7 +71,7 @@ def test_a_drafter_drafts_and_its_head_is_counted(pipe, written):
 
 @pytest.mark.parametrize("sizes,message", [
     ({"denoising_steps": 3}, "got 3 denoising steps, expected 4"),
-    ({"size": 4}, "got 64 tokens of 4 numbers and 156 classes, expected the target's 64 of 8 and 156"),
+    ({"size": 4}, "got 16 tokens of 4 numbers and 156 classes, expected the target's 16 of 8 and 156"),
 ])  # fmt: skip
 def test_a_drafter_of_another_kind_is_refused_before_work_starts(pipe, sizes, message):
     other = SmallMAR(LabelledMARImages(fresh(**sizes)))
@@ -97,10 +92,10 @@ def test_presets_have_the_drafter_of_the_painter(pipe):
 
 def test_as_many_passes_as_tokens_are_plain_decoding(pipe):
     plain = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1")
-    seen, order = [], ParallelMAR(64)
+    seen, order = [], ParallelMAR(16)
     watch = {"callback_on_step_end": lambda pipe, step, *rest: seen.append(step) or {}}
     out = pipe(PROMPTS, seed=[1, 2], acceptance="coupled:window=1", order=order, **watch)
-    assert len(seen) == 64
+    assert len(seen) == 16
     for one, two in zip(plain.tokens, out.tokens):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
     assert out.traces[0].calls == plain.traces[0].calls
@@ -114,22 +109,15 @@ def test_fewer_passes_in_the_bench(pipe):
     rows = {row["name"]: row for row in record["rows"]}
     assert record["stock"] is None and not record["failures"]
     four = rows["four"]
-    assert four["trunk_passes"] == 4 / 64 and four["head_calls"] == 4 * 4 / 64 and four["guarantee"] == "approximate"
+    assert four["trunk_passes"] == 4 / 16 and four["head_calls"] == 4 * 4 / 16 and four["guarantee"] == "approximate"
     assert rows["plain"]["head_calls"] == 4 and rows["two steps"]["head_calls"] == 2
 
 
 def test_what_can_not_be_drawn_in_fewer_passes_is_refused(pipe):
     with pytest.raises(ValueError, match="iterations: got 0"):
         ParallelMAR(0)
-    with pytest.raises(ValueError, match=r"iterations: got 65, expected 1\.\.64"):
-        pipe(PROMPTS[0], order=ParallelMAR(65))
+    with pytest.raises(ValueError, match=r"iterations: got 17, expected 1\.\.16"):
+        pipe(PROMPTS[0], order=ParallelMAR(17))
     drafter = SmallMAR(LabelledMARImages(fresh()))
     with pytest.raises(ValueError, match="drafter: got one beside the order parallel"):
         pipe(PROMPTS[0], order=ParallelMAR(4), drafter=drafter)
-    with pytest.raises(ValueError, match="order: got RejectedRegions, which is of Categorical distributions"):
-        pipe(PROMPTS[0], order="islands")
-
-
-def test_a_configuration_has_defaults():
-    """As transformers makes one without arguments."""
-    assert MARImageConfig().labels[:2] == ["0", "1"]

@@ -32,11 +32,11 @@ def drawn(pipe, prompts=PROMPTS, seed=0, **options):
 
 def test_defaults_and_shapes(pipe):
     out = pipe(PROMPTS[:2], seed=3)
-    assert (pipe.drafter, pipe.acceptance) == ("none", "coupled") and out.images[0].size == (64, 64)
-    assert out.tokens[0].shape == (64, 8) and out.maps[0].shape == out.passes[0].shape == (8, 8)
+    assert (pipe.drafter, pipe.acceptance) == ("none", "coupled") and out.images[0].size == (32, 32)
+    assert out.tokens[0].shape == (16, 8) and out.maps[0].shape == out.passes[0].shape == (4, 4)
     assert out.stats[0].guarantee == "exact for the declared target"
     latent = pipe(PROMPTS[0], seed=3, output_type="latent").images[0]
-    assert latent.shape == (8, 8, 8)
+    assert latent.shape == (4, 4, 8)
     torch.testing.assert_close(latent[0, :4], out.tokens[0][:4], atol=1e-4, rtol=1e-4)
     assert np.array(out.images[0]).std() > 0
 
@@ -65,9 +65,9 @@ def test_its_own_drafts_are_kept(pipe):
 
 def test_calls_are_counted(pipe, drafter):
     out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=1")
-    assert out.traces[0].calls == {"head": 64 * 4}
+    assert out.traces[0].calls == {"head": 16 * 4}
     out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=4")
-    assert 64 <= out.traces[0].calls["head"] < 64 * 4
+    assert 16 <= out.traces[0].calls["head"] < 16 * 4
     out = drawn(pipe, PROMPTS[:1], drafter=drafter)
     chains, rest = divmod(out.traces[0].calls["draft_head"], 4)
     assert chains > 0 and rest == 0 and out.traces[0].calls["head"] > 0
@@ -93,7 +93,7 @@ def test_callbacks_see_vectors(pipe):
 
     names = ["latents", "tokens"]
     drawn(pipe, PROMPTS[:1], callback_on_step_end=watch, callback_on_step_end_tensor_inputs=names)
-    assert seen[0].shape == (1, 8, 8, 8) and bool(seen[0].isnan().any()) and bool(seen[-1].isfinite().all())
+    assert seen[0].shape == (1, 4, 4, 8) and bool(seen[0].isnan().any()) and bool(seen[-1].isfinite().all())
 
 
 @pytest.mark.parametrize("options,message", [
@@ -107,7 +107,7 @@ def test_callbacks_see_vectors(pipe):
     ({"order": "islands"}, "order: got RejectedRegions"),
     ({"acceptance": "coupled:window=0"}, "window: got 0"),
     ({"acceptance": "surrogate:tries=0"}, "tries: got 0"),
-    ({"height": 32}, "height, width: got 32"),
+    ({"height": 64}, "height, width: got 64"),
 ])  # fmt: skip
 def test_what_can_not_be_is_refused_before_work_starts(pipe, options, message, monkeypatch):
     monkeypatch.setattr(pipe.model.mar, "forward", None)
@@ -160,7 +160,7 @@ def test_schedules_that_do_not_fit_are_refused():
 def test_a_head_of_fewer_steps_is_another_pipeline(pipe):
     fewer = pipe.with_parts({"denoising_steps": 2})
     out = drawn(fewer, PROMPTS[:1], acceptance="coupled:window=1")
-    assert out.traces[0].calls == {"head": 64 * 2} and len(pipe.family.steps) == 4
+    assert out.traces[0].calls == {"head": 16 * 2} and len(pipe.family.steps) == 4
     for count in (1, 1001):
         with pytest.raises(ValueError, match=rf"^steps: got {count}, expected 2\.\.1000"):
             ImagePipeline(pipe.model, None, parts={"denoising_steps": count})
