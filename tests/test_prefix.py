@@ -86,8 +86,9 @@ def plain(name, **options):
     return [quick.run(**entry, **options).state.tokens[0] for entry in questions(name)]
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(
+    "name, kind", [("llava", kind) for kind in DRAFTERS] + [("qwen2_5_vl", k) for k in ("feature", "tree", "seeing")]
+)
 def test_with_every_drafter_rounds_are_those_of_a_fresh_prefill(name, kind):
     """Greedy and sampled."""
     quick, entries = fast(name, DRAFTERS[kind](name)), questions(name)

@@ -87,8 +87,7 @@ def by_turns(family, drafter, **options):
     return fast, seen
 
 
-@pytest.mark.parametrize("family", ["llama", "llava"])
-@pytest.mark.parametrize("value", ["eagle2", "opt", "eagle"])
+@pytest.mark.parametrize(("value", "family"), [("eagle2", "llama"), ("opt", "llava"), ("eagle", "llava")])
 def test_tokens_depend_on_no_structure_that_a_round_chooses(value, family, ranks):
     """Chains where they are asked for, no more nodes than a structure has, and the tokens of plain decoding."""
     drafter = shaped(family, *VALUES[value], ranks)
