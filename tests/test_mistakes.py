@@ -119,7 +119,7 @@ def test_a_package_that_is_missing_is_a_sentence(line, folder, capsys, monkeypat
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])
-def test_a_command_without_its_command_shows_help(argv, capsys):
+def test_bare_command_shows_help(argv, capsys):
     assert main(argv) == 0
     assert capsys.readouterr().out.startswith("usage: visspec")
 

@@ -56,7 +56,8 @@ REFUSED = {  # before any prompt
     "MllamaForConditionalGeneration": "wrote keys and values in 1 of 2 layers (not in layer 1)",
 }
 COVERED = {"Gemma2ForCausalLM", "Qwen2ForCausalLM", "Qwen2VLForConditionalGeneration"}  # by `test_contract`
-COVERED |= {"Glm4vForConditionalGeneration"}  # by Qwen2-VL
+COVERED |= {"LlamaForCausalLM", "Glm4vForConditionalGeneration"}  # the latter by Qwen2-VL
+COVERED |= {"Blip2ForConditionalGeneration"}  # by InstructBLIP
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -89,7 +90,7 @@ def test_every_class_has_a_row():
     assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == set(sweep.generating())
 
 
-def test_the_table_has_no_wrong_tokens_and_no_stray_errors():
+def test_table_has_no_wrong_tokens():
     for outcome in ("WRONG", "traceback"):
         assert f"| {outcome} | 0 | 0 |" in PAGE
 

@@ -8,13 +8,11 @@ import torch
 
 import visspec
 from tests import tiny_images
-from tests.doubles import Double, chain_of, one_sentence
+from tests.doubles import Careless, Double, chain_of, one_sentence
 from tests.tiny import model_of, prompt, shapes
 from visspec import registry, testing
-from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
 from visspec.cli.main import main
-from visspec.distributions import draw
 from visspec.models.lookup.context import ContextDrafter
 from visspec.types import RuleTraits
 
@@ -84,7 +82,7 @@ def tables(monkeypatch):
     monkeypatch.setattr(registry, "_added", set())
 
 
-def test_a_registered_drafter_is_taken_by_name_listed_and_saved(tables, tmp_path, capsys):
+def test_registered_drafter(tables, tmp_path, capsys):
     visspec.register("drafter", "bigram", Bigram)
     visspec.register("drafter", "bigram", Bigram)  # a cell of a notebook that runs again
     fast = testing.check_drafter("bigram", model_of("llama"), prompt("llama", shapes("llama")["one"]))
@@ -107,15 +105,6 @@ def test_what_cannot_be_registered(tables, arguments, said):
 # --- contracts that are broken ----------------------------------------------------------------------------------------
 
 
-class Careless(Rejection):
-    """Draws from p after a rejection, not from the residual."""
-
-    def __call__(self, draft, scores, noise):
-        verdict = super().__call__(draft, scores, noise)
-        again = draw(scores.distribution.p[:, 0], noise.window(1)[:, 0, 0])
-        return type(verdict)(verdict.path, verdict.length, torch.where(verdict.length == 2, verdict.next, again))
-
-
 class Understated(Typical):
     """Measures half of its drift."""
 
@@ -128,7 +117,7 @@ class Boasting(Typical):
     traits = RuleTraits("exact", judges_draws=True)
 
 
-def test_the_contract_of_a_rule_holds_and_can_fail():
+def test_rule_contract():
     for name in ("exact", "rejection", "block", "typical", "typical:epsilon=0.3,delta=0.8", "cool"):
         testing.check_rule(name, pairs=2)
     for rule in (Careless(), Understated(0.3, 0.8), Boasting(0.3, 0.8)):
@@ -185,7 +174,7 @@ def test_a_preset_of_a_pipeline_and_of_a_call(tmp_path):
 # --- the list ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_list_is_short_and_has_each_name_once(capsys):
+def test_list_is_short(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
@@ -197,7 +186,7 @@ def test_the_list_is_short_and_has_each_name_once(capsys):
         assert kind == "family" or not any(name and name in " ".join(lines) for name in classes)
 
 
-def test_the_list_as_json_has_options_with_types_and_defaults(capsys):
+def test_list_json(capsys):
     assert main(["list", "--json"]) == 0
     rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
     assert rows["rule", "lantern"]["options"] == {

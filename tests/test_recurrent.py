@@ -204,7 +204,7 @@ def test_states_are_those_of_the_accepted_tokens():
             torch.testing.assert_close(layer.conv_states[0][b], cache.layers[i].conv_states[0][0])
 
 
-def test_what_recurrent_targets_do_not_do_is_refused():
+def test_recurrent_refusals():
     model = model_of("qwen3_5")
     fast = visspec.accelerate(model)
     assert fast.name == "context" and not fast.drafter.traits.trees

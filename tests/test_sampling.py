@@ -126,7 +126,7 @@ class Grammar(LogitsProcessor):
 
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
-def test_processors_are_not_asked_about_ids_that_they_ban(do_sample):
+def test_banned_ids_not_asked(do_sample):
     inputs = prompt("llava", shapes("llava")["ragged"])
     length, seeded = inputs["input_ids"].shape[1], {"seed": 3} if do_sample else {}
 
@@ -146,7 +146,7 @@ def test_processors_are_not_asked_about_ids_that_they_ban(do_sample):
         assert tokens == expected and (tau > 1.3 or isinstance(drafter, Hostile))
 
 
-def test_common_processors_are_called_once_a_round(monkeypatch):
+def test_common_processors_once_a_round(monkeypatch):
     """Those of transformers that read nothing but the ids of a prefix as a set: for all nodes of a row, in one call."""
     kind, calls = transformers.RepetitionPenaltyLogitsProcessor, []
     call = kind.__call__
@@ -213,7 +213,7 @@ def test_seeds():
         sample(seed=[1, 2])
 
 
-def test_global_seed_is_repeatable_with_and_without_drafts():
+def test_global_seed():
     inputs = prompt("llava", shapes("llava")["one"])
     found = []
     for drafter in (None, "ngram", Hostile()):
@@ -253,7 +253,7 @@ def test_warp_equals_transformers(monkeypatch):
     assert torch.equal(warp(logits, Sampling()), logits)
 
 
-def test_noise_of_a_level_is_that_of_its_position():
+def test_noise_by_position():
     noise = Gumbel([torch.Generator().manual_seed(seed) for seed in (1, 2)], 5)
     ahead, logits = noise.window(20), torch.randn(2, 3, 4)
     for level in (0, 3, 17):
@@ -265,7 +265,7 @@ def test_noise_of_a_level_is_that_of_its_position():
 
 
 @pytest.mark.parametrize("noise", [Uniform, Gumbel])
-def test_numbers_of_a_drafter_are_not_those_of_a_rule(noise):
+def test_drafter_numbers_apart(noise):
     """A rule with uniform numbers skips the seed of the drafter's; numbers that are indexed by position stay."""
     own = torch.Generator().manual_seed(3)
     made = noise([own], 4)
@@ -290,6 +290,6 @@ def test_draw_and_residual():
     [{"temperature": -1.0}, {"temperature": 1e-46}, {"top_k": -1}, {"top_p": 1.5}, {"guidance": float("inf")}],
     ids=str,
 )
-def test_a_sampling_that_is_none_names_its_option(option):
+def test_bad_sampling(option):
     with pytest.raises(ValueError, match=rf"^{next(iter(option))}: got .*, expected "):
         Sampling(**option)

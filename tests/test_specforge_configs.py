@@ -194,7 +194,7 @@ def test_a_configuration_is_read_and_drafts(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_target_that_another_stands_in_for_is_refused_itself(name):
+def test_stand_in_targets_refused(name):
     kind = getattr(tf, REFUSED[name])
     with torch.device("meta"), pytest.raises(ValueError, match="expected full or sliding attention"):
         describe(kind._from_config(sweep.tiny_config(kind)))

@@ -55,7 +55,7 @@ def test_capabilities(name):
     assert (IMAGE in found.never_drafted) == (name in VISUAL) and (VIDEO in found.never_drafted) == (name in VIDEOS)
 
 
-def test_prompts_that_end_in_a_picture_are_refused():
+def test_prompt_ending_in_picture():
     inputs = prompt("qwen2_vl", ["5 i 3"])
     end = int((inputs["input_ids"][0] == IMAGE).nonzero()[-1])
     whole = {
@@ -133,7 +133,7 @@ def test_a_cache_by_another_versions_name(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_for_a_device_begins_where_wide_loads_may(dtype):
+def test_mask_alignment(dtype):
     """A view into the shared buffer has any address; SDPA chooses wide loads by the strides alone."""
     buffer = torch.randn(1, 1, 5, 32).to(dtype)
     for first in range(1, 16):
@@ -146,15 +146,6 @@ def test_a_mask_for_a_device_begins_where_wide_loads_may(dtype):
 def test_windows_count_along_the_path():
     tree = static((-1, 0, 0, 1, 3))  # depths 0 1 1 2 3
     seen = nearby(tree.depth, [10], 15, window=4)[0]
-    assert seen[0].nonzero()[:, 0].tolist() == [
-        7,
-        8,
-        9,
-        10,
-        11,
-        12,
-        13,
-        14,
-    ]  # the draft's own part is the tree's matter
+    assert seen[0].nonzero()[:, 0].tolist() == [*range(7, 15)]  # the draft's own part is the tree's matter
     assert seen[4].tolist()[:10] == [False] * 10 and seen[4].tolist()[10:] == [True] * 5
     assert seen[3].tolist()[:10] == [False] * 9 + [True]
