@@ -74,7 +74,7 @@ def test_what_requests_share_is_bounded(monkeypatch):
     shared, memory = Shared(), Memory([])
     for n in range(50):
         shared.add([n, n + 1, n + 2])
-        memory.send([(shared.candidates, (n, n + 1), True)], torch.zeros(1, 4))
+        memory.send([(shared.candidates, (n, n + 1), True)], *torch.zeros(1, 4).topk(4))
         memory.receive()
         assert len(shared.answers.ids) <= 104 and len(shared.candidates) <= 22
 
@@ -116,11 +116,11 @@ def test_rates_are_learned_from_proposals_that_were_not_drafted():
 
 def test_candidates_are_kept_by_pair_and_by_token():
     memory, candidates = Memory([]), {}
-    memory.send([(candidates, (1, 2), True)], torch.tensor([[0.0, 3.0, 2.0, float("-inf")]]))
+    memory.send([(candidates, (1, 2), True)], *torch.tensor([[0.0, 3.0, 2.0, float("-inf")]]).topk(4))
     memory.receive()
     assert candidates == {(1, 2): [1, 2, 0], 2: [1, 2, 0]}
     places = [(candidates, (1, 2), False), (candidates, (4, 2), False)]
-    memory.send(places, torch.tensor([[9.0, 3.0, 2.0, float("-inf")], [0.0, 3.0, 9.0, float("-inf")]]))
+    memory.send(places, *torch.tensor([[9.0, 3.0, 2.0, float("-inf")], [0.0, 3.0, 9.0, float("-inf")]]).topk(4))
     memory.receive()
     rejected = "they replace no pair that text has shown"
     assert candidates == {(1, 2): [1, 2, 0], (4, 2): [2, 1, 0], 2: [2, 1, 0]}, rejected
@@ -141,19 +141,17 @@ def test_candidates_are_the_targets_own(monkeypatch):
     """Those that are kept for the last tokens of a text, whatever was drafted and rejected before."""
     model, inputs, sent = model_of("llama"), {"input_ids": torch.arange(5, 25)[None]}, []
     send = Memory.send
-    monkeypatch.setattr(
-        Memory, "send", lambda self, places, logits: (sent.append((places, logits)), send(self, places, logits))
-    )
+    monkeypatch.setattr(Memory, "send", lambda self, *given: (sent.append(given[:2]), send(self, *given)))
     fast = visspec.accelerate(model, ContextDrafter(nodes=6), length="fixed")
     ids = fast.generate(**inputs, max_new_tokens=24)
     with torch.no_grad():
         plain = model(ids).logits[0]
     start, checked = inputs["input_ids"].shape[1], 0
-    for (places, logits), done in zip(sent, fast.last_state.trace.rounds):
+    for (places, values), done in zip(sent, fast.last_state.trace.rounds):
         n = done.committed[0]  # the root and the accepted nodes come last
         want = plain[start : start + n]
         assert [pair[1] for _, pair, accepted in places[-n:] if accepted] == ids[0, start : start + n].tolist()
-        assert torch.allclose(logits[-n:], want, atol=1e-4)
+        assert torch.allclose(values[-n:], want.topk(values.shape[1]).values, atol=1e-4)
         start, checked = start + n, checked + n
     assert checked > 12 and any(
         len(places) > done.committed[0] for (places, _), done in zip(sent, fast.last_state.trace.rounds)

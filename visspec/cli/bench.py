@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api.accelerate import Accelerated
-from visspec.api.sources import Record
+from visspec.api.sources import Record, RecordStream
 from visspec.cli.arguments import JsonOption, Positive
 from visspec.eval.bench.clock import seconds_of
 from visspec.eval.bench.paired import ArmRun
@@ -23,6 +23,7 @@ from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
 
+Item = TypeVar("Item")
 Cell = str | Callable[[Mapping[str, Any]], str]  # of a column: a format of a row's fields, "{tau:.2f}", or a function
 
 
@@ -48,6 +49,14 @@ class ScenesOptions(BenchOptions):
     world: str | None = option(
         "of the scenes; default: the one whose words the model knows", None, choices=[*included.table().worlds]
     )
+
+    def check_scenes(self, model: str | None, instead: str) -> None:
+        """Raises ValueError for a model that is not included, unless it is to be measured on a world's scenes."""
+        if self.world is None and model is not None and not included.is_included(model):
+            raise ValueError(
+                f"{instead}: got none for {model}. Pass {instead} of yours: the rendered scenes are for included"
+                " models (--world measures on them all the same)."
+            )
 
     def scenes(self, processor: ProcessorMixin, use: str = "captions") -> included.World:
         return included.scenes(self.world, processor, use)
@@ -107,14 +116,25 @@ def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
     return [row[: stop + 1] for row, stop in zip(new.tolist(), stops)]
 
 
-def readable(records: Iterable[Record]) -> Iterator[tuple[Any, str | None]]:
-    """Images and prompts of records; one that can't be read is named on stderr and skipped."""
-    for record in records:
+def in_turns(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item]:
+    """The items in turns of their categories, so that the first ones are of all."""
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        found.setdefault(category(item), []).append(item)
+    turns = [(place, item) for group in found.values() for place, item in enumerate(group)]
+    return [item for _, item in sorted(turns, key=lambda turn: turn[0])]
+
+
+def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
+    """Images of records, in turns of their categories where their number is known; one that can't be read is named on
+    stderr and skipped.
+    """
+    for record in records if records.total is None else in_turns(records, lambda one: one.category):
         try:
             if record.error is not None:
                 raise ValueError(record.error)
             read = read_image(record.image, record.id, MAX_PIXELS) if isinstance(record.image, bytes) else None
-            yield read or open_image(record.image, MAX_PIXELS), record.prompt
+            yield read or open_image(record.image, MAX_PIXELS), record
         except (ValueError, OSError) as error:
             print(f"visspec: {error}", file=sys.stderr)
 

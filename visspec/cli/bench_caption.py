@@ -66,6 +66,9 @@ def run(arguments: Options) -> None:
     if arguments.data and (arguments.batch_size > 1 or arguments.prompt or arguments.images):
         got = "--prompt" if arguments.prompt else "--images" if arguments.images else "--batch-size above 1"
         raise ValueError(f"data: got {got} beside it, expected prompts of the file, one by one")
+    model, remote = arguments.model, arguments.trust_remote_code
+    if model and not (arguments.data or arguments.images or loading.is_text_model(model, remote)):
+        arguments.check_scenes(model, "--images")
     most = arguments.count + WARMUP * arguments.batch_size
     data = bench_data.read(arguments.data, arguments.count) if arguments.data else None
     found = sources.records(arguments.images) if arguments.images and data is None else None
@@ -76,7 +79,10 @@ def run(arguments: Options) -> None:
     if data is not None:
         images = [[*map(open_image, prompt.images)] for prompt in data]
     elif found is not None:
-        images = [image for image, _ in islice(readable(found), most)]
+        items = list(islice(readable(found), most))
+        images = [image for image, _ in items]
+        request = arguments.prompt or default_prompt(arguments.model or included.text_model())
+        data = [Prompt(record.category, record.prompt or request, []) for _, record in items[: arguments.count]]
     else:
         scenes = arguments.scenes(processor)
         images = scenes.images(max(min(most, len(scenes.rows)), arguments.count))
@@ -104,7 +110,7 @@ def bench_caption(
     Args:
         assistant: A smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
         warmup: Images that warm up and are not measured. Without any, grey ones do.
-        data: A prompt for each image, which is then a list of images; the record has its categories.
+        data: A prompt for each image, or for each list of images; the record has its categories.
 
     Returns:
         The JSON object of docs/evaluate.md, which is that of the first drafter; of several, `rows` has one each.
@@ -132,12 +138,12 @@ def bench_caption(
             row["speedup_over_compiled"] = row["baselines"]["transformers_compiled"]["ours_is_faster_by"]
             row |= bench.compilations(fast.setup)
         row["equality"] = equality_tiers(fast, prompts, runs, base, model.dtype, names[spec])
-        if data is not None:
+        if data is not None and size == 1 and any(prompt.category for prompt in data):
             row["categories"] = categories(runs, data, arguments.temperature > 0, names[spec])
         rows.append(row)
     record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
     record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
-    if data is not None:
+    if "categories" in record:
         record["turns_left_out"] = sum(prompt.later for prompt in data)
     if arguments.stream:
         fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)

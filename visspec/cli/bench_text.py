@@ -14,7 +14,7 @@ from visspec.api import loading
 from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import prepare
 from visspec.cli.arguments import HardwareOptions, Positive, SamplingOptions
-from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, measured_on, table
+from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, in_turns, measured_on, table
 from visspec.eval.bench import paired as speed
 from visspec.io.options import option
 
@@ -43,7 +43,8 @@ class TextPrompt(NamedTuple):
 class Options(BenchOptions, SamplingOptions, HardwareOptions):
     model: str = option("folder or hub id of a text model")
     prompts: Path | None = option(
-        "a prompt a line, or JSON lines with `prompt` and `kind` (default: 48 held-out prompts of ten kinds)", None
+        "a prompt a line, or JSON lines of {prompt, kind or category} (default: 48 held-out prompts of ten kinds)",
+        None,
     )
     count: Positive | None = option("how many prompts, at most (default: all)", None)
     drafter: list[str] | None = option(
@@ -53,7 +54,7 @@ class Options(BenchOptions, SamplingOptions, HardwareOptions):
 
 def run(arguments: Options) -> None:
     arguments.begin()
-    prompts = read_prompts(arguments.prompts)[: arguments.count]
+    prompts = in_turns(read_prompts(arguments.prompts), lambda prompt: prompt.kind)[: arguments.count]
     model, tokenizer = loading.load(arguments.model, **arguments.hardware)
     record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or [str(default_drafter(model)[0])])
     title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
@@ -74,7 +75,7 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
             continue
         try:
             row = json.loads(line)
-            text, kind = row["prompt"], str(row.get("kind", ""))
+            text, kind = row["prompt"], str(row.get("kind") or row.get("category") or "")
         except (ValueError, KeyError):
             raise ValueError(f"{path}, line {number}: expected a JSON object with the key 'prompt'.") from None
         if path is not None or row["split"] == split:
