@@ -144,7 +144,8 @@ def run(
 def start(job: Job) -> None:
     """Connect to the Ray of RAY_ADDRESS, or start one. Raises ValueError if it has too little for the workers."""
     ray, there = importlib.import_module("ray"), os.environ.get("RAY_ADDRESS")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_BACKEND_LOG_LEVEL", "fatal")):
+        os.environ.setdefault(name, value)
     importlib.import_module("ray.data")
     warnings.filterwarnings("ignore", "The minimum number of concurrent actors")  # one source gives many groups
     for name in ("ray", "ray.data"):
