@@ -43,7 +43,6 @@ def adapted(model, heads=True):
 
 
 def states_of(model):
-    """A name of each way that adapters may be in use, within which they are."""
     yield from (("first", nullcontext()), ("off", model.disable_adapter()))
     model.set_adapter("second")
     yield "second", nullcontext()
@@ -105,8 +104,6 @@ def test_a_drafter_borrows_the_head_with_its_adapter(kind):
 
 
 def bits(package, make):
-    """A configuration of transformers' that needs a package."""
-
     def made():
         pytest.importorskip(package)
         return make()
@@ -143,7 +140,6 @@ OTHERWISE = {
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory):
-    """The model under a name of the tables, loaded once."""
     where, plain = tmp_path_factory.mktemp("plain"), llama(3, **SIZES)
     plain.save_pretrained(where)
 

@@ -53,7 +53,6 @@ def network(condition="class", side=SIDE, codes=CODES, seed=0):
 
 
 def captions(texts):
-    """Features of words, padded on the right."""
     words = [text.split() for text in texts]
     made = torch.stack([torch.randn(40, 5, 12, generator=torch.Generator().manual_seed(2))[len(w)] for w in words])
     return made, torch.tensor([[i < len(w) for i in range(5)] for w in words])
@@ -83,7 +82,6 @@ def asked(condition, rows, sampling, order=None, known=None, seed=0):
 
 
 def paired_of(made, drafter=None, rule="exact"):
-    """A setup that leaves the order to the request."""
     more = {"order": registry.order("raster"), "length": FixedLength}
     return build_setup(drafter, "", registry.rule(rule), made, lambda traits: made.make_target(traits, False), **more)
 
@@ -157,7 +155,6 @@ def opened(condition, rows, order, ahead=0):
 @torch.no_grad()
 @pytest.mark.parametrize("condition", TEXTS)
 def test_a_tree_is_each_of_its_paths_and_later_laws_skip_what_is_between(condition):
-    """Every law of a pass, the later ones too, is that of a pass of the network over the path alone."""
     order, tree = ORDERS["halton"], trees.static((-1, 0, 0, 1, 1, 2, 3))
     tokens = torch.tensor([[3, 1, 2, 4, 7, 6, 9], [5, 8, 0, 2, 3, 4, 1]])
     target, state, first = opened(condition, [0, 1], order, ahead=3)
@@ -260,8 +257,6 @@ def test_the_law_of_whole_images_is_that_of_plain_decoding(order, levels):
 
 
 class Stale(Ahead):
-    """Keeps the laws of the last draft's root, whatever was accepted."""
-
     def observe(self, state, draft, scores, verdict, outcome):
         state.memory = scores.aux["ahead"][:, 0]
 
@@ -307,7 +302,6 @@ def keeps_on(p, committed, draft):
 
 @pytest.mark.parametrize("rule", ["exact", "rejection"])
 def test_drawn_images_have_the_enumerated_law(rule):
-    """The real loop, noise and all, on thousands of rows."""
     made, rows = family_of(network(side=2, codes=4), None), 2500
     prompt = made.prompt(["3"] * rows, False)
     request = Request(prompt, prompt.ids, 4, Sampling(1.0), grid=(2, 2), order=(3, 0, 2, 1))
@@ -340,7 +334,6 @@ def test_passes_a_code_on_the_toy():
 
 
 def distances(order, columns):
-    """Of each place after the first from the nearest before it."""
     at = torch.tensor([divmod(place, columns) for place in order]).float()
     return [float((at[n] - at[:n]).norm(dim=1).min()) for n in range(1, len(at))]
 
@@ -362,7 +355,6 @@ def test_orders_are_permutations_that_spread(rows, columns):
 
 
 def known_of(*rows):
-    """Known codes (B, T) of rows that are dictionaries."""
     found = torch.full((len(rows), PLACES), FREE)
     for b, row in enumerate(rows):
         for place, code in row.items():

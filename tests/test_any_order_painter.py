@@ -51,7 +51,6 @@ def pipe():
 
 
 def test_seeds_batches_and_drafters(pipe):
-    """An image is that of its seed, whatever stands beside it and whoever drafts."""
     together = pipe(TEXTS, num_images_per_prompt=2, seed=7)
     assert together.images[0].size == (PIXELS, PIXELS) and together.seeds == [7, 8, 9, 10]
     assert len({tuple(tokens.tolist()) for tokens in together.tokens}) == 4
@@ -168,7 +167,6 @@ def test_pictures_with_masks_of_their_own_in_one_batch(pipe, picture):
 
 
 def test_every_image_has_the_picture_of_its_prompt(pipe, picture):
-    """Two images of each of two prompts with a picture each, in batches that cut through them."""
     pictures, mask = [picture, picture.transpose(Image.Transpose.ROTATE_90)], masked()
     out = pipe(TEXTS[:2], pictures, mask, seed=3, num_images_per_prompt=2, batch_size=3)
     assert out.prompts == [TEXTS[0], TEXTS[0], TEXTS[1], TEXTS[1]]
@@ -193,7 +191,6 @@ def test_the_rows_of_an_ended_call_keep_their_own_pictures(pipe, picture):
 
 
 def test_codes_are_pictures_too(pipe):
-    """Of an earlier image, so that nothing but the hole is drawn again."""
     first = pipe(TEXTS[0], seed=3, output_type="latent")
     out = pipe(TEXTS[1], first.images[0], masked(), seed=4, output_type="latent")
     same = out.images[0] == first.images[0]

@@ -38,7 +38,6 @@ def tiny_clip(folder):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A folder with photographs, prompts and a CLIP model by the name of the published one."""
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos")
     (tmp_path / "coco.txt").write_text("a red cube\nblue grass\n\na cube\nred\n")

@@ -41,7 +41,6 @@ def tiny(name="qwen2.5-vl-7b", batch=2, **changes):
 
 
 def options(size, batch, **more):
-    """Of a run of one tiny size."""
     return bench_sizes.Options(
         sizes=[size], batch=batch, acceptance=[0.5], prompt=8, repeats=1, tiny=True, dtype="float32", **more
     )
@@ -92,7 +91,6 @@ def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
 
 
 def test_a_gpu_gets_times(monkeypatch):
-    """The fields that a CPU has not, as if this were a GPU."""
     case = tiny(batch=1)
     monkeypatch.setattr(bench_sizes, "read_bandwidth", lambda device: 1e9)
     case.cuda = True
@@ -117,7 +115,6 @@ def test_proportions_are_those_of_the_model():
 
 
 def test_sizes_are_those_of_the_models():
-    """Billions of weights, counted without making them."""
     found = {}
     for name, size in bench_sizes.SIZES.items():
         with torch.device("meta"):

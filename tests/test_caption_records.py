@@ -275,7 +275,6 @@ def test_an_output_that_is_removed_ends_the_run(name, folder, tmp_path, capsys, 
 
 
 def test_names_that_are_no_text(folder, tmp_path):
-    """File names and ids that UTF-8 does not hold, sampled and in parquet, and the run again."""
     parquet = pytest.importorskip("pyarrow.parquet")
     home = tmp_path / os.fsdecode(b"h\xf6me")
     home.mkdir()
@@ -373,7 +372,6 @@ def test_other_models_are_asked_for_a_sentence_and_a_cut_caption_says_so(folder,
 
 
 def test_every_record_has_its_own_seed(folder, little):
-    """Made of the run's seed and the record's id, as `sources.seed_of` says, whatever is captioned beside it."""
     model, processor = load(str(little))
     captions = Captions(accelerate(model, None), processor, do_sample=True, temperature=1.0, max_new_tokens=8, seed=3)
     image = folder / "scene0.png"
@@ -421,7 +419,6 @@ def test_captions_are_closed_and_lose_nothing_of_a_source_that_raises(folder, li
 
 
 def test_a_prompt_with_marks_of_images_is_named(folder, little):
-    """With the record and both counts, and before the model runs."""
     model, processor = load(str(little))
     captions = Captions(accelerate(model, None), processor, do_sample=False, max_new_tokens=4)
     (made,) = captions([sources.Record("odd", folder / "scene0.png", "<image> and <image> ?")])
@@ -479,12 +476,10 @@ def test_prefetching_keeps_the_order_and_looks_ahead_so_far():
 
 
 def count_of(out: Path) -> int:
-    """Lines of a file."""
     return out.read_bytes().count(b"\n") if out.exists() else 0
 
 
 def killed(argv, out: Path, at: int) -> None:
-    """Run a command and kill it when its file has so many lines."""
     process = command(argv, out.with_name("said"))
     while process.is_alive() and count_of(out) < at:
         time.sleep(0.01)
@@ -504,7 +499,6 @@ def watched(argv, out: Path) -> tuple[int, list[tuple[int, int]]]:
 
 
 def many(home: Path, count: int, corrupt: int) -> None:
-    """A folder of images, every `corrupt`-th of them broken."""
     kinds = []
     for image in included.scenes("shapes").images(5):
         image.save(buffer := io.BytesIO(), "PNG")
@@ -557,7 +551,6 @@ def test_kills_lose_no_record_and_repeat_none(tmp_path):
 
 @pytest.fixture(scope="module")
 def little(tmp_path_factory) -> Path:
-    """A random model of the captioner's kind, small enough for thousands of images."""
     from transformers import AutoConfig, AutoProcessor, LlavaForConditionalGeneration
 
     source, where = registry.CHECKPOINTS / "captioner", tmp_path_factory.mktemp("little")

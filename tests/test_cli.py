@@ -43,7 +43,6 @@ def pictures(tmp_path_factory):
 
 
 def captions(out: Path) -> dict[str, dict]:
-    """Records by their ids."""
     return {row["id"]: row for row in map(json.loads, out.read_text().splitlines())}
 
 
@@ -100,7 +99,6 @@ DRAWN = ["--temperature", "1", "--seed", "5"]
     (["--slots", "1", *DRAWN], ["--slots", "3", *DRAWN]),
 ])  # fmt: skip
 def test_batches_and_drafters_do_not_change_the_words(runs, pictures, tmp_path):
-    """Nor those that are drawn: a seed is an image's own."""
     texts = []
     for number, options in enumerate(runs):
         out = tmp_path / f"{number}.jsonl"
@@ -359,7 +357,6 @@ def test_help_is_light(argv):
 
 
 def line(name, guarantee="exact", **more):
-    """A row of `bench image`'s record, with figures as wide as they get."""
     figures = {"nfe": 1024.0, "nfe_reduction": 12.34, "ms_per_nfe": 1234.5, "speedup": 12.34, "drift_per_token": 0.1234}
     return {"name": name, "guarantee": guarantee, "speedup_ci95": [10.12, 12.34], "latent_displacement": None} | (
         figures | more

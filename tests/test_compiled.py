@@ -35,7 +35,6 @@ def quick(monkeypatch):
 
 
 def dressed(model) -> list:
-    """What a model holds in its modules: hooks, forwards, children."""
     held = [(name, module, module._forward_hooks, module._forward_pre_hooks) for name, module in model.named_modules()]
     return [(name, sorted(vars(m)), list(hooks), list(before), list(m._modules)) for name, m, hooks, before in held]
 
@@ -258,7 +257,6 @@ def test_rows_and_masks_of_steady_passes():
 
 
 def drafted(fast, inputs, **options) -> tuple:
-    """Tokens, and what was drafted and kept in every round."""
     result = fast.run(**inputs, **options)
     return result.state.tokens, [(r.levels, r.committed) for r in result.state.trace.rounds], result.state.trace.faults
 
@@ -268,7 +266,6 @@ def features(model, **options):
 
 
 def check_levels(model, drafter, levels: int) -> None:
-    """The function of tensors that is compiled drafts what the drafter drafts eagerly."""
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
     chains, quick.target.passes = quick.drafter.passes, None
@@ -296,7 +293,6 @@ def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, l
 
 
 def test_the_next_call_goes_on_where_the_first_levels_ended(monkeypatch):
-    """Two calls of four levels give what one call of eight gives."""
     model, calls = model_of("llava"), []
     quick = visspec.accelerate(model, features(model), adaptive=False, levels=8, compile=True)
     chains, quick.target.passes = quick.drafter.passes, None

@@ -86,7 +86,6 @@ def ks(values, mean, deviation):
 
 
 def check_normal(values, mean, deviation):
-    """Vectors are independent normal numbers of one mean and deviation."""
     count, size = values.shape
     for axis in range(min(size, 4)):
         assert ks(values[:, axis], mean, deviation) < KS_LIMIT
@@ -169,7 +168,6 @@ A, B = 0.6, 0.3  # centre of a vector's law, given the one before: A x + B
 @pytest.mark.parametrize("window,spreads", [(1, denoise.SPREADS), (6, denoise.SPREADS), (6, WRONG)])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_law_with_predicted_deviations(window, spreads, drafts, monkeypatch):
-    """Between their bounds, at shares that the two heads predict differently."""
     monkeypatch.setattr(denoise, "SPREADS", spreads)
     count, size, steps = 40_000, 2, 12
     sch = schedule(steps, learned=True)
@@ -242,8 +240,6 @@ class Line(Target):
 
 
 class Shadow(Drafter):
-    """Drafts from the same family of laws, shifted."""
-
     traits = DrafterTraits(levels=2, samples=True)
 
     def __init__(self, head, shift):
@@ -259,8 +255,6 @@ class Shadow(Drafter):
 
 
 def with_numbers(rule, seed=0):
-    """The rule with numbers for very many rows."""
-
     class Ruled(rule):
         def make_noise(self, generators, width):
             noise = super().make_noise([torch.Generator()], width)
@@ -342,7 +336,6 @@ def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
 
 
 def test_the_published_ratio_fails_with_other_deviations():
-    """In half as many rows."""
     assert failing(joint(Surrogate, rows=5000, widen=0.3, last=0.3)[0])
 
 
@@ -374,7 +367,6 @@ def test_acceptance_is_near_the_bound():
 
 
 def mixture(sch, size, deviation=0.3):
-    """A head's prediction for data of eight Gaussians."""
     signal, noise = sch.signal.float(), sch.noise.float()
     centres = torch.randn(8, size, generator=torch.Generator().manual_seed(0))
 

@@ -97,7 +97,6 @@ DEEP = (-1, 0, 0, *range(2, 13))  # deeper than the windows, and slots that are 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliding])
 @torch.inference_mode()
 def test_windows_inside_a_draft(name):
-    """A path longer than the sliding window forgets its own beginning."""
     for shape in ("one", "even"):
         rows = shapes(name)[shape]
         target, state, _ = opened(name, rows)

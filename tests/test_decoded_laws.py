@@ -36,7 +36,6 @@ each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 
 
 def samples(table, drafter, rule, rows, length):
-    """(rows, length) tokens."""
     state = decoded(TableTarget(table), drafter, rule, rows, length)
     assert state.trace.faults == 0 and state.drafting
     return torch.tensor(state.tokens)

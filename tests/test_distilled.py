@@ -27,7 +27,6 @@ SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
 
 
 def drafter(seed=1, *, levels=None, refine=6, **config):
-    """A random drafter with laws sharp enough to differ."""
     fresh = DistilledDrafter.for_model(family(), seed=seed, **(SMALL | config))
     with torch.no_grad():
         fresh.head.codes.weight.mul_(40.0)
@@ -73,7 +72,6 @@ def enumerated(used, keep=False, places=3, kinds=4):
 
 
 def test_the_output_is_a_function_of_the_noise_alone_enumerated():
-    """All noise there is: the law of the codes is that of plain decoding, and of kept drafts it is not."""
     plain = enumerated(None)
     assert plain.sum() == pytest.approx(1) and int((plain > 0).sum()) > 10
     for refine in (1, 6):
@@ -252,7 +250,6 @@ def test_row_ends_are_entered_and_never_drafted(temperature):
 
 
 def case_drawn(case, target, used, temperature):
-    """A batch of ragged prompts of a tiny family."""
     asked = case.prompt([0, 1, 2])
     request = Request(
         asked, asked.ids, case.layout.positions, Sampling(temperature, guidance=case.guidance), grid=case.layout.grid,

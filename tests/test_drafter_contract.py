@@ -49,7 +49,6 @@ def diffusion(family, **options):
 
 
 def sharp(drafter):
-    """With laws sharp enough to differ, if it is trained."""
     if (head := getattr(drafter, "head", None)) is not None:
         with torch.no_grad():
             head.codes.weight.mul_(20.0)
@@ -96,7 +95,6 @@ FORMS = {  # of drafters of text: (family, prompts, drafter)
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_drafter_leaves_the_text_as_it_is(name):
-    """Greedy and seeded, also with what earlier requests have left."""
     family, rows, make = FORMS[name]
     quick = check_drafter(make(), model_of(family), prompt(family, shapes(family)[rows]), levels=4)
     if "context" in name or "recycling" in name:
@@ -112,7 +110,6 @@ IMAGE_FORMS += ["image-eagle:window=6", "image-eagle:window=5,levels=1"]
 @pytest.mark.parametrize("name", IMAGE_FORMS)
 @pytest.mark.parametrize("temperature, guidance", [(0.0, 3.0), (1.0, 3.0), (1.0, 1.0)])
 def test_a_drafter_leaves_the_image_as_it_is(name, temperature, guidance):
-    """Greedy and drawn, with guidance and without, in a batch and alone."""
     expected, _ = drawn(janus_pair(None, registry.rule("exact")), ROWS, 0, temperature, guidance)
     setup = janus_pair(sharp(tiny_drafter(name)), registry.rule("exact"))
     found, state = drawn(setup, ROWS, 0, temperature, guidance)
@@ -188,7 +185,6 @@ def stirred(drafter):
 
 
 def texts(model, drafter, name="llava", parts=PARTS):
-    """A setup of a text drafter, and the request of a group of rows."""
     fast = visspec.accelerate(model, stirred(drafter), acceptance=Some(), adaptive=False, levels=3)
     builder = RequestBuilder(model, fast.setup, {"do_sample": True, "top_k": 0, "max_new_tokens": 60})
     inputs = prompt(name, parts)
@@ -206,7 +202,6 @@ def texts(model, drafter, name="llava", parts=PARTS):
 
 
 def pictures(drafter, asked, family=None, rule=None, target=None, levels=3):
-    """A setup of an image drafter, and the request of some rows."""
     make = (lambda _: target) if target else lambda traits: family.make_target(traits, False)
     rule = rule or Some()
     return build_setup(

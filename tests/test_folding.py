@@ -203,15 +203,11 @@ def test_stock_calls_under_our_name_equal_those_under_sdpa(shape):
 
 
 class Swallows(LlamaAttention):
-    """Hands no keywords on."""
-
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         return super().forward(hidden_states, position_embeddings, attention_mask, cache)
 
 
 class Refuses(LlamaAttention):
-    """Takes no unknown keywords."""
-
     def forward(
         self,
         hidden_states,
@@ -327,7 +323,6 @@ def test_a_store_of_unknown_end_grows_by_half():
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 3), (4, 8)])
 def test_heads_that_do_not_divide_are_refused_before_work(heads, key_heads):
-    """transformers can't run such a model either."""
     model = llama(num_attention_heads=heads, num_key_value_heads=key_heads)
     with pytest.raises(ValueError, match=r"^model: LlamaForCausalLM can't run a draft \(RuntimeError: The size of ten"):
         visspec.accelerate(model, "ngram")

@@ -126,7 +126,6 @@ def words(text: str) -> list[str]:
     [("captioner", "shapes", 0.95, 55), ("captioner-small", "shapes", 0.5, 55), ("captioner-emoji", "emoji", 0.85, 25)],
 )
 def test_captioners_say_what_is_there(name, world, least, shortest):
-    """Greedy captions against the held-out ones, word by word."""
     if not included.present(name):
         pytest.skip("weights not in this tree")
     folder, scenes = included.folder(name), included.scenes(world)

@@ -41,7 +41,6 @@ def family():
 
 
 def drafter(options=None, seed=1, **config):
-    """A random drafter with laws sharp enough to differ."""
     fresh = ImageFeatureDrafter.for_model(family(), seed=seed, **{"levels": 4, **config})
     with torch.no_grad():
         fresh.head.codes.weight.mul_(2.0)

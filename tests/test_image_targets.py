@@ -100,7 +100,6 @@ def test_coupled_windows_draw_the_tokens_of_plain_sampling(name, start):
 
 
 def codes_stand(tokens: list[int], case: Case) -> bool:
-    """Grammar ids where the layout has them, codes everywhere else."""
     return all(
         token == fixed if fixed != FREE else token < case.family.codes
         for token, fixed in zip(tokens, case.layout.fixed.tolist(), strict=True)
@@ -389,7 +388,6 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["janus", "anole", "emu3", "llamagen-class"])
 def test_pictures_are_encoded_by_the_model_s_own_encoder(name):
-    """Janus and Chameleon; the others refuse in a sentence."""
     family, pixels = made(name).family, torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     if name in ("emu3", "llamagen-class"):
         with pytest.raises(ValueError, match=f"image: got pixels, expected none: {family.name} has no VQ encoder"):

@@ -13,7 +13,6 @@ from visspec.toys.table import INCLUDED
 
 
 def model(name):
-    """What the table looks at of a model."""
     return SimpleNamespace(config=AutoConfig.from_pretrained(included.folder(name)))
 
 

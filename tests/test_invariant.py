@@ -39,7 +39,6 @@ def fast(drafter, dtype=torch.bfloat16, invariant=True):
 
 
 def answers(quick, ids=None, mask=None, **options):
-    """Tokens and raw logits of each row, behind its prompt."""
     found, options = [], {"do_sample": False, **options}
     batches = [(ids, mask)] if ids is not None else [(one, torch.ones_like(one)) for one in prompts()]
     for ids, mask in batches:
@@ -182,7 +181,6 @@ def test_padding_behind_a_prompt_is_refused():
 
 
 def test_pictures_of_codes():
-    """With and without drafts, alone and in a batch of prompts of different length."""
     texts = ["a photo of a blue square left of a green circle", "two yellow triangles"]
     pipe = visspec.ImagePipeline.from_pretrained("painter", dtype="bfloat16", batch_invariant=True, debug=True)
     pipe.set_progress_bar_config(disable=True)

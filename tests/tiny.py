@@ -151,7 +151,6 @@ def gemma2() -> nn.Module:
 
 
 def mistral() -> nn.Module:
-    """All layers slide over 8 tokens."""
     return built(tf.MistralForCausalLM, tf.MistralConfig(**TEXT, sliding_window=8))
 
 
@@ -390,7 +389,6 @@ def prompt(name: str, rows: list[str], seed: int = 0) -> dict[str, Tensor]:
 
 
 def shapes(name: str) -> dict[str, list[str]]:
-    """The prompt shapes that a family takes."""
     family = FAMILIES[name]
     if not family.visual:
         return TEXT_SHAPES

@@ -246,7 +246,6 @@ def test_results_of_another_evaluator_or_other_files_are_refused(tmp_path: Path)
 
 
 def test_a_killed_run_loses_no_finished_row(tmp_path: Path):
-    """SIGKILL at the fourth of eight; the three that are finished are in the file, and not judged again."""
     code = (
         "import os, signal\nfrom visspec.eval.metrics import geneval\n"
         "from visspec.toys.world.detector import ShapeDetector\nlook = ShapeDetector.detect\n"
