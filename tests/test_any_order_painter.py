@@ -59,8 +59,10 @@ def test_seeds_batches_and_drafters(pipe):
         assert torch.equal(alone.tokens[0], together.tokens[2]), drafter
         assert alone.stats[0].guarantee == "exact" and alone.stats[0].faults == 0
     assert together.stats[0].order == "halton" and together.stats[0].rounds < SIDE * SIDE - 1
-    rejected = pipe(TEXTS[1], seed=9, acceptance="rejection")
-    assert torch.equal(rejected.tokens[0], pipe(TEXTS, seed=[1, 9], acceptance="rejection").tokens[1])
+    for drafter in ("ahead", "jacobi:window=4"):
+        method = {"drafter": drafter, "acceptance": "rejection"}
+        both = pipe(TEXTS, seed=[1, 9], **method)
+        assert torch.equal(pipe(TEXTS[1], seed=9, **method).tokens[0], both.tokens[1])
 
 
 def test_orders_of_a_call(pipe):
