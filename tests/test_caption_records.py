@@ -534,19 +534,11 @@ def check_kills(tmp_path, count: int, corrupt: int, kills: list[int], *options: 
     return seen
 
 
-def test_kills_lose_no_record_and_repeat_none(tmp_path):
-    check_kills(tmp_path, 40, 8, [4], "--temperature", "0.9")
-    again = [
-        "caption",
-        str(tmp_path / "images"),
-        "--out",
-        str(tmp_path / "whole.jsonl"),
-        "--temperature",
-        "0.9",
-        *SHORT,
-    ]
-    assert main(again) == 1
-    assert sorted(map(str, lines(tmp_path / "whole.jsonl"))) == sorted(map(str, lines(tmp_path / "o.parquet.jsonl")))
+def test_kills_lose_no_record_and_repeat_none(tmp_path, little):
+    drawn, whole = ["--temperature", "0.9", "--model", str(little)], tmp_path / "whole.jsonl"
+    check_kills(tmp_path, 40, 8, [4], *drawn)
+    assert main(["caption", str(tmp_path / "images"), "--out", str(whole), *SHORT, *drawn]) == 1
+    assert sorted(map(str, lines(whole))) == sorted(map(str, lines(tmp_path / "o.parquet.jsonl")))
 
 
 @pytest.fixture(scope="module")

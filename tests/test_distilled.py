@@ -281,10 +281,10 @@ SHIPPED = registry.CHECKPOINTS / "painter-distilled" / "config.json"
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
 def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
     pipe = ImagePipeline.from_pretrained("painter")
-    texts = ["a photo of three stars", "a photo of a red cross and a blue ring", "a photo of a cross left of a ring"]
+    texts = ["a photo of three stars", "a photo of a red cross and a blue ring"]
     plain = pipe(texts, seed=5, drafter="none", output_type="latent")
     fast = pipe(texts, seed=5, output_type="latent", preset="distilled")
     assert all(torch.equal(one, two) for one, two in zip(plain.tokens, fast.tokens))
     passes = [int(numbers.max()) + 1 for numbers in fast.passes]
-    assert sum(passes) < 3 * 24 and fast.stats[0].faults == 0 and fast.stats[0].guarantee == "exact"
+    assert sum(passes) < 2 * 24 and fast.stats[0].faults == 0 and fast.stats[0].guarantee == "exact"
     assert (SHIPPED.parent / "model.safetensors").stat().st_size < 8e6
