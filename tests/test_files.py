@@ -13,7 +13,6 @@ from visspec.io.files import Journal, replacing, unwritable, write_json
 
 @contextmanager
 def full_disk():
-    """No byte can be written to a file, as on a disk without room."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
     try:
