@@ -17,6 +17,7 @@ MISTAKES = {
     "captoin photo.png": "got captoin, expected one such as caption",
     "lst": "expected one such as list",
     "bench sizez": "expected text, caption, image, sizes, kernels",
+    "bench caption --model {}": "Pass --images of yours",
     "bench image --methods coupled": "unknown argument --methods, expected one such as --method",
     "eval fdi a b": "expected fid, kid, clipscore, geneval",
     "train draffter": "got draffter, expected drafter",
