@@ -16,6 +16,7 @@ from visspec.api.captions import prepare
 from visspec.cli.arguments import HardwareOptions, Positive, SamplingOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, in_turns, measured_on, table
 from visspec.eval.bench import paired as speed
+from visspec.io.files import naming
 from visspec.io.options import option
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
@@ -67,7 +68,8 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
     Raises:
         ValueError: The file has no prompt, or a line of JSON without one.
     """
-    lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
+    with naming(path or PROMPTS):
+        lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
     found = []
     for number, line in enumerate(lines, 1):
         if not line.startswith("{"):
@@ -89,10 +91,11 @@ def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
     """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row an arm and kind of prompt."""
-    warmup = read_prompts(None, "train")[::WARMUP_STEP]
+    warmup = read_prompts(None, "train")[::WARMUP_STEP][: len(prompts)]
     inputs = [(i, prepare(tokenizer, [[]], prompt.text, model)) for i, prompt in enumerate([*prompts, *warmup])]
     inputs, warm = inputs[: len(prompts)], inputs[len(prompts) :]
     base, seed = arguments.generation, arguments.seed
+    ours = {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}
     lookup = [StockCaptionArm(model, base | {"prompt_lookup_num_tokens": n}, seed) for n in LOOKUP_LENGTHS]
     static = StockCaptionArm(model, base | {"cache_implementation": "static", "disable_compile": True}, seed)
     best = speed.fastest(lookup, warm)
@@ -102,7 +105,7 @@ def bench_text(
         "prompt_lookup": best,
         "plain": CaptionArm(accelerate(model, None), base, seed),
     }
-    arms |= {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}
+    arms |= ours
     runs, failures = speed.interleave(arms, inputs, warm, "bench text")
     kinds = ["all", *dict.fromkeys(prompt.kind for prompt in prompts if prompt.kind)]
     rows = [
