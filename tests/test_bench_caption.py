@@ -102,6 +102,6 @@ def test_several_drafters_and_a_stream(home, captioner, capsys):
     assert all(row["identical"] == row["compared"] == 1 for row in record["rows"]) and record["n_prompts"] == 2
     assert {name: record[name] for name in record["rows"][0]} == record["rows"][0]
     assert "plain" in record["baselines"] and not any(name.startswith("ours") for name in record["baselines"])
-    assert record["images_per_second"] > 0 and record["over_transformers"] > 0
+    assert record["items_per_second"] > 0 and record["over_transformers"] > 0
     said = capsys.readouterr()
     assert "c.png" in said.err and "images / s" in said.out and "context" in said.out

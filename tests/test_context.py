@@ -285,8 +285,10 @@ class Letters:
     chat_template = None
 
     def __call__(self, text, return_tensors, padding):
-        ids = torch.tensor([[ord(letter) % 50 + 3 for letter in text[0]]])
-        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        width = max(map(len, text))
+        rows = [[0] * (width - len(one)) + [ord(letter) % 50 + 3 for letter in one] for one in text]
+        ids = torch.tensor(rows)
+        return BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long()})
 
 
 def test_bench_text_has_a_row_an_arm_and_kind():
@@ -299,13 +301,22 @@ def test_bench_text_has_a_row_an_arm_and_kind():
     assert all(("tau" in row) == (row["name"] in ("plain", "context")) for row in found["rows"])
 
 
+def test_bench_text_in_batches_and_a_stream():
+    options = bench_text.Options(model="tiny", max_new_tokens=12, batch_size=2, stream=True)
+    prompts = [bench_text.TextPrompt(text, "a") for text in ("abcabcabc", "hello hello", "a b c")]
+    found = bench_text.bench_text(model_of("llama"), Letters(), prompts, options, ["context"])
+    rows = [(row["name"], row["kind"], row["n"], row["identical"]) for row in found["rows"]]
+    assert rows == [(name, "all", 2, 2) for name in ("generate_static", "plain", "context")]
+    assert found["items_per_second"] > 0 and found["over_transformers"] > 0
+
+
 def test_bench_text_measures_no_prompt_twice():
     """A drafter that remembers answers would repeat its own answer of the warm-up."""
     asked = []
 
     class Listening(Letters):
         def __call__(self, text, **more):
-            asked.append(text[0])
+            asked.extend(text)
             return super().__call__(text, **more)
 
     options = bench_text.Options(model="tiny", max_new_tokens=8)

@@ -226,4 +226,4 @@ def test_what_is_missing_is_named_with_its_argument(tmp_path, monkeypatch, capsy
     assert "out: t5 is there already" in refused(
         capsys, "convert", "llamagen", weights, "--vq", vq, *rest, "--out", "t5"
     )
-    assert "expected llamagen, randar" in refused(capsys, "convert", "lamagen", weights, "--out", "made")
+    assert "expected one such as llamagen" in refused(capsys, "convert", "lamagen", weights, "--out", "made")

@@ -447,7 +447,8 @@ def test_llamagen_loads_as_published(tmp_path, caption):
     expected = gpt_reference(tensors, x, turn_by_hand(first.shape[1], 4, 8), 4, 2)
     torch.testing.assert_close(plain(model, condition, tokens), expected, **TOL)
 
-    half = layouts_llamagen.load_llamagen(file, 4, 4, dtype=torch.bfloat16)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file)
+    half = layouts_llamagen.load_llamagen(file, 4, 4)
     assert half.dtype == torch.bfloat16 and half(half.embed(tokens))[0].dtype == torch.bfloat16
     assert half._turns.dtype == torch.complex64
 
@@ -495,14 +496,11 @@ def test_pickles_are_converted_only_when_asked(tmp_path):
     out.parent.mkdir()
     torch.save({"model": tensors, "optimizer": {"state": {}}, "steps": 3, "args": argparse.Namespace(lr=1.0)}, pickled)
     for path in (pickled, tmp_path):
-        with one_sentence(r"pickled weights \(c2i_B_256\.pt\), expected \.safetensors .*convert_checkpoint"):
+        with one_sentence(r"pickled weights \(c2i_B_256\.pt\), expected \.safetensors .*visspec convert"):
             layouts_llamagen.load_llamagen(path, 4, 4)
     convert_checkpoint.convert(pickled, out)
     assert load_file(out).keys() == tensors.keys()
     assert layouts_llamagen.load_llamagen(out.parent, 4, 4).config == small()
-    for wrong in (out, tmp_path / "x.bin"):
-        with pytest.raises(ValueError, match="out: got"):
-            convert_checkpoint.convert(pickled, wrong)
 
 
 def test_nothing_outside_the_folder_is_read(tmp_path):

@@ -41,8 +41,9 @@ def convert(
     """Write an image model into a new folder, with its codec, text encoder and drafter.
 
     Args:
-        layout: a name of `visspec list layouts`, or "lantern" for a drafter, whose `weights` are a folder, or "anole"
-            for one in transformers' form, a folder or a hub id, that gets its codec.
+        layout: a name of `visspec list layouts`; "lantern" for a drafter, whose `weights` are a folder; "anole" for one
+            in transformers' form, a folder or a hub id, that gets its codec; "safetensors" for any pickled weights,
+            which keep their names.
         weights: the published file, or a folder of them; averaged weights are taken where it holds both.
         out: the new folder.
         vq: the published file, or the folder, of the codec that turns codes into pictures.
@@ -66,6 +67,9 @@ def convert(
         made = Path(spare, "made")
         if layout == "lantern":
             convert_drafter(Path(weights), made)
+        elif layout == "safetensors":
+            if safetensors_of(Path(weights), made) == Path(weights):
+                raise ValueError(f"weights: {weights} holds no pickled weights, expected {', '.join(PICKLED)}")
         elif layout == "anole":
             if vq is None:
                 raise ValueError("vq: got none, expected the published codec of Anole, vqgan.ckpt")
@@ -158,7 +162,7 @@ def safetensors_of(path: Path, spare: Path) -> Path:
         return path
     spare.mkdir(parents=True)
     for file in pickled:
-        as_safetensors(file, spare / f"{file.stem}.safetensors", ema=None)
+        as_safetensors(file, spare / f"{file.stem}.safetensors")
     for file in files:
         if file.suffix == ".json":
             shutil.copy(file, spare)

@@ -1,9 +1,11 @@
 """What the benches share: their options, the scenes that they measure on, the arms that caption, and their tables."""
 
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -14,8 +16,8 @@ from transformers import PreTrainedModel, ProcessorMixin
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, RecordStream
 from visspec.cli.arguments import JsonOption, Positive
-from visspec.eval.bench.clock import seconds_of
-from visspec.eval.bench.paired import ArmRun
+from visspec.eval.bench.clock import seconds_of, waiter
+from visspec.eval.bench.paired import ArmRun, in_words, turns
 from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.images import MAX_PIXELS, open_image, read_image
@@ -24,6 +26,7 @@ from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
 
 Item = TypeVar("Item")
+PARTS = 3  # of what a stream is measured on; its ratio is the median over them
 Cell = str | Callable[[Mapping[str, Any]], str]  # of a column: a format of a row's fields, "{tau:.2f}", or a function
 
 
@@ -137,6 +140,40 @@ def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
             yield read or open_image(record.image, MAX_PIXELS), record
         except (ValueError, OSError) as error:
             print(f"visspec: {error}", file=sys.stderr)
+
+
+def throughput(
+    fast: Accelerated, groups: Sequence[Sequence], batches: Sequence, warm: Sequence, options: dict[str, Any]
+) -> dict[str, float]:
+    """Images or prompts a second of a stream, and that over transformers' generate in batches of as many rows.
+
+    Args:
+        fast: An accelerated model that has not decoded any of them.
+        groups: Inputs, one by one, in groups of as many as there are slots. They are measured in `PARTS`
+            parts, each once, because drafters remember answers.
+        batches: The same as a batch for each group, as (index, inputs).
+        warm: Batches of others.
+    """
+    slots, model = len(groups[0]), fast.model
+    list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
+    arms: dict[str, Callable[[int], Any]] = {
+        "stream": lambda part: list(fast.stream(chain(*groups[part::PARTS]), slots=slots, **options)),
+        "transformers": lambda part: [model.generate(**inputs, **options) for _, inputs in batches[part::PARTS]],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for part, order in turns(list(arms), min(PARTS, len(groups))):
+        for name in order:
+            seconds[name].append(seconds_of(partial(arms[name], part), waiter(fast.model.device))[0])
+    ratio = statistics.median(slow / quick for slow, quick in zip(seconds["transformers"], seconds["stream"]))
+    return {"items_per_second": sum(map(len, groups)) / sum(seconds["stream"]), "over_transformers": ratio}
+
+
+def stream_in_words(record: Mapping[str, Any], items: str) -> str | None:
+    """The throughput in a record, or None."""
+    if "items_per_second" not in record:
+        return None
+    ratio = in_words(record["over_transformers"])
+    return f"stream: {record['items_per_second']:.2f} {items} / s; against transformers in batches {ratio}"
 
 
 def groups_of(items: Sequence[Any], size: int) -> list[Any]:

@@ -4,14 +4,12 @@ One process, one set of prompts and pixels, same dtype, attention, threads, stop
 prompt. Every arm goes through the same `model.generate` entry, so preparation and the vision tower are in every time.
 """
 
-import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from PIL import Image
 from rich.table import Table
@@ -26,7 +24,6 @@ from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, 
 from visspec.cli.bench_data import Prompt
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.eval.report.images import small_png
 from visspec.io import included
 from visspec.io.images import open_image
@@ -41,7 +38,6 @@ SETTINGS = ("acceptance", "batch_size", "max_new_tokens", "temperature", "seed")
 TEXTS = 8  # captions kept word by word in the record
 OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than plain decoding by design"
 FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
-PARTS = 3  # of the images of the stream; its ratio is the median over them
 
 
 @dataclass(kw_only=True)
@@ -148,7 +144,7 @@ def bench_caption(
     if arguments.stream:
         fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)
         single = [prepare(processor, [i], [t], model) for i, t in zip(images, asked)]
-        record |= throughput(fast, groups_of(single, size), prompts, warm, base)
+        record |= bench.throughput(fast, groups_of(single, size), prompts, warm, base)
     settings = {name: getattr(arguments, name) for name in SETTINGS}
     return record | measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
 
@@ -170,32 +166,6 @@ def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
             arms["transformers_assisted"] = speed.fastest([StockCaptionArm(model, o, seed) for o in assisted], warm)
     return arms
-
-
-def throughput(
-    fast: Accelerated, groups: Sequence[Sequence], batches: Sequence, warm: Sequence, options: dict[str, Any]
-) -> dict[str, float]:
-    """Images a second of a stream, and that over transformers' generate in batches of as many rows.
-
-    Args:
-        fast: An accelerated model that has not decoded any of the images.
-        groups: Inputs of the images, one by one, in groups of as many as there are slots. They are measured in `PARTS`
-            parts, each once, because drafters remember answers.
-        batches: The same as a batch for each group, as (index, inputs).
-        warm: Batches of other images.
-    """
-    slots, model = len(groups[0]), cast(Any, fast.model)
-    list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
-    arms: dict[str, Callable[[int], Any]] = {
-        "stream": lambda part: list(fast.stream(chain(*groups[part::PARTS]), slots=slots, **options)),
-        "transformers": lambda part: [model.generate(**inputs, **options) for _, inputs in batches[part::PARTS]],
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for part, order in speed.turns(list(arms), min(PARTS, len(groups))):
-        for name in order:
-            seconds[name].append(seconds_of(partial(arms[name], part), waiter(fast.model.device))[0])
-    ratio = statistics.median(slow / quick for slow, quick in zip(seconds["transformers"], seconds["stream"]))
-    return {"images_per_second": sum(map(len, groups)) / sum(seconds["stream"]), "over_transformers": ratio}
 
 
 def categories(
@@ -306,9 +276,8 @@ def views(record: dict[str, Any]) -> list[Table]:
         f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
         f"\nequality: {OTHER_TOKENS if by_law else equality.in_words(record['equality'])}"
     )
-    if "images_per_second" in record:
-        ratio = speed.in_words(record["over_transformers"])
-        caption += f"\nstream: {record['images_per_second']:.2f} images / s; against transformers in batches {ratio}"
+    if said := bench.stream_in_words(record, "images"):
+        caption += f"\n{said}"
     title = f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
     rows = [{"name": name, "compared": record["compared"], **row} for name, row in record["baselines"].items()]
     found = [table(title, rows, COLUMNS, caption)]
