@@ -41,7 +41,6 @@ def test_the_longest_and_newest_match_comes_first():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_matches_are_those_of_a_search(text):
-    """The longest of all earlier occurrences within the newest ones of their last tokens."""
     found = row(text).matches()
 
     def length(place):
@@ -127,7 +126,6 @@ def test_candidates_are_kept_by_pair_and_by_token():
 
 
 def test_every_drafted_node_has_candidates():
-    """Each is kept behind the token above it, accepted or not."""
     one = row(TEXT, {3: [7, 8], 7: [6]})
     tree = one.grow(nodes=8, depth=4)
     found = one.pairs(5, added=0)
@@ -138,7 +136,6 @@ def test_every_drafted_node_has_candidates():
 
 
 def test_candidates_are_the_targets_own(monkeypatch):
-    """Those that are kept for the last tokens of a text, whatever was drafted and rejected before."""
     model, inputs, sent = model_of("llama"), {"input_ids": torch.arange(5, 25)[None]}, []
     send = Memory.send
     monkeypatch.setattr(Memory, "send", lambda self, *given: (sent.append(given[:2]), send(self, *given)))
@@ -214,8 +211,6 @@ def test_a_draft_is_padded_to_a_cheaper_size():
 
 
 class Padded(FixedLength):
-    """Pads every draft to eight nodes."""
-
     def __init__(self, levels=8):
         super().__init__(levels)
         self.seen = set()
@@ -280,8 +275,6 @@ def test_prompts_are_of_ten_kinds(tmp_path):
 
 
 class Letters:
-    """A tokenizer of the tiny model: an id a letter."""
-
     chat_template = None
 
     def __call__(self, text, return_tensors, padding):

@@ -34,7 +34,6 @@ WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "cube", "on", "grass"]
 
 
 def t5(folder, width: int = 12):
-    """A text encoder of the published kind, with its tokenizer."""
     torch.manual_seed(0)
     config = tf.T5Config(vocab_size=len(WORDS), d_model=width, d_kv=4, d_ff=16, num_layers=2, num_heads=2)
     tf.T5EncoderModel(config).save_pretrained(folder)
@@ -170,7 +169,6 @@ def test_a_drafter_of_lantern_is_found_in_the_folder(tmp_path, monkeypatch):
 
 
 def test_anole_gets_its_codec(tmp_path, monkeypatch, capsys):
-    """A folder of transformers' model with the codec beside it, which saving the pipeline keeps."""
     monkeypatch.chdir(tmp_path)
     anole(tmp_path / "anole-hf")
     vq = filled(chameleon_vq_names())

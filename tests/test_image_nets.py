@@ -53,7 +53,6 @@ def conditions(model, rows=2):
 
 
 def plain(model, condition, tokens):
-    """Logits after each position of the prefix and the codes, no cache, no mask."""
     x = torch.cat([model.prefix(condition), model.embed(tokens)], dim=1)
     return model.head(model(inputs_embeds=x).last_hidden_state)
 
@@ -153,7 +152,6 @@ def test_captions_move_to_the_left():
 
 
 def test_published_sizes():
-    """Parameters that the paper and the authors' code state, in millions."""
     millions = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3096}
     for size, expected in millions.items():
         with torch.device("meta"):
@@ -377,7 +375,6 @@ def test_codecs_decode_and_encode_as_published(tmp_path, form):
 
 @pytest.mark.parametrize("name, names", [("llamagen-vq16", llamagen_vq_names), ("chameleon", chameleon_vq_names)])
 def test_published_codecs_have_published_widths(name, names):
-    """The full-size stock model wants 16384 x 8 or 8192 x 256 codes, and widths of 128, 128, 256, 256, 512."""
     with torch.device("meta"):
         shapes = {"llamagen-vq16": vqgan.VQShape(16384, 8, attention=True), "chameleon": vqgan.VQShape(8192, 256)}
         model = shapes[name].build()

@@ -87,7 +87,6 @@ RAGGED = {"drafter": "jacobi:redraw=maximal,window=8", "acceptance": "rejection"
 
 
 def whole(state):
-    """Rows of a batch that have all their codes."""
     return sum(len(tokens) == TOKENS for tokens in state.tokens)
 
 

@@ -194,7 +194,6 @@ class Harmful:
     (b"junk", "path: "), (b"", "EOFError"), (None, "there is no"),
 ])  # fmt: skip
 def test_a_refused_pickle_brings_no_advice_to_run_it(tmp_path, content, words, capsys):
-    """Nor do files that hold no tensors, and one that does not exist."""
     path = tmp_path / "bad.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
