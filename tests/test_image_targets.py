@@ -368,7 +368,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
         ),
         "codec: got one for a model of the type 'emu3'": lambda: family_of(tiny.emu3(), emu, codec=object()),
         "processor: got": lambda: family_of(tiny.emu3(), bare),
-        f"model: got the type 'llama', expected an image model of {FAMILIES}": lambda: family_of(other, None),
+        f"model: one of the type 'llama' draws no images, expected {FAMILIES}": lambda: family_of(other, None),
     }
     for start, call in refused.items():
         with one_sentence("^" + re.escape(start)):
