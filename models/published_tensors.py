@@ -1,8 +1,9 @@
 """Checkpoints in their authors' original key layouts, for our networks and for stock classes.
 
-Shared by all layouts: reading safetensors (pickles raise; `visspec.io.convert_checkpoint` converts them), renaming
-by an ordered list of rules, and strict placement, with errors that give a tensor's published name. The families are in
-`models/*/layout.py`. Errors are ValueErrors of one sentence.
+`Weights` is shared by all layouts: safetensors (pickles raise; `visspec convert` converts them), renamed by an ordered
+list of rules and copied into a module strictly, with errors that give a tensor's published name. The families are in
+`models/*/layout.py`: one function infers the configuration of the network, another one loads it. Errors are
+ValueErrors of one sentence.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -32,6 +33,7 @@ from visspec.io.checkpoint import (
 
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 GROUPS = 32  # of every group norm in these image codecs
 SHOWN = 4
 
@@ -79,40 +81,59 @@ def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") ->
     return named
 
 
-def place(module: nn.Module, named: Named, where: str | Path) -> None:
-    """Copy renamed tensors into a module with exactly these tensors, cast to the module's dtype."""
-    published = {new: name for new, (name, _) in named.items()}
-    load_strictly(module, {new: tensor for new, (_, tensor) in named.items()}, where, lambda n: published.get(n, n))
+class Weights(dict[str, Tensor]):
+    """Tensors of published files by our names. Their published names and `where` they are from are for errors."""
 
+    def __init__(self, where: str | Path, named: Named):
+        super().__init__({new: tensor for new, (_, tensor) in named.items()})
+        self.where, self.published = where, {new: name for new, (name, _) in named.items()}
 
-def require(tensors: Mapping[str, Tensor], name: str, dimensions: int, where: str | Path) -> Tensor:
-    """A required tensor, whose shape determines the configuration."""
-    if name not in tensors:
-        some = ", ".join(sorted(tensors)[:SHOWN])
-        raise ValueError(f"checkpoint: {where} has no tensor {name!r} (but {some}, ...), expected another layout")
-    if tensors[name].dim() != dimensions:
-        found = tuple(tensors[name].shape)
-        raise ValueError(f"checkpoint: tensor {name!r} of {where} has shape {found}, expected {dimensions} dimensions")
-    return tensors[name]
+    @classmethod
+    def read(cls, path: str | Path, rules: Rules = (), dropped: str = "(?!)") -> Self:
+        """The tensors of a file or folder, without those that are no weights, as `rename`."""
+        return cls(path, rename(read_all_tensors(path), rules, dropped))
 
+    def renamed(self, rules: Rules) -> Self:
+        named = rename(self, rules)
+        return type(self)(self.where, {new: (self.published[old], tensor) for new, (old, tensor) in named.items()})
 
-def count(tensors: Mapping[str, Tensor], prefix: str) -> int:
-    """Number of different indices after a prefix: layers, levels or blocks."""
-    pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
-    return len({match[1] for match in map(pattern.match, tensors) if match})
+    def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
+        """The shape of a required tensor, which determines the configuration."""
+        if name not in self:
+            some = ", ".join(sorted(self.published.values())[:SHOWN])
+            raise ValueError(
+                f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...), expected another layout"
+            )
+        if self[name].dim() != dimensions:
+            found = tuple(self[name].shape)
+            raise ValueError(
+                f"checkpoint: tensor {name!r} of {self.where} has shape {found}, expected {dimensions} dimensions"
+            )
+        return tuple(self[name].shape)
 
+    def count(self, prefix: str) -> int:
+        """Number of different indices after a prefix: layers, levels or blocks."""
+        pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
+        return len({match[1] for match in map(pattern.match, self) if match})
 
-def multipliers(
-    tensors: Mapping[str, Tensor], prefix: str, block: str, where: str | Path
-) -> tuple[int, tuple[int, ...]]:
-    """Input channels of a convolutional encoder and the multiplier of each level, from its first blocks."""
-    first = require(tensors, f"{prefix}conv_in.weight", 4, where).shape[0]
-    level = prefix + block.split("{}")[0]
-    widths = [
-        require(tensors, f"{prefix}{block.format(i)}.0.conv1.weight", 4, where).shape[0]
-        for i in range(max(count(tensors, level), 1))
-    ]
-    return first, tuple(width // first for width in widths)
+    def encoder(self) -> tuple[int, tuple[int, ...], int]:
+        """Channels, multipliers and blocks of the levels of a convolutional encoder with taming's names."""
+        first = self.shape("encoder.conv_in.weight", 4)[0]
+        levels = range(max(self.count("encoder.down."), 1))
+        widths = [self.shape(f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
+        return first, tuple(width // first for width in widths), self.count("encoder.down.0.block.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the largest tensor of weights."""
+        found = [tensor for tensor in self.values() if tensor.is_floating_point()]
+        return max(found, key=Tensor.numel, default=torch.zeros(0)).dtype
+
+    def load(self, module: ModuleT) -> ModuleT:
+        """The module with exactly these tensors, in their dtype and in evaluation mode."""
+        nn.Module.to(module, self.dtype)  # diffusers' `to` warns of modules kept in float32 even if there are none
+        load_strictly(module, self, self.where, lambda name: self.published.get(name, name))
+        return module.eval()
 
 
 @contextmanager

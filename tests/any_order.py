@@ -102,38 +102,3 @@ def rounds(toy, drafter, committed, memory, levels, keep):
             verdict = Verdict(path, length, torch.tensor([gained[-1]]))
             drafter.observe(state, draft, Scores(None, aux=aux), verdict, Outcome([], [list(gained)]))
             yield (*committed, *gained), chance * share, state.memory
-
-
-def published_passes(toy, levels):
-    """Mean number of passes of the published form: one for a draft of all that is known, one to verify it, and a last
-    code by itself.
-    """
-    passes, branches = 0.0, {(): 1.0}
-    while branches:
-        new: dict = {}
-        for committed, weight in branches.items():
-            left = toy.length - len(committed)
-            passes += weight * (0 if left == 0 else 1 if left == 1 else 2)
-            for gained, share in published_rounds(toy, committed, min(levels, left)) if left else ():
-                key = (*committed, *gained)
-                new[key] = new.get(key, 0.0) + weight * share
-        branches = new
-    return passes
-
-
-def published_rounds(toy, committed, depth):
-    """(codes, probability) of a round: drafts up to the first that is rejected, and a draw of the residual."""
-    distributions = [toy.distribution(committed, len(committed) + level) for level in range(depth)]
-
-    def judge(gained, share):
-        if len(gained) == depth or share == 0:
-            yield gained, share
-            return
-        p, q = toy.p((*committed, *gained)), distributions[len(gained)]
-        kept = torch.minimum(p, q)
-        for code, both in enumerate(kept.tolist()):
-            yield from judge((*gained, code), share * both)
-        if (rest := (p - q).clamp(min=0)).sum() > 1e-15:
-            yield from (((*gained, code), share * part) for code, part in enumerate(rest.tolist()) if part)
-
-    return judge((), 1.0)

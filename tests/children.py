@@ -36,12 +36,10 @@ def of_tests(module: str, call: str) -> str:
 
 
 def server() -> multiprocessing.context.ForkServerContext:
-    """What makes the processes; it starts with the first of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     return context
 
 
 def command(argv: list[str], said: Path) -> BaseProcess:
-    """`visspec` with these arguments."""
     return forked(COMMAND.format(argv=argv), said, daemon="--ray" not in argv)

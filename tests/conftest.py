@@ -52,7 +52,6 @@ def _seeded():
 
 @pytest.fixture(scope="session")
 def captioner():
-    """The included captioner and its processor. Tests must leave them as they found them."""
     from visspec.api import loading
 
     try:
@@ -73,7 +72,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pipe(folder):
-    """A quiet pipeline of it."""
     from visspec import ImagePipeline
 
     return ImagePipeline.from_pretrained(str(folder))

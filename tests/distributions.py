@@ -68,7 +68,6 @@ def total_variation(a: Tensor, b: Tensor) -> float:
 
 
 def contexts(parent: Sequence[int], tokens: Sequence[int]) -> list[Context]:
-    """What each node has above it and itself, the pending token aside."""
     found: list[Context] = [()]
     for n in range(1, len(parent)):
         found.append((*found[parent[n]], tokens[n]))

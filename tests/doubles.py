@@ -31,7 +31,6 @@ NEW = 24  # tokens asked for where a test does not say
 
 @contextmanager
 def one_sentence(match: str | None) -> Iterator[pytest.ExceptionInfo[ValueError]]:
-    """What is run in it is refused in one line."""
     with pytest.raises(ValueError, match=match) as error:
         yield error
     text = str(error.value)
@@ -51,7 +50,6 @@ def refused(capsys, *argv, code=2) -> str:
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> Path:
-    """A tar of these files."""
     path.parent.mkdir(exist_ok=True)
     with tarfile.open(path, "w") as file:
         for name, data in members.items():
@@ -96,8 +94,6 @@ class Double(Drafter):
 
 
 class Oracle(Double):
-    """Drafts the known answer of each row, as a chain."""
-
     def __init__(self, answers: list[list[int]]):
         self.answers = answers
 
@@ -198,7 +194,6 @@ def new_tokens(output: Any, inputs: dict[str, Tensor]) -> list[list[int]]:
 
 @functools.cache
 def stock(name: str, shape: str, new: int = NEW) -> list[list[int]]:
-    """Greedy output of transformers' own generate."""
     inputs = prompt(name, shapes(name)[shape])
     return new_tokens(model_of(name).generate(**inputs, max_new_tokens=new, do_sample=False), inputs)
 

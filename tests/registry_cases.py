@@ -63,7 +63,6 @@ def tiny_drafter(spec):
 
 
 def janus_pair(drafter, rule, order=None):
-    """A setup whose depth does not depend on clocks."""
     family = made("janus").family
 
     def make_target(traits):
@@ -73,7 +72,6 @@ def janus_pair(drafter, rule, order=None):
 
 
 def drawn(setup, rows, seed=0, temperature=1.0, guidance=3.0, grid=None, faults=0):
-    """Tokens and state of a batch under a setup."""
     case, (ids, attention) = made("janus"), tiny_images.prompts()
     given = case.family.from_ids(ids[rows], attention[rows], guidance != 1)
     sampling = Sampling(temperature, guidance=guidance)

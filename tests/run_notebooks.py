@@ -21,7 +21,6 @@ SHADES = 256  # colours of a stored picture
 
 
 def read(name: str):
-    """A notebook by its name without suffix."""
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 

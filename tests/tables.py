@@ -49,17 +49,14 @@ class Table:
         self.logp_CV = torch.stack([distribution(tuple(context)).log() for context in every.tolist()]).float()
 
     def after(self, code: Tensor, tokens: Tensor) -> Tensor:
-        """The contexts that follow contexts."""
         return (code * self.vocab + tokens.clamp(min=0)) % self.contexts
 
     def newest(self, state: State) -> Tensor:
-        """The context of each live row, (B,)."""
         newest = [list(state.tokens[row][-ORDER:]) for row in state.rows]
         padded = torch.tensor([[0] * (ORDER - len(tokens)) + tokens for tokens in newest])
         return functools.reduce(self.after, padded.unbind(1), torch.zeros_like(padded[:, 0]))
 
     def distribution(self) -> Distribution:
-        """The same laws by whole contexts, float64."""
         p_CV = self.logp_CV.double().softmax(-1)
 
         def of(context: tuple[int, ...]) -> Tensor:
@@ -91,7 +88,6 @@ class TableTarget:
         return state, Scores(Categorical(self.table.logp_CV[before][:, None]))
 
     def contexts(self, state: State, draft: Draft) -> Tensor:
-        """The context of each node, itself included: (B, N)."""
         found = [self.table.after(state.cache, draft.value[:, 0])]
         parent = draft.tree.parent.expand_as(draft.value)
         for n in range(1, draft.tree.size):

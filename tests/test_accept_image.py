@@ -34,7 +34,6 @@ def bound(rule, capabilities=IMAGE):
 
 
 def relaxed() -> dict:
-    """Values that float32 can hold, so that laws may be compared in float64."""
     return {
         "lantern": Lantern(k=3, delta=0.25),
         "lantern_plus": LanternPlus(k=3, lam=2.5),
@@ -96,7 +95,6 @@ def by_definition(name, rule, p, q):
 
 
 def enumerated(rule, p, q):
-    """The law of the first token with the uniforms integrated out, (K, K): for every drafted code."""
     tokens = torch.tensor([[0, c] for c in range(K)])
     distribution = None if q is None else torch.stack([p, q]).expand(K, 2, K)
 
@@ -152,7 +150,6 @@ def test_every_point_of_acceptance_costs_a_point_of_total_variation(seed, name, 
 
 
 def random_round(shape, drawn, rows=40, seed=0, vocab=K):
-    """A draft with a few absent nodes below which nothing stands, and its scores."""
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(K, (rows, shape.size), generator=g)
     absent = torch.rand(rows, shape.size, generator=g) < 0.1

@@ -43,7 +43,6 @@ def adapted(model, heads=True):
 
 
 def states_of(model):
-    """A name of each way that adapters may be in use, within which they are."""
     yield from (("first", nullcontext()), ("off", model.disable_adapter()))
     model.set_adapter("second")
     yield "second", nullcontext()
@@ -87,7 +86,7 @@ def test_adapters_switched_between_calls(drafter, passes, quick):
     assert not torch.equal(first, off) and not torch.equal(first, second) and not torch.equal(second, off)
 
 
-@pytest.mark.parametrize("passes", ["compile", "graphs"])
+@pytest.mark.parametrize("passes", [pytest.param("compile", marks=pytest.mark.nightly), "graphs"])
 def test_an_adapter_put_into_a_head_that_passes_were_made_with(passes, quick):
     peft, model, inputs = pytest.importorskip("peft"), llama(3), prompt("llama", ["9"])
     fast = visspec.accelerate(model, "ngram", adaptive=False, **{passes: True})
@@ -97,16 +96,13 @@ def test_an_adapter_put_into_a_head_that_passes_were_made_with(passes, quick):
     assert torch.equal(fast.generate(**inputs, **GREEDY), expected) and not torch.equal(before, expected)
 
 
-@pytest.mark.parametrize("kind", [EagleDrafter, EagleDrafter])
-def test_a_drafter_borrows_the_head_with_its_adapter(kind):
+def test_a_drafter_borrows_the_head_with_its_adapter():
     model = adapted(llama(3)).get_base_model()
-    drafter, feature = kind.for_model(model), torch.randn(2, 32)
+    drafter, feature = EagleDrafter.for_model(model), torch.randn(2, 32)
     assert torch.allclose(drafter.layer.logits(feature), model.lm_head(feature), atol=1e-5)
 
 
 def bits(package, make):
-    """A configuration of transformers' that needs a package."""
-
     def made():
         pytest.importorskip(package)
         return make()
@@ -143,7 +139,6 @@ OTHERWISE = {
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory):
-    """The model under a name of the tables, loaded once."""
     where, plain = tmp_path_factory.mktemp("plain"), llama(3, **SIZES)
     plain.save_pretrained(where)
 
@@ -162,7 +157,8 @@ def quantised(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter, name", [
     *itertools.product(("layers", "eagle"), ALIKE),  # they run quantised layers themselves, and the head
-    *itertools.product(("ngram", "context", "vispec", "small model"), ["bitsandbytes nf4", "torchao int8"]),
+    ("ngram", "bitsandbytes nf4"), ("context", "torchao int8"), ("vispec", "bitsandbytes nf4"),
+    ("small model", "torchao int8"),
 ])  # fmt: skip
 def test_quantised_weights(drafter, name, quantised, recwarn):
     model, inputs = quantised(name), prompt("llama", ["9", "5"])

@@ -51,7 +51,6 @@ def pipe():
 
 
 def test_seeds_batches_and_drafters(pipe):
-    """An image is that of its seed, whatever stands beside it and whoever drafts."""
     together = pipe(TEXTS, num_images_per_prompt=2, seed=7)
     assert together.images[0].size == (PIXELS, PIXELS) and together.seeds == [7, 8, 9, 10]
     assert len({tuple(tokens.tolist()) for tokens in together.tokens}) == 4
@@ -60,8 +59,10 @@ def test_seeds_batches_and_drafters(pipe):
         assert torch.equal(alone.tokens[0], together.tokens[2]), drafter
         assert alone.stats[0].guarantee == "exact" and alone.stats[0].faults == 0
     assert together.stats[0].order == "halton" and together.stats[0].rounds < SIDE * SIDE - 1
-    rejected = pipe(TEXTS[1], seed=9, acceptance="rejection")
-    assert torch.equal(rejected.tokens[0], pipe(TEXTS, seed=[1, 9], acceptance="rejection").tokens[1])
+    for drafter in ("ahead", "jacobi:window=4"):
+        method = {"drafter": drafter, "acceptance": "rejection"}
+        both = pipe(TEXTS, seed=[1, 9], **method)
+        assert torch.equal(pipe(TEXTS[1], seed=9, **method).tokens[0], both.tokens[1])
 
 
 def test_orders_of_a_call(pipe):
@@ -168,7 +169,6 @@ def test_pictures_with_masks_of_their_own_in_one_batch(pipe, picture):
 
 
 def test_every_image_has_the_picture_of_its_prompt(pipe, picture):
-    """Two images of each of two prompts with a picture each, in batches that cut through them."""
     pictures, mask = [picture, picture.transpose(Image.Transpose.ROTATE_90)], masked()
     out = pipe(TEXTS[:2], pictures, mask, seed=3, num_images_per_prompt=2, batch_size=3)
     assert out.prompts == [TEXTS[0], TEXTS[0], TEXTS[1], TEXTS[1]]
@@ -193,7 +193,6 @@ def test_the_rows_of_an_ended_call_keep_their_own_pictures(pipe, picture):
 
 
 def test_codes_are_pictures_too(pipe):
-    """Of an earlier image, so that nothing but the hole is drawn again."""
     first = pipe(TEXTS[0], seed=3, output_type="latent")
     out = pipe(TEXTS[1], first.images[0], masked(), seed=4, output_type="latent")
     same = out.images[0] == first.images[0]

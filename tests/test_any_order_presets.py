@@ -103,14 +103,8 @@ def test_the_command_line_paints_into_files(painter, tmp_path):
     mask[:, 32:] = 255
     first.save(tmp_path / "first.png")
     Image.fromarray(mask).save(tmp_path / "mask.png")
-    argv = [
-        "generate",
-        "a photo of an octopus on a smooth blue ground",
-        "--model",
-        "painter-any-order",
-        "--preset",
-        "assd",
-    ]
+    text = "a photo of an octopus on a smooth blue ground"
+    argv = ["generate", text, "--model", "painter-any-order", "--preset", "assd"]
     argv += ["--image", str(tmp_path / "first.png"), "--mask", str(tmp_path / "mask.png"), "-o", str(tmp_path / "out")]
     assert main(argv) == 0
     made = np.asarray(Image.open(tmp_path / "out" / "00000.png"))

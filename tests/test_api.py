@@ -41,7 +41,6 @@ def one():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Every id is a printable character, a space or a line end."""
     core = Tokenizer(models.BPE({c: i for i, c in enumerate([*map(chr, range(33, 127)), "Ġ", "Ċ"])}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -49,7 +48,6 @@ def tokenizer():
 
 
 def models_of(shape, wrong=0.3):
-    """Our loop without a drafter, and with one that is often accepted."""
     answers = stock("llava", shape)
     return (
         fast("llava", None),
@@ -97,8 +95,6 @@ def test_limits_and_caches(ragged, options):
 
 
 class Ends(StoppingCriteria):
-    """Stops a row behind its newest token's multiple; remembers what it was shown."""
-
     def __init__(self, divisor):
         self.divisor, self.seen = divisor, []
 
@@ -173,7 +169,6 @@ def test_streamer_sees_what_transformers_shows(one, ragged):
 
 
 def test_tokens_are_streamed_before_the_end(one):
-    """Each round's tokens come out before the next pass of the model."""
     passes, when = [], []
 
     class Watch(Recorder):

@@ -85,7 +85,6 @@ def glm4_moe(layers=2):
 
 
 def heads_of(model):
-    """Random layers that predict several tokens, on the model's own embedding and head."""
     torch.manual_seed(4)
     heads = MtpModel(model, model.config.num_mtp_layers).eval()
     generator = torch.Generator().manual_seed(5)
@@ -118,7 +117,6 @@ def prompt(lengths, seed=0):
 
 
 def of_transformers(name, target, drafter, inputs):
-    """Tokens of transformers' own mode, and what it drafted in each round."""
     options = {
         "dflash": {"speculation_type": "dflash", "assistant_model": drafter}, "gemma4": {"assistant_model": drafter},
         "mtp": {"use_mtp": True},
@@ -155,8 +153,6 @@ def made(name, target, drafter, width=1):
 
 
 class Spy:
-    """Keeps what a drafter proposed first."""
-
     def __init__(self, drafter):
         self.drafter, self.first = drafter, None
         self.propose, drafter.propose = drafter.propose, self
@@ -169,7 +165,6 @@ class Spy:
 
 @each_pair
 def test_what_is_drafted_first_is_what_transformers_drafts(name):
-    """For every row of a ragged batch."""
     target, drafter = pair_of(name)
     inputs, spy = prompt(LENGTHS), Spy(made(name, target, drafter))
     visspec.accelerate(target, spy.drafter, adaptive=False).generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -179,7 +174,6 @@ def test_what_is_drafted_first_is_what_transformers_drafts(name):
 
 
 def stock_draft(name, target, drafter, inputs):
-    """The first draft of transformers' own generator."""
     from transformers.generation import candidate_generator as theirs
 
     kind = {

@@ -1,6 +1,7 @@
 """`visspec bench caption`: image files, prompts of published benchmarks, several drafters, and a stream."""
 
 import json
+import shutil
 
 import pytest
 from PIL import Image
@@ -68,6 +69,20 @@ def test_speed_by_category(home, captioner, capsys):
     assert "data: got --batch-size above 1 beside it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("source", ["folder", "lines"])
+def test_photos_by_category(source, home):
+    """Subfolders of a folder, or `kind` or `category` of its lines, in turns: two images are one of each."""
+    for name in ("cats/1.png", "cats/2.png", "dogs/1.png"):
+        (home / name).parent.mkdir(exist_ok=True)
+        shutil.copy(home / "a.png", home / name)
+    for name in ("a.png", "b.png"):
+        (home / name).unlink()
+    kinds = {"cats/1.png": {"kind": "cats"}, "cats/2.png": {"category": "cats"}, "dogs/1.png": {"kind": "dogs"}}
+    lines = written(home, *({"image": name, "prompt": "what is here ?", **kind} for name, kind in kinds.items()))
+    record = measured(home, "--images", home if source == "folder" else lines, "--count", 2)
+    assert {name: row["compared"] for name, row in record["categories"].items()} == {"cats": 1, "dogs": 1}
+
+
 def test_texts_alone_and_several_images(home, captioner):
     model, processor = captioner
     data = bench_data.read(written(home, {**SPEED, "turns": ["what is there ?"]}, VLLM), 9)
@@ -87,6 +102,6 @@ def test_several_drafters_and_a_stream(home, captioner, capsys):
     assert all(row["identical"] == row["compared"] == 1 for row in record["rows"]) and record["n_prompts"] == 2
     assert {name: record[name] for name in record["rows"][0]} == record["rows"][0]
     assert "plain" in record["baselines"] and not any(name.startswith("ours") for name in record["baselines"])
-    assert record["images_per_second"] > 0 and record["over_transformers"] > 0
+    assert record["items_per_second"] > 0 and record["over_transformers"] > 0
     said = capsys.readouterr()
     assert "c.png" in said.err and "images / s" in said.out and "context" in said.out

@@ -32,7 +32,6 @@ NEW = 12
 
 
 def dspark(block=5, markov=5, **more):
-    """A random drafter whose head says something."""
     head = BlockDrafter.for_model(model_of("llava"), layers=1, block=block, markov=markov, confidence=True).head
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -78,7 +77,6 @@ def test_a_chain_ends_before_the_level_that_is_not_expected_to_be_reached(markov
 
 
 def test_thresholds_of_a_random_head_end_some_chains():
-    """What the test above walks through: all lengths occur."""
     found = set()
     for confidence in (0.1, 0.3, 0.6):
         fast = visspec.accelerate(model_of("llava"), dspark().shaped(confidence=confidence), adaptive=False)

@@ -37,7 +37,6 @@ def network(selector=False, **changes):
 
 
 def passes(run, network, counts, masked):
-    """Hidden states of passes that read so many elements each, over one cache."""
     generator, cache, found = torch.Generator().manual_seed(1), SlotLayers(2, 40), []
     like = next(network.parameters())
     for count in counts:
@@ -73,7 +72,6 @@ CASES = {
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_the_fused_pass_is_the_module(name, masked):
-    """With context to read and without, where slots are hidden and where they are not."""
     module = network(**CASES[name])
     assert foldable(module)
     for want, got in zip(*(passes(run, module, (6, 0, 1, 3), masked) for run in (module, BlockPass(module)))):
@@ -107,7 +105,6 @@ def test_what_is_not_to_be_fused(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["dflash", "trained", "trained dflash2"])
 def test_drafts_are_those_of_the_module(kind, monkeypatch):
-    """Ragged rows, rounds of all lengths; with and without the fold the same rounds."""
     if kind == "dflash":
         (target, assistant), inputs = pair_of("dflash"), of_lengths((19, 12, 3))
         make = lambda: BlockModel(assistant, target)  # noqa: E731

@@ -60,8 +60,6 @@ def test_a_block_keeps_the_law_over_many_rounds(drafter, seed, unwarped):
 
 
 class Fixed(Chain):
-    """Point masses: nothing is drawn."""
-
     def draft(self, committed, numbers, depth):
         tokens = torch.tensor([[(len(committed) + n) % 2 for n in range(depth)]])
         return tree.chain_draft(torch.tensor(committed[-1:]), tokens)
@@ -111,7 +109,6 @@ def test_numbers_that_serve_two_rounds_are_seen(unwarped):
 
 
 def means(p, q, depth):
-    """Expected tokens of a round by (block, rejection)."""
     totals = [0.0, 0.0]
     for draft, weight in chains(q, depth):
         for i, rule in enumerate((blocks, verdicts)):
@@ -122,7 +119,6 @@ def means(p, q, depth):
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.integers(1, 3), st.floats(0.1, 3.0))
 def test_a_block_accepts_no_less_than_rejection(seed, depth, sharpness):
-    """And as much for a single draft, where the two are one rule."""
     whole, tokenwise = means(context_law(3, seed, sharpness), context_law(3, seed + 1, sharpness), depth)
     assert whole > tokenwise - 1e-12
     assert depth > 1 or math.isclose(whole, tokenwise, rel_tol=1e-12)

@@ -21,8 +21,6 @@ MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "what ?"}]}]
 
 
 class Templated(ProcessorMixin):
-    """A processor that has a chat template alone."""
-
     def __init__(self, template):
         self.chat_template, self.tokenizer = template, SimpleNamespace(special_tokens_map={})
 

@@ -46,7 +46,6 @@ def refused(capsys, *arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """A tiny CLIP with its processor, as a folder."""
     folder = tmp_path_factory.mktemp("clip")
     for part in tiny_clip.clip(folder):
         part.save_pretrained(folder)

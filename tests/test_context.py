@@ -41,7 +41,6 @@ def test_the_longest_and_newest_match_comes_first():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_matches_are_those_of_a_search(text):
-    """The longest of all earlier occurrences within the newest ones of their last tokens."""
     found = row(text).matches()
 
     def length(place):
@@ -74,7 +73,7 @@ def test_what_requests_share_is_bounded(monkeypatch):
     shared, memory = Shared(), Memory([])
     for n in range(50):
         shared.add([n, n + 1, n + 2])
-        memory.send([(shared.candidates, (n, n + 1), True)], torch.zeros(1, 4))
+        memory.send([(shared.candidates, (n, n + 1), True)], *torch.zeros(1, 4).topk(4))
         memory.receive()
         assert len(shared.answers.ids) <= 104 and len(shared.candidates) <= 22
 
@@ -116,18 +115,17 @@ def test_rates_are_learned_from_proposals_that_were_not_drafted():
 
 def test_candidates_are_kept_by_pair_and_by_token():
     memory, candidates = Memory([]), {}
-    memory.send([(candidates, (1, 2), True)], torch.tensor([[0.0, 3.0, 2.0, float("-inf")]]))
+    memory.send([(candidates, (1, 2), True)], *torch.tensor([[0.0, 3.0, 2.0, float("-inf")]]).topk(4))
     memory.receive()
     assert candidates == {(1, 2): [1, 2, 0], 2: [1, 2, 0]}
     places = [(candidates, (1, 2), False), (candidates, (4, 2), False)]
-    memory.send(places, torch.tensor([[9.0, 3.0, 2.0, float("-inf")], [0.0, 3.0, 9.0, float("-inf")]]))
+    memory.send(places, *torch.tensor([[9.0, 3.0, 2.0, float("-inf")], [0.0, 3.0, 9.0, float("-inf")]]).topk(4))
     memory.receive()
     rejected = "they replace no pair that text has shown"
     assert candidates == {(1, 2): [1, 2, 0], (4, 2): [2, 1, 0], 2: [2, 1, 0]}, rejected
 
 
 def test_every_drafted_node_has_candidates():
-    """Each is kept behind the token above it, accepted or not."""
     one = row(TEXT, {3: [7, 8], 7: [6]})
     tree = one.grow(nodes=8, depth=4)
     found = one.pairs(5, added=0)
@@ -138,22 +136,19 @@ def test_every_drafted_node_has_candidates():
 
 
 def test_candidates_are_the_targets_own(monkeypatch):
-    """Those that are kept for the last tokens of a text, whatever was drafted and rejected before."""
     model, inputs, sent = model_of("llama"), {"input_ids": torch.arange(5, 25)[None]}, []
     send = Memory.send
-    monkeypatch.setattr(
-        Memory, "send", lambda self, places, logits: (sent.append((places, logits)), send(self, places, logits))
-    )
+    monkeypatch.setattr(Memory, "send", lambda self, *given: (sent.append(given[:2]), send(self, *given)))
     fast = visspec.accelerate(model, ContextDrafter(nodes=6), length="fixed")
     ids = fast.generate(**inputs, max_new_tokens=24)
     with torch.no_grad():
         plain = model(ids).logits[0]
     start, checked = inputs["input_ids"].shape[1], 0
-    for (places, logits), done in zip(sent, fast.last_state.trace.rounds):
+    for (places, values), done in zip(sent, fast.last_state.trace.rounds):
         n = done.committed[0]  # the root and the accepted nodes come last
         want = plain[start : start + n]
         assert [pair[1] for _, pair, accepted in places[-n:] if accepted] == ids[0, start : start + n].tolist()
-        assert torch.allclose(logits[-n:], want, atol=1e-4)
+        assert torch.allclose(values[-n:], want.topk(values.shape[1]).values, atol=1e-4)
         start, checked = start + n, checked + n
     assert checked > 12 and any(
         len(places) > done.committed[0] for (places, _), done in zip(sent, fast.last_state.trace.rounds)
@@ -216,8 +211,6 @@ def test_a_draft_is_padded_to_a_cheaper_size():
 
 
 class Padded(FixedLength):
-    """Pads every draft to eight nodes."""
-
     def __init__(self, levels=8):
         super().__init__(levels)
         self.seen = set()
@@ -282,13 +275,13 @@ def test_prompts_are_of_ten_kinds(tmp_path):
 
 
 class Letters:
-    """A tokenizer of the tiny model: an id a letter."""
-
     chat_template = None
 
     def __call__(self, text, return_tensors, padding):
-        ids = torch.tensor([[ord(letter) % 50 + 3 for letter in text[0]]])
-        return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        width = max(map(len, text))
+        rows = [[0] * (width - len(one)) + [ord(letter) % 50 + 3 for letter in one] for one in text]
+        ids = torch.tensor(rows)
+        return BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long()})
 
 
 def test_bench_text_has_a_row_an_arm_and_kind():
@@ -301,13 +294,22 @@ def test_bench_text_has_a_row_an_arm_and_kind():
     assert all(("tau" in row) == (row["name"] in ("plain", "context")) for row in found["rows"])
 
 
+def test_bench_text_in_batches_and_a_stream():
+    options = bench_text.Options(model="tiny", max_new_tokens=12, batch_size=2, stream=True)
+    prompts = [bench_text.TextPrompt(text, "a") for text in ("abcabcabc", "hello hello", "a b c")]
+    found = bench_text.bench_text(model_of("llama"), Letters(), prompts, options, ["context"])
+    rows = [(row["name"], row["kind"], row["n"], row["identical"]) for row in found["rows"]]
+    assert rows == [(name, "all", 2, 2) for name in ("generate_static", "plain", "context")]
+    assert found["items_per_second"] > 0 and found["over_transformers"] > 0
+
+
 def test_bench_text_measures_no_prompt_twice():
     """A drafter that remembers answers would repeat its own answer of the warm-up."""
     asked = []
 
     class Listening(Letters):
         def __call__(self, text, **more):
-            asked.append(text[0])
+            asked.extend(text)
             return super().__call__(text, **more)
 
     options = bench_text.Options(model="tiny", max_new_tokens=8)

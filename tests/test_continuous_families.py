@@ -28,8 +28,6 @@ STEPS = 6
 
 
 class Words:
-    """A tokenizer: a letter is an id."""
-
     bos_token = None
 
     def __call__(self, texts, padding=False, padding_side="right", return_tensors="pt"):

@@ -27,6 +27,7 @@ from visspec.models.mar import layout as layouts_mar
 from visspec.models.mar import network as mar
 from visspec.models.nextstep import flow
 from visspec.models.nextstep import layout as layouts_nextstep
+from visspec.models.published_tensors import Weights, rename
 from visspec.models.vectors.diffusion_head import schedule
 
 SMALL = mar.MARConfig(32, 2, 4, head_width=24, head_depth=2, size=4, tokens=9, buffer=3, classes=5)
@@ -215,7 +216,7 @@ def test_published_sizes_of_mar(size, millions, head, tensors):
     assert round(sum(map(math.prod, found.values())) / 1e6, 1) == pytest.approx(millions, abs=0.11)
     assert round(sum(p.numel() for p in network.head.parameters()) / 1e6, 1) == pytest.approx(head, abs=0.11)
     meta = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
-    inferred = layouts_mar.config_of(meta, None, "here")
+    inferred = layouts_mar.config_of(Weights("here", rename(meta, ())), None)
     assert inferred == mar.MARConfig(**vars(mar.SIZES[size]) | {"hidden": 4 * inferred.width})
 
 
@@ -223,7 +224,7 @@ def test_a_published_training_checkpoint_is_converted_and_loads(published, tmp_p
     other = {name: tensor + 1 for name, tensor in published.items()}
     content = {"model": other, "model_ema": published, "optimizer": {"state": {}}, "epoch": 400}
     torch.save(content, tmp_path / "checkpoint-last.pth")
-    convert(tmp_path / "checkpoint-last.pth", tmp_path / "ema.safetensors", ema=True)
+    convert(tmp_path / "checkpoint-last.pth", tmp_path / "ema.safetensors")
     found = layouts_mar.load_mar(tmp_path / "ema.safetensors", heads=4)
     assert all(torch.equal(value, published[name]) for name, value in found.state_dict().items())
 
@@ -321,7 +322,7 @@ def test_names_of_kl_autoencoders_become_those_of_diffusers_own_converter(tmp_pa
 def test_the_published_autoencoder_has_its_sizes():
     names = kl_names(*KL16)
     meta = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
-    config = layouts_kl.config_of(meta, "here")
+    config = layouts_kl.config_of(Weights("here", rename(meta, ())))
     assert (len(names), sum(map(math.prod, names.values()))) == (312, 66_456_019)
     with torch.device("meta"):
         model = layouts_kl.AutoencoderKL(**config)

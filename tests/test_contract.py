@@ -97,7 +97,6 @@ DEEP = (-1, 0, 0, *range(2, 13))  # deeper than the windows, and slots that are 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.sliding])
 @torch.inference_mode()
 def test_windows_inside_a_draft(name):
-    """A path longer than the sliding window forgets its own beginning."""
     for shape in ("one", "even"):
         rows = shapes(name)[shape]
         target, state, _ = opened(name, rows)
@@ -143,7 +142,7 @@ def test_rows_do_not_depend_on_their_batch(name):
     sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": NEW}
     expected = new_tokens(fast(name, None).generate(**inputs, **sampling, seed=[11, 12, 13]), inputs)
     assert expected != stock(name, "ragged")
-    for drafter in (None, "ngram", TreeOracle(expected, wrong=0.3), Hostile()):
+    for drafter in ("ngram", TreeOracle(expected, wrong=0.3), Hostile()):
         assert new_tokens(fast(name, drafter).generate(**inputs, **sampling, seed=[11, 12, 13]), inputs) == expected
     for b in range(len(rows)):
         alone = single_row(name, rows, inputs, b)

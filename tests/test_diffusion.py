@@ -55,7 +55,6 @@ NETWORKS = {"bert": bert, "modern bert": modern_bert}
 
 
 def trained(seed=0, **options):
-    """A drafter of our own with random weights."""
     head = DiffusionDrafter.for_model(model_of("llava"), seed=seed, layers=2, block=6).head
     random_weights(head, 1.3)
     return DiffusionDrafter(head, model_of("llava"), **options)
@@ -68,7 +67,6 @@ def trained(seed=0, **options):
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_pass_over_a_batch_is_that_of_every_row(name, shifted):
-    """Texts, drafted tokens and masks of each row alone, without padding."""
     network = NETWORKS[name]()
     drafter = DiffusionModel(network, model_of("llama"), mask=MASK, shifted=shifted)
     texts, filled = [[5, 9, 11], [4], [8, 3, 2, 12, 10, 9, 5]], torch.tensor([[20, 21], [30, 31], [40, 41]])
@@ -155,8 +153,6 @@ class Known(DiffusionModel):
 
 
 class Denoising(Chain):
-    """The chains of `test_positions`, filled by the drafter."""
-
     def __init__(self, q, steps):
         super().__init__(q)
         self.known = Known(q, steps)

@@ -27,7 +27,6 @@ SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
 
 
 def drafter(seed=1, *, levels=None, refine=6, **config):
-    """A random drafter with laws sharp enough to differ."""
     fresh = DistilledDrafter.for_model(family(), seed=seed, **(SMALL | config))
     with torch.no_grad():
         fresh.head.codes.weight.mul_(40.0)
@@ -73,7 +72,6 @@ def enumerated(used, keep=False, places=3, kinds=4):
 
 
 def test_the_output_is_a_function_of_the_noise_alone_enumerated():
-    """All noise there is: the law of the codes is that of plain decoding, and of kept drafts it is not."""
     plain = enumerated(None)
     assert plain.sum() == pytest.approx(1) and int((plain > 0).sum()) > 10
     for refine in (1, 6):
@@ -252,7 +250,6 @@ def test_row_ends_are_entered_and_never_drafted(temperature):
 
 
 def case_drawn(case, target, used, temperature):
-    """A batch of ragged prompts of a tiny family."""
     asked = case.prompt([0, 1, 2])
     request = Request(
         asked, asked.ids, case.layout.positions, Sampling(temperature, guidance=case.guidance), grid=case.layout.grid,
@@ -284,10 +281,10 @@ SHIPPED = registry.CHECKPOINTS / "painter-distilled" / "config.json"
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
 def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
     pipe = ImagePipeline.from_pretrained("painter")
-    texts = ["a photo of three stars", "a photo of a red cross and a blue ring", "a photo of a cross left of a ring"]
+    texts = ["a photo of three stars", "a photo of a red cross and a blue ring"]
     plain = pipe(texts, seed=5, drafter="none", output_type="latent")
     fast = pipe(texts, seed=5, output_type="latent", preset="distilled")
     assert all(torch.equal(one, two) for one, two in zip(plain.tokens, fast.tokens))
     passes = [int(numbers.max()) + 1 for numbers in fast.passes]
-    assert sum(passes) < 3 * 24 and fast.stats[0].faults == 0 and fast.stats[0].guarantee == "exact"
+    assert sum(passes) < 2 * 24 and fast.stats[0].faults == 0 and fast.stats[0].guarantee == "exact"
     assert (SHIPPED.parent / "model.safetensors").stat().st_size < 8e6

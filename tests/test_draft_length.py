@@ -68,7 +68,6 @@ def test_drafting_costs_three_per_cent_at_most(costs, rate):
     slope=st.floats(0.0, 0.5), step=st.floats(0.0, 1.0), price=st.floats(0.0, 0.4), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_so_it_does_where_acceptance_turns(turns, slope, step, price, seed):
-    """Acceptance that changes at any time, to fool what was learned; a clock that errs by a fifth."""
     ends = [sum(size for size, _ in turns[: n + 1]) for n in range(len(turns))]
 
     def accepted(n):
@@ -84,8 +83,6 @@ def test_so_it_does_where_acceptance_turns(turns, slope, step, price, seed):
 
 
 class Stubborn(AdaptiveLength):
-    """Expects that drafts pay, whatever it has seen."""
-
     def best(self, limit, costs=None):
         return limit, OWN
 
@@ -108,7 +105,6 @@ def test_a_price_of_plain_passes_that_is_only_extrapolated_misses_it_too(monkeyp
 
 @pytest.mark.parametrize("costs", ["free drafts", "dear drafts"])
 def test_drafts_that_pay_are_made(costs):
-    """At nine tenths accepted: close to the best fixed depth."""
     verify, draft = COSTS[costs]
     best = min((verify(d) + draft(d)) / sum(0.9**i for i in range(d + 1)) for d in range(1, LEVELS + 1))
     seconds, drafted, rounds = decoded(lambda n: 0.9, verify, draft)
@@ -149,7 +145,6 @@ def test_a_search_that_finds_nothing_is_paid_for():
 
 
 def test_what_begins_to_pay_later_is_found():
-    """Nothing is accepted for 1,000 tokens, then nearly all."""
     length_policy = AdaptiveLength(LEVELS)
     decoded(lambda n: 0.0, *COSTS["free drafts"], tokens=1000, length_policy=length_policy)
     seconds, _, _ = decoded(lambda n: 0.95, *COSTS["free drafts"], tokens=3000, length_policy=length_policy)
@@ -212,7 +207,6 @@ def in_structures(rates, verify, seed=0, tokens=TOKENS, request=96, first=0.0, l
 
 
 def price(rates, verify, pick):
-    """Seconds a token of rounds with such drafts."""
     levels, structure = pick
     rate = dict(zip(STRUCTURES, rates)).get(structure, 0.0)
     seconds = verify(structure.size(levels)) + (levels and DRAFTS[structure] * levels)
@@ -366,8 +360,6 @@ def test_nor_does_one_that_stood_still_in_an_early_round(stage, late):
 
 
 class EverySecond(DraftLengthPolicy):
-    """A policy of a user: drafts in every second round."""
-
     def __init__(self, levels):
         super().__init__(levels)
         self.asked = []

@@ -30,8 +30,6 @@ from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that is really made, in numbers."""
-
     def __init__(self):
         super().__init__()
         self.found = 0
@@ -63,7 +61,6 @@ KINDS = {  # how they are made and loaded
 @pytest.fixture(scope="module")
 @torch.inference_mode(False)
 def saved(tmp_path_factory):
-    """A checkpoint of each kind: its folder and how it is loaded."""
     root = tmp_path_factory.mktemp("drafters")
     write(root / "upsampler", Upsampler(UpsamplerConfig(tiny_images.CODES, width=8, layers=2)), {})
     found = {"upsampler": (root / "upsampler", lambda folder: lowres.load_upsampler(folder, janus()))}

@@ -39,7 +39,6 @@ TINY = {"steps": 3, "rows": 3, "max_new_tokens": 7, "reuse": 1, "validate_every"
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Three pictures, and a target whose processor is a function of their number."""
     for n in range(4):
         Image.new("RGB", (8, 8), (40 * n, 0, 0)).save(tmp_path / f"{n}.png")
     (tmp_path / "data.jsonl").write_text(
@@ -83,7 +82,6 @@ def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
 
 
 def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
-    """Also where a run goes on."""
     seen = []
 
     def measured(drafter, before=train_drafter.TextValidation.__call__):
@@ -405,8 +403,6 @@ def test_the_layer_of_the_sharpest_attention_is_chosen(sharp):
 
 
 def before_attentions(forward):
-    """A model that returns no attention weights."""
-
     def silent(*args, **options):
         found = forward(*args, **options)
         found.attentions = None

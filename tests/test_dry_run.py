@@ -47,14 +47,8 @@ def test_the_shell_prints_it_and_writes_nothing(data, capsys):
     argv = ["train", "drafter", "--target", TARGET, "--data", str(data), "--out", str(data / "out"), "--dry-run"]
     assert main([*argv, "--preset", "eagle3", "--rows", "2", "--max-new-tokens", "8", "--steps", "40"]) == 0
     said = capsys.readouterr().out
-    for part in (
-        "weights of 12 layers",
-        "M parameters",
-        "of a group",
-        "in all",
-        "with 8 of 12 layers on cpu; 40 steps",
-    ):
-        assert part in said, said
+    parts = ("weights of 12 layers", "M parameters", "of a group", "in all", "with 8 of 12 layers on cpu; 40 steps")
+    assert all(part in said for part in parts), said
     assert not (data / "out").exists()
     assert main(["train", "drafter", "--target", "none/of-this", *argv[4:]]) == 2
     assert "none/of-this is no folder and not in the cache" in capsys.readouterr().err

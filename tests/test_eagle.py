@@ -38,7 +38,6 @@ def make(name, latents=1, seed=1, **options):
 
 @torch.inference_mode()
 def opened(drafter, request):
-    """(target, rule, state, scores) after the prefill, drafter started."""
     target = HFDecoder(drafter.model, drafter.traits.feature_layers, embeddings=True)
     rule = visspec.Exact()
     state, scores = open_request(target, rule, request)
@@ -47,7 +46,6 @@ def opened(drafter, request):
 
 
 def flat(memory):
-    """Per row, the keys and values of what has been read."""
     return [memory.kv[b, :n] for b, n in enumerate(memory.lengths)]
 
 
@@ -213,7 +211,6 @@ def test_a_memory_with_room_stays_where_it_is():
 
 @torch.inference_mode()
 def test_laws_are_those_of_float32_whatever_the_type_of_the_weights():
-    """In float64, where rotations take the road of half precision."""
     found = []
     for dtype in (torch.float32, torch.float64):
         model = copy.deepcopy(model_of("llama")).to(dtype)
@@ -310,7 +307,6 @@ def test_the_shipped_drafter_is_refused_for_another_architecture(captioner):
 
 
 def test_a_prompt_read_in_blocks_is_the_prompt_read_at_once(monkeypatch):
-    """In room for the whole request, which the rounds do not have to grow."""
     from visspec.models.eagle import drafter as eagle
 
     model = model_of("llava")

@@ -71,7 +71,6 @@ def make(name, form, seed=1, width=1, **more):
     + [("llama", form) for form in ("eagle", "eagle3", "flash", "dream")],
 )
 def test_drafts_are_those_of_the_published_description(name, form):
-    """First drafts, and those after a round in which rows accepted different numbers."""
     drafter, model = make(name, form), model_of(name)
     rows = shapes(name)["ragged"]
     inputs = prompt(name, rows)
@@ -99,7 +98,6 @@ def test_drafts_are_those_of_the_published_description(name, form):
     [("llava", form) for form in ("eagle", "eagle3", "vispec", "dream")] + [("llama", "eagle"), ("llama", "dream")],
 )
 def test_a_tree_draws_every_node_from_its_own_path(name, form, monkeypatch):
-    """The laws of a frontier are those of chains: siblings do not see each other."""
     drafter, model, rows = make(name, form, width=3), model_of(name), shapes(name)["ragged"]
     inputs, seen, grown = prompt(name, rows), [], []
     target, state, answer = begun(drafter, model, inputs, NEW)
@@ -133,7 +131,6 @@ def one_round(target, drafter, state, answer):
 
 
 def test_wave_lengths_of_llama3():
-    """Those of transformers' own initialiser."""
     import transformers as tf
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -192,7 +189,6 @@ def test_forms_that_do_not_go_together(changes, sentence):
 
 @pytest.mark.parametrize("branch", range(4))
 def test_branches_of_a_gate(branch):
-    """Each is what torch's own layers make of a run alone, however long its neighbours are."""
     config = make("llava", "specvlm").config
     network = SpecVLMBranches(config).eval()
     with torch.no_grad():

@@ -193,7 +193,6 @@ def test_image_ids_and_empty_drafts_are_no_faults():
 
 
 def test_image_ids_are_never_drafted():
-    """Also where the target itself says one: it comes from the target's own choice."""
     answers = stock("llava", "ragged")
     model = fast("llava", Oracle(answers))
     model.generate(**prompt("llava", shapes("llava")["ragged"]), **GREEDY)
@@ -237,7 +236,6 @@ def test_spoilt_drafts_cost_nothing_of_the_output(kind, shape):
     ("rows missing", 3, 0.0), ("negative id", 1, 1.0),
 ])  # fmt: skip
 def test_spoilt_drafts_of_images(kind, rows, temperature):
-    """Codes with guidance, in a target that runs two rows of its cache for each image."""
     plain, _ = drawn(janus_pair(None, Exact()), list(range(rows)), temperature=temperature)
     setup = janus_pair(Spoilt(plain, SPOILT[kind]), Exact())
     with pytest.warns(RuntimeWarning, match="drafter Spoilt"):
@@ -365,8 +363,6 @@ def test_keyboard_interrupt_in_the_drafter_is_the_users():
 
 
 class Seen(TableTarget):
-    """Keeps what it is asked to verify."""
-
     def __init__(self, table):
         super().__init__(table)
         self.drafts = []
@@ -378,7 +374,6 @@ class Seen(TableTarget):
 
 @pytest.mark.parametrize("banned", range(4))
 def test_every_id_can_be_banned(banned):
-    """Also the first and the last."""
     target = Seen(Table(4, 0))
     target.capabilities = Capabilities(vocab=4, never_drafted=frozenset({banned, 4, -1}))
 

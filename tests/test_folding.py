@@ -50,31 +50,24 @@ def calls(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("shape", ["one", "ragged"])
-@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+FOLDED = [("llama", "one"), ("qwen2_vl", "one"), *((name, "ragged") for name in GROUPED)]
+
+
+@pytest.mark.parametrize("name, shape", FOLDED)
 def test_greedy_output_equals_stock_under_sdpa(name, shape, calls):
+    assert HFDecoder(model_of(name)).masks.groups == 2 > HFDecoder(model_of("gemma2")).masks.groups  # soft caps
     expected, inputs = stock(name, shape), prompt(name, shapes(name)[shape])
-    for drafter in (None, TreeOracle(expected, 0.3), TreeOracle(expected, 0.3, per_row=True), Grower(expected)):
+    drafters = [TreeOracle(expected, 0.3)]
+    if name in ("llama", "qwen2_vl"):
+        drafters += [None, TreeOracle(expected, 0.3, per_row=True), Grower(expected)]
+    for drafter in drafters:
         accelerated = visspec.accelerate(model_of(name), drafter, adaptive=False)
         calls["repeated"].clear()
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
         # the prompt's pass is transformers' own
         assert set(calls["repeated"]) <= {inputs["input_ids"].shape[1]}, "a draft's pass has repeated keys"
-    assert {1, 9, 11} <= set(calls["folded"])  # nodes: plain decoding, grown trees, two children a level
-
-
-@pytest.mark.parametrize("name", GROUPED)
-def test_every_family_with_grouped_heads_folds(name, calls):
-    target = HFDecoder(model_of(name))
-    assert target.masks.groups == 2
-    expected = stock(name, "ragged")
-    inputs = prompt(name, shapes(name)["ragged"])
-    assert new_tokens(fast(name, TreeOracle(expected, 0.3)).generate(**inputs, **GREEDY), inputs) == expected
-    assert 11 in calls["folded"]
-
-
-def test_soft_caps_and_eager_keep_their_road():
-    assert HFDecoder(model_of("gemma2")).masks.groups == 1
+    # nodes: two children a level, plain decoding, grown trees
+    assert set(calls["folded"]) >= ({11} if len(drafters) == 1 else {1, 9, 11})
 
 
 def test_padding_inside_the_prompt():
@@ -203,24 +196,13 @@ def test_stock_calls_under_our_name_equal_those_under_sdpa(shape):
 
 
 class Swallows(LlamaAttention):
-    """Hands no keywords on."""
-
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         return super().forward(hidden_states, position_embeddings, attention_mask, cache)
 
 
 class Refuses(LlamaAttention):
-    """Takes no unknown keywords."""
-
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings=None,
-        attention_mask=None,
-        cache=None,
-        position_ids=None,
-        use_cache=None,
-    ):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, position_ids=None,
+                use_cache=None):  # fmt: skip
         return super().forward(hidden_states, position_embeddings, attention_mask, cache)
 
 
@@ -327,7 +309,6 @@ def test_a_store_of_unknown_end_grows_by_half():
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 3), (4, 8)])
 def test_heads_that_do_not_divide_are_refused_before_work(heads, key_heads):
-    """transformers can't run such a model either."""
     model = llama(num_attention_heads=heads, num_key_value_heads=key_heads)
     with pytest.raises(ValueError, match=r"^model: LlamaForCausalLM can't run a draft \(RuntimeError: The size of ten"):
         visspec.accelerate(model, "ngram")

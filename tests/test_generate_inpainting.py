@@ -22,7 +22,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def files(tmp_path):
-    """A picture, a mask of its size and one that is narrower."""
     noise = np.random.default_rng(0).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)
     paths = {name: tmp_path / f"{name}.png" for name in ("picture", "mask", "narrow", "small")}
     Image.fromarray(noise).save(paths["picture"])

@@ -29,7 +29,6 @@ TREE, CHAIN = "image-eagle:tree=static,shape=3-3-3", "jacobi:window=5"
 
 
 def written(verdict: Verdict, again: Verdict) -> None:
-    """Overwrite a verdict in place, as a replay does."""
     for field in dataclasses.fields(Verdict):
         if (old := getattr(verdict, field.name)) is not None:
             old.copy_(getattr(again, field.name))

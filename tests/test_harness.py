@@ -23,7 +23,6 @@ def words_of(target=tf.PreTrainedTokenizerFast):
 
 
 def rows_of(home, count=6):
-    """A file of questions, as keywords of a task."""
     rows = [{"question": " ".join(f"w{5 + (n * k) % 60}" for k in range(1, 9)), "answer": "w9"} for n in range(count)]
     (home / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return {
@@ -33,7 +32,6 @@ def rows_of(home, count=6):
 
 
 def same(plain, ours):
-    """Scores and answers of a run, item by item."""
     for task, samples in plain["samples"].items():
         for key in ("doc_id", "resps", "filtered_resps"):
             assert [s[key] for s in ours["samples"][task]] == [s[key] for s in samples], (task, key)

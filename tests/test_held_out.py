@@ -126,17 +126,16 @@ def words(text: str) -> list[str]:
     [("captioner", "shapes", 0.95, 55), ("captioner-small", "shapes", 0.5, 55), ("captioner-emoji", "emoji", 0.85, 25)],
 )
 def test_captioners_say_what_is_there(name, world, least, shortest):
-    """Greedy captions against the held-out ones, word by word."""
     if not included.present(name):
         pytest.skip("weights not in this tree")
     folder, scenes = included.folder(name), included.scenes(world)
     processor = transformers.AutoProcessor.from_pretrained(folder)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(folder).float().eval()
     assert not model.generation_config.do_sample and model.generation_config.eos_token_id is not None
-    inputs = prepare(processor, scenes.images(8), PROMPT, model)
+    inputs = prepare(processor, scenes.images(4), PROMPT, model)
     new = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
     found = [words(text) for text in processor.batch_decode(new, skip_special_tokens=True)]
-    captions = [row["caption"].split() for row in scenes.rows[:8]]
+    captions = [row["caption"].split() for row in scenes.rows[:4]]
     alike = [SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(found, captions)]
     assert sum(alike) / len(alike) >= least
     assert min(map(len, found)) >= shortest
@@ -170,8 +169,8 @@ def test_the_captioner_warns_of_pictures_of_the_included_painter(tmp_path):
     for path, image in zip(paths, drawn):
         image.save(path)
     assert [path for path in paths if foreign([path], MAX_PIXELS) is None] == []
-    assert foreign((scenes.folder / row["file_name"] for row in scenes.rows[:48]), MAX_PIXELS) is None
-    for i, image in enumerate(scenes.images(24)):
+    assert foreign((scenes.folder / row["file_name"] for row in scenes.rows[:12]), MAX_PIXELS) is None
+    for i, image in enumerate(scenes.images(6)):
         image.save(tmp_path / f"{i}.jpg", quality=75)
         assert foreign([tmp_path / f"{i}.jpg"], MAX_PIXELS) is None
 

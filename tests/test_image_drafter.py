@@ -41,7 +41,6 @@ def family():
 
 
 def drafter(options=None, seed=1, **config):
-    """A random drafter with laws sharp enough to differ."""
     fresh = ImageFeatureDrafter.for_model(family(), seed=seed, **{"levels": 4, **config})
     with torch.no_grad():
         fresh.head.codes.weight.mul_(2.0)
@@ -151,31 +150,6 @@ def test_drafts_are_of_the_reported_laws_and_rejection_keeps_that_of_the_target(
     check_reported(*found)
     for seed in range(2):
         check_rejection(*found, seed)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", SHAPES)
-def test_sampled_pairs_follow_the_model(kind):
-    """The whole loop under `rejection`, 1500 images of the same prompt: the first two codes have the model's law."""
-    rows, k = 1500, 3
-    used = drafter(SHAPES[kind])
-    ids, attention = prompts(1)
-    made = request(ids.expand(rows, -1), attention.expand(rows, -1), top_k=k)
-    tokens, state = run(made, used, Rejection())
-    assert state.trace.faults == 0
-    target = ImageAR(family())
-    with torch.inference_mode():
-        state, scores = target.prefill(request(ids.expand(k, -1), attention.expand(k, -1), top_k=k))
-        first = scores.distribution.p[0, 0]
-        state.pending, state.position = first.nonzero()[:, 0], state.position + 1
-        for row, token in enumerate(state.pending.tolist()):
-            state.tokens[row] = [token]
-        second = target.verify(state, trees.empty_draft(state.pending)).distribution.p[:, 0]
-    joint, counts = torch.zeros(24, 24, dtype=torch.float64), torch.zeros(24, 24)
-    joint[state.pending] = first[state.pending][:, None].double() * second.double()
-    counts.index_put_((tokens[:, 0], tokens[:, 1]), torch.ones(rows), accumulate=True)
-    flatter = joint.sqrt() / joint.sqrt().sum()
-    assert chi_square(counts, joint / joint.sum()) > 1e-3 > chi_square(counts, flatter)
 
 
 def test_a_rollout_is_what_drafting_says():

@@ -37,7 +37,6 @@ WORDED = ["janus", "emu3", "anole", "lumina", "llamagen-class", "llamagen-captio
 @cache
 @torch.inference_mode(False)
 def drawn() -> ImagePipeline:
-    """A tiny Janus that reads letters."""
     return ImagePipeline(tiny.janus(), tiny.Words())
 
 
@@ -45,7 +44,6 @@ def drawn() -> ImagePipeline:
 
 
 def reading(name: str) -> Case:
-    """A family that reads texts, and three of them."""
     if name == "janus":
         family = family_of(tiny.janus(), tiny.Words())
         return Case(family, family.layout(), 3.0, None, None)
@@ -201,7 +199,6 @@ def test_a_callback_is_handed_the_codes_so_far():
 
 
 def test_what_a_callback_is_handed_where_it_asks_for_nothing():
-    """Latents, without the ends of rows; asked for nothing, the state alone."""
     names, seen = [], []
     pipe = drawn()
     watch = lambda p, i, t, given: names.append(tuple(sorted(given)))  # noqa: E731
@@ -227,7 +224,6 @@ def test_what_a_callback_wants_changed_is_refused():
 
 
 def saved(pipe, where, **changes):
-    """The pipeline with other components, saved; what its file says."""
     ImagePipeline(**(pipe.components | changes)).save_pretrained(where)
     return json.loads((where / "visspec.json").read_text())
 

@@ -53,7 +53,6 @@ def conditions(model, rows=2):
 
 
 def plain(model, condition, tokens):
-    """Logits after each position of the prefix and the codes, no cache, no mask."""
     x = torch.cat([model.prefix(condition), model.embed(tokens)], dim=1)
     return model.head(model(inputs_embeds=x).last_hidden_state)
 
@@ -153,7 +152,6 @@ def test_captions_move_to_the_left():
 
 
 def test_published_sizes():
-    """Parameters that the paper and the authors' code state, in millions."""
     millions = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3096}
     for size, expected in millions.items():
         with torch.device("meta"):
@@ -377,7 +375,6 @@ def test_codecs_decode_and_encode_as_published(tmp_path, form):
 
 @pytest.mark.parametrize("name, names", [("llamagen-vq16", llamagen_vq_names), ("chameleon", chameleon_vq_names)])
 def test_published_codecs_have_published_widths(name, names):
-    """The full-size stock model wants 16384 x 8 or 8192 x 256 codes, and widths of 128, 128, 256, 256, 512."""
     with torch.device("meta"):
         shapes = {"llamagen-vq16": vqgan.VQShape(16384, 8, attention=True), "chameleon": vqgan.VQShape(8192, 256)}
         model = shapes[name].build()
@@ -447,7 +444,8 @@ def test_llamagen_loads_as_published(tmp_path, caption):
     expected = gpt_reference(tensors, x, turn_by_hand(first.shape[1], 4, 8), 4, 2)
     torch.testing.assert_close(plain(model, condition, tokens), expected, **TOL)
 
-    half = layouts_llamagen.load_llamagen(file, 4, 4, dtype=torch.bfloat16)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, file)
+    half = layouts_llamagen.load_llamagen(file, 4, 4)
     assert half.dtype == torch.bfloat16 and half(half.embed(tokens))[0].dtype == torch.bfloat16
     assert half._turns.dtype == torch.complex64
 
@@ -495,14 +493,11 @@ def test_pickles_are_converted_only_when_asked(tmp_path):
     out.parent.mkdir()
     torch.save({"model": tensors, "optimizer": {"state": {}}, "steps": 3, "args": argparse.Namespace(lr=1.0)}, pickled)
     for path in (pickled, tmp_path):
-        with one_sentence(r"pickled weights \(c2i_B_256\.pt\), expected \.safetensors .*convert_checkpoint"):
+        with one_sentence(r"pickled weights \(c2i_B_256\.pt\), expected \.safetensors .*visspec convert"):
             layouts_llamagen.load_llamagen(path, 4, 4)
     convert_checkpoint.convert(pickled, out)
     assert load_file(out).keys() == tensors.keys()
     assert layouts_llamagen.load_llamagen(out.parent, 4, 4).config == small()
-    for wrong in (out, tmp_path / "x.bin"):
-        with pytest.raises(ValueError, match="out: got"):
-            convert_checkpoint.convert(pickled, wrong)
 
 
 def test_nothing_outside_the_folder_is_read(tmp_path):

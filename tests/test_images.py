@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from PIL import Image
 
 from tests import tiny_images
 from tests.doubles import one_sentence
+from visspec import registry
 from visspec.api import grid, requests
 from visspec.api.images import ImagePipeline
 from visspec.cli import main as cli
@@ -23,6 +25,12 @@ from visspec.models.jacobi.drafter import Jacobi
 
 PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
 TOKENS = 36
+
+
+def test_the_default_is_the_preset_that_readme_names(pipe):
+    assert "`pipe(prompt)`, which is preset `gumbel`" in (Path(__file__).parents[1] / "README.md").read_text()
+    fresh = type(pipe)(pipe.model, pipe.processor)
+    assert (fresh.drafter, fresh.acceptance) == registry.preset("gumbel", "codes")[:2]
 
 
 def test_images_tokens_maps_and_statistics(pipe):
@@ -79,7 +87,6 @@ RAGGED = {"drafter": "jacobi:redraw=maximal,window=8", "acceptance": "rejection"
 
 
 def whole(state):
-    """Rows of a batch that have all their codes."""
     return sum(len(tokens) == TOKENS for tokens in state.tokens)
 
 
@@ -202,6 +209,7 @@ def test_the_bench_and_its_report(folder, tmp_path, capsys, monkeypatch):
 
     def run(prompts, *methods):
         argv = ["bench", "image", "--model", folder, "--quality", 2, "--out", tmp_path / "i", "--count", prompts]
+        argv += ["--world", "shapes"]
         argv += [part for method in methods for part in ("--method", method)]
         return cli.main(list(map(str, [*argv, "--json", record])))
 

@@ -13,7 +13,6 @@ from visspec.toys.table import INCLUDED
 
 
 def model(name):
-    """What the table looks at of a model."""
     return SimpleNamespace(config=AutoConfig.from_pretrained(included.folder(name)))
 
 
@@ -23,13 +22,8 @@ def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
     }
     targets = {row.target for row in INCLUDED.models.values()} - {""}
     assert targets | {INCLUDED.text_model, INCLUDED.image_model} <= set(INCLUDED.models)
-    worlds = INCLUDED.worlds.values()
-    references = [
-        INCLUDED.foreign,
-        *(world.detector_reference for world in worlds),
-        *(world.render_reference for world in worlds),
-    ]
-    assert all(callable(included.load(reference)) for reference in references)
+    references = [(world.detector_reference, world.render_reference) for world in INCLUDED.worlds.values()]
+    assert all(callable(included.load(reference)) for reference in (INCLUDED.foreign, *sum(references, ())))
 
 
 @pytest.mark.parametrize("name,preset,expected", [
@@ -58,7 +52,4 @@ def test_weights_that_are_not_in_an_installation_are_named_with_where_to_find_th
     with pytest.raises(ValueError, match=f"^drafter: got 'vispec', {lacks}"):
         registry.drafter("vispec", captioner)
     assert registry.included_drafter(captioner) is None
-    assert (
-        str(registry.included_folder("owner/painter-mar")) == "owner/painter-mar"
-        and str(registry.included_folder("nowhere")) == "nowhere"
-    )
+    assert [str(registry.included_folder(name)) for name in ("a/painter-mar", "no")] == ["a/painter-mar", "no"]

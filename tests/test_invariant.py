@@ -17,7 +17,6 @@ from visspec.models.runner.widths import REFERENCE, PassWidths
 
 NEW = 40
 LENGTHS = (5, 33, 12, 58)
-DRAFTERS = ("none", "ngram", "recycling", "context")
 SAMPLED = {"do_sample": True, "temperature": 1.0}
 
 
@@ -34,25 +33,18 @@ def prompts():
 
 
 def fast(drafter, dtype=torch.bfloat16, invariant=True):
-    levels = {} if drafter == "none" else {"adaptive": drafter == "context"}
+    # adaptive drafts rest on a loaded machine, and a control needs them
+    levels = {} if drafter == "none" else {"adaptive": drafter == "context" and invariant}
     return visspec.accelerate(model(dtype), drafter, batch_invariant=invariant, debug=True, **levels)
 
 
 def answers(quick, ids=None, mask=None, **options):
-    """Tokens and raw logits of each row, behind its prompt."""
     found, options = [], {"do_sample": False, **options}
     batches = [(ids, mask)] if ids is not None else [(one, torch.ones_like(one)) for one in prompts()]
     for ids, mask in batches:
         more = {"seed": [7] * len(ids)} if options["do_sample"] else {}
-        output = quick.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=NEW,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **options,
-            **more,
-        )
+        kept = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+        output = quick.generate(input_ids=ids, attention_mask=mask, **kept, **options, **more)
         logits = torch.stack(output.logits, dim=1)
         found += [(row[ids.shape[1] :].tolist(), each) for row, each in zip(output.sequences, logits)]
     return found
@@ -73,14 +65,15 @@ def same(found, expected):
     return [a == b and torch.equal(x, y) for (a, x), (b, y) in zip(found, expected, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("drafter", DRAFTERS[1:])
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("drafter, dtype", [("ngram", BF16), ("recycling", FP16), ("context", FP32), ("context", BF16)])
 def test_drafts_change_no_bit(drafter, dtype):
     assert all(same(answers(fast(drafter, dtype)), alone(dtype)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("drafter", ("none", "context"))
+@pytest.mark.parametrize("drafter, dtype", [("none", BF16), ("none", FP32), ("context", FP16)])
 def test_neighbours_change_no_bit(drafter, dtype):
     assert all(same(answers(fast(drafter, dtype), *batch()), alone(dtype)))
 
@@ -93,15 +86,14 @@ def test_control(invariant):
         assert all(same(found, expected)) == invariant
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ["none", "context"])
 def test_sampled_tokens(drafter):
     expected = alone(sampled=True)
     assert all(same(answers(fast(drafter), **SAMPLED), expected))
     assert all(same(answers(fast(drafter), *batch(), **SAMPLED), expected))
 
 
-@pytest.mark.parametrize("slots", (1, 3))
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter, slots", [("none", 3), ("ngram", 3), ("recycling", 1), ("context", 3)])
 def test_stream_in_any_order(drafter, slots):
     entries = [{"input_ids": ids, "id": n} for n, ids in enumerate(prompts())]
     entries += [e | SAMPLED | {"seed": 7, "id": (e["id"],)} for e in entries]
@@ -182,7 +174,6 @@ def test_padding_behind_a_prompt_is_refused():
 
 
 def test_pictures_of_codes():
-    """With and without drafts, alone and in a batch of prompts of different length."""
     texts = ["a photo of a blue square left of a green circle", "two yellow triangles"]
     pipe = visspec.ImagePipeline.from_pretrained("painter", dtype="bfloat16", batch_invariant=True, debug=True)
     pipe.set_progress_bar_config(disable=True)

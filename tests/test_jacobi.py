@@ -125,7 +125,6 @@ def process_law(drafter, p, misreport=lambda q: q, idle=0):
 
 
 def rounds(drafter, p, committed, window, misreport, idle):
-    """The branches after one round."""
     state = state_of(committed)
     depth = 0 if len(committed) == idle else min(drafter.window, LENGTH - len(committed) - 1)
     spine = window.tokens[0, :depth].tolist()
@@ -336,7 +335,6 @@ def test_a_front_keeps_the_law(start, levels, in_float64):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_front_that_reports_the_law_of_the_window_is_seen(late, in_float64, monkeypatch):
-    """As one whose numbers move to another position is."""
     p, head = context_law(VOCAB, 0), SimpleNamespace(levels=1, law=context_law(VOCAB, 3))
     finish = Front.finish
 

@@ -167,8 +167,6 @@ def test_noise_does_not_depend_on_how_it_is_consumed(steps, peek):
 
 
 class Window:
-    """Gumbel noise for many rows at once."""
-
     def __init__(self, rows, positions):
         uniform = torch.rand(rows, positions, V, generator=torch.Generator().manual_seed(0))
         self.numbers = -torch.log(-torch.log(uniform))

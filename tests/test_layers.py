@@ -25,7 +25,7 @@ from visspec.types import Draft
 ROOT = Path(visspec.__file__).parent.parent
 TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
-    {"distributions", "kernels"},
+    {"distributions", "kernels", "ranking"},
     {"types"},
     {"cache", "io", "replay"},
     {"tree", "entries", "presets"},
@@ -129,7 +129,6 @@ def families_apart(room, path):
 
 
 def test_families_do_not_import_each_other():
-    """Nor do the shared parts import a family, late imports included."""
     found = []
     for file, parts in sources():
         if parts[:1] == ["models"] and len(parts) > 1:
@@ -158,7 +157,6 @@ def test_the_table_forbids_something(mine, path):
 
 
 def dotted(node):
-    """The source of an expression; `ast.unparse` takes most of the time of these tests."""
     if isinstance(node, ast.Name):
         return node.id
     return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)

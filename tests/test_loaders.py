@@ -14,11 +14,13 @@ from tests import tiny_images
 from tests.doubles import one_sentence
 from tests.test_image_nets import LOADERS, chameleon_vq_names, filled, gpt_names
 from visspec.api.images import ImagePipeline
-from visspec.io import checkpoint, convert_checkpoint
+from visspec.cli.main import main
+from visspec.io import checkpoint
 from visspec.io.convert_checkpoint import convert
 from visspec.models.codecs import vq_layout as layouts_vq
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen import network as llamagen
+from visspec.models.published_tensors import Weights, rename
 
 # --- from a loader to a pipeline -------------------------------------------------------------------------------------
 
@@ -72,15 +74,6 @@ def test_values_that_are_no_weights_are_refused_by_name(tmp_path, layout):
     load(file)  # another precision is no fault
 
 
-def test_values_beyond_the_asked_precision_are_refused(tmp_path):
-    tensors = filled(gpt_names(False))
-    tensors["norm.weight"][0] = 1e5
-    save_file(tensors, tmp_path / "a.safetensors")
-    assert layouts_llamagen.load_llamagen(tmp_path / "a.safetensors", 4, 4, torch.bfloat16).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"'norm\.weight' .*values beyond float16, expected a wider dtype"):
-        layouts_llamagen.load_llamagen(tmp_path / "a.safetensors", 4, 4, torch.float16)
-
-
 def test_drafters_are_checked_alike():
     net = torch.nn.Linear(2, 1)
     good = {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}
@@ -126,10 +119,10 @@ def test_two_sets_and_names_without_dots_are_told_how(tmp_path):
     file = tmp_path / "a.safetensors"
     for both in ({**tensors, **{f"ema.{n}": t + 1 for n, t in tensors.items()}}, {**tensors, **lit_ema(tensors)}):
         save_file(both, file)
-        with one_sentence(r"averaged weights \(.*\) beside others, expected one set .*--ema"):
+        with one_sentence(r"averaged weights \(.*\) beside others, expected one set"):
             layouts_llamagen.load_llamagen(file, 4, 4)
     save_file(lit_ema(tensors), file)
-    with pytest.raises(ValueError, match=r"names without dots \(.*expected a file with the others too.*--ema"):
+    with pytest.raises(ValueError, match=r"names without dots \(.*expected a file with the others too"):
         layouts_llamagen.load_llamagen(file, 4, 4)
 
 
@@ -156,52 +149,39 @@ def filed(tensors):
 
 
 @pytest.mark.parametrize("form", filed({}))
-def test_averaged_weights_are_mentioned_and_written_when_asked(tmp_path, form, capsys):
-    tensors = filled(gpt_names(False))
-    path = pickled(tmp_path, filed(tensors)[form])
-    start = "model." if form == "lit of a trainer" else ""
-    for options, more, said in (
-        ([], 0, "left behind; --ema writes them"),
-        (["--ema"], 1, "the other weights were left behind"),
-    ):
-        out = tmp_path / f"{len(options)}.safetensors"
-        assert convert_checkpoint.main([str(path), str(out), *options]) == 0
-        found = load_file(out)
-        assert found.keys() == {start + name for name in tensors}
-        assert all(torch.equal(found[start + name], tensor + more) for name, tensor in tensors.items())
-        assert said in capsys.readouterr().out
-    assert convert(pickled(tmp_path, tensors, "b.pt"), tmp_path / "plain.safetensors") == ""
+def test_averaged_weights_are_taken_where_a_file_holds_both(tmp_path, form):
+    tensors, out = filled(gpt_names(False)), tmp_path / "out.safetensors"
+    convert(pickled(tmp_path, filed(tensors)[form]), out)
+    found, start = load_file(out), "model." if form == "lit of a trainer" else ""
+    assert found.keys() == {start + name for name in tensors}
+    assert all(torch.equal(found[start + name], tensor + 1) for name, tensor in tensors.items())
 
 
-def test_averaged_weights_alone_are_written(tmp_path, capsys):
+def test_averaged_weights_alone_are_written(tmp_path):
     tensors = filled(gpt_names(False))
     for i, content in enumerate(
         ({"ema": tensors}, {f"ema.{n}": t for n, t in tensors.items()}, {"ema": {"module": tensors}})
     ):
         out = tmp_path / f"{i}.safetensors"
-        assert convert_checkpoint.main([str(pickled(tmp_path, content)), str(out)]) == 0
-        assert load_file(out).keys() == tensors.keys() and "averaged weights" in capsys.readouterr().out
+        convert(pickled(tmp_path, content), out)
+        assert load_file(out).keys() == tensors.keys()
         assert layouts_llamagen.load_llamagen(out, 4, 4).config.classes == 10
-    with pytest.raises(ValueError, match="holds no averaged weights, expected a state dict or one under ema"):
-        convert(pickled(tmp_path, {"model": tensors}), tmp_path / "x.safetensors", ema=True)
     with pytest.raises(ValueError, match="names without dots"):
         convert(pickled(tmp_path, {"state_dict": lit_ema(tensors)}), tmp_path / "x.safetensors")
 
 
-def test_a_safetensors_file_with_both_is_split(tmp_path):
-    tensors = filled(gpt_names(False))
-    save_file(tensors | lit_ema(tensors), tmp_path / "both.safetensors")
-    convert(tmp_path / "both.safetensors", tmp_path / "one.safetensors", ema=True)
-    assert torch.equal(load_file(tmp_path / "one.safetensors")["norm.weight"], tensors["norm.weight"] + 1)
-
-
-def test_places_that_can_not_be_written_are_a_sentence(tmp_path, capsys):
-    path = pickled(tmp_path, {"w": torch.zeros(1)})
-    assert convert_checkpoint.main([str(path), str(tmp_path / "no" / "x.safetensors")]) == 2
-    assert f"the folder {tmp_path / 'no'} does not exist, expected one that does" in capsys.readouterr().err
-    (tmp_path / "file").write_text("")
-    assert convert_checkpoint.main([str(path), str(tmp_path / "file" / "x.safetensors")]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize("folder", [False, True])
+def test_pickles_are_rewritten_with_what_lies_beside_them(tmp_path, folder, capsys):
+    home, out = tmp_path / "home", tmp_path / "out"
+    home.mkdir()
+    (home / "config.json").write_text("{}")
+    pickled(home, {"model": {"w": torch.ones(2)}}, "pytorch_model.bin")
+    path = home if folder else home / "pytorch_model.bin"
+    assert main(["convert", "safetensors", str(path), "--out", str(out)]) == 0
+    assert load_file(out / "pytorch_model.safetensors")["w"].sum() == 2
+    assert (out / "config.json").is_file() == folder
+    assert main(["convert", "safetensors", str(out), "--out", str(tmp_path / "again")]) == 2
+    assert "holds no pickled weights" in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
 class Harmful:
@@ -211,19 +191,18 @@ class Harmful:
 
 @pytest.mark.parametrize("content, words", [
     ({"model": Harmful()}, "its pickle asks for print, which is not run"), ([1, 2], "path: "), ({"steps": 1}, "path: "),
-    (b"junk", "path: "), (b"", "EOFError"), (None, "path: "),
+    (b"junk", "path: "), (b"", "EOFError"), (None, "there is no"),
 ])  # fmt: skip
 def test_a_refused_pickle_brings_no_advice_to_run_it(tmp_path, content, words, capsys):
-    """Nor do files that hold no tensors, and one that does not exist."""
     path = tmp_path / "bad.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content is not None:
         torch.save(content, path)
-    assert convert_checkpoint.main([str(path), str(tmp_path / "x.safetensors")]) == 2
+    assert main(["convert", "safetensors", str(path), "--out", str(tmp_path / "x")]) == 2
     said = capsys.readouterr()
     assert words in said.err and said.err.count("\n") == 1 and "must not run" not in said.out
-    assert not re.search("weights_only|trust|allowlist", said.err) and not (tmp_path / "x.safetensors").exists()
+    assert not re.search("weights_only|trust|allowlist", said.err) and not (tmp_path / "x").exists()
 
 
 # --- LlamaGen without a null class, and a quiet codec --------------------------------------------------------------
@@ -254,7 +233,7 @@ def test_a_table_without_a_null_class_is_not_guided(tmp_path):
 @pytest.mark.parametrize("rows, null", [(1001, True), (1000, False)])
 def test_tables_of_imagenet_are_told_by_their_rows(rows, null):
     tensors = filled(gpt_names(False) | {"cls_embedding.embedding_table.weight": (rows, 32)})
-    config = layouts_llamagen.config_of(tensors, 4, 4, "x")
+    config = layouts_llamagen.config_of(Weights("x", rename(tensors, ())), 4, 4)
     assert (config.classes, config.null_class) == (1000, null)
     assert llamagen.LlamaGen(config).cls_embedding.embedding_table.num_embeddings == rows
 
@@ -262,7 +241,7 @@ def test_tables_of_imagenet_are_told_by_their_rows(rows, null):
 def test_a_codec_loads_without_a_word(tmp_path, capfd):
     """diffusers warns of a cast that touches none of the float32 modules it has none of."""
     file = tmp_path / "vq.safetensors"
-    save_file(filled(chameleon_vq_names()), file)
+    save_file({name: tensor.bfloat16() for name, tensor in filled(chameleon_vq_names()).items()}, file)
     from diffusers.utils import logging as theirs
 
     records = []
@@ -270,7 +249,7 @@ def test_a_codec_loads_without_a_word(tmp_path, capfd):
     handler.emit = records.append
     theirs.add_handler(handler)
     try:
-        codec = layouts_vq.load_taming_vq(file, torch.bfloat16)
+        codec = layouts_vq.load_taming_vq(file)
     finally:
         theirs.remove_handler(handler)
     assert records == [] and capfd.readouterr().err == "" and codec.model.dtype == torch.bfloat16

@@ -1,6 +1,7 @@
 """A decoder of text alone, with a tokenizer in place of a processor, in every command that it makes sense in."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import visspec
 from tests.doubles import refused
 from tests.tiny import llama
 from visspec.api import loading
-from visspec.api.accelerate import Accelerated
+from visspec.api.accelerate import Accelerated, default_drafter
 from visspec.api.captions import process_chats
+from visspec.cli import arguments, caption, serve
 from visspec.cli.main import main
 from visspec.models.lookup.context import ContextDrafter
 
@@ -92,6 +94,24 @@ def test_a_table_for_the_default_drafter(folder, tmp_path, capsys):
     small = llama(vocab_size=99)
     with pytest.raises(ValueError, match="ids, but the model has 99"):
         visspec.accelerate(small, tmp_path / "d")
+
+
+def test_auto_is_the_same_everywhere(folder, tmp_path):
+    """A drafter that was trained into the model's folder, from every entry point."""
+    home = shutil.copytree(folder, tmp_path / "model")
+    argv = ["train", "drafter", "--target", home, "--data", home / "data.jsonl", "--out", home / "drafter"]
+    assert main([*map(str, argv), "--answers", "own", "--steps", "2", "--rows", "2"]) == 0
+    model, _ = loading.load(str(home))
+    assert default_drafter(model)[0] == home / "drafter"
+    hook = visspec.speculative()
+    model.generate(torch.arange(5, 25)[None], max_new_tokens=3, custom_generate=hook)
+    found = [visspec.accelerate(model), Accelerated.from_pretrained(home), hook.fast]
+    found.append(arguments.load(caption.Options(model=str(home), image=[]))[0])
+    found.append(arguments.load(serve.Options(model=str(home)))[0])
+    assert [type(fast.drafter).__name__ for fast in found] == ["EagleDrafter"] * len(found)
+    short = ["--max-new-tokens", "2", "--count", "1", "--json", str(tmp_path / "b")]
+    assert main(["bench", "text", "--model", str(home), *short]) == 0
+    assert str(home / "drafter") in {row["name"] for row in json.loads((tmp_path / "b").read_text())["rows"]}
 
 
 def test_bench_text(folder, tmp_path):

@@ -33,7 +33,7 @@ TARGETS = {
 SMALL = {"steps": 4, "rows": 2, "group": 1, "reuse": 2, "unroll": 2, "save_every": 1, "eval_every": 2}
 SIZES = {
     "emu3": {"height": 8, "width": 6},
-    "glm_image": {"height": 64, "width": 96},
+    "glm_image": {"height": 32, "width": 64},
     "chameleon": {"height": 64, "width": 64},
 }
 

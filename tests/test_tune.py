@@ -121,6 +121,8 @@ def test_an_image_model_is_tuned(tmp_path, capsys, monkeypatch):
     own = visspec.ImagePipeline.from_pretrained(tmp_path / "m", drafter="none", acceptance="coupled", preset=file)
     assert (own.drafter, own.acceptance) == ("none", "coupled")
     bench = ["bench", "image", "--model", str(tmp_path / "m"), "--method", str(file), "--count", "1"]
+    assert "--prompts: got none for" in refused(capsys, *bench)
+    bench += ["--world", "shapes"]
     assert main([*bench, "--method", "naive=none/exact", "--json", str(record)]) == 0
     assert [row["name"] for row in json.loads(record.read_text())["rows"]] == ["plain", "tuned", "naive"]
     assert "expected 4 or more (--count)" in refused(capsys, *argv, "--count", "2")

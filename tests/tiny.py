@@ -21,26 +21,15 @@ IMAGE, VIDEO, VISION_START, VISION_END = 90, 91, 92, 93
 TEXT_IDS = (5, 88)  # ordinary ids
 
 TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "pad_token_id": PAD,
-    "bos_token_id": BOS,
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": PAD, "bos_token_id": BOS,
     "eos_token_id": EOS,
-}
-TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 2,
-}
+}  # fmt: skip
+WITHOUT_HEAD_DIM = {k: v for k, v in TEXT.items() if k != "head_dim"}
+TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8,
+         "patch_size": 2}  # fmt: skip
+VISION_IDS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START,
+              "vision_end_token_id": VISION_END}  # fmt: skip
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 
 
@@ -136,8 +125,7 @@ def llama(seed: int = 0, **changes) -> nn.Module:
 
 
 def qwen2() -> nn.Module:
-    text = {k: v for k, v in TEXT.items() if k != "head_dim"}
-    return built(tf.Qwen2ForCausalLM, tf.Qwen2Config(**text))
+    return built(tf.Qwen2ForCausalLM, tf.Qwen2Config(**WITHOUT_HEAD_DIM))
 
 
 def qwen3(**changes) -> nn.Module:
@@ -151,7 +139,6 @@ def gemma2() -> nn.Module:
 
 
 def mistral() -> nn.Module:
-    """All layers slide over 8 tokens."""
     return built(tf.MistralForCausalLM, tf.MistralConfig(**TEXT, sliding_window=8))
 
 
@@ -198,9 +185,8 @@ def mistral3() -> nn.Module:
 
 
 def qwen2_vl() -> nn.Module:
-    text = {k: v for k, v in TEXT.items() if k != "head_dim"}
     config = tf.Qwen2VLConfig(
-        text_config={**text, "rope_parameters": MROPE},
+        text_config={**WITHOUT_HEAD_DIM, "rope_parameters": MROPE},
         vision_config={"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 2, "mlp_ratio": 2},
         **VISION_IDS,
     )
@@ -208,7 +194,7 @@ def qwen2_vl() -> nn.Module:
 
 
 def qwen2_5_vl(**changes) -> nn.Module:
-    text = {k: v for k, v in TEXT.items() if k != "head_dim"} | changes
+    text = WITHOUT_HEAD_DIM | changes
     tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2}
     config = tf.Qwen2_5_VLConfig(
         text_config={**text, "rope_parameters": MROPE},
@@ -230,26 +216,12 @@ def qwen3_vl() -> nn.Module:
     return built(tf.Qwen3VLForConditionalGeneration, config)
 
 
-VISION_IDS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": VISION_START,
-    "vision_end_token_id": VISION_END,
-}
-
-
-def smolvlm() -> nn.Module:
-    config = tf.SmolVLMConfig(
+def idefics(kind: str = "Idefics3") -> nn.Module:
+    """Idefics3, and SmolVLM, which has its configuration."""
+    config = getattr(tf, f"{kind}Config")(
         vision_config=TOWER, text_config=tf.LlamaConfig(**TEXT), image_token_id=IMAGE, scale_factor=2, pad_token_id=PAD
     )
-    return built(tf.SmolVLMForConditionalGeneration, config)
-
-
-def idefics3() -> nn.Module:
-    config = tf.Idefics3Config(
-        vision_config=TOWER, text_config=tf.LlamaConfig(**TEXT), image_token_id=IMAGE, scale_factor=2, pad_token_id=PAD
-    )
-    return built(tf.Idefics3ForConditionalGeneration, config)
+    return built(getattr(tf, f"{kind}ForConditionalGeneration"), config)
 
 
 def gemma3(layers: int = 3) -> nn.Module:
@@ -281,10 +253,9 @@ def paligemma() -> nn.Module:
 
 
 def internvl() -> nn.Module:
-    text = {k: v for k, v in TEXT.items() if k != "head_dim"}
     config = tf.InternVLConfig(
         vision_config={**TOWER, "image_size": [8, 8], "patch_size": [2, 2]},
-        text_config=tf.Qwen2Config(**text),
+        text_config=tf.Qwen2Config(**WITHOUT_HEAD_DIM),
         image_token_id=IMAGE,
         image_seq_length=4,
     )
@@ -305,8 +276,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_vl": Family(qwen2_vl, FOUR, video=(VIDEO,) * 8, **QWEN),
     "qwen2_5_vl": Family(qwen2_5_vl, FOUR, video=(VIDEO,) * 8, **QWEN),
     "qwen3_vl": Family(qwen3_vl, FOUR, video=(VIDEO,) * 4, **QWEN),
-    "smolvlm": Family(smolvlm, FOUR, per_row_pixels),
-    "idefics3": Family(idefics3, FOUR, per_row_pixels),
+    "smolvlm": Family(functools.partial(idefics, "SmolVLM"), FOUR, per_row_pixels),
+    "idefics3": Family(idefics, FOUR, per_row_pixels),
     "gemma3": Family(gemma3, (VISION_START, *FOUR, VISION_END), flat_pixels, types="token_type_ids", sliding=True),
     "paligemma": Family(paligemma, FOUR, flat_pixels, types="token_type_ids"),
     "internvl": Family(internvl, FOUR, flat_pixels),
@@ -390,7 +361,6 @@ def prompt(name: str, rows: list[str], seed: int = 0) -> dict[str, Tensor]:
 
 
 def shapes(name: str) -> dict[str, list[str]]:
-    """The prompt shapes that a family takes."""
     family = FAMILIES[name]
     if not family.visual:
         return TEXT_SHAPES

@@ -98,7 +98,6 @@ def painter_config(**sizes) -> tf.JanusConfig:
 
 
 def painter_processor() -> tf.JanusProcessor:
-    """The processor of the included low-resolution painter."""
     return tf.JanusProcessor.from_pretrained(included_folder("painter-lowres"))
 
 
@@ -154,7 +153,6 @@ EMU3_SPECIAL = {
 @functools.cache
 @torch.inference_mode(False)
 def emu3(seed: int = 0):
-    """Stock Emu3 with 24 codes of 2 x 2 pixels."""
     torch.manual_seed(seed)
     vocabulary = {name: i for i, name in enumerate(EMU3)}
     vocabulary |= {f"<|visual token {i:06d}|>": len(EMU3) + i for i in range(CODES)}
@@ -188,7 +186,6 @@ GLM = [f"<{i}>" for i in range(CODES)] + ["<start>", "<end>", "<x>", "<y>"] + [
 @functools.cache
 @torch.inference_mode(False)
 def glm_image(seed: int = 0):
-    """Stock GLM-Image with 24 codes."""
     torch.manual_seed(seed)
     pad = GLM.index("<pad>")
     text = {

@@ -35,7 +35,6 @@ class ByHand(SingleProcess):
 
 
 def pictures(folder: Path) -> None:
-    """Three pictures in a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(3):
         Image.new("RGB", (8, 8), (60 * i, 0, 0)).save(folder / f"{i}.png")

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec import kernels
+from visspec import kernels, ranking
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical, Denoising, Maps, Trajectory, draw
@@ -108,7 +108,7 @@ class Gumbel(BufferedNoise):
 
     def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, None]:
         numbers_BV = self.window(level + 1, level)[:, 0, : distribution.width]
-        return (distribution.logits + numbers_BV).argmax(dim=-1), None
+        return ranking.argmax(distribution.logits + numbers_BV), None
 
     def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
         return logits_BWV + self.window(level + 1, level)[..., : logits_BWV.shape[-1]]
@@ -372,14 +372,14 @@ def choose(distribution: Categorical, depth_N: Tensor, noise: BufferedNoise | No
     """
     logits_BNV = distribution.logits
     if noise is None:
-        return logits_BNV.argmax(dim=-1)
+        return ranking.argmax(logits_BNV)
     window_BTV = noise.window(levels + 1)
     rows, size, vocab = logits_BNV.shape
     if depth_N.shape[0] == 1:
         perturbed = logits_BNV + window_BTV[:, depth_N[0]]
     else:
         perturbed = logits_BNV + window_BTV.gather(1, depth_N[..., None].expand(rows, size, vocab))
-    return perturbed.argmax(dim=-1)
+    return ranking.argmax(perturbed)
 
 
 def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
@@ -394,4 +394,6 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
 
 def sample_distribution(distribution: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
     """The same of a distribution."""
-    return (distribution.logits.argmax(dim=-1), None) if state.noise is None else state.noise.draft(distribution, level)
+    return (
+        (ranking.argmax(distribution.logits), None) if state.noise is None else state.noise.draft(distribution, level)
+    )

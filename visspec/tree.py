@@ -16,6 +16,7 @@ from torch import Tensor
 from visspec import kernels
 from visspec.cache import to_device
 from visspec.distributions import Distribution
+from visspec.ranking import topk
 from visspec.types import Draft, Tree
 
 _branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # maximum number of children, if known on the host
@@ -167,7 +168,7 @@ class TreeBuilder:
         Returns the new frontier's tokens (B, width) and the index of each one's parent in the old frontier.
         """
         self.children = min(self.width, logp_BWV.shape[2])  # of each node
-        likely_BWC, token_BWC = logp_BWV.topk(self.children, dim=-1)
+        likely_BWC, token_BWC = topk(logp_BWV, self.children)
         total_BM = (self.frontier_total[..., None] + likely_BWC.float()).flatten(1)
         token_BM = token_BWC.flatten(1)
         best_BK = total_BM.topk(min(self.width, total_BM.shape[1]), dim=-1).indices

@@ -7,38 +7,33 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
 from visspec.io.checkpoint import check_folder, read_json
 from visspec.models.codecs.vq_layout import load_taming_vq
 from visspec.models.codecs.vqgan import CODEC
-from visspec.models.published_tensors import one_sentence, place, read_all_tensors, rename, require, stock
+from visspec.models.published_tensors import Weights, one_sentence, stock
 
 NORMS = (".q_norm.weight", ".q_norm.bias", ".k_norm.weight", ".k_norm.bias")
 VQ = "model.vqmodel."
 
 
-def load_lumina(path: str | Path, dtype: torch.dtype | None = None) -> ChameleonForConditionalGeneration:
+def load_lumina(path: str | Path) -> ChameleonForConditionalGeneration:
     """A stock model from a folder of Lumina-mGPT, whose norms of queries and keys are stored once for each shard of
     heads, and which has no VQ weights: then `model.model.vqmodel` is not there either, and a codec has the codebook.
-
-    dtype: default, that of the files. Raises ValueError in one sentence before any weight is placed.
     """
-    tensors = read_all_tensors(path)
+    weights = Weights.read(path, dropped=r".*rotary_emb\.")
+    weights.shape("model.embed_tokens.weight", 2)
     with one_sentence(path):
         config = ChameleonConfig.from_dict(read_json(Path(path), "config.json"))
-    model = stock(
-        ChameleonForConditionalGeneration, config, dtype or require(tensors, "model.embed_tokens.weight", 2, path).dtype
-    )
-    if not any(name.startswith(VQ) for name in tensors):
+    model = stock(ChameleonForConditionalGeneration, config, weights.dtype)
+    if not any(name.startswith(VQ) for name in weights):
         del model.model.vqmodel
-    for name in [name for name in tensors if name.endswith(NORMS)]:
+    for name in [name for name in weights if name.endswith(NORMS)]:
         heads = int((config.num_attention_heads if ".q_norm." in name else config.num_key_value_heads) or 1)
-        shards = require(tensors, name, 2, path).shape[0]
-        tensors[name] = tensors[name].repeat_interleave(max(heads // max(shards, 1), 1), dim=0)
-    place(model, rename(tensors, (), r".*rotary_emb\."), path)
-    return model
+        shards = weights.shape(name, 2)[0]
+        weights[name] = weights[name].repeat_interleave(max(heads // max(shards, 1), 1), dim=0)
+    return weights.load(model)
 
 
 def write_with_codec(folder: Path, vq: Path, out: Path) -> None:

@@ -6,52 +6,40 @@ from names and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import AutoencoderKL
-from torch import Tensor, nn
 
-from visspec.models.codecs.vq_layout import place_stock, unnamed
-from visspec.models.published_tensors import GROUPS, count, multipliers, read_all_tensors, rename, require
+from visspec.models.codecs.vq_layout import load_stock
+from visspec.models.published_tensors import GROUPS, Weights
 
 NOT_WEIGHTS = r"loss\."  # the discriminator and perceptual loss of training
 
 
-def load_kl(path: str | Path, scaling: float, shift: float = 0.0, dtype: torch.dtype | None = None) -> AutoencoderKL:
-    """An autoencoder from safetensors, in evaluation mode.
-
-    scaling, shift: a generator's latents are (latents - shift) scaling; the file does not tell. dtype: default, that of
-    the file. Raises ValueError in one sentence before any weight is placed.
-    """
-    named = rename(read_all_tensors(path), (), NOT_WEIGHTS)
-    tensors = unnamed(named)
-    config = config_of(tensors, path) | {"scaling_factor": scaling, "shift_factor": shift}
-    model = AutoencoderKL(**config).eval()
-    # diffusers' `to` warns about modules kept in float32 even if there are none
-    nn.Module.to(model, dtype or require(tensors, "encoder.conv_in.weight", 4, path).dtype)
-    place_stock(model, named, len(config["block_out_channels"]), path)
-    return model
+def load_kl(path: str | Path, scaling: float, shift: float = 0.0) -> AutoencoderKL:
+    """An autoencoder from safetensors. scaling, shift: a generator's latents are (latents - shift) scaling."""
+    weights = Weights.read(path, dropped=NOT_WEIGHTS)
+    config = config_of(weights) | {"scaling_factor": scaling, "shift_factor": shift}
+    return load_stock(weights, AutoencoderKL(**config))
 
 
-def config_of(tensors: Mapping[str, Tensor], where: str | Path) -> dict[str, Any]:
+def config_of(weights: Weights) -> dict[str, Any]:
     """Arguments of `AutoencoderKL`, from names and shapes."""
-    channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
+    channels, steps, blocks = weights.encoder()
     levels = range(len(steps))
-    down = [count(tensors, f"encoder.down.{i}.attn.") > 0 for i in levels]
-    up = [count(tensors, f"decoder.up.{i}.attn.") > 0 for i in reversed(levels)]
+    down = [weights.count(f"encoder.down.{i}.attn.") > 0 for i in levels]
+    up = [weights.count(f"decoder.up.{i}.attn.") > 0 for i in reversed(levels)]
     return {
-        "in_channels": require(tensors, "encoder.conv_in.weight", 4, where).shape[1],
-        "out_channels": require(tensors, "decoder.conv_out.weight", 4, where).shape[0],
+        "in_channels": weights.shape("encoder.conv_in.weight", 4)[1],
+        "out_channels": weights.shape("decoder.conv_out.weight", 4)[0],
         "down_block_types": tuple("AttnDownEncoderBlock2D" if seen else "DownEncoderBlock2D" for seen in down),
         "up_block_types": tuple("AttnUpDecoderBlock2D" if seen else "UpDecoderBlock2D" for seen in up),
         "block_out_channels": tuple(channels * step for step in steps),
-        "layers_per_block": count(tensors, "encoder.down.0.block."),
-        "latent_channels": require(tensors, "decoder.conv_in.weight", 4, where).shape[1],
+        "layers_per_block": blocks,
+        "latent_channels": weights.shape("decoder.conv_in.weight", 4)[1],
         "norm_num_groups": GROUPS,
-        "mid_block_add_attention": "encoder.mid.attn_1.q.weight" in tensors,
-        "use_quant_conv": "quant_conv.weight" in tensors,
-        "use_post_quant_conv": "post_quant_conv.weight" in tensors,
+        "mid_block_add_attention": "encoder.mid.attn_1.q.weight" in weights,
+        "use_quant_conv": "quant_conv.weight" in weights,
+        "use_post_quant_conv": "post_quant_conv.weight" in weights,
     }

@@ -6,32 +6,31 @@ Anole and Lumina-mGPT ship Chameleon's file unchanged. Both layouts go into diff
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 from visspec.models.codecs.vqgan import ImageCodec, VQShape
-from visspec.models.published_tensors import Named, Rules, count, multipliers, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import ModuleT, Rules, Weights
 
 NOT_WEIGHTS = r"loss\.|quantize\.codebook_used$"  # training losses, and a histogram of used codes
 CODEBOOK = "quantize.embedding.weight"
 
 
-def load_llamagen_vq(path: str | Path, dtype: torch.dtype | None = None) -> ImageCodec:
-    """LlamaGen's VQ-16 or VQ-8 (or the same architecture) from safetensors. Codes are stored L2-normalised.
+def load_llamagen_vq(path: str | Path) -> ImageCodec:
+    """LlamaGen's VQ-16 or VQ-8 (or the same architecture) from safetensors. Codes are stored L2-normalised."""
+    weights = Weights.read(path, dropped=NOT_WEIGHTS)
+    codec = _codec(weights.renamed(llamagen_rules(weights.count("decoder.conv_blocks."))))
+    table = codec.model.quantize.embedding.weight
+    with torch.no_grad():
+        table.copy_(F.normalize(weights[CODEBOOK].float(), dim=-1))
+    return ImageCodec(codec.model)
 
-    dtype: default, that of the file. Raises ValueError in one sentence before any weight is placed.
-    """
-    tensors = read_all_tensors(path)
-    return _codec(tensors, llamagen_rules(count(tensors, "decoder.conv_blocks.")), True, dtype, path)
 
-
-def load_taming_vq(path: str | Path, dtype: torch.dtype | None = None) -> ImageCodec:
+def load_taming_vq(path: str | Path) -> ImageCodec:
     """Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors."""
-    return _codec(read_all_tensors(path), (), False, dtype, path)
+    return _codec(Weights.read(path, dropped=NOT_WEIGHTS))
 
 
 def llamagen_rules(levels: int) -> Rules:
@@ -65,51 +64,26 @@ def stock_rules(levels: int) -> Rules:
     ]
 
 
-def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> VQShape:
-    """Infer the codec's shape from tensors in taming's layout."""
-    codes, code_size = require(tensors, CODEBOOK, 2, where).shape
-    channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
-    return VQShape(
+def _codec(weights: Weights) -> ImageCodec:
+    """A codec of tensors with taming's names, which tell its shape."""
+    codes, code_size = weights.shape(CODEBOOK, 2)
+    channels, steps, blocks = weights.encoder()
+    shape = VQShape(
         codes,
         code_size,
         channels=channels,
         multipliers=steps,
-        blocks=count(tensors, "encoder.down.0.block."),
-        latent=require(tensors, "encoder.conv_out.weight", 4, where).shape[0],
-        attention=count(tensors, f"encoder.down.{len(steps) - 1}.attn.") > 0,
+        blocks=blocks,
+        latent=weights.shape("encoder.conv_out.weight", 4)[0],
+        attention=weights.count(f"encoder.down.{len(steps) - 1}.attn.") > 0,
     )
+    return ImageCodec(load_stock(weights, shape.build()))
 
 
-def _codec(
-    tensors: dict[str, Tensor], rules: Rules, normalised: bool, dtype: torch.dtype | None, where: str | Path
-) -> ImageCodec:
-    taming = rename(tensors, rules, NOT_WEIGHTS)
-    shape = shape_of(unnamed(taming), where)
-    model = shape.build()
-    # diffusers' `to` warns about modules kept in float32 even if there are none
-    nn.Module.to(model, dtype or taming[CODEBOOK][1].dtype)
-    place_stock(model, taming, len(shape.multipliers), where)
-    if normalised:
-        codebook = taming[CODEBOOK][1]
-        with torch.no_grad():
-            model.quantize.embedding.weight.copy_(F.normalize(codebook.float(), dim=-1))
-    return ImageCodec(model)
-
-
-def unnamed(named: Named) -> dict[str, Tensor]:
-    """Tensors by their new names, without the published ones."""
-    return {name: tensor for name, (_, tensor) in named.items()}
-
-
-def place_stock(module: nn.Module, taming: Named, levels: int, where: str | Path) -> None:
-    """Copy tensors with taming's names into a module with diffusers' encoder and decoder of so many levels."""
-    named = rename(unnamed(taming), stock_rules(levels))
-    place(
-        module, {name: (taming[old][0], conv_to_linear(name, tensor)) for name, (old, tensor) in named.items()}, where
-    )
-
-
-def conv_to_linear(name: str, tensor: Tensor) -> Tensor:
-    """Convert attention weights from 1 x 1 convolutions to linear layers."""
-    linear = re.search(r"\.attentions\.\d+\.to_", name) and tensor.dim() == 4 and tensor.shape[2:] == (1, 1)
-    return tensor[:, :, 0, 0] if linear else tensor
+def load_stock(taming: Weights, module: ModuleT) -> ModuleT:
+    """Load tensors with taming's names into a module with diffusers' encoder and decoder."""
+    weights = taming.renamed(stock_rules(len(taming.encoder()[1])))
+    for name, tensor in weights.items():  # attention has 1 x 1 convolutions there, linear layers here
+        if re.search(r"\.attentions\.\d+\.to_", name) and tensor.dim() == 4 and tensor.shape[2:] == (1, 1):
+            weights[name] = tensor[:, :, 0, 0]
+    return weights.load(module)

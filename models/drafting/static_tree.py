@@ -24,6 +24,7 @@ from torch import Tensor
 
 from visspec import tree as trees
 from visspec.distributions import Categorical
+from visspec.ranking import topk
 from visspec.types import Draft, Tree
 
 MOST_CHILDREN = 32  # limit of the acceptance rules' random numbers per position
@@ -155,7 +156,7 @@ class StaticTreeBuilder:
         if self.gumbel is not None:
             ranking = logp_BWV + self.gumbel[:, self.done, None, : logp_BWV.shape[-1]]
         missing = max(level.children - logp_BWV.shape[-1], 0)
-        value_BWK, child_BWK = ranking.topk(level.children - missing, dim=-1)
+        value_BWK, child_BWK = topk(ranking, level.children - missing)
         value_BWK = F.pad(value_BWK, (0, missing), value=float("-inf"))
         child_BWK = F.pad(child_BWK, (0, missing))
         token_BM = child_BWK[:, level.parent, level.rank]

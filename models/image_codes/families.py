@@ -21,7 +21,10 @@ def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: A
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in (known := registry.table("family")):
-        raise ValueError(f"model: got the type {kind!r}, expected an image model of {', '.join(known)}")
+        raise ValueError(
+            f"model: one of the type {kind!r} draws no images, expected {', '.join(known)}. `visspec caption`, `bench"
+            " caption`, `bench text`, `tune --images` and `serve` are for models that write."
+        )
     family = known[kind].load()
     unknown = sorted(set(parts) - set(signature(family).parameters))
     if unknown:

@@ -154,7 +154,7 @@ class Family:
     codec: Any = None  # a decoder of codes that is none of the model, as `codecs.vqgan.ImageCodec`
     draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
     labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
-    default_drafter: str = "jacobi"
+    default_drafter: str = "jacobi:window=12"  # with the rule, the preset "gumbel"
     default_rule: str = "exact"
     default_order: str | None = None
     recorder: GraphedForward | None = None  # of the decoder's passes, shared by its targets

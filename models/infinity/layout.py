@@ -1,5 +1,5 @@
 """Infinity's transformers and autoencoders as published: safetensors, converted from `infinity_*.pth`, the shards of
-the 8B model and `infinity_vae_*.pth` (`visspec.io.convert_checkpoint`).
+the 8B model and `infinity_vae_*.pth` (`visspec convert`).
 
 Blocks may lie in chunks (`block_chunks.c.module.i`), as in all released models, or not (`blocks.n`). Convolutions and
 norms of the autoencoder may lie in wrappers (`conv1.conv`, `norm1.norm`) or not; the authors' own reader takes both.
@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from visspec.models.codecs.vq_layout import place_stock, unnamed
+from visspec.models.codecs.vq_layout import load_stock
 from visspec.models.infinity.model import InfinityImageModel
 from visspec.models.infinity.network import COUNTS, GRIDS, GUIDANCE, Infinity, InfinityConfig, schedule
-from visspec.models.published_tensors import Named, count, multipliers, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import Weights
 from visspec.models.scales.bsq import BSQVAE, BSQShape
 from visspec.models.scales.multiscale import ScaleSizes
 
@@ -33,64 +29,42 @@ UNWRAPPED = [
 ]
 
 
-def load_infinity(path: str | Path, scales: ScaleSizes | None = None, dtype: torch.dtype | None = None) -> Infinity:
-    """An Infinity network from a .safetensors file or a folder of them, in evaluation mode.
+def load_infinity(path: str | Path, scales: ScaleSizes | None = None) -> Infinity:
+    """An Infinity network from a .safetensors file or a folder of them.
 
     scales: the size and shape of its images, which weights do not tell; default `infinity.schedule()`, square images of
-    a megapixel. dtype: default, that of the file. Raises ValueError in one sentence before any weight is placed.
+    a megapixel.
     """
-    named = _flat(read_all_tensors(path))
-    tensors = unnamed(named)
-    model = Infinity(config_of(tensors, scales or schedule(), path))
-    model = model.to(dtype or tensors["word_embed.weight"].dtype).eval()
-    place(model, named, path)
-    return model
+    weights = Weights.read(path, dropped=NOT_WEIGHTS)
+    places = {(int(match[1]), int(match[2])) for match in map(re.compile(CHUNK).match, weights) if match}
+    each = max((place for _, place in places), default=-1) + 1  # blocks of a chunk
+    weights = weights.renamed([(f"^{CHUNK}", lambda match: f"blocks.{int(match[1]) * each + int(match[2])}.")])
+    return weights.load(Infinity(config_of(weights, scales or schedule())))
 
 
-def _flat(tensors: Mapping[str, Tensor]) -> Named:
-    """With blocks by their number alone, of chunks that have as many each."""
-    places = {(int(match[1]), int(match[2])) for match in map(re.compile(CHUNK).match, tensors) if match}
-    each = max((place for _, place in places), default=-1) + 1
-    rules = [(f"^{CHUNK}", lambda match: f"blocks.{int(match[1]) * each + int(match[2])}.")]
-    return rename(tensors, rules, NOT_WEIGHTS)
-
-
-def config_of(tensors: Mapping[str, Tensor], scales: ScaleSizes, where: str | Path) -> InfinityConfig:
+def config_of(weights: Weights, scales: ScaleSizes) -> InfinityConfig:
     """Infer the configuration from the shapes of published weights."""
-    width, code_size = require(tensors, "word_embed.weight", 2, where).shape
-    longest, text = require(tensors, "cfg_uncond", 2, where).shape
+    width, code_size = weights.shape("word_embed.weight", 2)
+    longest, text = weights.shape("cfg_uncond", 2)
     return InfinityConfig(
         width,
-        count(tensors, "blocks."),
-        heads=require(tensors, "blocks.0.sa.scale_mul_1H11", 4, where).shape[1],
+        weights.count("blocks."),
+        heads=weights.shape("blocks.0.sa.scale_mul_1H11", 4)[1],
         scales=scales,
         code_size=code_size,
         text=text,
-        pool=require(tensors, "text_proj_for_sos.ca.mat_q", 3, where).shape[1],
+        pool=weights.shape("text_proj_for_sos.ca.mat_q", 3)[1],
         longest=longest,
-        levels=require(tensors, "lvl_embed.weight", 2, where).shape[0],
-        hidden=require(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
+        levels=weights.shape("lvl_embed.weight", 2)[0],
+        hidden=weights.shape("blocks.0.ffn.fc1.weight", 2)[0],
     )
 
 
-def load_infinity_vae(path: str | Path, patch: int = 1, dtype: torch.dtype | None = None) -> BSQVAE:
-    """Infinity's autoencoder from safetensors, in evaluation mode.
-
-    patch: 2 for the 8B model's (`d56_f8_14_patchify`), which weights do not tell. Raises ValueError in one sentence.
-    """
-    named = rename(read_all_tensors(path), UNWRAPPED, NOT_VAE_WEIGHTS)
-    tensors = unnamed(named)
-    shape = shape_of(tensors, patch, path)
-    model = BSQVAE(shape).eval().to(dtype or tensors["decoder.conv_in.weight"].dtype)
-    place_stock(model, named, len(shape.multipliers), path)
-    return model
-
-
-def shape_of(tensors: Mapping[str, Tensor], patch: int, where: str | Path) -> BSQShape:
-    """Infer the shape of the autoencoder."""
-    bits = require(tensors, "decoder.conv_in.weight", 4, where).shape[1]
-    channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
-    return BSQShape(bits, channels, steps, count(tensors, "encoder.down.0.block."), patch)
+def load_infinity_vae(path: str | Path, patch: int = 1) -> BSQVAE:
+    """Infinity's autoencoder from safetensors. patch: 2 for the 8B model's (`d56_f8_14_patchify`)."""
+    weights = Weights.read(path, UNWRAPPED, NOT_VAE_WEIGHTS)
+    bits = weights.shape("decoder.conv_in.weight", 4)[1]
+    return load_stock(weights, BSQVAE(BSQShape(bits, *weights.encoder(), patch)))
 
 
 def published(weights: Path, vq: Path, size: int = 1024) -> InfinityImageModel:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from visspec.models.codecs.vq_layout import load_llamagen_vq
 from visspec.models.codecs.vqgan import settings_of
 from visspec.models.llamagen.model import LlamaGenImageModel, RandARClassModel
 from visspec.models.llamagen.network import GUIDANCE, SIZES, LlamaGen, LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
-from visspec.models.published_tensors import count, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import Weights
 
 IMAGENET = 1000  # classes of the published models
 QUERIES = "pos_instruct_embeddings"
@@ -22,29 +19,23 @@ NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
 def load_llamagen(
-    path: str | Path,
-    grid: int | None = None,
-    heads: int | None = None,
-    dtype: torch.dtype | None = None,
-    classes: int | None = None,
+    path: str | Path, grid: int | None = None, heads: int | None = None, classes: int | None = None
 ) -> LlamaGen:
-    """A LlamaGen transformer from a .safetensors file or folder, in evaluation mode; a `RandAR` where the weights have
-    its queries.
+    """A LlamaGen transformer from a .safetensors file or folder, a `RandAR` where the weights have its queries.
 
-    grid: rows of codes, required because the published weights do not contain it (16 for 256 pixels with VQ-16, 24 for
-    384, 32 for 512). heads: only for sizes that were not published. dtype: default, that of the file. classes: default,
-    1000 for a table of 1000 or 1001 rows, otherwise the number of rows minus one; a table without the extra row has no
-    null class, and the model does not support guidance. Raises ValueError before any weight is placed.
+    Args:
+        path: The file or folder.
+        grid: Rows of codes, required because the published weights do not contain it (16 for 256 pixels with VQ-16, 24
+            for 384, 32 for 512).
+        heads: Only for sizes that were not published.
+        classes: Default: 1000 for a table of 1000 or 1001 rows, otherwise the number of rows minus one. A table without
+            the extra row has no null class, and the model does not support guidance.
     """
-    tensors = read_all_tensors(path)
+    weights = Weights.read(path, dropped=NOT_WEIGHTS)
     if grid is None:
         raise ValueError(f"grid: {path} does not tell the image's rows of codes, expected grid=16, 24 or 32")
-    config = config_of(tensors, grid, heads, path, classes)
-    named = rename(tensors, (), NOT_WEIGHTS)
-    kind = RandAR if QUERIES in tensors else LlamaGen
-    model = kind(config).to(dtype or require(tensors, "tok_embeddings.weight", 2, path).dtype).eval()
-    place(model, named, path)
-    return model
+    config = config_of(weights, grid, heads, classes)
+    return weights.load((RandAR if QUERIES in weights else LlamaGen)(config))
 
 
 def published(weights: Path, vq: Path, size: int | None = None, heads: int | None = None) -> LlamaGenImageModel:
@@ -64,14 +55,11 @@ def published(weights: Path, vq: Path, size: int | None = None, heads: int | Non
     return kind.of(entries, settings, net=net, codec=codec.model)
 
 
-def config_of(
-    tensors: dict[str, Tensor], grid: int, heads: int | None, where: str | Path, classes: int | None = None
-) -> LlamaGenConfig:
+def config_of(weights: Weights, grid: int, heads: int | None, classes: int | None = None) -> LlamaGenConfig:
     """Infer the configuration from the shapes of published weights."""
-    codes, hidden = require(tensors, "tok_embeddings.weight", 2, where).shape
-    rows = require(tensors, "layers.0.attention.wqkv.weight", 2, where).shape[0]
-    intermediate = require(tensors, "layers.0.feed_forward.w1.weight", 2, where).shape[0]
-    layers = count(tensors, "layers.")
+    codes, hidden = weights.shape("tok_embeddings.weight", 2)
+    rows, layers = weights.shape("layers.0.attention.wqkv.weight", 2)[0], weights.count("layers.")
+    intermediate, where = weights.shape("layers.0.feed_forward.w1.weight", 2)[0], weights.where
     if heads is None:
         heads = {(n, d): h for n, h, d in SIZES.values()}.get((layers, hidden))
         if heads is None:
@@ -81,10 +69,10 @@ def config_of(
     sized = partial(
         LlamaGenConfig, layers, heads, hidden, grid, kv_heads=kv // 2, codes=codes, intermediate=intermediate
     )
-    if "cls_embedding.uncond_embedding" in tensors:
-        prefix, width = require(tensors, "cls_embedding.uncond_embedding", 2, where).shape
+    if "cls_embedding.uncond_embedding" in weights:
+        prefix, width = weights.shape("cls_embedding.uncond_embedding", 2)
         return sized(condition="caption", prefix=prefix, caption_width=width)
-    table = require(tensors, "cls_embedding.embedding_table.weight", 2, where).shape[0]
+    table = weights.shape("cls_embedding.embedding_table.weight", 2)[0]
     classes = classes or (IMAGENET if table == IMAGENET else table - 1)
     if table not in (classes, classes + 1):
         raise ValueError(f"classes: got {classes} for a table of {table} rows, expected {table - 1} or {table}")

@@ -39,6 +39,7 @@ from visspec.io.checkpoint import check_folder, read_tensors, write_folder
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import write_provenance
 from visspec.models.lookup.text_index import LENGTHS, MATCHES, Pointer, TextIndex
+from visspec.ranking import topk
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 SOURCES = ("matches", "answers", "candidates")
@@ -234,10 +235,13 @@ class Memory:
         self.rows, self.size = rows, 1  # nodes of the drafted trees, the root included
         self.copies: list[tuple[list[Place], Tensor, torch.cuda.Event | None]] = []  # on their way
 
-    def send(self, places: list[Place], logits_MV: Tensor) -> None:
-        """Start copying the highest ranked ids of these places to the host."""
-        best = logits_MV.topk(min(CANDIDATES, logits_MV.shape[-1]), dim=-1)
-        ids_MK = best.indices.masked_fill(best.values.isneginf(), -1)
+    def send(self, places: list[Place], values_MK: Tensor, ids_MK: Tensor) -> None:
+        """Start copying the highest ranked ids of these places to the host.
+
+        Args:
+            values_MK: Their logits; an id of -inf is none.
+        """
+        ids_MK = ids_MK.masked_fill(values_MK.isneginf(), -1)
         if not ids_MK.is_cuda:
             self.copies.append((places, ids_MK, None))
             return
@@ -349,7 +353,9 @@ class ContextDrafter(Drafter):
         memory.size = 1
         if nodes:
             b_M, n_M = to_device([list(column) for column in zip(*nodes)], state.pending.device)
-            memory.send(places, categorical(scores.distribution).logits[b_M, n_M])
+            logits_BNV = categorical(scores.distribution).logits
+            values_BNK, ids_BNK = topk(logits_BNV, min(CANDIDATES, logits_BNV.shape[-1]))  # copies no logits
+            memory.send(places, values_BNK[b_M, n_M], ids_BNK[b_M, n_M])
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         for b, row in zip(take, state.rows[-len(take) :]):

@@ -18,6 +18,7 @@ from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.loop.decode import open_request
 from visspec.models.lookup.context import CANDIDATES
+from visspec.ranking import topk
 from visspec.types import Draft, Request, Target
 
 NODES = 512  # of a pass, at most
@@ -46,5 +47,5 @@ def successors(target: Target, request: Request, last: int) -> Tensor:
         ids = [last, *range(first, min(first + NODES, vocab))]
         star = Draft(to_device([ids], device), trees.static((-1, *(len(ids) - 1) * (0,)), str(device)))
         logits_NV = categorical(target.verify(state, star).distribution).logits[0, 1:]
-        best.append(logits_NV.topk(min(CANDIDATES, vocab)).indices.int())
+        best.append(topk(logits_NV, min(CANDIDATES, vocab))[1].int())
     return torch.cat(best)

@@ -1,65 +1,54 @@
 """MAR's transformers and autoencoder in their published layouts: safetensors, or converted `checkpoint-last.pth`
-(`visspec.io.convert_checkpoint --ema`: the averaged weights are those to draw with) and `kl16.ckpt`.
+(`visspec convert`: the averaged weights are those to draw with) and `kl16.ckpt`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from diffusers import AutoencoderKL
-from torch import Tensor
 
 from visspec.models.codecs.kl_layout import load_kl
 from visspec.models.codecs.vqgan import settings_of
 from visspec.models.mar.model import MARImageModel
 from visspec.models.mar.network import GUIDANCE, MAR, SIZES, MARConfig
-from visspec.models.published_tensors import count, place, read_all_tensors, rename, require
+from visspec.models.published_tensors import Weights
 
 SCALING = 0.2325  # of the published latents
 HEAD = "diffloss.net."
 
 
-def load_mar(path: str | Path, heads: int | None = None, dtype: torch.dtype | None = None) -> MAR:
-    """A MAR network from a .safetensors file or folder, in evaluation mode.
-
-    heads: of the attention, only for widths that were not published. dtype: default, that of the file. Raises
-    ValueError in one sentence before any weight is placed.
-    """
-    tensors = read_all_tensors(path)
-    config = config_of(tensors, heads, path)
-    model = MAR(config).to(dtype or tensors["z_proj.weight"].dtype).eval()
-    place(model, rename(tensors, ()), path)
-    return model
+def load_mar(path: str | Path, heads: int | None = None) -> MAR:
+    """A MAR network from a .safetensors file or folder. heads: only for widths that were not published."""
+    weights = Weights.read(path)
+    return weights.load(MAR(config_of(weights, heads)))
 
 
-def load_mar_vae(path: str | Path, dtype: torch.dtype | None = None) -> AutoencoderKL:
+def load_mar_vae(path: str | Path) -> AutoencoderKL:
     """MAR's KL-16 autoencoder (or another of its layout) from safetensors."""
-    return load_kl(path, SCALING, dtype=dtype)
+    return load_kl(path, SCALING)
 
 
-def config_of(tensors: Mapping[str, Tensor], heads: int | None, where: str | Path) -> MARConfig:
+def config_of(weights: Weights, heads: int | None) -> MARConfig:
     """Infer the configuration from the shapes of published weights."""
-    width, size = require(tensors, "z_proj.weight", 2, where).shape
-    slots = require(tensors, "encoder_pos_embed_learned", 3, where).shape[1]
-    tokens = require(tensors, "diffusion_pos_embed_learned", 3, where).shape[1]
+    width, size = weights.shape("z_proj.weight", 2)
+    tokens = weights.shape("diffusion_pos_embed_learned", 3)[1]
     if heads is None:
         heads = {config.width: config.heads for config in SIZES.values()}.get(width)
         if heads is None:
-            raise ValueError(f"heads: {where} has the width {width}, expected heads=... for this size")
+            raise ValueError(f"heads: {weights.where} has the width {width}, expected heads=... for this size")
     return MARConfig(
         width,
-        count(tensors, "encoder_blocks."),
+        weights.count("encoder_blocks."),
         heads,
-        head_width=require(tensors, HEAD + "input_proj.weight", 2, where).shape[0],
-        head_depth=count(tensors, HEAD + "res_blocks."),
+        head_width=weights.shape(HEAD + "input_proj.weight", 2)[0],
+        head_depth=weights.count(HEAD + "res_blocks."),
         size=size,
         tokens=tokens,
-        buffer=slots - tokens,
-        classes=require(tensors, "class_emb.weight", 2, where).shape[0],
-        hidden=require(tensors, "encoder_blocks.0.mlp.fc1.weight", 2, where).shape[0],
+        buffer=weights.shape("encoder_pos_embed_learned", 3)[1] - tokens,
+        classes=weights.shape("class_emb.weight", 2)[0],
+        hidden=weights.shape("encoder_blocks.0.mlp.fc1.weight", 2)[0],
     )
 
 

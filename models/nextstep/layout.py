@@ -10,9 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from diffusers import AutoencoderKL
-from torch import Tensor
 from transformers import Qwen2Config
 
 from visspec.io.checkpoint import check_positive, read_json
@@ -20,15 +18,7 @@ from visspec.models.codecs.kl_layout import load_kl
 from visspec.models.codecs.vqgan import settings_of
 from visspec.models.nextstep.model import NextStepImageModel
 from visspec.models.nextstep.network import GUIDANCE, NextStep, NextStepConfig
-from visspec.models.published_tensors import (
-    Rules,
-    count,
-    one_sentence,
-    place,
-    read_all_tensors,
-    rename,
-    require,
-)
+from visspec.models.published_tensors import Rules, Weights, one_sentence
 
 RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
 HEAD, TABLE = "image_head.net.", "gen_pos_embed"
@@ -49,63 +39,51 @@ DECODER_FIELDS = (  # not implied by shapes; the names are the same in transform
 PATCH = ("latent_patch_size", "patch_size")  # names in configurations of the first release and of 1.1
 
 
-def load_nextstep(folder: str | Path, normalised: bool, dtype: torch.dtype | None = None) -> NextStep:
-    """A NextStep-1 network from the authors' folder, in evaluation mode.
-
-    normalised: see `NextStep`; the folder does not tell. dtype: default, that of the file. Raises ValueError in one
-    sentence before any weight is placed.
-    """
-    tensors = read_all_tensors(folder)
+def load_nextstep(folder: str | Path, normalised: bool) -> NextStep:
+    """A NextStep-1 network from the authors' folder. normalised: see `NextStep`; the folder does not tell."""
     published = read_json(Path(folder), "config.json")
-    config, decoder = config_of(tensors, published, folder)
-    dtype = dtype or require(tensors, "embed_tokens.weight", 2, folder).dtype
-    model = NextStep(config, decoder, normalised, dtype).eval()
-    unused = NOT_WEIGHTS if config.positions else rf"{NOT_WEIGHTS}|{TABLE}$"
-    place(model, rename(tensors, RULES, unused), folder)
-    return model
+    table = published.get("use_gen_pos_embed", False)
+    weights = Weights.read(folder, RULES, NOT_WEIGHTS if table else rf"{NOT_WEIGHTS}|{TABLE}$")
+    config, decoder = config_of(weights, published)
+    return weights.load(NextStep(config, decoder, normalised, weights.dtype))
 
 
-def config_of(
-    tensors: Mapping[str, Tensor], published: Mapping[str, Any], where: str | Path
-) -> tuple[NextStepConfig, Qwen2Config]:
+def config_of(weights: Weights, published: Mapping[str, Any]) -> tuple[NextStepConfig, Qwen2Config]:
     """The configurations for the authors' config.json and the shapes of the weights; shapes take precedence."""
-    fields = _decoder_fields(tensors, published, where)
-    with one_sentence(where):
+    fields = _decoder_fields(weights, published)
+    with one_sentence(weights.where):
         decoder = Qwen2Config(**fields, use_sliding_window=False)
     patch = next((published[name] for name in PATCH if published.get(name) is not None), None)
     if patch is None or published.get("boi") is None:
         missing = "boi" if patch is not None else PATCH[0]
-        raise ValueError(f"checkpoint: config.json of {where} has no {missing!r}, expected that of NextStep-1")
-    table = published.get("use_gen_pos_embed", False)
+        raise ValueError(f"checkpoint: config.json of {weights.where} has no {missing!r}, expected that of NextStep-1")
     return NextStepConfig(
-        size=require(tensors, "image_in_projector.weight", 2, where).shape[1],
+        size=weights.shape("image_in_projector.weight", 2)[1],
         patch=patch,
-        head_width=require(tensors, HEAD + "input_proj.weight", 2, where).shape[0],
-        head_depth=count(tensors, HEAD + "res_blocks."),
+        head_width=weights.shape(HEAD + "input_proj.weight", 2)[0],
+        head_depth=weights.count(HEAD + "res_blocks."),
         image_start=published["boi"],
-        positions=require(tensors, TABLE, 3, where).shape[1] if table else 0,
+        positions=weights.shape(TABLE, 3)[1] if published.get("use_gen_pos_embed", False) else 0,
     ), decoder
 
 
-def _decoder_fields(tensors: Mapping[str, Tensor], published: Mapping[str, Any], where: str | Path) -> dict[str, Any]:
+def _decoder_fields(weights: Weights, published: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the decoder's configuration: sizes from the weights, the rest from the authors' config.json."""
-    vocab, hidden = require(tensors, "embed_tokens.weight", 2, where).shape
-    keys = require(tensors, "layers.0.self_attn.k_proj.weight", 2, where).shape[0]
+    vocab, hidden = weights.shape("model.embed_tokens.weight", 2)
+    keys = weights.shape("model.layers.0.self_attn.k_proj.weight", 2)[0]
     fields = {name: published[name] for name in DECODER_FIELDS if published.get(name) is not None}
     heads = fields.setdefault("num_attention_heads", 32)
     return fields | {
         "vocab_size": vocab,
         "hidden_size": hidden,
-        "intermediate_size": require(tensors, "layers.0.mlp.gate_proj.weight", 2, where).shape[0],
-        "num_hidden_layers": count(tensors, "layers."),
+        "intermediate_size": weights.shape("model.layers.0.mlp.gate_proj.weight", 2)[0],
+        "num_hidden_layers": weights.count("model.layers."),
         "num_key_value_heads": keys * heads // hidden,
         "tie_word_embeddings": False,
     }
 
 
-def load_nextstep_vae(
-    folder: str | Path, scaling: float | None = None, shift: float | None = None, dtype: torch.dtype | None = None
-) -> AutoencoderKL:
+def load_nextstep_vae(folder: str | Path, scaling: float | None = None, shift: float | None = None) -> AutoencoderKL:
     """NextStep-1's image tokenizer, from safetensors (converted `checkpoint.pt`) beside its config.json.
 
     scaling, shift: default, those of config.json. It decodes as the authors'; their encoder normalises latents, which
@@ -117,7 +95,7 @@ def load_nextstep_vae(
     check_positive("scaling_factor", factor)
     if type(centre) not in (int, float) or not math.isfinite(centre):
         raise ValueError(f"shift_factor: got {centre!r}, expected a finite number, here or in config.json of {folder}")
-    return load_kl(folder, cast(float, factor), centre, dtype)
+    return load_kl(folder, cast(float, factor), centre)
 
 
 def published(weights: Path, vq: Path) -> NextStepImageModel:

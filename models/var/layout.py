@@ -1,5 +1,5 @@
 """VAR's transformers (d16 to d36; 512 pixels with shared modulation) and its multi-scale VQ autoencoder as published:
-safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec.io.convert_checkpoint`).
+safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec convert`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from visspec.models.codecs.vq_layout import CODEBOOK, place_stock, unnamed
-from visspec.models.published_tensors import count, multipliers, place, read_all_tensors, rename, require
+from visspec.models.codecs.vq_layout import CODEBOOK, load_stock
+from visspec.models.published_tensors import Weights, read_all_tensors, rename
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.model import VARImageModel
 from visspec.models.var.network import GUIDANCE, VAR, VARConfig
@@ -24,32 +23,27 @@ NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
 SMOOTH = "quantize.quant_resi.qresi_ls."
 
 
-def load_var(path: str | Path, scales: ScaleSizes | None = None, dtype: torch.dtype | None = None) -> VAR:
-    """A VAR network from a .safetensors file or folder, in evaluation mode.
-
-    scales: only for maps that are not square. dtype: default, that of the file. Raises ValueError in one sentence
-    before any weight is placed.
-    """
-    tensors = read_all_tensors(path)
-    config = config_of(tensors, scales, path)
-    model = VAR(config).to(dtype or tensors["word_embed.weight"].dtype).eval()
-    place(model, rename(tensors, (), NOT_WEIGHTS), path)
-    return model
+def load_var(path: str | Path, scales: ScaleSizes | None = None) -> VAR:
+    """A VAR network from a .safetensors file or folder. scales: only for maps that are not square."""
+    weights = Weights.read(path)
+    config = config_of(weights, scales)
+    return Weights(path, rename(weights, (), NOT_WEIGHTS)).load(VAR(config))
 
 
-def config_of(tensors: Mapping[str, Tensor], scales: ScaleSizes | None, where: str | Path) -> VARConfig:
+def config_of(weights: Weights, scales: ScaleSizes | None) -> VARConfig:
     """Infer the configuration from the shapes of published weights, the scales from the level of each position."""
-    width, code_size = require(tensors, "word_embed.weight", 2, where).shape
+    width, code_size = weights.shape("word_embed.weight", 2)
+    weights.shape("lvl_1L", 2)
     return VARConfig(
         width,
-        count(tensors, "blocks."),
-        heads=require(tensors, "blocks.0.attn.scale_mul_1H11", 4, where).shape[1],
-        scales=_scales(require(tensors, "lvl_1L", 2, where)[0], scales, where),
-        codes=require(tensors, "head.weight", 2, where).shape[0],
+        weights.count("blocks."),
+        heads=weights.shape("blocks.0.attn.scale_mul_1H11", 4)[1],
+        scales=_scales(weights["lvl_1L"][0], scales, weights.where),
+        codes=weights.shape("head.weight", 2)[0],
         code_size=code_size,
-        classes=require(tensors, "class_emb.weight", 2, where).shape[0] - 1,
-        hidden=require(tensors, "blocks.0.ffn.fc1.weight", 2, where).shape[0],
-        shared="shared_ada_lin.1.weight" in tensors,
+        classes=weights.shape("class_emb.weight", 2)[0] - 1,
+        hidden=weights.shape("blocks.0.ffn.fc1.weight", 2)[0],
+        shared="shared_ada_lin.1.weight" in weights,
     )
 
 
@@ -68,32 +62,21 @@ def _scales(level_L: Tensor, given: ScaleSizes | None, where: str | Path) -> Sca
     return ScaleSizes.square(*sides)
 
 
-def load_var_vae(path: str | Path, dtype: torch.dtype | None = None) -> MultiScaleVAE:
-    """VAR's autoencoder, or another of its layout, in evaluation mode."""
-    named = rename(_split(read_all_tensors(path)), (), NOT_VQ_WEIGHTS)
-    tensors = unnamed(named)
-    shape = shape_of(tensors, path)
-    model = MultiScaleVAE(shape).eval().to(dtype or tensors[CODEBOOK].dtype)
-    place_stock(model, named, len(shape.multipliers), path)
-    return model
+def load_var_vae(path: str | Path) -> MultiScaleVAE:
+    """VAR's autoencoder, or another of its layout."""
+    weights = Weights(path, rename(_split(read_all_tensors(path)), (), NOT_VQ_WEIGHTS))
+    return load_stock(weights, MultiScaleVAE(shape_of(weights)))
 
 
-def shape_of(tensors: Mapping[str, Tensor], where: str | Path) -> MultiScaleShape:
+def shape_of(weights: Weights) -> MultiScaleShape:
     """Infer the shape of the autoencoder."""
-    codes, size = require(tensors, CODEBOOK, 2, where).shape
-    channels, steps = multipliers(tensors, "encoder.", "down.{}.block", where)
-    shared = count(tensors, SMOOTH)
+    codes, size = weights.shape(CODEBOOK, 2)
+    channels, steps, blocks = weights.encoder()
+    shared = weights.count(SMOOTH)
     if not shared:
-        raise ValueError(f"checkpoint: {where} has no tensor {SMOOTH + '0.weight'!r}, expected VAR's quantiser")
-    return MultiScaleShape(
-        codes,
-        size,
-        channels,
-        steps,
-        count(tensors, "encoder.down.0.block."),
-        shared,
-        kernel=require(tensors, "quant_conv.weight", 4, where).shape[2],
-    )
+        raise ValueError(f"checkpoint: {weights.where} has no tensor {SMOOTH + '0.weight'!r}, expected VAR's quantiser")
+    kernel = weights.shape("quant_conv.weight", 4)[2]
+    return MultiScaleShape(codes, size, channels, steps, blocks, shared, kernel=kernel)
 
 
 def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -116,26 +116,20 @@ def test_owlv2_runs_on_a_tiny_random_model_and_undoes_the_padding(tmp_path: Path
 
 
 def test_grounding_dino_runs_on_a_tiny_random_model_and_maps_phrases(tmp_path: Path):
-    from transformers import (
-        BertTokenizer,
-        GroundingDinoConfig,
-        GroundingDinoForObjectDetection,
-        GroundingDinoImageProcessor,
-        GroundingDinoProcessor,
-    )
+    import transformers as tf
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "hot", "dog", "traffic", "light"]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
-    tokenizer = BertTokenizer(str(tmp_path / "vocab.txt"))
+    tokenizer = tf.BertTokenizer(str(tmp_path / "vocab.txt"))
     bert = tiny_clip.SMALL | {"vocab_size": 11}
     sizes = {"d_model": 32, "num_queries": 6, "num_feature_levels": 4, "encoder_layers": 1, "decoder_layers": 2}
     sizes |= {f"{part}_attention_heads": 2 for part in ("encoder", "decoder")} | {"max_text_len": 16}
     sizes |= {f"{part}_ffn_dim": 32 for part in ("encoder", "decoder")}
     stages, text = swin("stage2", "stage3", "stage4"), {"model_type": "bert"} | bert
-    config = GroundingDinoConfig(backbone_config=stages, text_config=text, **sizes)
+    config = tf.GroundingDinoConfig(backbone_config=stages, text_config=text, **sizes)
     torch.manual_seed(0)
-    processor = GroundingDinoProcessor(GroundingDinoImageProcessor(size={"height": 256, "width": 256}), tokenizer)
-    detector = GroundingDino(GroundingDinoForObjectDetection(config), processor, "tiny")
+    processor = tf.GroundingDinoProcessor(tf.GroundingDinoImageProcessor(size={"height": 256, "width": 256}), tokenizer)
+    detector = GroundingDino(tf.GroundingDinoForObjectDetection(config), processor, "tiny")
     detector.scores, detector.text_threshold = (0.0, 0.0), 0.0
     found = detector.detect(IMAGE, ["hot dog", "traffic light"])
     assert found.detections and all(inside(d, IMAGE) for d in found.detections)
@@ -229,11 +223,7 @@ def test_strict_is_undefined_for_detectors_asked_only_for_the_prompt(tmp_path: P
             return DetectionResult((Detection("dog", 0.9, (0, 0, 5, 5)),))
 
     IMAGE.save(tmp_path / "0.png")
-    metadata = {
-        "tag": "single_object",
-        "include": [{"class": "dog", "count": 1}],
-        "exclude": [{"class": "cat", "count": 1}],
-        "prompt": "x",
-    }
+    metadata = {"tag": "single_object", "prompt": "x"}
+    metadata |= {side: [{"class": name, "count": 1}] for side, name in (("include", "dog"), ("exclude", "cat"))}
     row = evaluate_image(tmp_path / "0.png", "0.png", metadata, Asked(), None)
     assert row["correct"] and row["strict"] is None

@@ -144,7 +144,6 @@ def test_pass_shapes_round_differently_and_no_more(dtype):
 
 
 def drafted(model, inputs, plain) -> list[list[int]]:
-    """The output of a drafter that knows the plain one."""
     fast = visspec.accelerate(model, Oracle(plain), levels=5, adaptive=False)
     fast.generate(**inputs, **GREEDY)
     return [list(t) for t in fast.last_state.tokens]
@@ -189,15 +188,11 @@ class Broken(HFDecoder):
 
 
 class Flat(Broken):
-    """Gives all nodes of a draft the position of its root."""
-
     def changed(self, tree):
         return {"depth": torch.zeros_like(tree.depth)}
 
 
 class Blind(Broken):
-    """Lets every node of a draft see all others."""
-
     def changed(self, tree):
         return {"ancestor": torch.ones_like(tree.ancestor)}
 

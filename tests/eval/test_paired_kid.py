@@ -32,7 +32,6 @@ def test_the_floor_is_passed_by_chance_in_one_of_twenty():
 
 
 def test_it_sees_what_a_distance_of_sets_does_not():
-    """At 48 images the distance of sets is within its own noise for the same shift."""
     first, second = pairs(48, 0.2)
     found = paired_kid.from_features(first, second)
     assert found.value > 2 * found.floor

@@ -25,7 +25,6 @@ VOID = {"meta", "img", "br"}
 
 
 def caption(**changes):
-    """The JSON of a caption bench with 64 prompts."""
     return {
         "bench": "caption", "guarantee": "exact", "target": "captioner", "drafter_name": "vispec", "drafter": "vispec",
         "acceptance": "exact", "n_prompts": 64, "speedup": 2.0, "speedup_ci95": [1.9, 2.1], "speedup_decode_only": 2.3,
@@ -99,8 +98,6 @@ def page(write, tmp_path):
 
 
 class Reader(html.parser.HTMLParser):
-    """Collects tags, attributes and text; complains about tags that do not close."""
-
     def __init__(self, source: str):
         super().__init__()
         self.tags, self.attributes, self.words, self.open = [], [], [], []
@@ -293,8 +290,6 @@ def test_bars_are_in_proportion_and_depths_few_are_grey():
 
 
 def contrast(one: str, other: str) -> float:
-    """WCAG contrast ratio of two colours."""
-
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
@@ -305,7 +300,6 @@ def contrast(one: str, other: str) -> float:
 
 
 def palettes() -> list[dict[str, str]]:
-    """Names and colours of the light palette, and of the dark one."""
     source = rendering.environment().get_template("palette.css.j2").render()
     return [dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in re.findall(r":root {(.*?)}", source)]
 

@@ -12,13 +12,12 @@ from visspec.eval.metrics.geneval import judge, select_detections, strictly
 from visspec.io import included
 from visspec.toys.world import detector
 from visspec.toys.world.detector import Analysis, ShapeDetector, _moments, components, noise_level
-from visspec.toys.world.palette import CLASSES, COLOURS, GROUNDS
+from visspec.toys.world.palette import GROUNDS
 from visspec.toys.world.prompts import scene_of
 from visspec.toys.world.render import render
 from visspec.toys.world.scene import Scene, Shape, scene_from_seed
 
 ROWS = included.scenes("shapes").prompts()
-BY_PROMPT = {row["prompt"]: row for row in ROWS}
 
 
 def agrees(seen: Analysis, scene: Scene, side: int) -> bool:
@@ -72,18 +71,18 @@ def test_components_match_scipy():
         assert len({(a, b) for a, b in zip(labels[mask], expected[mask])}) == n
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("side", [64, 96])
-def test_detector_is_exact_on_clean_renders_of_the_suite(side: int, step: int):
+def test_detector_is_exact_on_clean_renders_of_the_suite(side: int):
     """Every shape's class, colour, centre and radius, on every fourth prompt; nothing else; nothing unexplained."""
     rng, detector = np.random.default_rng(5), ShapeDetector()
     grounds = Counter()
-    for row in ROWS[::step]:
+    for row in ROWS[::4]:
         scene = scene_of(row, rng)
         image = render(scene, side)
         seen = detector.analyse(image)
         assert agrees(seen, scene, side), (row["prompt"], scene, seen.shapes)
         assert seen.unexplained == 0
+        assert strictly(select_detections(detector.detect(Image.fromarray(image)), 0.0), row)
         grounds[scene.ground] += 1
     assert set(grounds) == set(GROUNDS)
 
@@ -93,45 +92,6 @@ def test_detector_finds_the_small_shapes_of_caption_scenes():
     for seed in range(40):
         scene = scene_from_seed(seed)
         assert agrees(detector.analyse(render(scene, 96)), scene, 96), seed
-
-
-@pytest.mark.nightly
-def test_no_wrong_prompt_passes_on_a_thousand_clean_images():
-    """Verdicts equal the truth's for the image's own prompt and for six others that may be nearly right."""
-    rng, detector, colours = np.random.default_rng(6), ShapeDetector(), DetectedColours()
-    wrong, checked = 0, 0
-    for i in range(1000):
-        row = ROWS[int(rng.integers(368))]
-        side = (64, 64, 96)[i % 3]
-        scene = scene_of(row, rng)
-        found = detector.detect(render_image(scene, side))
-        assert not found.refused
-        objects, real = select_detections(found, 0.0), truth(scene, side, found.detections)
-        assert strictly(objects, row)
-        for other in [row, *(ROWS[int(rng.integers(368))] for _ in range(3)), *neighbours(row, rng)]:
-            got, want = judge(None, objects, other, colours)[0], judge(None, real, other, colours)[0]
-            wrong += got and not want
-            checked += not want
-            assert got == want, (row["prompt"], other["prompt"], scene)
-    assert wrong == 0 and checked > 3000
-
-
-def render_image(scene: Scene, side: int):
-    return Image.fromarray(render(scene, side))
-
-
-def neighbours(row: dict, rng: np.random.Generator) -> list[dict]:
-    """Prompts one word away: the same sentence with another class, colour, number or relation where it has one."""
-    words = row["prompt"].split()
-    out = []
-    for group in (CLASSES, tuple(COLOURS), ("left", "right", "above", "below"), ("two", "three", "four")):
-        for i, word in enumerate(words):
-            if word in group:
-                other = [*words[:i], str(rng.choice([g for g in group if g != word])), *words[i + 1 :]]
-                text = " ".join(other).replace("above of", "above").replace("below of", "below").replace("an a", "a a")
-                if text in BY_PROMPT:
-                    out.append(BY_PROMPT[text])
-    return out[:3]
 
 
 def test_images_it_cannot_explain_are_refused():

@@ -9,6 +9,7 @@ All arms decode the same held-out prompts, prompt by prompt in alternating order
 import argparse
 import copy
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import economize
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import visspec
 from visspec.api.captions import prepare
 from visspec.cli import bench_text
-from visspec.cli.bench import CaptionArm, StockCaptionArm, trim_rows
+from visspec.cli.bench import CaptionArm, StockCaptionArm, in_turns, trim_rows
 from visspec.eval.bench import paired
 from visspec.eval.bench.clock import seconds_of
 
@@ -42,15 +43,6 @@ class Economize:
         return paired.ArmRun(seconds, trim_rows(tokens[:, len(ids) :] if same else tokens, self.config))
 
 
-def spread(prompts, count):
-    """Prompts of all kinds in turn."""
-    kinds = {}
-    for prompt in prompts:
-        kinds.setdefault(prompt.kind, []).append(prompt)
-    rounds = max(map(len, kinds.values()))
-    return [some[i] for i in range(rounds) for some in kinds.values() if i < len(some)][:count]
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", default="bfloat16")
@@ -61,8 +53,9 @@ def main():
     torch.set_num_threads(asked.threads)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=asked.dtype).eval()
-    prompts = spread(bench_text.read_prompts(None), asked.count)
-    warm = spread(bench_text.read_prompts(None, "train"), 5)
+    by_kind = attrgetter("kind")
+    prompts = in_turns(bench_text.read_prompts(None), by_kind)[: asked.count]
+    warm = in_turns(bench_text.read_prompts(None, "train"), by_kind)[:5]
     inputs = [(i, prepare(tokenizer, [[]], prompt.text, model)) for i, prompt in enumerate([*prompts, *warm])]
     base = {"max_new_tokens": asked.new, "do_sample": False}
     arms = {"generate": StockCaptionArm(model, base, 0)}
@@ -81,8 +74,8 @@ def main():
         kinds = {}
         for prompt, one in zip(prompts, ratio["ratios"]):
             kinds.setdefault(prompt.kind, []).append(one)
-        by_kind = ", ".join(f"{kind} {paired.geometric_mean(some):.2f}" for kind, some in kinds.items())
-        print(f"{name}: {ratio['speedup']:.2f} [{low:.2f}, {high:.2f}], identical {same}{tau}; {by_kind}")
+        of_kinds = ", ".join(f"{kind} {paired.geometric_mean(some):.2f}" for kind, some in kinds.items())
+        print(f"{name}: {ratio['speedup']:.2f} [{low:.2f}, {high:.2f}], identical {same}{tau}; {of_kinds}")
 
 
 if __name__ == "__main__":

@@ -163,12 +163,12 @@ class Accelerated:
         return accelerate(model, **{"tokenizer": words, **settings})
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
-        """Write the model, the tokenizer if there is one, and drafter, acceptance and levels, for `from_pretrained`.
-        options: of the model's own. transformers reads the folder as the model alone. Raises ValueError, before
-        anything is written, for what can't be written so.
+        """Write the model, the tokenizer if there is one, drafter, acceptance, levels and batch_invariant, for
+        `from_pretrained`. options: of the model's own. transformers reads the folder as the model alone. Raises
+        ValueError, before anything is written, for what can't be written so.
         """
         words = {} if self.tokenizer is None else {"processor": self.tokenizer}
-        parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels")}
+        parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels", "batch_invariant")}
         saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
@@ -380,13 +380,15 @@ class Speculative:
 
 def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
-    layer in its own files that predicts further tokens, or an included one that is made for it; else "context", which
-    needs no training. Nothing is fetched.
+    one in the folder `drafter` there, or the layer in its own files that predicts further tokens, or an included one
+    that is made for it; else "context", which needs no training. Nothing is fetched.
     """
     folder = getattr(model, "name_or_path", None)
     found: DrafterSpec
     if found := saving.drafter_of(folder) if folder else None:
         why = "the model's folder names it"
+    elif found := registry.own_drafter(cast(ConfiguredModel, model)):
+        why = "it is in the model's folder"
     elif mtp_layer.in_files(model):
         found, why = "mtp", "the model's files have such a layer"
     elif found := registry.included_drafter(model):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -38,8 +41,9 @@ def convert(
     """Write an image model into a new folder, with its codec, text encoder and drafter.
 
     Args:
-        layout: a name of `visspec list layouts`, or "lantern" for a drafter, whose `weights` are a folder, or "anole"
-            for one in transformers' form, a folder or a hub id, that gets its codec.
+        layout: a name of `visspec list layouts`; "lantern" for a drafter, whose `weights` are a folder; "anole" for one
+            in transformers' form, a folder or a hub id, that gets its codec; "safetensors" for any pickled weights,
+            which keep their names.
         weights: the published file, or a folder of them; averaged weights are taken where it holds both.
         out: the new folder.
         vq: the published file, or the folder, of the codec that turns codes into pictures.
@@ -56,10 +60,16 @@ def convert(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"out: {target} is there already, expected a new folder")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as spare:
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as spare,
+        _given(spare, weights, vq, drafter),
+    ):
         made = Path(spare, "made")
         if layout == "lantern":
             convert_drafter(Path(weights), made)
+        elif layout == "safetensors":
+            if safetensors_of(Path(weights), made) == Path(weights):
+                raise ValueError(f"weights: {weights} holds no pickled weights, expected {', '.join(PICKLED)}")
         elif layout == "anole":
             if vq is None:
                 raise ValueError("vq: got none, expected the published codec of Anole, vqgan.ckpt")
@@ -75,6 +85,18 @@ def convert(
         if target.exists():
             target.rmdir()
         made.rename(target)
+
+
+@contextmanager
+def _given(spare: str, weights: str | Path, vq: str | Path | None, drafter: str | Path | None) -> Iterator[None]:
+    """Errors about the files in `spare` name what they were made from."""
+    try:
+        yield
+    except ValueError as error:
+        names = {"weights": weights, "vq": vq, "drafter-weights": drafter or weights, "made": drafter or weights}
+        raise ValueError(
+            re.sub(rf"{re.escape(str(Path(spare)))}/([\w-]+)\S*", lambda m: str(names[m[1]]), str(error))
+        ) from None
 
 
 def convert_drafter(folder: Path, out: Path) -> None:
@@ -140,7 +162,7 @@ def safetensors_of(path: Path, spare: Path) -> Path:
         return path
     spare.mkdir(parents=True)
     for file in pickled:
-        as_safetensors(file, spare / f"{file.stem}.safetensors", ema=None)
+        as_safetensors(file, spare / f"{file.stem}.safetensors")
     for file in files:
         if file.suffix == ".json":
             shutil.copy(file, spare)

@@ -1,7 +1,7 @@
 """Logits processors that can be called at any prefix, as the verification of drafts needs them.
 
-Grammars of xgrammar, llguidance and outlines go from prefix to prefix by the package's own rollback. Other processors
-that keep state between calls are called on copies of themselves, one behind each token. The commonest processors of
+Grammars of xgrammar go from prefix to prefix by its own rollback. Other processors that keep state between calls, as
+those of llguidance and outlines, are called on copies of themselves, one behind each token. The commonest processors of
 transformers are called once for all nodes of a draft (`types.NodeProcessor`).
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from functools import cache, partial
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
@@ -56,144 +55,87 @@ LEAST: dict[type, Callable[[Any], int]] = {  # of `types.NodeProcessor`: the len
         lambda own: 0,
     ),
 }
-BITS = 32  # of a word of the packages' masks
+XGRAMMAR = ("xgrammar.contrib.hf.LogitsProcessor", "outlines.backends.xgrammar.XGrammarLogitsProcessor")
+BITS = 32  # of a word of xgrammar's masks
 SPELLINGS = 32  # tokens, at most, that are beginnings of one text
 
 
-@dataclass
 class Matcher:
-    """A grammar in its package's own matcher, and the tokens of a row that it has read.
+    """xgrammar's matcher of a row, which goes from prefix to prefix by rollback."""
 
-    accept: read a token; false, in the same state, where it is not allowed. mask: (ids / 32,) int32, a bit for each id,
-    the lowest first, of the tokens allowed next; None for that of the token before. finished: it takes no more tokens.
-    text: what a token writes, None for an end and where it is not known. beyond: ids that the package's vocabulary does
-    not have are allowed.
-    """
+    def __init__(self, compiled: Any):
+        import xgrammar
 
-    accept: Callable[[int], bool]
-    rollback: Callable[[int], object]
-    mask: Callable[[], Tensor | None]
-    finished: Callable[[], bool] = lambda: False
-    text: Callable[[int], bytes | None] = lambda token: None
-    beyond: bool = False
-    tokens: list[int] = field(default_factory=list)
+        self.own, self.info = xgrammar.GrammarMatcher(compiled), compiled.tokenizer_info
+        self.words = xgrammar.allocate_token_bitmask(1, self.info.vocab_size)
+        self.tokens: list[int] = []
+        self.masks: list[Tensor] = []  # (V,) bool, behind each prefix of the tokens
+        self._mask()
 
-    def __post_init__(self):
-        first = self.mask()
-        assert first is not None
-        self.masks = [first]  # behind each prefix of the tokens
+    def _mask(self) -> None:
+        if self.own.is_terminated():  # its own processor goes on with the last mask
+            self.masks.append(self.masks[-1])
+            return
+        self.own.fill_next_token_bitmask(self.words)
+        self.masks.append((self.words[0][:, None] >> torch.arange(BITS, dtype=torch.int32) & 1).bool().flatten())
 
     def allowed(self, tokens: list[int]) -> Tensor | None:
         """The mask behind tokens, of which those behind an end change nothing; None where one of them is refused."""
         keep = common(self.tokens, tokens)
         if keep < len(tokens) and keep < len(self.tokens):
-            self.rollback(len(self.tokens) - keep)
+            self.own.rollback(len(self.tokens) - keep)
             del self.tokens[keep:], self.masks[keep + 1 :]
         for token in tokens[keep:]:
-            if self.finished():
+            if self.own.is_terminated():
                 return self.masks[-1]
-            if not self.accept(token):
+            if not self.own.accept_token(token):
                 return None
             self.tokens.append(token)
-            mask = self.mask()
-            self.masks.append(self.masks[-1] if mask is None else mask)
+            self._mask()
         return self.masks[len(tokens)]
 
-
-def xgrammar_matcher(compiled: Any) -> Matcher:
-    """Of a compiled grammar of xgrammar."""
-    import xgrammar
-
-    own, info = xgrammar.GrammarMatcher(compiled), compiled.tokenizer_info
-    words, ends = xgrammar.allocate_token_bitmask(1, info.vocab_size), frozenset(own.stop_token_ids)
-
-    @cache
-    def texts() -> Sequence[bytes]:  # the public property makes a list, in seconds for 150,000 tokens
-        return info._handle.decoded_vocab() if hasattr(info, "_handle") else info.decoded_vocab
-
-    def mask() -> Tensor | None:
-        if own.is_terminated():  # its own processor goes on with the last mask
-            return None
-        own.fill_next_token_bitmask(words)
-        return words[0].clone()
-
-    def text(token: int) -> bytes | None:
-        return None if token in ends else bytes(texts()[token])
-
-    return Matcher(own.accept_token, own.rollback, mask, own.is_terminated, text, beyond=True)
-
-
-def llguidance_matcher(grammar: str, tokenizer: Any) -> Matcher:
-    """Of a grammar of llguidance and one of its tokenizers. Raises ValueError for a grammar that it can't read."""
-    import llguidance
-
-    own = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-    if own.is_error():
-        raise ValueError(f"grammar: got {grammar[:80]!r}, expected one of llguidance: {own.get_error()}")
-    return Matcher(
-        lambda token: own.try_consume_tokens([token]) == 1,
-        own.rollback,
-        lambda: torch.frombuffer(bytearray(own.compute_bitmask()), dtype=torch.int32),
-        own.is_stopped,
-        lambda token: None if tokenizer.is_special_token(token) else tokenizer.decode_bytes([token]),
-    )
-
-
-def outlines_matcher(index: Any) -> Matcher:
-    """Of an index of outlines_core, which has no vocabulary: it forces a token where no other is allowed."""
-    states = [index.get_initial_state()]
-
-    def accept(token: int) -> bool:
-        state = index.get_next_state(states[-1], token)
-        if state is None and index.is_final_state(states[-1]):
-            state = states[-1]
-        if state is not None:
-            states.append(state)
-        return state is not None
-
-    def rollback(count: int) -> None:
-        del states[len(states) - count :]
-
-    def mask() -> Tensor:
-        allowed = index.get_allowed_tokens(states[-1]) or []
-        bits = torch.zeros(max(allowed, default=-1) // BITS + 1, BITS, dtype=torch.int32)
-        bits.view(-1)[allowed] = 1
-        return (bits << torch.arange(BITS, dtype=torch.int32)).sum(1, dtype=torch.int32)
-
-    return Matcher(accept, rollback, mask)
+    @cached_property
+    def texts(self) -> Sequence[bytes]:
+        """What each token writes. The public property makes a list, in seconds for 150,000 tokens."""
+        return self.info._handle.decoded_vocab() if hasattr(self.info, "_handle") else self.info.decoded_vocab
 
 
 class Grammar(RowProcessor):
-    """Masks what a grammar does not allow. make: the matcher of a row; start: length of the prompt."""
+    """Masks what a grammar of xgrammar does not allow.
 
-    def __init__(self, make: Callable[[int], Matcher], start: int):
-        self.make, self.start = make, start
+    Args:
+        compiled: The grammars of all rows, or one for all of them.
+        start: Length of the prompt.
+    """
+
+    def __init__(self, compiled: Sequence[Any], start: int):
+        self.compiled, self.start = compiled, start
         self.matchers: dict[int, Matcher] = {}
 
     def matcher(self, index: int) -> Matcher:
         if index not in self.matchers:
-            self.matchers[index] = self.make(index)
+            self.matchers[index] = Matcher(self.compiled[index if len(self.compiled) > 1 else 0])
         return self.matchers[index]
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
-        matcher = self.matcher(index)
-        words = matcher.allowed(ids_L[self.start :].tolist())
-        if words is None:  # where another processor allows what the grammar does not
+        allowed = self.matcher(index).allowed(ids_L[self.start :].tolist())
+        if allowed is None:  # where another processor allows what the grammar does not
             return scores_V
-        allowed = unpack(words.to(scores_V.device))[: len(scores_V)]
-        allowed = torch.nn.functional.pad(allowed, (0, len(scores_V) - len(allowed)), value=matcher.beyond)
+        allowed = allowed.to(scores_V.device)[: len(scores_V)]
+        allowed = torch.nn.functional.pad(allowed, (0, len(scores_V) - len(allowed)), value=True)
         return scores_V.masked_fill(~allowed, float("-inf"))
 
     def forced(self, index: int, ids: list[int]) -> int | None:
         matcher = self.matcher(index)
-        words = matcher.allowed(ids[self.start :])
-        found = [] if words is None else unpack(words).nonzero()[: SPELLINGS + 1].flatten().tolist()
+        allowed = matcher.allowed(ids[self.start :])
+        found = [] if allowed is None else allowed.nonzero()[: SPELLINGS + 1].flatten().tolist()
         if len(found) == 1:
             return found[0]
-        texts = {token: text for token in found[:SPELLINGS] if (text := matcher.text(token)) is not None}
-        longest = max(texts, key=lambda token: (len(texts[token]), token), default=None)
-        alike = len(texts) == len(found) and all(texts[longest].startswith(text) for text in texts.values())
-        return longest if alike else None
+        if not found or len(found) > SPELLINGS or not {*found}.isdisjoint(matcher.own.stop_token_ids):
+            return None
+        texts = {token: bytes(matcher.texts[token]) for token in found}
+        longest = max(texts, key=lambda token: (len(texts[token]), token))
+        return longest if all(texts[longest].startswith(text) for text in texts.values()) else None
 
 
 class PrefixFunction(RowProcessor):
@@ -234,11 +176,6 @@ class Copies(RowProcessor):
         return found[0]
 
 
-def unpack(words: Tensor) -> Tensor:
-    """(32 W,) bool from W words."""
-    return (words[:, None] >> torch.arange(BITS, dtype=words.dtype, device=words.device) & 1).bool().flatten()
-
-
 def common(one: Sequence[int], other: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
@@ -248,6 +185,7 @@ def fork(processor: object) -> Any:
     """A copy with state of its own. Raises an exception for what can't be copied."""
     memo = {id(held): COPIES[type(held).__name__](held) for held in package_objects(processor)}
     memo |= {id(held): held for held in vars(processor).values() if isinstance(held, PreTrainedTokenizerBase)}
+    memo[id(torch)] = torch  # which outlines' processors hold
     return copy.deepcopy(processor, memo)
 
 
@@ -256,18 +194,6 @@ def package_objects(processor: object) -> list[Any]:
     values = list(getattr(processor, "__dict__", {}).values())
     values += [entry for value in values if isinstance(value, list) for entry in value]
     return [value for value in values if type(value).__name__ in COPIES]
-
-
-GRAMMARS: dict[str, Callable[[Any, int], Matcher]] = {  # by names: the matcher of a processor's row
-    "xgrammar.contrib.hf.LogitsProcessor": lambda own, row: xgrammar_matcher(
-        own.compiled_grammars[row if len(own.compiled_grammars) > 1 else 0]
-    ),
-    "outlines.backends.xgrammar.XGrammarLogitsProcessor": lambda own, row: xgrammar_matcher(own.compiled_grammar),
-    "outlines.backends.llguidance.LLGuidanceLogitsProcessor": lambda own, row: llguidance_matcher(
-        own.grammar, own.llg_tokenizer
-    ),
-    "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor": lambda own, row: outlines_matcher(own.index),
-}
 
 
 def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
@@ -280,8 +206,9 @@ def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
         return processor if by_row else NodeProcessor(processor, least(processor))
     if not keeps_state(processor):
         return processor
-    if (make := GRAMMARS.get(name(type(processor)))) is not None:
-        return Grammar(partial(make, processor), start)
+    if name(type(processor)) in XGRAMMAR:
+        own: Any = processor
+        return Grammar(getattr(own, "compiled_grammars", None) or [own.compiled_grammar], start)
     try:
         return Copies(processor, start)
     except Exception as error:  # of copying, which calls anything

@@ -37,6 +37,7 @@ class Record:
     prompt: str | None = None  # None: the one of the run
     error: str | None = None
     passed_over: bool = False  # the error is that files of a kind are not read
+    category: str = ""  # the subfolder of a file in a folder, or `kind` or `category` of an entry
 
 
 class RecordStream(Iterator[Record]):
@@ -168,7 +169,8 @@ def new_records(records: Iterable[Record], done: Collection[str], repeated: Call
 def _files(
     paths: Iterable[Path], unlisted: Iterable[OSError] = (), source: str = "", unread: Mapping[str, int] | None = None
 ) -> tuple[Reader, int]:
-    found = [Record(str(path), path) for path in paths]
+    depth = len(Path(source).parts) if Path(source).is_dir() else None  # of the subfolder in a file's path
+    found = [Record(str(p), p, category=p.parts[depth] if depth and len(p.parts) > depth + 1 else "") for p in paths]
     for error in unlisted:
         folder, why = str(Path(error.filename)), f"got a folder that can't be listed ({error.strerror})"
         found.append(Record(folder, error=f"{folder}: {why}, expected one that can"))
@@ -183,6 +185,7 @@ def of_entry(entry: object, fallback: str, folder: Path) -> Record:
     if not isinstance(entry, Mapping):
         return Record(fallback, error=f"{fallback}: got {type(entry).__name__}, expected an object with an image")
     image, prompt = entry.get("image", entry.get("video")), entry.get("prompt")
+    category = str(entry.get("kind") or entry.get("category") or "")
     id = str(fallback if entry.get("id") is None else entry["id"])
     if isinstance(image, Mapping):  # as data sets keep images: the bytes, or else a path
         image = image.get("bytes") or image.get("path")
@@ -193,7 +196,7 @@ def of_entry(entry: object, fallback: str, folder: Path) -> Record:
         return Record(id, error=f"{id}: got {shown}, expected a path or the bytes of a file")
     if prompt is not None and not isinstance(prompt, str):
         return Record(id, error=f"{id}: got a prompt of type {type(prompt).__name__}, expected a text")
-    return Record(id, image, prompt)
+    return Record(id, image, prompt, category=category)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -219,7 +222,7 @@ def of_parquet(path: Path) -> Iterator[Record]:
     number = 0
     with open(path, "rb") as file:
         table = parquet.ParquetFile(file)
-        columns = [name for name in ("id", "image", "prompt") if name in table.schema_arrow.names]
+        columns = [name for name in ("id", "image", "prompt", "kind", "category") if name in table.schema_arrow.names]
         for batch in table.iter_batches(batch_size=64, columns=columns):
             for row in range(batch.num_rows):
                 number += 1
@@ -314,14 +317,15 @@ def prompts(path: Path) -> Iterator[Record]:
 
 
 def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
-    text = line.decode(errors="replace").strip()
     try:
+        text = line.decode().strip()
         entry = loads(text) if is_json else {"prompt": text}
         if isinstance(entry["prompt"], str) and entry["prompt"]:
             return Record(str(name if entry.get("id") is None else entry["id"]), prompt=entry["prompt"])
     except (ValueError, KeyError, TypeError):
         pass
-    return Record(name, error=f"{name}: got a line without a prompt, expected an object with one")
+    expected = "an object with one" if is_json else "a text in UTF-8"
+    return Record(name, error=f"{name}: got a line without a prompt, expected {expected}")
 
 
 def write_parquet(rows: Iterator[dict[str, Any]], path: Path, columns: Mapping[str, str]) -> None:

@@ -1,10 +1,12 @@
 """What the benches share: their options, the scenes that they measure on, the arms that caption, and their tables."""
 
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -12,10 +14,10 @@ from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api.accelerate import Accelerated
-from visspec.api.sources import Record
+from visspec.api.sources import Record, RecordStream
 from visspec.cli.arguments import JsonOption, Positive
-from visspec.eval.bench.clock import seconds_of
-from visspec.eval.bench.paired import ArmRun
+from visspec.eval.bench.clock import seconds_of, waiter
+from visspec.eval.bench.paired import ArmRun, in_words, turns
 from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.images import MAX_PIXELS, open_image, read_image
@@ -23,6 +25,8 @@ from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
 
+Item = TypeVar("Item")
+PARTS = 3  # of what a stream is measured on; its ratio is the median over them
 Cell = str | Callable[[Mapping[str, Any]], str]  # of a column: a format of a row's fields, "{tau:.2f}", or a function
 
 
@@ -48,6 +52,14 @@ class ScenesOptions(BenchOptions):
     world: str | None = option(
         "of the scenes; default: the one whose words the model knows", None, choices=[*included.table().worlds]
     )
+
+    def check_scenes(self, model: str | None, instead: str) -> None:
+        """Raises ValueError for a model that is not included, unless it is to be measured on a world's scenes."""
+        if self.world is None and model is not None and not included.is_included(model):
+            raise ValueError(
+                f"{instead}: got none for {model}. Pass {instead} of yours: the rendered scenes are for included"
+                " models (--world measures on them all the same)."
+            )
 
     def scenes(self, processor: ProcessorMixin, use: str = "captions") -> included.World:
         return included.scenes(self.world, processor, use)
@@ -107,16 +119,61 @@ def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
     return [row[: stop + 1] for row, stop in zip(new.tolist(), stops)]
 
 
-def readable(records: Iterable[Record]) -> Iterator[tuple[Any, str | None]]:
-    """Images and prompts of records; one that can't be read is named on stderr and skipped."""
-    for record in records:
+def in_turns(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item]:
+    """The items in turns of their categories, so that the first ones are of all."""
+    found: dict[str, list[Item]] = {}
+    for item in items:
+        found.setdefault(category(item), []).append(item)
+    turns = [(place, item) for group in found.values() for place, item in enumerate(group)]
+    return [item for _, item in sorted(turns, key=lambda turn: turn[0])]
+
+
+def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
+    """Images of records, in turns of their categories where their number is known; one that can't be read is named on
+    stderr and skipped.
+    """
+    for record in records if records.total is None else in_turns(records, lambda one: one.category):
         try:
             if record.error is not None:
                 raise ValueError(record.error)
             read = read_image(record.image, record.id, MAX_PIXELS) if isinstance(record.image, bytes) else None
-            yield read or open_image(record.image, MAX_PIXELS), record.prompt
+            yield read or open_image(record.image, MAX_PIXELS), record
         except (ValueError, OSError) as error:
             print(f"visspec: {error}", file=sys.stderr)
+
+
+def throughput(
+    fast: Accelerated, groups: Sequence[Sequence], batches: Sequence, warm: Sequence, options: dict[str, Any]
+) -> dict[str, float]:
+    """Images or prompts a second of a stream, and that over transformers' generate in batches of as many rows.
+
+    Args:
+        fast: An accelerated model that has not decoded any of them.
+        groups: Inputs, one by one, in groups of as many as there are slots. They are measured in `PARTS`
+            parts, each once, because drafters remember answers.
+        batches: The same as a batch for each group, as (index, inputs).
+        warm: Batches of others.
+    """
+    slots, model = len(groups[0]), fast.model
+    list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
+    arms: dict[str, Callable[[int], Any]] = {
+        "stream": lambda part: list(fast.stream(chain(*groups[part::PARTS]), slots=slots, **options)),
+        "transformers": lambda part: [model.generate(**inputs, **options) for _, inputs in batches[part::PARTS]],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for part, order in turns(list(arms), min(PARTS, len(groups))):
+        for name in order:
+            seconds[name].append(seconds_of(partial(arms[name], part), waiter(fast.model.device))[0])
+    ratio = statistics.median(slow / quick for slow, quick in zip(seconds["transformers"], seconds["stream"]))
+    return {"items_per_second": sum(map(len, groups)) / sum(seconds["stream"]), "over_transformers": ratio}
+
+
+def stream_in_words(record: Mapping[str, Any], items: str) -> str | None:
+    """The throughput in a record, or None."""
+    if "items_per_second" not in record:
+        return None
+    ratio = in_words(record["over_transformers"])
+    return f"stream: {record['items_per_second']:.2f} {items} / s; against transformers in batches {ratio}"
 
 
 def groups_of(items: Sequence[Any], size: int) -> list[Any]:

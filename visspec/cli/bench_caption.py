@@ -4,14 +4,12 @@ One process, one set of prompts and pixels, same dtype, attention, threads, stop
 prompt. Every arm goes through the same `model.generate` entry, so preparation and the vision tower are in every time.
 """
 
-import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from PIL import Image
 from rich.table import Table
@@ -26,7 +24,6 @@ from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, 
 from visspec.cli.bench_data import Prompt
 from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.eval.report.images import small_png
 from visspec.io import included
 from visspec.io.images import open_image
@@ -41,7 +38,6 @@ SETTINGS = ("acceptance", "batch_size", "max_new_tokens", "temperature", "seed")
 TEXTS = 8  # captions kept word by word in the record
 OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than plain decoding by design"
 FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
-PARTS = 3  # of the images of the stream; its ratio is the median over them
 
 
 @dataclass(kw_only=True)
@@ -66,6 +62,9 @@ def run(arguments: Options) -> None:
     if arguments.data and (arguments.batch_size > 1 or arguments.prompt or arguments.images):
         got = "--prompt" if arguments.prompt else "--images" if arguments.images else "--batch-size above 1"
         raise ValueError(f"data: got {got} beside it, expected prompts of the file, one by one")
+    model, remote = arguments.model, arguments.trust_remote_code
+    if model and not (arguments.data or arguments.images or loading.is_text_model(model, remote)):
+        arguments.check_scenes(model, "--images")
     most = arguments.count + WARMUP * arguments.batch_size
     data = bench_data.read(arguments.data, arguments.count) if arguments.data else None
     found = sources.records(arguments.images) if arguments.images and data is None else None
@@ -76,7 +75,10 @@ def run(arguments: Options) -> None:
     if data is not None:
         images = [[*map(open_image, prompt.images)] for prompt in data]
     elif found is not None:
-        images = [image for image, _ in islice(readable(found), most)]
+        items = list(islice(readable(found), most))
+        images = [image for image, _ in items]
+        request = arguments.prompt or default_prompt(arguments.model or included.text_model())
+        data = [Prompt(record.category, record.prompt or request, []) for _, record in items[: arguments.count]]
     else:
         scenes = arguments.scenes(processor)
         images = scenes.images(max(min(most, len(scenes.rows)), arguments.count))
@@ -104,7 +106,7 @@ def bench_caption(
     Args:
         assistant: A smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
         warmup: Images that warm up and are not measured. Without any, grey ones do.
-        data: A prompt for each image, which is then a list of images; the record has its categories.
+        data: A prompt for each image, or for each list of images; the record has its categories.
 
     Returns:
         The JSON object of docs/evaluate.md, which is that of the first drafter; of several, `rows` has one each.
@@ -132,17 +134,17 @@ def bench_caption(
             row["speedup_over_compiled"] = row["baselines"]["transformers_compiled"]["ours_is_faster_by"]
             row |= bench.compilations(fast.setup)
         row["equality"] = equality_tiers(fast, prompts, runs, base, model.dtype, names[spec])
-        if data is not None:
+        if data is not None and size == 1 and any(prompt.category for prompt in data):
             row["categories"] = categories(runs, data, arguments.temperature > 0, names[spec])
         rows.append(row)
     record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
     record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
-    if data is not None:
+    if "categories" in record:
         record["turns_left_out"] = sum(prompt.later for prompt in data)
     if arguments.stream:
         fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)
         single = [prepare(processor, [i], [t], model) for i, t in zip(images, asked)]
-        record |= throughput(fast, groups_of(single, size), prompts, warm, base)
+        record |= bench.throughput(fast, groups_of(single, size), prompts, warm, base)
     settings = {name: getattr(arguments, name) for name in SETTINGS}
     return record | measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
 
@@ -164,32 +166,6 @@ def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
             arms["transformers_assisted"] = speed.fastest([StockCaptionArm(model, o, seed) for o in assisted], warm)
     return arms
-
-
-def throughput(
-    fast: Accelerated, groups: Sequence[Sequence], batches: Sequence, warm: Sequence, options: dict[str, Any]
-) -> dict[str, float]:
-    """Images a second of a stream, and that over transformers' generate in batches of as many rows.
-
-    Args:
-        fast: An accelerated model that has not decoded any of the images.
-        groups: Inputs of the images, one by one, in groups of as many as there are slots. They are measured in `PARTS`
-            parts, each once, because drafters remember answers.
-        batches: The same as a batch for each group, as (index, inputs).
-        warm: Batches of other images.
-    """
-    slots, model = len(groups[0]), cast(Any, fast.model)
-    list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
-    arms: dict[str, Callable[[int], Any]] = {
-        "stream": lambda part: list(fast.stream(chain(*groups[part::PARTS]), slots=slots, **options)),
-        "transformers": lambda part: [model.generate(**inputs, **options) for _, inputs in batches[part::PARTS]],
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for part, order in speed.turns(list(arms), min(PARTS, len(groups))):
-        for name in order:
-            seconds[name].append(seconds_of(partial(arms[name], part), waiter(fast.model.device))[0])
-    ratio = statistics.median(slow / quick for slow, quick in zip(seconds["transformers"], seconds["stream"]))
-    return {"images_per_second": sum(map(len, groups)) / sum(seconds["stream"]), "over_transformers": ratio}
 
 
 def categories(
@@ -300,9 +276,8 @@ def views(record: dict[str, Any]) -> list[Table]:
         f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
         f"\nequality: {OTHER_TOKENS if by_law else equality.in_words(record['equality'])}"
     )
-    if "images_per_second" in record:
-        ratio = speed.in_words(record["over_transformers"])
-        caption += f"\nstream: {record['images_per_second']:.2f} images / s; against transformers in batches {ratio}"
+    if said := bench.stream_in_words(record, "images"):
+        caption += f"\n{said}"
     title = f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
     rows = [{"name": name, "compared": record["compared"], **row} for name, row in record["baselines"].items()]
     found = [table(title, rows, COLUMNS, caption)]

@@ -86,6 +86,7 @@ def run(arguments: Options) -> None:
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
     seed = arguments.seed
     if arguments.prompts is None:
+        arguments.check_scenes(arguments.model, "--prompts")
         scenes = arguments.scenes(pipe.processor or pipe.model, "prompts")
         tasks = taught(pipe.family, scenes.prompts())
         texts = [row["prompt"] for row in spread(scenes.prompts(), arguments.count, tasks)]

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple
 from visspec.api import loading
 from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import prepare
+from visspec.cli import bench
 from visspec.cli.arguments import HardwareOptions, Positive, SamplingOptions
-from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, measured_on, table
+from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, in_turns, measured_on, table
 from visspec.eval.bench import paired as speed
+from visspec.io.files import naming
 from visspec.io.options import option
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
-WARMUP_STEP = 10  # every tenth prompt of the training split warms up; none of them is measured
+WARMUP = 5  # prompts of the training split, or two batches; none of them is measured
 PROMPTS = Path(speed.__file__).with_name("prompts.jsonl")
 COLUMNS: dict[str, Cell] = {
     "arm": "{name}",
@@ -43,21 +45,24 @@ class TextPrompt(NamedTuple):
 class Options(BenchOptions, SamplingOptions, HardwareOptions):
     model: str = option("folder or hub id of a text model")
     prompts: Path | None = option(
-        "a prompt a line, or JSON lines with `prompt` and `kind` (default: 48 held-out prompts of ten kinds)", None
+        "a prompt a line, or JSON lines of {prompt, kind or category} (default: 48 held-out prompts of ten kinds)",
+        None,
     )
     count: Positive | None = option("how many prompts, at most (default: all)", None)
     drafter: list[str] | None = option(
         "one or more names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
     )
+    batch_size: Positive = option("prompts decoded together", 1)
+    stream: bool = option("throughput of a stream of --batch-size slots, too", False)
 
 
 def run(arguments: Options) -> None:
     arguments.begin()
-    prompts = read_prompts(arguments.prompts)[: arguments.count]
+    prompts = in_turns(read_prompts(arguments.prompts), lambda prompt: prompt.kind)[: arguments.count]
     model, tokenizer = loading.load(arguments.model, **arguments.hardware)
     record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or [str(default_drafter(model)[0])])
     title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
-    arguments.end(record, table(title, record["rows"], COLUMNS, left=["prompts"]))
+    arguments.end(record, table(title, record["rows"], COLUMNS, bench.stream_in_words(record, "prompts"), ["prompts"]))
 
 
 def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
@@ -66,7 +71,8 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
     Raises:
         ValueError: The file has no prompt, or a line of JSON without one.
     """
-    lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
+    with naming(path or PROMPTS):
+        lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
     found = []
     for number, line in enumerate(lines, 1):
         if not line.startswith("{"):
@@ -74,7 +80,7 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
             continue
         try:
             row = json.loads(line)
-            text, kind = row["prompt"], str(row.get("kind", ""))
+            text, kind = row["prompt"], str(row.get("kind") or row.get("category") or "")
         except (ValueError, KeyError):
             raise ValueError(f"{path}, line {number}: expected a JSON object with the key 'prompt'.") from None
         if path is not None or row["split"] == split:
@@ -87,23 +93,31 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
 def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
-    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row an arm and kind of prompt."""
-    warmup = read_prompts(None, "train")[::WARMUP_STEP]
-    inputs = [(i, prepare(tokenizer, [[]], prompt.text, model)) for i, prompt in enumerate([*prompts, *warmup])]
-    inputs, warm = inputs[: len(prompts)], inputs[len(prompts) :]
-    base, seed = arguments.generation, arguments.seed
-    lookup = [StockCaptionArm(model, base | {"prompt_lookup_num_tokens": n}, seed) for n in LOOKUP_LENGTHS]
-    static = StockCaptionArm(model, base | {"cache_implementation": "static", "disable_compile": True}, seed)
-    best = speed.fastest(lookup, warm)
+    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row an arm and kind of prompt; of
+    batches, which mix kinds, a row an arm.
+    """
+    size, base, seed = arguments.batch_size, arguments.generation, arguments.seed
+    groups = bench.groups_of(prompts, size)
+    others = in_turns(read_prompts(None, "train"), lambda prompt: prompt.kind)[: max(WARMUP, 2 * size)]
+    warmup = bench.groups_of(others, size)
+    inputs = [
+        (i, prepare(tokenizer, [[]] * len(group), [prompt.text for prompt in group], model))
+        for i, group in enumerate([*groups, *warmup])
+    ]
+    inputs, warm = inputs[: len(groups)], inputs[len(groups) :]
+    static = {"cache_implementation": "static", "disable_compile": True}
+    ours = {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}  # refused before any work
     arms: dict[str, StockCaptionArm | CaptionArm] = {
         "generate": StockCaptionArm(model, base, seed),
-        "generate_static": static,
-        "prompt_lookup": best,
-        "plain": CaptionArm(accelerate(model, None), base, seed),
+        "generate_static": StockCaptionArm(model, base | static, seed),
     }
-    arms |= {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}
+    if size == 1:
+        lookup = [StockCaptionArm(model, base | {"prompt_lookup_num_tokens": n}, seed) for n in LOOKUP_LENGTHS]
+        arms["prompt_lookup"] = speed.fastest(lookup, warm)
+    arms["plain"] = CaptionArm(accelerate(model, None), base, seed)
+    arms |= ours
     runs, failures = speed.interleave(arms, inputs, warm, "bench text")
-    kinds = ["all", *dict.fromkeys(prompt.kind for prompt in prompts if prompt.kind)]
+    kinds = ["all", *(dict.fromkeys(prompt.kind for prompt in prompts if prompt.kind) if size == 1 else ())]
     rows = [
         row(name, kind, prompts, runs, per_token=arguments.temperature > 0)
         for name in arms
@@ -111,8 +125,13 @@ def bench_text(
         for kind in kinds
     ]
     record = {"bench": "text", "rows": rows, "failures": failures, "n_prompts": len(prompts)}
-    record["prompt_lookup_num_tokens"] = best.options["prompt_lookup_num_tokens"]
-    return record | base | {"seed": seed} | measured_on(model, seed=seed)
+    if size == 1:
+        record["prompt_lookup_num_tokens"] = arms["prompt_lookup"].options["prompt_lookup_num_tokens"]
+    if arguments.stream:
+        single = [prepare(tokenizer, [[]], prompt.text, model) for prompt in prompts]
+        fast = accelerate(model, drafters[0])
+        record |= bench.throughput(fast, bench.groups_of(single, size), inputs, warm, base)
+    return record | base | {"batch_size": size, "seed": seed} | measured_on(model, seed=seed)
 
 
 def row(

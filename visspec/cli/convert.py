@@ -14,8 +14,9 @@ SIDES = re.compile(r"(?<!\d)(256|384|512|1024)(?!\d)")  # in names of files: t2i
 @dataclass(kw_only=True)
 class Options:
     layout: str = option(
-        "whose weights (visspec list layouts); lantern: a drafter; anole: one in transformers' form, and its codec",
-        positional=True, choices=[*TABLES["layout"], "lantern", "anole"],
+        "whose weights (visspec list layouts); lantern: a drafter; anole: one in transformers' form, and its codec;"
+        " safetensors: any pickled weights, whose names stay",
+        positional=True, choices=[*TABLES["layout"], "lantern", "anole", "safetensors"],
     )  # fmt: skip
     weights: Path = option("the published file, or a folder; of anole also a hub id", positional=True)
     vq: Path | None = option("published codec of the model's images", None, short="--vae")
@@ -35,4 +36,5 @@ def run(arguments: Options) -> None:
     if arguments.size is None and sides and layout in ("llamagen", "randar", "infinity"):
         options["size"] = int(sides[0])
     convert(layout, weights, out, **options)
-    print(f"{out}: drafter" if layout == "lantern" else f"{out}: visspec generate PROMPT --model {out}")
+    made = {"lantern": "drafter", "safetensors": "weights"}
+    print(f"{out}: {made.get(layout, f'visspec generate PROMPT --model {out}')}")

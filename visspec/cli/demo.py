@@ -52,7 +52,7 @@ class Section:
 
 @dataclass(kw_only=True)
 class Options:
-    images: Positive = option("how many scenes of each world", 4)
+    count: Positive = option("how many scenes of each world", 4)
     world: str | None = option("captions of this world alone; default: both, and pictures", None, choices=list(WORLDS))
     out: Path = option("where the pictures and the page go", Path("out/demo"), writes="folder")
     gallery: Path | None = option(
@@ -71,7 +71,7 @@ def run(arguments: Options) -> int:
     from visspec.eval.report.rendering import write_page
     from visspec.loop.stats import COLOURS, MEANING
 
-    console, count, out = Console(), arguments.images, arguments.out
+    console, count, out = Console(), arguments.count, arguments.out
     out.mkdir(parents=True, exist_ok=True)
     threads, same, sections = torch.get_num_threads(), True, []
     for name in [arguments.world] if arguments.world else WORLDS:

@@ -69,7 +69,11 @@ def run(arguments: Options) -> None:
     own = default_drafter(model)[0]
     drafters = arguments.drafters or list(dict.fromkeys(["ngram", *([str(own)] if own else [])]))
     what, where = ("prompts", arguments.prompts) if texts else ("images", ", ".join(arguments.images or ()))
-    given = readable(found) if found else (([], prompt.text) for prompt in read_prompts(arguments.prompts))
+    given = (
+        ((image, record.prompt) for image, record in readable(found))
+        if found
+        else (([], prompt.text) for prompt in read_prompts(arguments.prompts))
+    )
     items = list(islice(given, 2 * arguments.count))  # of an image, or a list of none, and its prompt
     if len(items) < (wanted := 2 * max(arguments.batches)):
         raise ValueError(f"{what}: got {len(items)} that can be read, expected {wanted} or more in {where}")

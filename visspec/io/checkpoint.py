@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-PICKLE = "pickled weights ({}), expected .safetensors (python -m visspec.io.convert_checkpoint FILE OUT writes them)"
+PICKLE = "pickled weights ({}), expected .safetensors (visspec convert safetensors PATH --out FOLDER writes them)"
 MAX_JSON_BYTES = 16 << 20
 LITEMA = "model_ema."  # prefix of names without dots
 AVERAGED = ("ema.", "ema_model.", LITEMA)  # prefixes of averaged weights in training checkpoints
@@ -162,7 +162,6 @@ def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, V
     if plain and averaged:
         raise ValueError(
             f"checkpoint: {where} holds averaged weights ({next(iter(averaged))!r}) beside others, expected one set"
-            " (python -m visspec.io.convert_checkpoint FILE OUT writes one, with --ema the averaged)"
         )
     return plain or with_dots(averaged, {}, where)
 
@@ -199,7 +198,7 @@ def with_dots(averaged: Mapping[str, Value], plain: Iterable[str], where: str | 
             return {full[name]: tensor for name, tensor in short.items()}
     raise ValueError(
         f"checkpoint: {where} holds averaged weights by names without dots ({next(iter(short))!r}), expected a"
-        " file with the others too, which tell the names (python -m visspec.io.convert_checkpoint FILE OUT --ema)"
+        " file with the others too, which tell the names"
     )
 
 
