@@ -87,7 +87,7 @@ def test_adapters_switched_between_calls(drafter, passes, quick):
 
 
 @pytest.mark.parametrize("passes", [pytest.param("compile", marks=pytest.mark.nightly), "graphs"])
-def test_an_adapter_put_into_a_head_that_passes_were_made_with(passes, quick):
+def test_adapter_added_to_a_recorded_head(passes, quick):
     peft, model, inputs = pytest.importorskip("peft"), llama(3), prompt("llama", ["9"])
     fast = visspec.accelerate(model, "ngram", adaptive=False, **{passes: True})
     before = fast.generate(**inputs, **GREEDY)
@@ -169,7 +169,7 @@ def test_quantised_weights(drafter, name, quantised, recwarn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_quantised_arithmetic_that_depends_on_the_tokens_beside(name, quantised):
+def test_quantised_arithmetic_warns(name, quantised):
     """One pass against one by one. The probe's few tokens show it where columns of a pass are treated apart."""
     model, ids = quantised(name), torch.randint(5, 88, (1, 40))
     with torch.no_grad():

@@ -154,7 +154,7 @@ def opened(condition, rows, order, ahead=0):
 
 @torch.no_grad()
 @pytest.mark.parametrize("condition", TEXTS)
-def test_a_tree_is_each_of_its_paths_and_later_laws_skip_what_is_between(condition):
+def test_tree_laws_are_path_laws(condition):
     order, tree = ORDERS["halton"], trees.static((-1, 0, 0, 1, 1, 2, 3))
     tokens = torch.tensor([[3, 1, 2, 4, 7, 6, 9], [5, 8, 0, 2, 3, 4, 1]])
     target, state, first = opened(condition, [0, 1], order, ahead=3)
@@ -188,7 +188,7 @@ def test_passes_are_never_more_than_codes(seed, levels):
         assert sum(r.committed[0] for r in state.trace.rounds) == PLACES - 1
 
 
-def test_codes_that_do_not_depend_on_each_other_are_drafted_without_fault():
+def test_independent_codes_are_all_accepted():
     """16 codes are a prefill and rounds of 5 and 1."""
     model = copy.deepcopy(network())
     for layer in model.layers:
@@ -381,7 +381,7 @@ def test_what_is_no_image_of_the_model_is_refused(change, said):
         RandARTarget(family()).prefill(request)
 
 
-def test_drafters_and_targets_of_any_order_refuse_what_they_can_not_do():
+def test_any_order_refusals():
     elsewhere = "drafts for any-order models, expected one for codes in raster order, or text"
     for words, call in (
         (elsewhere, lambda: ImagePipeline(tiny_images.janus(), None).setup("ahead", "exact")),

@@ -389,7 +389,7 @@ def test_every_id_can_be_banned(banned):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_chains_that_the_library_did_not_make_are_judged_as_they_are(rows):
+def test_hand_made_chains(rows):
     class ByHand(TableDrafter):
         def propose(self, state, depth):
             draft = super().propose(state, depth)
@@ -403,7 +403,7 @@ def test_chains_that_the_library_did_not_make_are_judged_as_they_are(rows):
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "context", "recycling"])
-def test_ids_of_the_prompt_that_a_pruned_head_lacks_are_no_faults(drafter):
+def test_pruned_head(drafter):
     """The head has fewer rows than the embedding, as that of Apertus 1.5."""
     model = llama(seed=7)
     head = torch.nn.Linear(model.config.hidden_size, 40, bias=False)

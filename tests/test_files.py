@@ -106,7 +106,7 @@ def test_a_kill_loses_nothing_finished(tmp_path):
     assert len(part.read_text().splitlines()) == 4
 
 
-def test_loops_of_links_and_settings_that_are_none_are_sentences(tmp_path):
+def test_link_loops_and_bad_settings(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     for path, folder in ((loop, False), (loop, True), (loop / "x.json", False)):

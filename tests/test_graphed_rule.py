@@ -89,7 +89,7 @@ def test_a_replay_that_does_nothing_is_noticed():
     assert draw(GraphedRule(registry.rule("rejection"), record=stale), TREE) != draw(registry.rule("rejection"), TREE)
 
 
-def test_further_shapes_and_devices_that_refuse_run_the_rule_itself():
+def test_uncaptured_shapes_and_devices():
     expected = draw(registry.rule("exact"), CHAIN)
     rerun.count = 0
     assert draw(GraphedRule(registry.rule("exact"), most=1, record=rerun), CHAIN) == expected

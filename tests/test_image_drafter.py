@@ -145,7 +145,7 @@ def check_rejection(tokens, parent, q, seed, levels=2):
 
 
 @pytest.mark.parametrize("kind", LAWS)
-def test_drafts_are_of_the_reported_laws_and_rejection_keeps_that_of_the_target(kind):
+def test_reported_laws_and_rejection(kind):
     found = proposed(drafter(LAWS[kind]), CaptureTarget(family()), 0.4)
     check_reported(*found)
     for seed in range(2):
@@ -247,7 +247,7 @@ SHIPPED = registry.CHECKPOINTS / "painter-eagle" / "config.json"
 
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
-def test_the_shipped_drafter_belongs_to_the_shipped_painter_alone():
+def test_included_drafter():
     from visspec.api.loading import load_image_model
 
     model, _ = load_image_model("painter")

@@ -314,7 +314,7 @@ def test_every_colour_of_text_can_be_read_in_both_palettes():
     assert lightness == sorted(lightness), "the map must read without colour"
 
 
-def test_every_page_has_the_palette_and_the_demo_does_not_shrink_text(tmp_path):
+def test_pages_share_the_palette(tmp_path):
     for name in ("demo", "captions", "training", "report"):
         source, _, _ = rendering.environment().loader.get_source(rendering.environment(), f"{name}.html.j2")
         assert '{% include "palette.css.j2" %}' in source and "color:{{" not in source
