@@ -19,13 +19,10 @@ from visspec.models.runner import buffer_pool, compiled
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}  # in groups of 32
 DRAFTERS = {
-    "ngram": lambda model: "ngram",
-    "context": lambda model: "context",
-    "layers": lambda model: LayerSkip(),
-    "vispec": lambda model: EagleDrafter.for_model(model),
-    "eagle": lambda model: EagleDrafter.for_model(model),
+    "ngram": lambda model: "ngram", "context": lambda model: "context", "layers": lambda model: LayerSkip(),
+    "vispec": lambda model: EagleDrafter.for_model(model), "eagle": lambda model: EagleDrafter.for_model(model),
     "small model": lambda model: llama(seed=5),
-}
+}  # fmt: skip
 each_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
 

@@ -364,16 +364,13 @@ def test_given_codes_come_first_and_stay(name, kind):
     assert torch.equal(alone, codes[:1])
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda r: setattr(r, "known", r.known[:, :5]), "known: got shape (1, 5), expected (1, 16)"),
-        (lambda r: r.known.fill_(CODES), "known: got 24..24, expected codes 0..23, or -1 for none"),
-        (lambda r: r.known.fill_(3), "max_new_tokens: got 13, expected 1..0, the places without a code"),
-        (lambda r: setattr(r, "grid", (2, 8)), "grid: got (2, 8), expected (4, 4), the model's"),
-        (lambda r: setattr(r, "sampling", Sampling()), "guidance: got 1.0 and 2 rows of inputs, expected 1"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    (lambda r: setattr(r, "known", r.known[:, :5]), "known: got shape (1, 5), expected (1, 16)"),
+    (lambda r: r.known.fill_(CODES), "known: got 24..24, expected codes 0..23, or -1 for none"),
+    (lambda r: r.known.fill_(3), "max_new_tokens: got 13, expected 1..0, the places without a code"),
+    (lambda r: setattr(r, "grid", (2, 8)), "grid: got (2, 8), expected (4, 4), the model's"),
+    (lambda r: setattr(r, "sampling", Sampling()), "guidance: got 1.0 and 2 rows of inputs, expected 1"),
+])  # fmt: skip
 def test_what_is_no_image_of_the_model_is_refused(change, said):
     request = asked("class", [0], Sampling(guidance=3.0), known=known_of(*KNOWN))
     change(request)

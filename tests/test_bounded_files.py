@@ -28,17 +28,11 @@ class Templated(ProcessorMixin):
 LOOPS = "{% for a in range(9999) %}" * 6 + "." + "{% endfor %}" * 6
 
 
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        ("{{ ''.__class__.__mro__ }}", "access to attribute"),
-        ("{{ range(10000000) }}", "Range too big"),
-        ("{{ messages.nothing.more }}", "no attribute 'nothing'"),
-        (LOOPS, "it ran more than"),
-        (LOOPS.replace("range(9999)", "'" + "x" * 999 + "'"), "it ran more than"),
-    ],
-    ids=["attribute", "range", "undefined", "loops", "loops over a text"],
-)
+@pytest.mark.parametrize(("template", "why"), [
+    ("{{ ''.__class__.__mro__ }}", "access to attribute"), ("{{ range(10000000) }}", "Range too big"),
+    ("{{ messages.nothing.more }}", "no attribute 'nothing'"), (LOOPS, "it ran more than"),
+    (LOOPS.replace("range(9999)", "'" + "x" * 999 + "'"), "it ran more than"),
+], ids=["attribute", "range", "undefined", "loops", "loops over a text"])  # fmt: skip
 def test_chat_templates_that_fail_or_go_on(template, why, monkeypatch):
     monkeypatch.setattr(captions, "MOST_LINES", 10_000)
     with pytest.raises(ValueError, match="^chat_template: got an error of the processor's template .*" + why) as error:

@@ -334,16 +334,12 @@ def published(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "backend", "levels"),
-    [
-        (features, "eager", 2),
-        pytest.param(features, "aot_eager", None, marks=pytest.mark.nightly),
-        pytest.param(published(2), "eager", 4, marks=pytest.mark.nightly),
-        pytest.param(published(2), "aot_eager", 8, marks=pytest.mark.nightly),
-        pytest.param(published(5), "aot_eager", 8, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize(("make", "backend", "levels"), [
+    (features, "eager", 2), pytest.param(features, "aot_eager", None, marks=pytest.mark.nightly),
+    pytest.param(published(2), "eager", 4, marks=pytest.mark.nightly),
+    pytest.param(published(2), "aot_eager", 8, marks=pytest.mark.nightly),
+    pytest.param(published(5), "aot_eager", 8, marks=pytest.mark.nightly),
+])  # fmt: skip
 def test_compiled_drafter_equals_eager(make, backend, levels, monkeypatch):
     """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more. With
     the target's own graphs where the levels are the drafter's own.

@@ -305,15 +305,10 @@ def test_the_published_ratio_is_exact_without_its_product():
     assert not failing(whitened) and float(state.meters["drift"].abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "rule, p, q, weight",
-    [
-        (Surrogate(), (0.0, 1.0), (0.5, 1.0), 0.7),
-        (Surrogate(), (0.0, 1.0), (0.5, 1.3), 1.3),
-        (Surrogate(2), (0.0, 1.0), (1.0, 1.0), 1.5),
-        (Surrogate(1), (0.0, 1.0), (0.7, 1.2), 1.0),
-    ],
-)
+@pytest.mark.parametrize("rule, p, q, weight", [
+    (Surrogate(), (0.0, 1.0), (0.5, 1.0), 0.7), (Surrogate(), (0.0, 1.0), (0.5, 1.3), 1.3),
+    (Surrogate(2), (0.0, 1.0), (1.0, 1.0), 1.5), (Surrogate(1), (0.0, 1.0), (0.7, 1.2), 1.0),
+])  # fmt: skip
 def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
     """One number, two steps of laws that no point changes: TV by a histogram of the output, less its own noise."""
     count, bins = 60_000, 30

@@ -268,15 +268,10 @@ def test_a_head_adds_what_the_token_above_says(kind, width):
             assert (distribution > distribution[draft.value[b, node]]).sum() < width
 
 
-@pytest.mark.parametrize(
-    ("form", "more"),
-    [
-        ("dflash", {}),
-        ("dflash2", {"selector": 5}),
-        ("dspark", {"markov": 0, "confidence": True}),
-        ("dspark", {"markov": 5, "confidence": True}),
-    ],
-)
+@pytest.mark.parametrize(("form", "more"), [
+    ("dflash", {}), ("dflash2", {"selector": 5}), ("dspark", {"markov": 0, "confidence": True}),
+    ("dspark", {"markov": 5, "confidence": True}),
+])  # fmt: skip
 def test_block_drafter_export(tmp_path, form, more):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     drafter = BlockDrafter.for_model(model, layers=2, block=4, **more)

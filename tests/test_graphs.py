@@ -54,14 +54,11 @@ def greedy(model, name, shape, **options):
 
 
 DRAFTERS = {
-    "none": lambda answers: None,
-    "ngram": lambda answers: "ngram",
-    "chain": lambda answers: Oracle(answers),
+    "none": lambda answers: None, "ngram": lambda answers: "ngram", "chain": lambda answers: Oracle(answers),
     "tree": lambda answers: TreeOracle(answers, wrong=0.3),
     "tree a row": lambda answers: TreeOracle(answers, wrong=0.3, per_row=True),
-    "grown": lambda answers: Grower(answers, seed=1),
-    "hostile": lambda answers: Hostile(),
-}
+    "grown": lambda answers: Grower(answers, seed=1), "hostile": lambda answers: Hostile(),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error")

@@ -24,16 +24,12 @@ from visspec.train.capture import capture
 from visspec.types import Request, Sampling
 
 SHAPES = {
-    "chain": {},
-    "dynamic": {"tree": "dynamic", "width": 3, "nodes": 9},
-    "static": {"tree": "static", "shape": "3-4-2"},
-}
+    "chain": {}, "dynamic": {"tree": "dynamic", "width": 3, "nodes": 9}, "static": {"tree": "static", "shape": "3-4-2"},
+}  # fmt: skip
 V = 3  # codes that the drafter of the law tests knows
 LAWS = {
-    "chain": {"levels": 2},
-    "static": {"tree": "static", "shape": "2-2"},
-    "wide": {"tree": "static", "shape": "3-1"},
-}
+    "chain": {"levels": 2}, "static": {"tree": "static", "shape": "2-2"}, "wide": {"tree": "static", "shape": "3-1"},
+}  # fmt: skip
 
 
 def family():

@@ -136,17 +136,9 @@ def test_grounding_dino_tiny(tmp_path: Path):
     assert {d.label for d in found.detections} <= {"hot dog", "traffic light"}
 
 
-@pytest.mark.parametrize(
-    ("phrase", "expected"),
-    [
-        ("hot dog", "hot dog"),
-        ("dog", "dog"),
-        ("hot", "hot dog"),
-        ("traffic", "traffic light"),
-        ("cat", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("phrase", "expected"), [
+    ("hot dog", "hot dog"), ("dog", "dog"), ("hot", "hot dog"), ("traffic", "traffic light"), ("cat", None), ("", None),
+])  # fmt: skip
 def test_phrases_go_to_the_class_that_shares_most_words(phrase: str, expected: str | None):
     assert phrase_to_class(phrase, ["hot dog", "dog", "traffic light"]) == expected
 

@@ -27,11 +27,9 @@ def verdict(metadata: dict, *things: Detection) -> tuple[bool, str]:
 
 ONE = {"tag": "single_object", "include": [{"class": "dog", "count": 1}], "prompt": "a photo of a dog"}
 THREE = {
-    "tag": "counting",
-    "include": [{"class": "dog", "count": 3}],
-    "exclude": [{"class": "dog", "count": 4}],
+    "tag": "counting", "include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}],
     "prompt": "a photo of three dogs",
-}
+}  # fmt: skip
 RED = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}], "prompt": "a photo of a red dog"}
 LEFT = {
     "tag": "position",
@@ -184,17 +182,13 @@ def test_broken_images_and_uneven_folders(tmp_path: Path):
     assert "00002/samples/0000.png: image: got shape" in text and report.summary["problems"] == 5
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ([], "must be a JSON object, not list"),
-        ({"tag": "x", "prompt": "y"}, "no 'include' of type list"),
-        ({"tag": "x", "prompt": "y", "include": [{"count": 1}]}, r"include\[0\] has no 'class'"),
-        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 0}]}, "no positive 'count'"),
-        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["near", 0]}]}, "'position'"),
-        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["above", 0]}]}, "earlier"),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "message"), [
+    ([], "must be a JSON object, not list"), ({"tag": "x", "prompt": "y"}, "no 'include' of type list"),
+    ({"tag": "x", "prompt": "y", "include": [{"count": 1}]}, r"include\[0\] has no 'class'"),
+    ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 0}]}, "no positive 'count'"),
+    ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["near", 0]}]}, "'position'"),
+    ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["above", 0]}]}, "earlier"),
+])  # fmt: skip
 def test_bad_metadata_is_a_sentence(metadata, message):
     with pytest.raises(ValueError, match=message):
         geneval.check_metadata(metadata)

@@ -177,21 +177,16 @@ def test_hostile_text_stays_text(page):
     assert reader.text.count("<script>alert(2)</script>") >= 12
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
-        ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[]", "bench: got 'list', expected caption, image, sizes, kernels"),
-        ({"bench": "lunch"}, "bench: got 'lunch', expected caption"),
-        ({"bench": "caption"}, "no 'speedup', expected the JSON of visspec bench caption"),
-        ({"bench": "kernels"}, "no 'rows'"),
-        ({"bench": "image", "rows": []}, "no 'rows'"),
-        ({"bench": "image", "rows": [3]}, "expected a list of objects"),
-        ({"bench": "image", "rows": [{"images": [{"path": "../a.png"}]}]}, "inside the folder"),
-        ({"bench": "image", "rows": [{"images": [{"path": "/etc/passwd"}]}]}, "inside the folder"),
-    ],
-)
+@pytest.mark.parametrize("content, words", [
+    ("{", "not JSON"), ("[" * 100_000, "not JSON"),
+    ("[]", "bench: got 'list', expected caption, image, sizes, kernels"),
+    ({"bench": "lunch"}, "bench: got 'lunch', expected caption"),
+    ({"bench": "caption"}, "no 'speedup', expected the JSON of visspec bench caption"),
+    ({"bench": "kernels"}, "no 'rows'"), ({"bench": "image", "rows": []}, "no 'rows'"),
+    ({"bench": "image", "rows": [3]}, "expected a list of objects"),
+    ({"bench": "image", "rows": [{"images": [{"path": "../a.png"}]}]}, "inside the folder"),
+    ({"bench": "image", "rows": [{"images": [{"path": "/etc/passwd"}]}]}, "inside the folder"),
+])  # fmt: skip
 def test_bad_results_are_one_sentence_and_exit_code_2(content, words, write, tmp_path, capsys):
     path, out = write(content), tmp_path / "out.html"
     assert main(["report", str(path), "-o", str(out)]) == 2
