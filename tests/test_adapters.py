@@ -20,8 +20,8 @@ GREEDY = {"max_new_tokens": 12, "do_sample": False}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}  # in groups of 32
 DRAFTERS = {
     "ngram": lambda model: "ngram", "context": lambda model: "context", "layers": lambda model: LayerSkip(),
-    "vispec": lambda model: EagleDrafter.for_model(model), "eagle": lambda model: EagleDrafter.for_model(model),
-    "small model": lambda model: llama(seed=5),
+    "eagle": lambda model: EagleDrafter.for_model(model), "small model": lambda model: llama(seed=5),
+    "eagle3": lambda model: EagleDrafter.for_model(model, fusion="split", feature_layers=(1, 0, -1), draft_vocab=40),
 }  # fmt: skip
 each_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
@@ -154,7 +154,7 @@ def quantised(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter, name", [
     *itertools.product(("layers", "eagle"), ALIKE),  # they run quantised layers themselves, and the head
-    ("ngram", "bitsandbytes nf4"), ("context", "torchao int8"), ("vispec", "bitsandbytes nf4"),
+    ("ngram", "bitsandbytes nf4"), ("context", "torchao int8"), ("eagle3", "bitsandbytes nf4"),
     ("small model", "torchao int8"),
 ])  # fmt: skip
 def test_quantised_weights(drafter, name, quantised, recwarn):
