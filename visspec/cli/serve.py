@@ -52,7 +52,8 @@ def run(arguments: Options) -> int:
     fast, processor = load(arguments)
     pipe = None
     if arguments.image_model is not None:
-        pipe = ImagePipeline.from_pretrained(arguments.image_model, **arguments.hardware)
+        how = {"batch_invariant": arguments.batch_invariant}
+        pipe = ImagePipeline.from_pretrained(arguments.image_model, **how, **arguments.hardware)
         pipe.set_progress_bar_config(disable=True)
     sizes = {name: getattr(arguments, name) for name in ("slots", "max_new_tokens", "max_pixels", "prefix_cache")}
     text = TextWorker(arguments.model or included.text_model(), fast, processor, **sizes)
