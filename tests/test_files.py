@@ -3,15 +3,12 @@
 import json
 import os
 import resource
-import signal
-import subprocess
-import sys
 from contextlib import contextmanager
 
 import pytest
 
 from visspec.io.checkpoint import check_folder
-from visspec.io.files import Journal, Results, replacing, unwritable, write_json
+from visspec.io.files import Journal, replacing, unwritable, write_json
 
 
 @contextmanager
@@ -50,60 +47,11 @@ def test_what_is_no_file_is_written_to_and_a_link_stays_one(tmp_path):
     assert json.loads(os.read(reader, 100)) == {"a": 1}
     os.close(reader)
     os.mkfifo(tmp_path / "fifo")
-    assert unwritable(tmp_path / "fifo") is None and Results(tmp_path / "fifo", {}).part is None
+    assert unwritable(tmp_path / "fifo") is None
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with replacing(tmp_path / "link") as draft:
         draft.write_text("x")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "x"
-
-
-def test_results_end_as_one_object(tmp_path):
-    path = tmp_path / "deep" / "r.json"
-    with Results(path, {"model": "m"}) as results:
-        results.add({"n": 0})
-        results.add({"n": 1})
-    assert json.loads(path.read_text()) == {"results": [{"n": 0}, {"n": 1}], "complete": True, "model": "m"}
-    assert os.listdir(path.parent) == ["r.json"]
-    with Results(None, {}) as results:
-        results.add(1)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, SystemExit])
-def test_an_error_keeps_what_is_finished(error, tmp_path):
-    path = tmp_path / "r.json"
-    with pytest.raises(error), Results(path, {}) as results:
-        results.add(7)
-        raise error
-    assert json.loads(path.read_text()) == {"results": [7], "complete": False}
-    with pytest.raises(error), Results(path, {}):
-        raise error  # before anything was finished: what an earlier run wrote stays
-    assert json.loads(path.read_text())["results"] == [7] and os.listdir(tmp_path) == ["r.json"]
-
-
-def test_a_target_that_fails_at_the_end_leaves_the_lines(tmp_path):
-    path = tmp_path / "r.json"
-    results = Results(path, {"model": "m"}).__enter__()
-    results.add(7)
-    with full_disk(), pytest.raises(OSError, match="File too large"):
-        results.__exit__(None, None, None)
-    assert [json.loads(line) for line in (tmp_path / "r.json.part").open()] == [{"model": "m"}, 7]
-
-
-def test_a_kill_loses_nothing_finished(tmp_path):
-    path = tmp_path / "r.json"
-    program = (
-        "import os, signal, sys; from visspec.io.files import Results\n"
-        "with Results(sys.argv[1], {'model': 'm'}) as results:\n"
-        "    [results.add(n) for n in range(3)]\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    run = subprocess.run([sys.executable, "-P", "-c", program, str(path)], timeout=100)
-    assert run.returncode == -signal.SIGKILL
-    part = tmp_path / "r.json.part"
-    assert [json.loads(line) for line in part.open()] == [{"model": "m"}, 0, 1, 2]
-    with pytest.raises(ValueError, match=r"r\.json: got .*r\.json\.part beside it, expected none"), Results(path, {}):
-        pass
-    assert len(part.read_text().splitlines()) == 4
 
 
 def test_link_loops_and_bad_settings(tmp_path):

@@ -2,23 +2,20 @@
 makes results of groups of records.
 
 What an actor makes of a record follows from the settings and the record's id, so that it is the same whoever makes it
-and however often. Ray ends the process that uses it when its daemon dies, therefore it runs in a child process.
+and however often.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-import multiprocessing
 import os
-import signal
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,12 +35,12 @@ Making = Callable[[Iterable[Record]], Iterator[Any]]  # of one result for each r
 
 @dataclass(frozen=True)
 class Job:
-    """A run. read, make: functions of `run`, pickled; done: ids of records that are there; home: of relative paths.
-    threads: processors and torch threads of each worker; gpus: of each; group: records of a call.
+    """A run. read, make: functions of `run`; done: ids of records that are there; home: of relative paths. threads:
+    processors and torch threads of each worker; gpus: of each; group: records of a call.
     """
 
-    read: bytes
-    make: bytes
+    read: Callable[[], Iterator[Record]]
+    make: Callable[[], Making]
     done: Collection[str]
     home: str
     workers: int
@@ -72,7 +69,7 @@ class ReadTask:
     def __call__(self, batch: Table) -> Iterator[Table]:
         os.chdir(self.job.home)
         twice: list[str] = []
-        records = new_records(serializer().loads(self.job.read)(), self.job.done, twice.append)
+        records = new_records(self.job.read(), self.job.done, twice.append)
         while (group := list(islice(records, self.job.group))) or twice:
             yield pack((group, list(twice)))
             twice.clear()
@@ -83,7 +80,7 @@ class RayWorker:
 
     def __init__(self, job: Job, attempts: ActorHandle):
         os.chdir(job.home)
-        self.attempts, self.making = attempts, serializer().loads(job.make)()
+        self.attempts, self.making = attempts, job.make()
         if "torch" in sys.modules:  # importing it takes seconds of a worker that makes its records without
             sys.modules["torch"].set_num_threads(job.threads)
 
@@ -105,7 +102,7 @@ class RayWorker:
 
 
 def serializer() -> Any:
-    """Ray's own serializer, for messages between the processes of a run. Nothing from a file is read with it."""
+    """Ray's own serializer, for tables between the processes of a run. Nothing from a file is read with it."""
     return importlib.import_module("ray").cloudpickle
 
 
@@ -126,50 +123,22 @@ def run(
     """Results of all records that are not done, as they are ready. read: called in a task; make: in every actor, what
     it returns makes results of records; repeated: with each id that came before; pool: as `Job`.
 
-    Raises ValueError with what an actor raised, or if Ray itself dies.
+    Raises ValueError with what an actor raised.
     """
     need("pyarrow", "--ray", EXTRA)
-    need("ray", "--ray", EXTRA)
-    job, count = Job(serializer().dumps(read), serializer().dumps(make), done, str(Path.cwd()), **pool), 0
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=drive, args=(job, sender), name="visspec-ray")
-    child.start()
-    sender.close()
-    found: Any = ()
-    try:
-        while isinstance(found := receiver.recv(), tuple):
-            count += len(found[0])
-            yield from found[0]
-            for id in found[1]:
-                repeated(id)
-    except EOFError:
-        raise ValueError(
-            f"--ray: Ray has died. {count} records of this run are finished and kept, the same command goes on there"
-        ) from None
-    finally:
-        if isinstance(found, tuple):  # not at the end
-            child.terminate()
-        child.join()
-    if found is not None:
-        raise ValueError(found)
-
-
-def drive(job: Job, sender: Connection) -> None:
-    """In the child process: send results with ids that came before, and None at the end, or what went wrong."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    for stream in (1, 2):  # what Ray says of itself; its logs have it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-    ray = importlib.import_module("ray")
+    ray, job = need("ray", "--ray", EXTRA), Job(read, make, done, str(Path.cwd()), **pool)
+    own = not ray.is_initialized()
     try:
         start(job)
-        for found in results(job):
-            sender.send(found)
-        sender.send(None)
+        for found, twice in results(job):
+            yield from found
+            for id in twice:
+                repeated(id)
     except Exception as error:
-        sender.send(error_text(error))
+        raise ValueError(error_text(error)) from None
     finally:
-        ray.shutdown()
+        if own:
+            ray.shutdown()
 
 
 def start(job: Job) -> None:
@@ -181,8 +150,9 @@ def start(job: Job) -> None:
     warnings.filterwarnings("ignore", "The minimum number of concurrent actors")  # one source gives many groups
     for name in ("ray", "ray.data"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are raised
-    own = {} if there else {"num_cpus": job.workers * job.threads + 1, "include_dashboard": False}
-    ray.init(address=there, logging_level="ERROR", log_to_driver=False, configure_logging=False, **own)
+    if not ray.is_initialized():
+        own = {} if there else {"num_cpus": job.workers * job.threads + 1, "include_dashboard": False}
+        ray.init(address=there, logging_level="ERROR", log_to_driver=False, configure_logging=False, **own)
     has = ray.cluster_resources()
     for what, each in (("CPU", job.threads), ("GPU", job.gpus)):
         if job.workers * each > has.get(what, 0):

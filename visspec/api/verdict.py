@@ -8,10 +8,10 @@ absolute value and counts the question's tokens.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,9 @@ from visspec.api.captions import chat_prompt, prepare
 from visspec.api.queueing import of_ids
 from visspec.types import Processor
 
-GUARANTEE = "selection (not lossless)"
 TEMPLATE = "{question}\n\nOthers who saw the picture said:\n{paths}\n\nDecide, and answer the question: {question}"
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")  # two levels of braces inside
 SAMPLED = ("do_sample", "temperature", "top_k", "top_p", "seed")
 
 
@@ -56,6 +56,10 @@ def decide(
         raise ValueError(f"drafts: got {len(members)}, expected two models or more")
     if not 1 <= keep <= len(members):
         raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts")
+    try:
+        template.format(question="", paths="")
+    except (KeyError, IndexError, ValueError):
+        raise ValueError(f"template: got {template!r}, expected no braces but {{question}} and {{paths}}") from None
     drafts: list[dict[str, Any]] = []
     for member in members:
         text, error = "", "got no answer"
@@ -64,19 +68,17 @@ def decide(
         except (ValueError, RuntimeError) as failure:
             error = str(failure).splitlines()[0]
         answer = answer_of(text)
-        found = {"name": member.name, "text": text, "answer": answer}
-        drafts.append(found | {"error": None if answer else f"{member.name}: {error}"})
-    table = [
-        [None if one["error"] else likelihood(member, image, question, one["answer"]) for one in drafts]
-        for member in members
-    ]
+        drafts.append({"name": member.name, "text": text, "answer": answer})
+        drafts[-1]["error"] = None if answer else f"{member.name}: {error}"
+    table = [[likelihood(member, image, question, draft["answer"]) for draft in drafts] for member in members]
     scores = disagreement(table)
     chosen = choose(scores, keep, torch.Generator().manual_seed(seed))
-    drafts = [one | {"score": scores[i], "chosen": i in chosen} for i, one in enumerate(drafts)]
+    for i, draft in enumerate(drafts):
+        draft |= {"score": scores[i], "chosen": i in chosen}
     paths = "\n".join(f"{n}. {drafts[i]['text']}" for n, i in enumerate(chosen, 1))
     prompt = template.format(question=question, paths=paths) if chosen else question
     text = ask(judge, image, prompt, **{k: v for k, v in generate.items() if k not in SAMPLED})
-    record = {"answer": answer_of(text), "text": text, "prompt": prompt, "guarantee": GUARANTEE}
+    record = {"answer": answer_of(text), "text": text, "prompt": prompt, "guarantee": "selection (not lossless)"}
     return record | {"drafts": drafts, "likelihoods": table}
 
 
@@ -89,31 +91,22 @@ def ask(member: Member, image: Image.Image, question: str, do_sample: bool = Fal
 
 def answer_of(text: str) -> str:
     """The span of a text that answers: inside the last <answer></answer>, or else the last \\boxed{}, or else all."""
-    if tagged := TAGGED.findall(text):
-        return tagged[-1].strip()
-    if (start := text.rfind(r"\boxed{")) >= 0:
-        depth = 0
-        for end in range(start + 6, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start + 7 : end].strip()
-    return text.strip()
+    return (TAGGED.findall(text) or BOXED.findall(text) or [text])[-1].strip()
 
 
 @torch.inference_mode()
 def likelihood(member: Member, image: Image.Image, question: str, answer: str) -> float | None:
     """Mean log-probability of an answer's tokens behind the question. None if there is no finite one."""
     model, processor = member.fast.model, member.processor
-    inputs = prepare(processor, [image], question, model)
-    prompt = chat_prompt(processor, question)
-    spoken = answer if prompt[-1:].isspace() else f" {answer}"  # as a tokenizer would have it behind the prompt
+    spoken = answer if chat_prompt(processor, question)[-1:].isspace() else f" {answer}"
     ids = processor.tokenizer(spoken, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
-    count, length = ids.shape[1], inputs["input_ids"].shape[1]
-    if count == 0:
+    if not answer or not (count := ids.shape[1]):
         return None
+    inputs = prepare(processor, [image], question, model)
+    length = inputs["input_ids"].shape[1]
     batch = {name: F.pad(value, (0, count)) if of_ids(value, length) else value for name, value in inputs.items()}
     batch["input_ids"][:, length:], batch["attention_mask"][:, length:] = ids, 1
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if "logits_to_keep" in signature(model.forward).parameters:
         batch["logits_to_keep"] = count + 1
     logits_1NV = model(**batch).logits[:, -count - 1 : -1]
     found = -float(F.cross_entropy(logits_1NV[0].float(), ids[0]))
@@ -124,7 +117,7 @@ def disagreement(table: Sequence[Sequence[float | None]]) -> list[float | None]:
     """Each draft's score from "likelihoods": mean over peers, None where no pair is complete."""
     scores: list[float | None] = []
     for a in range(len(table)):
-        pairs = [(table[b][b], table[b][a]) for b in range(len(table)) if b != a]
+        pairs = [(row[b], row[a]) for b, row in enumerate(table) if b != a]
         gaps = [max(0.0, own - theirs) for own, theirs in pairs if own is not None and theirs is not None]
         scores.append(sum(gaps) / len(gaps) if gaps else None)
     return scores

@@ -36,17 +36,16 @@ def run(arguments: Options) -> None:
         if name not in loaded:
             model, processor = load(name, **arguments.hardware)
             loaded[name] = verdict.Member(name, accelerate(model, arguments.drafter), processor)
-    keep, template = arguments.keep or min(3, len(arguments.drafts)), arguments.template or verdict.TEMPLATE
     members, judge = [loaded[name] for name in arguments.drafts], loaded[arguments.model]
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     options |= {"temperature": arguments.temperature} if arguments.temperature else {}
-    settings: dict[str, Any] = {"keep": keep, "template": template, "seed": arguments.seed}
-    found = verdict.decide(members, judge, image, arguments.question, **settings, **options)
+    asked: dict[str, Any] = {"seed": arguments.seed, "keep": arguments.keep or min(3, len(members))}
+    template = arguments.template or verdict.TEMPLATE
+    found = verdict.decide(members, judge, image, arguments.question, template=template, **asked, **options)
     for draft in found["drafts"]:
         score = "-" if draft["score"] is None else f"{draft['score']:.3f}"
         print(f"{'*' if draft['chosen'] else ' '} {draft['name']} ({score}): {draft['error'] or draft['answer']}")
     print(found["answer"])
     print(f"guarantee: {found['guarantee']}")
-    record = found | {"question": arguments.question, "model": arguments.model, "seed": arguments.seed, "keep": keep}
-    record |= {"image": str(arguments.image), "sampling": options, "provenance": provenance(judge.fast.model)}
-    write_json(arguments.json, record)
+    record = found | asked | {"question": arguments.question, "model": arguments.model, "image": str(arguments.image)}
+    write_json(arguments.json, record | {"sampling": options, "provenance": provenance(judge.fast.model)})

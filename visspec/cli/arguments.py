@@ -30,6 +30,7 @@ def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: st
 
 Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number of at least 1")]
 Count = Annotated[int, number(int, lambda value: value >= 0, "a whole number of at least 0")]
+Seed = Annotated[int, number(int, lambda value: 0 <= value < 1 << 62, "a whole number from 0 to 2**62 - 1")]
 Share = Annotated[float, number(float, lambda value: 0 < value < float("inf"), "a number above 0")]
 Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
 Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]
@@ -104,7 +105,7 @@ class SamplingOptions:
 
     max_new_tokens: Positive = option("most tokens of an answer", 128)
     temperature: Temperature = option("0 is greedy", 0.0)
-    seed: int = option("of the random numbers", 0)
+    seed: Seed = option("of the random numbers", 0)
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class SamplingOptions:
 class DrawingOptions(JsonOption, HardwareOptions):
     guidance_scale: float | None = option("default: the model's own", None)
     temperature: Temperature | None = option("0 is greedy; default: the model's own", None)
-    seed: int = option("of the random numbers", 0)
+    seed: Seed = option("of the random numbers", 0)
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visspec.cli.arguments import DrawingOptions, Positive, RayOptions, is_picture
-from visspec.io.files import Results, replacing
+from visspec.io.files import replacing, write_json
 from visspec.io.options import option
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Options(RayOptions, DrawingOptions):
     preset: str | None = option("a published method by name (visspec list presets), or a file of visspec tune", None)
     drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
     order: str | None = option("order of decoding, of any-order models halton, spread or raster", None)
+    batch_invariant: bool = option("the same codes in half precision, whatever drafts and shares the batch", False)
     acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
     batch_size: Positive = option("images drawn together", 8)
     stats: bool = option("print passes, tau and times of each batch", False)
@@ -74,28 +75,32 @@ def run(arguments: Options) -> int | None:
     if single and len(texts) * arguments.n > 1:
         raise ValueError(f"--out: got {arguments.out} for {len(texts) * arguments.n} pictures, expected a folder")
     first = 0 if single else first_number(arguments.out)
-    with Results(arguments.json, about) as results:
-        try:
-            for part in stream:
-                if first and not shown:
-                    print(f"visspec: {arguments.out} has images up to number {first - 1}, going on", file=sys.stderr)
-                for i, image in enumerate(part.images):
-                    path = arguments.out if single else arguments.out / f"{first + len(shown):05d}.png"
-                    picture = beside(image, part, i) if arguments.maps else image
-                    save(picture, path)
-                    shown.append(picture)
-                    captions.append(part.prompts[i])
-                    passes = int(part.passes[i].max()) + 1
-                    row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
-                    results.add(row | {name: getattr(part.stats[0], name) for name in MEASURED})
-                    found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
-                    print(f"{path}: {part.prompts[i]} ({found})", flush=True)
-                if arguments.stats:
-                    print(part.stats[0])
-        finally:
-            if shown and arguments.grid:
-                save(grid(shown, captions), arguments.grid)
-                print(f"{arguments.grid}: all {len(shown)}")
+    results: list[dict[str, Any]] = []
+    complete = False
+    try:
+        for part in stream:
+            if first and not shown:
+                print(f"visspec: {arguments.out} has images up to number {first - 1}, going on", file=sys.stderr)
+            for i, image in enumerate(part.images):
+                path = arguments.out if single else arguments.out / f"{first + len(shown):05d}.png"
+                picture = beside(image, part, i) if arguments.maps else image
+                save(picture, path)
+                shown.append(picture)
+                captions.append(part.prompts[i])
+                passes = int(part.passes[i].max()) + 1
+                row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
+                results.append(row | {name: getattr(part.stats[0], name) for name in MEASURED})
+                found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
+                print(f"{path}: {part.prompts[i]} ({found})", flush=True)
+            if arguments.stats:
+                print(part.stats[0])
+        complete = True
+    finally:
+        if shown:
+            write_json(arguments.json, {"results": results, "complete": complete, **about})
+        if shown and arguments.grid:
+            save(grid(shown, captions), arguments.grid)
+            print(f"{arguments.grid}: all {len(shown)}")
     return None
 
 
@@ -136,7 +141,8 @@ def pipeline(arguments: Options) -> ImagePipeline:
     from visspec.api.images import ImagePipeline
 
     chosen = {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
-    return ImagePipeline.from_pretrained(arguments.model, preset=arguments.preset, **chosen, **arguments.hardware)
+    chosen |= {name: value for name in ("preset", "batch_invariant") if (value := getattr(arguments, name))}
+    return ImagePipeline.from_pretrained(arguments.model, **chosen, **arguments.hardware)
 
 
 def settings(arguments: Options) -> dict[str, Any]:

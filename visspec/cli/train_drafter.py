@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
-from visspec.cli.arguments import Count, HardwareOptions, Positive, Share
+from visspec.cli.arguments import Count, HardwareOptions, Positive, Seed, Share
 from visspec.io.options import option
 
 
@@ -45,7 +45,7 @@ class Options(HardwareOptions):
     height: Positive | None = option("of images, in pixels (the model's own)", None)
     width: Positive | None = option("of images, in pixels (the model's own)", None)
     max_new_tokens: Positive = option("of the target's own answers", 256)
-    seed: int = option("of the random numbers", 0)
+    seed: Seed = option("of the random numbers", 0)
     rows: Positive = option("answers that the target makes together", 16)
     rate: float = option("peak learning rate", 1e-3)
     schedule: Literal["cosine", "linear", "constant"] = option("of the learning rate", "cosine")

@@ -21,9 +21,13 @@ TRIAL = 4096  # bytes written to test whether a disk is full
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Context manager: errors of the system name this file, if they name none, as those of writes to a full disk."""
+    """Context manager: errors of the system name this file, if they name none, as those of writes to a full disk, and
+    a text that is not UTF-8 is a ValueError.
+    """
     try:
         yield
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text in UTF-8.") from None
     except OSError as error:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
@@ -221,48 +225,3 @@ def unwritable(path: Path, folder: bool = False) -> str | None:
     except OSError as error:
         return f"{path} can't be written ({error.strerror}), expected another place"
     return None
-
-
-class Results:
-    """Context manager for results written as one JSON object, {"results": [...], "complete": ..., **about}.
-
-    Each result is appended to PATH.part as a JSON line, after a first line with `about`. At the end, also after an
-    error, the object is written to PATH and PATH.part is removed. If the process is killed, or PATH can't be written,
-    PATH.part remains. Without a path nothing is written. Raises ValueError if PATH.part already exists.
-    """
-
-    def __init__(self, path: str | Path | None, about: dict[str, Any]):
-        self.path, self.about = None if path is None else Path(path), about
-        self.found: list[Any] = []
-
-    @property
-    def part(self) -> Path | None:
-        """The file for the lines; None without a path and for special files."""
-        if self.path is None or is_device(self.path):
-            return None
-        return self.path.with_name(f"{self.path.name}.part")
-
-    def __enter__(self) -> Results:
-        if self.part is not None:
-            self.part.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                open(self.part, "x").close()
-            except FileExistsError:
-                raise ValueError(
-                    f"{self.path}: got {self.part} beside it, expected none: it holds the results of a run that was"
-                    " killed or is at work"
-                ) from None
-            append_json(self.part, self.about)
-        return self
-
-    def add(self, result: object) -> None:
-        """Add a result."""
-        self.found.append(result)
-        if self.part is not None:
-            append_json(self.part, result)
-
-    def __exit__(self, kind, error, trace) -> None:
-        if self.found or kind is None:
-            write_json(self.path, {"results": self.found, "complete": kind is None, **self.about})
-        if self.part is not None:
-            self.part.unlink(missing_ok=True)
