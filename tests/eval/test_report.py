@@ -179,7 +179,7 @@ def test_hostile_text_stays_text(page):
 
 @pytest.mark.parametrize("content, words", [
     ("{", "not JSON"), ("[" * 100_000, "not JSON"),
-    ("[]", "bench: got 'list', expected caption, image, sizes, kernels"),
+    ("[]", "bench: got 'list', expected caption, image, text, sizes, kernels"),
     ({"bench": "lunch"}, "bench: got 'lunch', expected caption"),
     ({"bench": "caption"}, "no 'speedup', expected the JSON of visspec bench caption"),
     ({"bench": "kernels"}, "no 'rows'"), ({"bench": "image", "rows": []}, "no 'rows'"),
