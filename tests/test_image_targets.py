@@ -226,7 +226,7 @@ def test_emu3_pixels_are_those_of_its_decoder():
     torch.testing.assert_close(pixels, (stock * std + mean).clamp(0, 1))
 
 
-def test_glm_image_prompts_and_grids_are_those_of_its_processor():
+def test_glm_image_prompts():
     processor = tiny.glm_processor()
     family = family_of(tiny.glm_image(), processor)
     for height, width in ((64, 96), (1024, 1024), (1152, 768), (512, 2048)):
@@ -265,7 +265,7 @@ def test_glm_image_leaves_the_model_as_it_was():
         model._cached_decode_position_ids = model._prefill_len = None
 
 
-def test_glm_image_pixels_are_those_of_diffusers_from_the_same_codes(tmp_path):
+def test_glm_image_pixels(tmp_path):
     whole = tiny.glm_diffusion()
     draws = {"height": 64, "width": 96, "drafter": "ngram", "seed": [3, 4], "guidance_scale": 1.0}
     pipe = ImagePipeline(
@@ -324,6 +324,7 @@ def test_the_pipeline_draws_in_the_size_it_is_asked_for():
 
 def test_codes_become_pixels_through_a_codec():
     codec = ImageCodec(VQShape(tiny.CODES, 8, channels=32, multipliers=(1, 1), blocks=1, latent=8).build())
+    codec.to = (moved := []).append
     for family in (
         family_of(tiny.chameleon(), tiny.ChameleonTexts(), codec=codec),
         family_of(llamagen_model("class"), None, codec=codec),
@@ -333,6 +334,8 @@ def test_codes_become_pixels_through_a_codec():
         expected = codec.decode(tokens, (4, 4)).permute(0, 3, 1, 2)
         assert pixels.shape == (1, 3, 8, 8) and not family.no_pixels
         torch.testing.assert_close(2 * pixels - 1, expected)
+    assert moved == [torch.device("cpu")] * 2, "to the model's device"
+    assert ImageCodec(codec.model).to("meta").model.device.type == "meta"
 
 
 # --- what is refused, before any pass -----------------------------------------------------------------------------

@@ -82,6 +82,7 @@ MISTAKES = {
     "bench text": "--model",
     "serve --port 99999999": "--port: got 99999999, expected a number from 0 to 65535",
     "serve --slots 0": "--slots",
+    "serve --host 999.1.1.1": "--host, --port: can't listen on 999.1.1.1, 8000",
     "answer {}/photo.png x --drafts captioner captioner --model captioner --template {y}": "{question} and {paths}",
     "convert lantern {}/empty --out {}/out": "checkpoint: {}/empty has no config.json",
     "tune --model captioner --prompts {}/photo.txt": "'llava' draws no images",

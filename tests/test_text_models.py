@@ -119,6 +119,15 @@ def test_bench_text(folder, tmp_path):
     assert main([*map(str, argv), "--json", str(tmp_path / "b.json")]) == 0
     found = json.loads((tmp_path / "b.json").read_text())
     assert found["n_prompts"] == 4 and all(row["identical"] == row["compared"] for row in found["rows"])
+    kinds = [{"kind": "greeting"}, {"kind": "greeting"}, {"category": "numbers"}, {"category": "numbers"}]
+    lines = [json.dumps({"prompt": prompt, **kind}) for prompt, kind in zip(PROMPTS, kinds)]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    argv[5:6] = [tmp_path / "p.jsonl", "--count", 2]
+    assert main([*map(str, argv), "--json", str(tmp_path / "b.json")]) == 0
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert {row["kind"]: row["compared"] for row in rows} == {"all": 2, "greeting": 1, "numbers": 1}
+    assert main(["report", str(tmp_path / "b.json"), "-o", str(tmp_path / "page.html")]) == 0
+    assert "prompt_lookup · numbers" in (tmp_path / "page.html").read_text()
 
 
 def test_tune_takes_prompts(folder, tmp_path):

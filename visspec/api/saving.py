@@ -78,11 +78,9 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
         if "processor" in needed:
             components["processor"].save_pretrained(folder)
         where = getattr(components["model"].config, "_name_or_path", "")
-        codec = Path(where, CODEC)
-        if (
-            where and codec.is_dir() and codec.resolve() != (root / CODEC).resolve()
-        ):  # which transformers' model does not have
-            shutil.copytree(codec, root / CODEC, dirs_exist_ok=True)
+        for name in (CODEC, DRAFTER) if where else ():  # of which transformers' model knows nothing
+            if (part := Path(where, name)).is_dir() and part.resolve() != (root / name).resolve():
+                shutil.copytree(part, root / name, dirs_exist_ok=True)
         if isinstance(settings["drafter"], dict):
             shutil.rmtree(root / DRAFTER, ignore_errors=True)  # of another drafter, which may have had other files
             shutil.copytree(Path(staged) / DRAFTER, root / DRAFTER)

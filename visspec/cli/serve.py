@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +41,13 @@ def run(arguments: Options) -> int:
     from visspec.api.serving import TextWorker
     from visspec.io import included
 
+    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
+    try:
+        socket.create_server((arguments.host, arguments.port), family=family).close()
+    except OSError as error:
+        raise ValueError(
+            f"--host, --port: can't listen on {arguments.host}, {arguments.port} ({error.strerror})"
+        ) from None
     key, local = os.environ.get(KEY) or None, arguments.host in LOCAL
     fast, processor = load(arguments)
     pipe = None
