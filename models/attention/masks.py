@@ -127,7 +127,7 @@ class IncrementalMask:
         return (
             rows == len(slots.lengths)
             and most >= groups * tree.size
-            and room >= max(max(self.lengths) + self.nodes + tree.size, extent)
+            and room >= max(max(self.lengths) + self.nodes + tree.size + 1, extent)
             and 0 <= min(growth)
             and max(growth) <= self.nodes
         )
