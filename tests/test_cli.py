@@ -4,7 +4,6 @@ import io
 import json
 import os
 import re
-import shlex
 import shutil
 import struct
 import subprocess
@@ -378,18 +377,3 @@ def test_the_table_of_bench_image_cuts_nothing_off():
     words = set(text.replace("│", " ").replace("┃", " ").split())
     assert "…" not in text and "head calls" not in text and "FD of pairs" not in text, "columns without a figure"
     assert words >= set("coupled-lantern approximate 123.400 10.12..12.34 1024.0 1234.5 stock measured".split())
-
-
-@pytest.mark.slow
-def test_the_page_on_serving_elsewhere_does_what_it_says(tmp_path, monkeypatch):
-    """The commands and the snippet of `docs/drafters.md`, with two steps of training."""
-    page = (Path(__file__).resolve().parents[1] / "docs" / "drafters.md").read_text()
-    commands, snippet, engines = page.partition("### Train here, serve there")[2].split("```")[1:6:2]
-    monkeypatch.chdir(tmp_path)
-    for line in commands.strip().splitlines():
-        few = "--steps 2 --rows 2 --max-new-tokens 24" if " train " in line else ""
-        assert main(shlex.split(f"{line} {few}")[1:]) == 0
-    exec(snippet.removeprefix("python"), found := {})
-    told = json.loads(Path("served/config.json").read_text())
-    assert told["speculators_config"]["verifier"]["name_or_path"] == found["target"] and "vllm serve served" in engines
-    assert registry.drafter("served", found["drafter"].model)[0].traits.levels == 15

@@ -324,6 +324,7 @@ def test_the_pipeline_draws_in_the_size_it_is_asked_for():
 
 def test_codes_become_pixels_through_a_codec():
     codec = ImageCodec(VQShape(tiny.CODES, 8, channels=32, multipliers=(1, 1), blocks=1, latent=8).build())
+    codec.to = (moved := []).append
     for family in (
         family_of(tiny.chameleon(), tiny.ChameleonTexts(), codec=codec),
         family_of(llamagen_model("class"), None, codec=codec),
@@ -333,6 +334,8 @@ def test_codes_become_pixels_through_a_codec():
         expected = codec.decode(tokens, (4, 4)).permute(0, 3, 1, 2)
         assert pixels.shape == (1, 3, 8, 8) and not family.no_pixels
         torch.testing.assert_close(2 * pixels - 1, expected)
+    assert moved == [torch.device("cpu")] * 2, "to the model's device"
+    assert ImageCodec(codec.model).to("meta").model.device.type == "meta"
 
 
 # --- what is refused, before any pass -----------------------------------------------------------------------------
@@ -368,7 +371,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
         ),
         "codec: got one for a model of the type 'emu3'": lambda: family_of(tiny.emu3(), emu, codec=object()),
         "processor: got": lambda: family_of(tiny.emu3(), bare),
-        f"model: got the type 'llama', expected an image model of {FAMILIES}": lambda: family_of(other, None),
+        f"model: one of the type 'llama' draws no images, expected {FAMILIES}": lambda: family_of(other, None),
     }
     for start, call in refused.items():
         with one_sentence("^" + re.escape(start)):

@@ -4,7 +4,6 @@ Safetensors only, and no remote code. Raises ValueError, starting with the argum
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from visspec.eval.metrics import clipscore, detection, detectors, features
@@ -74,7 +73,7 @@ def _transformers(argument: str, spec: str, model: str, processor: str, device: 
     transformers.utils.logging.disable_progress_bar()
 
     def load() -> tuple[Any, Any]:
-        local = {"local_files_only": Path(spec).exists()}
+        local = {"local_files_only": included.check_model(spec)}
         loaded = getattr(transformers, model).from_pretrained(spec, use_safetensors=True, **local)
         return loaded.to(device).eval(), getattr(transformers, processor).from_pretrained(spec, **local)
 

@@ -11,7 +11,7 @@ Shapes: B images, T = rows * columns codes, D code size, K codes, c channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from diffusers import ConfigMixin
@@ -71,6 +71,11 @@ class ImageCodec:
     def factor(self) -> int:
         """Pixels per code, along a side."""
         return 2 ** (len(self.model.config["block_out_channels"]) - 1)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Move or cast the model."""
+        self.model.to(*args, **kwargs)
+        return self
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -21,11 +21,16 @@ def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: A
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in (known := registry.table("family")):
-        raise ValueError(f"model: got the type {kind!r}, expected an image model of {', '.join(known)}")
+        raise ValueError(
+            f"model: one of the type {kind!r} draws no images, expected {', '.join(known)}. `visspec caption`, `bench"
+            " caption`, `bench text`, `tune --images` and `serve` are for models that write."
+        )
     family = known[kind].load()
     unknown = sorted(set(parts) - set(signature(family).parameters))
     if unknown:
         raise ValueError(f"{unknown[0]}: got one for a model of the type {kind!r}, which takes none")
+    if hasattr(codec := parts.get("codec"), "to"):  # it may have been loaded on its own
+        codec.to(model.device)
     return family(model, processor, **parts)
 
 

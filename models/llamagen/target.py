@@ -66,7 +66,8 @@ class LlamaGenImages(Family):
             return class_numbers(texts, self.model.config.classes, name), None
         if self.processor is None:
             raise ValueError(NO_ENCODER)
-        features, real = left_padded(*self.processor(texts))
+        # lower case, as the texts that it was trained on; the authors also remove addresses and markup
+        features, real = left_padded(*self.processor([" ".join(text.lower().split()) for text in texts]))
         lacking = self.model.config.prefix - features.shape[1]
         if lacking < 0:
             raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}")

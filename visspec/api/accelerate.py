@@ -163,12 +163,12 @@ class Accelerated:
         return accelerate(model, **{"tokenizer": words, **settings})
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
-        """Write the model, the tokenizer if there is one, and drafter, acceptance and levels, for `from_pretrained`.
-        options: of the model's own. transformers reads the folder as the model alone. Raises ValueError, before
-        anything is written, for what can't be written so.
+        """Write the model, the tokenizer if there is one, drafter, acceptance, levels and batch_invariant, for
+        `from_pretrained`. options: of the model's own. transformers reads the folder as the model alone. Raises
+        ValueError, before anything is written, for what can't be written so.
         """
         words = {} if self.tokenizer is None else {"processor": self.tokenizer}
-        parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels")}
+        parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels", "batch_invariant")}
         saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:

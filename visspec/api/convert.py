@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -57,7 +60,10 @@ def convert(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"out: {target} is there already, expected a new folder")
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as spare:
+    with (
+        tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as spare,
+        _given(spare, weights, vq, drafter),
+    ):
         made = Path(spare, "made")
         if layout == "lantern":
             convert_drafter(Path(weights), made)
@@ -79,6 +85,18 @@ def convert(
         if target.exists():
             target.rmdir()
         made.rename(target)
+
+
+@contextmanager
+def _given(spare: str, weights: str | Path, vq: str | Path | None, drafter: str | Path | None) -> Iterator[None]:
+    """Errors about the files in `spare` name what they were made from."""
+    try:
+        yield
+    except ValueError as error:
+        names = {"weights": weights, "vq": vq, "drafter-weights": drafter or weights, "made": drafter or weights}
+        raise ValueError(
+            re.sub(rf"{re.escape(str(Path(spare)))}/([\w-]+)\S*", lambda m: str(names[m[1]]), str(error))
+        ) from None
 
 
 def convert_drafter(folder: Path, out: Path) -> None:

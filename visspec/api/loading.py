@@ -54,9 +54,15 @@ def load(
 
     Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
     pickled weights, missing, extra or mis-shaped tensors, or files outside its folder, and with `needs_pictures` for a
-    text model.
+    text model. A model that only draws is refused, too.
     """
     where = spec or included.text_model()
+    form = _configuration(where).get("model_type")
+    if form in registry.table("family") and (included.is_included(where) or form not in transformers.CONFIG_MAPPING):
+        raise ValueError(
+            f"model: {where} draws images and writes no text. Use `visspec generate` to draw with it, and"
+            " `visspec bench image` to measure it."
+        )
     kind = _kind(where, trust_remote_code)
     if needs_pictures and kind is transformers.AutoModelForCausalLM:
         raise ValueError(

@@ -24,7 +24,7 @@ from visspec.registry import DRAFTER, DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
 
 FILE = "visspec.json"
-ENTRIES = ("drafter", "acceptance", "order", "levels", "parts")
+ENTRIES = ("drafter", "acceptance", "order", "levels", "batch_invariant", "parts")
 DEEPEST = 4096  # levels that a file may ask for
 Component = DrafterSpec | Acceptance | Order
 PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -70,6 +70,7 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
             "acceptance": _entry("acceptance", components["acceptance"]),
             "order": _entry("order", components["order"]),
             "levels": _levels(components["levels"]),
+            "batch_invariant": components["batch_invariant"],
             # null: what is no text has to be given again
             "parts": {name: part if isinstance(part, str) else None for name, part in components["parts"].items()},
         }
@@ -77,11 +78,9 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
         if "processor" in needed:
             components["processor"].save_pretrained(folder)
         where = getattr(components["model"].config, "_name_or_path", "")
-        codec = Path(where, CODEC)
-        if (
-            where and codec.is_dir() and codec.resolve() != (root / CODEC).resolve()
-        ):  # which transformers' model does not have
-            shutil.copytree(codec, root / CODEC, dirs_exist_ok=True)
+        for name in (CODEC, DRAFTER) if where else ():  # of which transformers' model knows nothing
+            if (part := Path(where, name)).is_dir() and part.resolve() != (root / name).resolve():
+                shutil.copytree(part, root / name, dirs_exist_ok=True)
         if isinstance(settings["drafter"], dict):
             shutil.rmtree(root / DRAFTER, ignore_errors=True)  # of another drafter, which may have had other files
             shutil.copytree(Path(staged) / DRAFTER, root / DRAFTER)
@@ -105,6 +104,10 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         if name in settings and name not in given and not given.get("preset"):
             entry = settings[name]
             found[name] = _levels(entry) if name == "levels" else _named(name, folder, entry)
+    if not isinstance(invariant := settings.get("batch_invariant", False), bool):
+        shown = checkpoint.shorten(invariant)
+        raise ValueError(f"checkpoint: batch_invariant of {folder / FILE} is {shown}, expected true or false")
+    found.setdefault("batch_invariant", invariant)
     found["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
     logger.info("%s: read %s", folder / FILE, {name: found[name] for name in settings if name in found})
     return found

@@ -317,14 +317,15 @@ def prompts(path: Path) -> Iterator[Record]:
 
 
 def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
-    text = line.decode(errors="replace").strip()
     try:
+        text = line.decode().strip()
         entry = loads(text) if is_json else {"prompt": text}
         if isinstance(entry["prompt"], str) and entry["prompt"]:
             return Record(str(name if entry.get("id") is None else entry["id"]), prompt=entry["prompt"])
     except (ValueError, KeyError, TypeError):
         pass
-    return Record(name, error=f"{name}: got a line without a prompt, expected an object with one")
+    expected = "an object with one" if is_json else "a text in UTF-8"
+    return Record(name, error=f"{name}: got a line without a prompt, expected {expected}")
 
 
 def write_parquet(rows: Iterator[dict[str, Any]], path: Path, columns: Mapping[str, str]) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from visspec.io.options import Count, HardwareOptions, Positive, Share, option
+from visspec.io.options import Count, HardwareOptions, Positive, Seed, Share, option
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class DrafterTraining(HardwareOptions):
     height: Positive | None = option("of images, in pixels (the model's own)", None)
     width: Positive | None = option("of images, in pixels (the model's own)", None)
     max_new_tokens: Positive = option("of the target's own answers", 256)
-    seed: int = option("of the random numbers", 0)
+    seed: Seed = option("of the random numbers", 0)
     rows: Positive = option("answers that the target makes together", 16)
     rate: float = option("peak learning rate", 1e-3)
     schedule: Literal["cosine", "linear", "constant"] = option("of the learning rate", "cosine")

@@ -56,6 +56,10 @@ def decide(
         raise ValueError(f"drafts: got {len(members)}, expected two models or more")
     if not 1 <= keep <= len(members):
         raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts")
+    try:
+        template.format(question="", paths="")
+    except (KeyError, IndexError, ValueError):
+        raise ValueError(f"template: got {template!r}, expected no braces but {{question}} and {{paths}}") from None
     drafts: list[dict[str, Any]] = []
     for member in members:
         text, error = "", "got no answer"

@@ -11,7 +11,7 @@ from visspec.io import included
 from visspec.io.files import unwritable
 from visspec.io.options import Count as Count
 from visspec.io.options import Dtype as Dtype
-from visspec.io.options import HardwareOptions, Positive, Temperature, option
+from visspec.io.options import HardwareOptions, Positive, Seed, Temperature, option
 from visspec.io.options import Probability as Probability
 from visspec.io.options import Share as Share
 from visspec.io.options import number as number
@@ -68,7 +68,7 @@ class SamplingOptions:
 
     max_new_tokens: Positive = option("most tokens of an answer", 128)
     temperature: Temperature = option("0 is greedy", 0.0)
-    seed: int = option("of the random numbers", 0)
+    seed: Seed = option("of the random numbers", 0)
 
     @property
     def generation(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class SamplingOptions:
 class DrawingOptions(JsonOption, HardwareOptions):
     guidance_scale: float | None = option("default: the model's own", None)
     temperature: Temperature | None = option("0 is greedy; default: the model's own", None)
-    seed: int = option("of the random numbers", 0)
+    seed: Seed = option("of the random numbers", 0)
 
 
 @dataclass(kw_only=True)

@@ -17,6 +17,7 @@ from visspec.cli import bench
 from visspec.cli.arguments import HardwareOptions, Positive, SamplingOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, in_turns, measured_on, table
 from visspec.eval.bench import paired as speed
+from visspec.io.files import naming
 from visspec.io.options import option
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
@@ -70,7 +71,8 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
     Raises:
         ValueError: The file has no prompt, or a line of JSON without one.
     """
-    lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
+    with naming(path or PROMPTS):
+        lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
     found = []
     for number, line in enumerate(lines, 1):
         if not line.startswith("{"):
@@ -104,6 +106,7 @@ def bench_text(
     ]
     inputs, warm = inputs[: len(groups)], inputs[len(groups) :]
     static = {"cache_implementation": "static", "disable_compile": True}
+    ours = {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}  # refused before any work
     arms: dict[str, StockCaptionArm | CaptionArm] = {
         "generate": StockCaptionArm(model, base, seed),
         "generate_static": StockCaptionArm(model, base | static, seed),
@@ -112,7 +115,7 @@ def bench_text(
         lookup = [StockCaptionArm(model, base | {"prompt_lookup_num_tokens": n}, seed) for n in LOOKUP_LENGTHS]
         arms["prompt_lookup"] = speed.fastest(lookup, warm)
     arms["plain"] = CaptionArm(accelerate(model, None), base, seed)
-    arms |= {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}
+    arms |= ours
     runs, failures = speed.interleave(arms, inputs, warm, "bench text")
     kinds = ["all", *(dict.fromkeys(prompt.kind for prompt in prompts if prompt.kind) if size == 1 else ())]
     rows = [

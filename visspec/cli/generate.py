@@ -38,6 +38,7 @@ class Options(RayOptions, DrawingOptions):
     preset: str | None = option("a published method by name (visspec list presets), or a file of visspec tune", None)
     drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
     order: str | None = option("order of decoding, of any-order models halton, spread or raster", None)
+    batch_invariant: bool = option("the same codes in half precision, whatever drafts and shares the batch", False)
     acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
     batch_size: Positive = option("images drawn together", 8)
     stats: bool = option("print passes, tau and times of each batch", False)
@@ -140,7 +141,8 @@ def pipeline(arguments: Options) -> ImagePipeline:
     from visspec.api.images import ImagePipeline
 
     chosen = {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
-    return ImagePipeline.from_pretrained(arguments.model, preset=arguments.preset, **chosen, **arguments.hardware)
+    chosen |= {name: value for name in ("preset", "batch_invariant") if (value := getattr(arguments, name))}
+    return ImagePipeline.from_pretrained(arguments.model, **chosen, **arguments.hardware)
 
 
 def settings(arguments: Options) -> dict[str, Any]:

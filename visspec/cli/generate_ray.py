@@ -36,6 +36,7 @@ def run_ray(arguments: Options) -> int:
     drawing, about = settings(arguments), {"model": arguments.model or included.image_model()}
     about |= {name: getattr(arguments, name) for name in ("preset", "seed", *CHOSEN)}
     about |= {name: value for name, value in drawing.items() if name != "batch_size"}
+    about |= {"batch_invariant": True} if arguments.batch_invariant else {}
     read = partial(image_records, arguments.prompt, arguments.prompts, arguments.n)
     with Journal(arguments.out / LINES, about, retry=arguments.retry_failed) as journal:
         run = RecordRun(journal)

@@ -104,6 +104,8 @@ class Parser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str):
+        if kind := re.fullmatch(r"(.+): invalid (int|float) value: '(.*)'", message):
+            message = f"{kind[1]}: got {kind[3]}, expected a {'whole ' if kind[2] == 'int' else ''}number"
         if choice := re.fullmatch(r"(?:argument )?(.+): invalid choice: (.+) \(choose from (.+)\)", message):
             name, got, known = choice[1], *(re.sub("['\"]", "", text) for text in choice.groups()[1:])
             names = known.split(", ")

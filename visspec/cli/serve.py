@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,11 +41,19 @@ def run(arguments: Options) -> int:
     from visspec.api.serving import TextWorker
     from visspec.io import included
 
+    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
+    try:
+        socket.create_server((arguments.host, arguments.port), family=family).close()
+    except OSError as error:
+        raise ValueError(
+            f"--host, --port: can't listen on {arguments.host}, {arguments.port} ({error.strerror})"
+        ) from None
     key, local = os.environ.get(KEY) or None, arguments.host in LOCAL
     fast, processor = load(arguments)
     pipe = None
     if arguments.image_model is not None:
-        pipe = ImagePipeline.from_pretrained(arguments.image_model, **arguments.hardware)
+        how = {"batch_invariant": arguments.batch_invariant}
+        pipe = ImagePipeline.from_pretrained(arguments.image_model, **how, **arguments.hardware)
         pipe.set_progress_bar_config(disable=True)
     sizes = {name: getattr(arguments, name) for name in ("slots", "max_new_tokens", "max_pixels", "prefix_cache")}
     text = TextWorker(arguments.model or included.text_model(), fast, processor, **sizes)

@@ -21,9 +21,13 @@ TRIAL = 4096  # bytes written to test whether a disk is full
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Context manager: errors of the system name this file, if they name none, as those of writes to a full disk."""
+    """Context manager: errors of the system name this file, if they name none, as those of writes to a full disk, and
+    a text that is not UTF-8 is a ValueError.
+    """
     try:
         yield
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text in UTF-8.") from None
     except OSError as error:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)

@@ -27,6 +27,7 @@ def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: st
 
 Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number of at least 1")]
 Count = Annotated[int, number(int, lambda value: value >= 0, "a whole number of at least 0")]
+Seed = Annotated[int, number(int, lambda value: 0 <= value < 1 << 62, "a whole number from 0 to 2**62 - 1")]
 Share = Annotated[float, number(float, lambda value: 0 < value < float("inf"), "a number above 0")]
 Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
 Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]

@@ -1,0 +1,108 @@
+"""Answers in bfloat16 under `batch_invariant=True`, counted against our plain decoding of each request alone.
+
+    make real
+    OMP_NUM_THREADS=1 python -P tests/real/invariant.py real/smollm2 --out answers.jsonl
+
+Every answer is appended to a file. A run that is killed goes on there; its streams
+and batches then hold other requests.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import visspec
+from visspec.api.captions import prepare
+from visspec.cli import bench_text
+
+# drafter, how it runs, and marks; answers are compared with those of the first arm of the same marks.
+# off: a control without the mode
+ARMS = [
+    "none, alone",
+    "none, stream 8",
+    "recycling, stream 8",
+    "auto, alone",
+    "auto, batch 4",
+    "ngram, stream 4",
+    "none, stream 8, sampled",
+    "auto, stream 8, sampled",
+    "recycling, batch 4, sampled",
+    "layers, stream 8",
+    "none, stream 8, off",
+    "none, batch 4, off",
+    "auto, stream 8, off",
+    "auto, stream 1",
+    "context, stream 8",
+    "none, batch 4",
+    "auto, alone, sampled",
+    "none, alone, sampled",
+    "recycling, alone",
+    "ngram, alone",
+]
+
+
+def inputs_of(model, tokenizer, count):
+    prompts = bench_text.read_prompts(None) + bench_text.read_prompts(None, "train")
+    step = max(len(prompts) // count, 1)
+    return [prepare(tokenizer, [[]], prompt.text, model) for prompt in prompts[::step][:count]]
+
+
+def answers(model, inputs, arm, new, todo):
+    """Yields (number, tokens) of the prompts `todo`."""
+    drafter, way, *marks = arm.split(", ")
+    rows, sampled = int(way.partition(" ")[2] or 1), "sampled" in marks
+    options = {"adaptive": drafter in ("auto", "none"), "batch_invariant": "off" not in marks}
+    if drafter != "none" and rows > 1:
+        options |= {"levels": 3}  # longer drafts of many rows take long on a CPU
+    fast = visspec.accelerate(model, drafter, debug=True, **options)
+    options = {"max_new_tokens": new, "do_sample": sampled} | ({"temperature": 1.0, "top_k": 0} if sampled else {})
+    random.Random(arm).shuffle(todo)
+    if way.startswith("stream"):
+        entries = ({**inputs[n], "id": n} | ({"seed": n} if sampled else {}) for n in todo)
+        for answer in fast.stream(entries, slots=rows, **options):
+            if answer.error is not None:
+                raise answer.error
+            yield answer.id, answer.tokens
+        return
+    for part in (todo[i : i + rows] for i in range(0, len(todo), rows)):
+        longest = max(inputs[n]["input_ids"].shape[1] for n in part)
+        pad = [(longest - inputs[n]["input_ids"].shape[1], 0) for n in part]
+        some = {
+            name: torch.cat([torch.nn.functional.pad(inputs[n][name], by) for n, by in zip(part, pad)])
+            for name in ("input_ids", "attention_mask")
+        }
+        yield from zip(part, fast.run(**some, **options, **({"seed": part} if sampled else {})).state.tokens)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--arms", nargs="+", default=ARMS, help="a drafter and how it runs (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=96)
+    parser.add_argument("--new", type=int, default=128)
+    asked = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(asked.model, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16).eval()
+    inputs = inputs_of(model, tokenizer, asked.count)
+    found = {}
+    for line in asked.out.read_text().splitlines() if asked.out.exists() else []:
+        arm, number, tokens = json.loads(line)
+        found.setdefault(arm, {})[number] = tokens
+    for arm in asked.arms:
+        known = found.setdefault(arm, {})
+        for number, tokens in answers(model, inputs, arm, asked.new, [n for n in range(len(inputs)) if n not in known]):
+            known[number] = tokens
+            with asked.out.open("a") as file:
+                print(json.dumps([arm, number, tokens]), file=file)
+        plain = next(some for name, some in found.items() if name.split(", ")[2:] == arm.split(", ")[2:])
+        same = sum(tokens == plain.get(number) for number, tokens in known.items())
+        print(f"{arm}: {same} of {len(known)} equal, {sum(map(len, known.values()))} tokens", flush=True)
+
+
+if __name__ == "__main__":
+    main()

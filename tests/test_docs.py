@@ -1,0 +1,253 @@
+"""Every code block of README and docs runs as printed, in the order of its page, on small models that stand where the
+page's names do. Commands that need a GPU, several processes or weights that are not here are parsed alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+import visspec
+from tests import test_convert as published
+from tests import test_lantern_drafters as lantern
+from tests import tiny_images as tiny
+from tests.grammars import SCHEMA, json_model, json_processor
+from tests.test_bench_photos import photographs, tiny_clip
+from tests.test_continuous_nets import filled
+from tests.test_diffusion import modern_bert
+from tests.test_image_nets import chameleon_vq_names
+from tests.tiny import model_of
+from visspec import registry
+from visspec.api import loading
+from visspec.api.captions import prepare
+from visspec.api.drafter_presets import of_preset
+from visspec.cli.main import Parser, main, parser
+from visspec.entries import TABLES
+from visspec.io import included
+from visspec.models.block.trained import BlockDrafter
+from visspec.models.eagle.drafter import EagleDrafter
+from visspec.presets import PRESETS
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+PAGES = {
+    page.name: page.read_text()
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
+}
+ELSEWHERE = ("lantern.md",)  # in test_bench_photos, with the record and the table
+PARSED = "--device cuda|--ray|--extractor inception|visspec serve|torchrun"
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="  # a PNG
+SHORT = {  # what makes a command short, and says of small models what the authors' sizes do not
+    "train drafter .*--prompts": "--steps 2 --rows 2 --eval-rows 2 --overwrite",
+    "train drafter": "--steps 2 --rows 2 --max-new-tokens 8 --overwrite",
+    "tune": "--max-new-tokens 4 --count 4 --lengths 2 --drafters ngram",
+    "convert llamagen": "--size 16 --heads 4",
+    "convert (randar|mar)": "--heads 4",
+}
+
+
+def commands(block: str) -> list[str]:
+    return [line for line in block.replace("\\\n", " ").splitlines() if re.match("visspec |make |pip |torchrun ", line)]
+
+
+def test_every_line_names_what_is_there(monkeypatch):
+    """Commands have their options, targets of make are in the Makefile, extras in pyproject.toml."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+    optional = "the following arguments are required|expected at least one argument"  # in a sentence
+    monkeypatch.setattr(
+        Parser, "error", lambda self, said: re.search(optional, said) or pytest.fail(f"{page}: {line}: {said}")
+    )
+    for page, text in PAGES.items():
+        spans = re.findall(r"`(visspec [^`]+|make [^`]+|pip [^`]+)`", BLOCK.sub("", text))
+        lines = [line for kind, block in BLOCK.findall(text) if not kind for line in commands(block)]
+        for line in [*lines, *(" ".join(span.split()) for span in spans)]:
+            words = shlex.split(line, comments=True)
+            if words[0] == "make":
+                assert words[1] in targets, (page, line)
+            elif words[0] == "pip":
+                assert words[2] == "." or re.fullmatch(r"visspec\[(\w+)\]", words[2])[1] in extras, (page, line)
+            elif len(words) > 2:
+                parser().parse_args(
+                    words[words.index("visspec.cli.main") + 1 :] if words[0] == "torchrun" else words[1:]
+                )
+
+
+# --- what stands for the names of a page ------------------------------------------------------------------------------
+
+
+def captioning(home: Path) -> dict[str, Any]:
+    """A captioner with inputs, and drafters of its own."""
+    model, processor = loading.load("captioner")
+    inputs = prepare(processor, included.scenes("shapes").images(1), "describe the picture in detail .", model)
+    for name in ("my-drafter", "owner/name", "path/to/head"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(included.folder("vispec"), home / name)
+    visspec.accelerate(model, "ngram").save_pretrained(home / "my-model")
+    return {"visspec": visspec, "model": model, "processor": processor, "inputs": inputs, "prepared": [("a", inputs)]}
+
+
+def exporting(**drafters: Any) -> SimpleNamespace:
+    """An object whose `export` is that of the drafter that has the form."""
+    return SimpleNamespace(export=lambda folder, form, **more: drafters[form].export(folder, form, **more))
+
+
+def drafting(home: Path) -> dict[str, Any]:
+    names, llava = captioning(home), model_of("llava")
+    heads = {form: EagleDrafter.for_model(llava, **of_preset(form, llava, {})[0]) for form in ("eagle", "eagle3")}
+    blocks = {"dflash": {}, "dspark": {"markov": 3, "confidence": True}}
+    blocks = {form: BlockDrafter.for_model(llava, layers=1, block=4, **more) for form, more in blocks.items()}
+    weights = llamagen(home, 1024)
+    lantern.published("llamagen", home / "llamagen_drafter")
+    (home / "llamagen_drafter" / "model.safetensors").unlink()
+    assert main(["convert", "llamagen", *weights, "--text", "google/flan-t5-xl", "--out", "llamagen"]) == 0
+    masked = modern_bert(vocab_size=164)
+    masked.config.mask_token_id = 4
+    masked.save_pretrained(home / "masked-lm")
+    small, _ = loading.load("captioner-small")
+    return names | {
+        "drafter": exporting(**heads, speculators=heads["eagle3"]), "block": exporting(**blocks), "small_model": small,
+        "pipe": visspec.ImagePipeline.from_pretrained("llamagen"), "prompt": "a red cube",
+    }  # fmt: skip
+
+
+def extending(home: Path) -> dict[str, Any]:
+    return {"model": model_of("llava")}
+
+
+def llamagen(home: Path, codes: int = 24, caption: bool = True, **more: bool) -> list[str]:
+    weights, _, vq, *sizes = published.llamagen(home, caption, codes=codes, **more)
+    return [weights, "--vq", vq, *sizes]
+
+
+def imaging(home: Path) -> dict[str, Any]:
+    """Published files by their names, and any-order and continuous models."""
+    llamagen(home, caption=False, queries=True)
+    save_file(
+        {n: w.clone() for n, w in torch.load(home / "t2i_XL.pt", weights_only=False)["model"].items()},
+        home / "randar_0.7b.safetensors",
+    )
+    llamagen(home, caption=False)
+    (home / "t2i_XL.pt").rename(home / "c2i_B_256.pt")
+    (home / "vq_ds16_t2i.pt").rename(home / "vq_ds16_c2i.pt")
+    llamagen(home)
+    (home / "t2i_XL.pt").rename(home / "t2i_XL_stage1_256.pt")
+    torch.save(published.var_tensors(replace(published.VAR, classes=1000)), home / "var_d16.pth")
+    torch.save(filled(published.vq_names(published.TINY), 0.2), home / "vae_ch160v4096z32.pth")
+    published.mar(home)
+    (home / "mar.pth").rename(home / "checkpoint-last.pth")
+    published.infinity(home)
+    (home / "infinity_2b.pth").rename(home / "infinity_2b_reg.pth")
+    (home / "vae.pth").rename(home / "infinity_vae_d32reg.pth")
+    published.nextstep(home)
+    (home / "nextstep").rename(home / "NextStep-1-Large")
+    (home / "vae").rename(home / "NextStep-1-Large" / "vae")
+    lantern.lumina(home / "Lumina-mGPT-7B-768")
+    save_file(filled(chameleon_vq_names()), home / "vqgan.safetensors")
+    assert main(["convert", "var", "var_d16.pth", "--vae", "vae_ch160v4096z32.pth", "--out", "var-d16"]) == 0
+    pipe = visspec.ImagePipeline.from_pretrained("painter-any-order")
+    picture = Image.new("RGB", (64, 64), "red")
+    return {
+        "visspec": visspec, "pipe": pipe, "picture": picture, "mask": Image.new("L", (64, 64), 255), "processor": None,
+        "codes": pipe("207", seed=0, output_type="latent").images[0], "watch": lambda pipe, step, tokens, more: more,
+    }  # fmt: skip
+
+
+def serving(home: Path) -> dict[str, Any]:
+    """A client of a server in this process."""
+    testclient = pytest.importorskip("fastapi.testclient", reason="the extra `serve` is not installed")
+    from visspec.api.server import Service, application
+    from visspec.api.serving import TextWorker
+
+    model, processor = loading.load("captioner")
+    worker = TextWorker("captioner", visspec.accelerate(model), processor)
+    service = Service(worker, visspec.ImagePipeline.from_pretrained("IMAGE_MODEL"), "painter")
+    client = testclient.TestClient(application(service), base_url="http://127.0.0.1:8000")
+    openai = importlib.import_module("openai")
+    return {"openai": SimpleNamespace(OpenAI=partial(openai.OpenAI, http_client=client)), "MODEL": "captioner"}
+
+
+def evaluating(home: Path) -> dict[str, Any]:
+    """Pictures of prompts, with GenEval's metadata of them."""
+    rows = included.scenes("shapes").prompts()[:8]
+    photographs(home / "reference", 8)
+    (home / "out" / "images").mkdir(parents=True)
+    for i, image in enumerate(included.scenes("shapes").images(8)):
+        image.save(home / "out" / "images" / f"{i}.png")
+    lines = [{"image": str(home / "out" / "images" / f"{i}.png"), **row} for i, row in enumerate(rows)]
+    (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tiny_clip(home / "openai" / "clip-vit-large-patch14")
+    return {}
+
+
+NAMES = {
+    "captions.md": captioning,
+    "drafters.md": drafting,
+    "extend.md": extending,
+    "images.md": imaging,
+    "evaluate.md": evaluating,
+    "serve.md": serving,
+}
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """Files by the names that commands use."""
+    monkeypatch.chdir(tmp_path)
+    photographs(tmp_path / "photos", 8)
+    (tmp_path / "FOLDER_OF_IMAGES").symlink_to(tmp_path / "photos")
+    Image.new("RGB", (96, 96), "red").save(tmp_path / "photo.png")
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    tiny.painter(tmp_path / "IMAGE_MODEL")
+    (tmp_path / "MODEL").symlink_to(included.folder("captioner"))
+    (tmp_path / "prompts.txt").write_text("a photo of a red ring\na photo of two stars\n" * 4)
+    published.t5(tmp_path / "google" / "flan-t5-xl")
+    monkeypatch.setitem(lantern.CONFIGS["llamagen"], "vocab_size", 1024)
+    return tmp_path
+
+
+def run(line: str, home: Path) -> int:
+    """A command, shortened."""
+    published.t5(home / "google" / "flan-t5-xl", 8 if "infinity" in line else 12)
+    if "--schema" in line:  # a model whose words are those of JSON
+        json_model().save_pretrained(home / "JSON")
+        json_processor().save_pretrained(home / "JSON")
+        line = line.replace("MODEL", "JSON")
+    if " convert " in line:  # some pages convert what another block has converted
+        shutil.rmtree(shlex.split(line, comments=True)[-1], ignore_errors=True)
+    more = next((words for command, words in SHORT.items() if re.match(f"visspec {command}", line)), "")
+    return main(shlex.split(f"{line.partition(' #')[0]} {more}")[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and BLOCK.search(PAGES[page])])
+def test_a_page_runs(page, home, capsys):
+    names = NAMES.get(page, lambda home: {})(home)
+    try:
+        for kind, block in BLOCK.findall(PAGES[page]):
+            if kind == "python":
+                exec(block.replace("base64,...", f"base64,{PIXEL}"), names)
+            for line in () if kind else commands(block):
+                if line.startswith("visspec") and not re.search(PARSED, line):
+                    assert run(line, home) == 0, (line, capsys.readouterr().err)
+        if page == "drafters.md":  # trained here, served there
+            about = json.loads((home / "served" / "config.json").read_text())["speculators_config"]
+            assert about["verifier"]["name_or_path"] == names["target"]
+            assert registry.drafter("served", names["drafter"].model)[0].traits.levels == 15
+    finally:  # what docs/extend.md registers
+        TABLES["drafter"].pop("parrot", None)
+        PRESETS.pop("mine", None)
+        registry._added -= {("drafter", "parrot"), ("preset", "mine")}
