@@ -87,7 +87,7 @@ def test_forced_text_is_drafted(package, monkeypatch):
 
 
 @pytest.mark.parametrize("package", ["xgrammar", "outlines-xgrammar"])
-def test_the_longest_of_the_tokens_that_begin_one_text_is_forced(package):
+def test_longest_forced_token(package):
     own = processors.at_any_prefix(PACKAGES[package]()["logits_processor"][0], torch.tensor([[1]]))
     ids = lambda text: tokenizer()(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     assert own.forced(0, [1, *ids('{"')]) == ids("ground")[0], "`g` begins it, too"
@@ -184,7 +184,7 @@ def test_a_watermark_equals_stock():
     assert new_tokens(fast("llava", TreeOracle(expected, wrong=0.3)).generate(**inputs, **options), inputs) == expected
 
 
-def test_what_keeps_state_and_cannot_be_copied_is_refused():
+def test_state_that_cannot_be_copied():
     held = Taking()
     held.lock = threading.Lock()
     inputs = prompt("llava", shapes("llava")["ragged"])

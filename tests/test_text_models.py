@@ -52,8 +52,7 @@ def test_inputs_of_a_tokenizer(folder):
         process_chats(tokenizer, chats[:1], [[object()]])
 
 
-@pytest.mark.parametrize("preset,form", [((), None), (("--preset", "eagle3"), "eagle3")])
-@pytest.mark.parametrize("answers", ["target", "own"])
+@pytest.mark.parametrize("preset,form,answers", [((), None, "target"), (("--preset", "eagle3"), "eagle3", "own")])
 def test_train_and_export_a_drafter(preset, form, answers, folder, tmp_path, capsys):
     argv = ["train", "drafter", "--target", folder, "--data", folder / "data.jsonl", "--out", tmp_path / "d", *preset]
     argv += ["--answers", answers, "--steps", 2, "--rows", 2, "--max-new-tokens", 6]
@@ -120,6 +119,15 @@ def test_bench_text(folder, tmp_path):
     assert main([*map(str, argv), "--json", str(tmp_path / "b.json")]) == 0
     found = json.loads((tmp_path / "b.json").read_text())
     assert found["n_prompts"] == 4 and all(row["identical"] == row["compared"] for row in found["rows"])
+    kinds = [{"kind": "greeting"}, {"kind": "greeting"}, {"category": "numbers"}, {"category": "numbers"}]
+    lines = [json.dumps({"prompt": prompt, **kind}) for prompt, kind in zip(PROMPTS, kinds)]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines))
+    argv[5:6] = [tmp_path / "p.jsonl", "--count", 2]
+    assert main([*map(str, argv), "--json", str(tmp_path / "b.json")]) == 0
+    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert {row["kind"]: row["compared"] for row in rows} == {"all": 2, "greeting": 1, "numbers": 1}
+    assert main(["report", str(tmp_path / "b.json"), "-o", str(tmp_path / "page.html")]) == 0
+    assert "prompt_lookup · numbers" in (tmp_path / "page.html").read_text()
 
 
 def test_tune_takes_prompts(folder, tmp_path):

@@ -95,7 +95,7 @@ def test_two_processes_train_one_drafter(home):
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_any_number_of_processes_trains_the_same_and_resumes_what_a_killed_one_left(tmp_path, parallel):
+def test_any_number_of_processes(tmp_path, parallel):
     """By torchrun: four lessons an update, over one, two and four processes."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
     pictures(tmp_path / "data")
@@ -119,7 +119,7 @@ def test_any_number_of_processes_trains_the_same_and_resumes_what_a_killed_one_l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_target_split_by_transformers_plan_is_itself(tmp_path, by_torchrun):
+def test_tensor_parallel_target(tmp_path, by_torchrun):
     """Tensor-parallel in two processes, and over devices: the tokens of one process on one device."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
     launch(tmp_path, "parallel_target", by_torchrun=by_torchrun)
@@ -131,22 +131,22 @@ def test_a_target_split_by_transformers_plan_is_itself(tmp_path, by_torchrun):
         assert all(found[name] == whole["stock"] for name in found)
 
 
-def test_one_process_may_spread_a_model_over_its_devices():
+def test_balanced_device():
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
     assert loading.load(device="balanced")[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
     assert isinstance(workers(None, "cpu"), SingleProcess)
-    with pytest.raises(ValueError, match="parallel: got fsdp in one process, expected several"):
-        workers("fsdp", "cpu")
-    with pytest.raises(ValueError, match="parallel: got 'x', expected ddp or fsdp"):
-        workers("x", "cpu")
-    with pytest.raises(ValueError, match="device: got 'tp' in one process"):
-        loading.load(device="tp")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="parallel: got fsdp with device tp"):
-        workers("fsdp", "tp")
+    for world, said, make in (
+        ("1", "parallel: got fsdp in one process, expected several", lambda: workers("fsdp", "cpu")),
+        ("1", "parallel: got 'x', expected ddp or fsdp", lambda: workers("x", "cpu")),
+        ("1", "device: got 'tp' in one process", lambda: loading.load(device="tp")),
+        ("2", "parallel: got fsdp with device tp", lambda: workers("fsdp", "tp")),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(ValueError, match=said):
+            make()
     assert workers(None, "tp").world == 1
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ValueError, match=r"accelerate is not installed, expected it \(pip install 'visspec\[train\]'"):

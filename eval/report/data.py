@@ -15,6 +15,7 @@ LARGEST = 1e12
 REQUIRED = {  # bench -> fields without which a file is something else
     "caption": ("speedup", "tau"),
     "image": ("rows",),
+    "text": ("rows",),
     "sizes": ("rows",),
     "kernels": ("rows",),
 }
@@ -40,7 +41,8 @@ class Method:
     @property
     def label(self) -> str:
         parts = [self.record.get("drafter_name") or self.record.get("drafter"), self.record.get("acceptance")]
-        return str(self.record.get("name") or " · ".join(str(p) for p in parts if p) or f"method {self.index}")
+        parts = [self.record.get("name"), self.record.get("kind")] if self.record.get("name") else parts
+        return str(" · ".join(str(p) for p in parts if p) or f"method {self.index}")
 
     @property
     def target(self) -> str:

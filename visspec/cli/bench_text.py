@@ -124,6 +124,9 @@ def bench_text(
         if name != "generate"
         for kind in kinds
     ]
+    for line in rows:
+        if isinstance(arm := arms[line["name"]], CaptionArm):
+            line["guarantee"] = arm.fast.setup.guarantee
     record = {"bench": "text", "rows": rows, "failures": failures, "n_prompts": len(prompts)}
     if size == 1:
         record["prompt_lookup_num_tokens"] = arms["prompt_lookup"].options["prompt_lookup_num_tokens"]
