@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from diffusers import AutoencoderKL
 from transformers import Qwen2Config
@@ -89,11 +89,12 @@ def load_nextstep_vae(folder: str | Path) -> AutoencoderKL:
     It decodes as the authors'; their encoder normalises latents, which this class does not.
     """
     published = read_json(Path(folder), "config.json")
-    factor, centre = published.get("scaling_factor"), published.get("shift_factor")
+    factor: Any = published.get("scaling_factor")
+    centre: Any = published.get("shift_factor")
     check_positive("scaling_factor", factor)
     if type(centre) not in (int, float) or not math.isfinite(centre):
         raise ValueError(f"shift_factor: got {centre!r}, expected a finite number in config.json of {folder}")
-    return load_kl(folder, cast(float, factor), centre)
+    return load_kl(folder, factor, centre)
 
 
 def published(weights: Path, vq: Path) -> NextStepImageModel:

@@ -200,7 +200,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         shallow = dry_runs.PRESET_LAYERS if asked.preset else dry_runs.LAYERS
         model, processor, whole = dry_runs.shallow(str(target), shallow, device=device, dtype=asked.dtype)
     else:
-        how = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
+        how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
         model, processor = targets.load(str(target), **how)
     training, validating = items.hold_out(asked.eval_rows, seed)
     network, found = of_preset(asked.preset, model, network_of(asked))
