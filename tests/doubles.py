@@ -187,6 +187,10 @@ class Careless(Rejection):
         return Verdict(verdict.path, verdict.length, torch.where(verdict.length == 2, verdict.next, again))
 
 
+def generators(rows: int, seed: int = 0) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
+
+
 def new_tokens(output: Any, inputs: dict[str, Tensor]) -> list[list[int]]:
     sequences = output if isinstance(output, Tensor) else output.sequences
     return sequences[:, inputs["input_ids"].shape[1] :].tolist()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.doubles import one_sentence
+from tests.doubles import generators, one_sentence
 from visspec import tree as trees
 from visspec.accept.coupled import Coupled
 from visspec.accept.surrogate import Surrogate
@@ -46,10 +46,6 @@ def model():
 @pytest.fixture(scope="module")
 def target(model):
     return MARTarget(MARImages(model, plan=PLAN))
-
-
-def generators(rows, seed=0):
-    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
 
 
 def request(classes, sampling=PLAIN, seed=0, **options):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributions import context_law
+from tests.doubles import generators
 from visspec import tree as trees
 from visspec.accept import scales as rules
 from visspec.distributions import Maps, residual
@@ -203,10 +204,6 @@ def test_codes_agree_as_often_as_can_be():
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
-
-
-def generators(rows):
-    return [torch.Generator().manual_seed(row) for row in range(rows)]
 
 
 @pytest.mark.parametrize(

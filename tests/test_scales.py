@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 import torch
 
-from tests.doubles import one_sentence
+from tests.doubles import generators, one_sentence
 from tests.test_var_nets import TINY, Published
 from visspec import ImagePipeline
 from visspec import tree as trees
@@ -61,10 +61,6 @@ def vae(codes=16):
 @pytest.fixture(scope="module")
 def model():
     return network(0)
-
-
-def generators(rows, seed=0):
-    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
 
 
 def request(classes, sampling, seed=0, scales=None):
