@@ -399,7 +399,7 @@ REFUSED = {
     "custom": ({"custom_generate": print}, "custom_generate: got builtin_function_or_method, expected None"),
     "quantized": ({"cache_implementation": "quantized"}, "cache_implementation: got 'quantized', expected 'dynamic'"),
     "offloaded": ({"cache_implementation": "offloaded"}, "cache_implementation: got 'offloaded'"),
-    "cache": ({CACHE: OtherCache()}, f"{CACHE}: got OtherCache, expected an empty tf.DynamicCache"),
+    "cache": ({CACHE: OtherCache()}, f"{CACHE}: got OtherCache, expected an empty DynamicCache"),
 }
 
 
