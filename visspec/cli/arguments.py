@@ -3,38 +3,18 @@ types, the model they name, and what a run of records ends with. Imports nothing
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from visspec.io import included
 from visspec.io.files import unwritable
-from visspec.io.options import option
-
-
-def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """An argparse type for numbers that fit. It raises ArgumentTypeError, which names the option and exits with 2."""
-
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not fits(value):
-            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
-        return value
-
-    return read
-
-
-Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number of at least 1")]
-Count = Annotated[int, number(int, lambda value: value >= 0, "a whole number of at least 0")]
-Seed = Annotated[int, number(int, lambda value: 0 <= value < 1 << 62, "a whole number from 0 to 2**62 - 1")]
-Share = Annotated[float, number(float, lambda value: 0 < value < float("inf"), "a number above 0")]
-Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
-Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+from visspec.io.options import Count as Count
+from visspec.io.options import Dtype as Dtype
+from visspec.io.options import HardwareOptions, Positive, Seed, Temperature, option
+from visspec.io.options import Probability as Probability
+from visspec.io.options import Share as Share
+from visspec.io.options import number as number
 
 
 def read_options(found: argparse.Namespace, record: type) -> Any:
@@ -65,23 +45,6 @@ class NoOptions:
 @dataclass(kw_only=True)
 class JsonOption:
     json: Path | None = option("write the results to this file", None, writes="file")
-
-
-@dataclass(kw_only=True)
-class HardwareOptions:
-    """Where and in which dtype a model runs."""
-
-    device: str = option(
-        "of torch; auto: the GPU if there is one; balanced: layers over all devices; tp: over torchrun's processes",
-        "auto",
-    )
-    dtype: Dtype = option("auto: float32 on a CPU, else the checkpoint's", "auto")
-    trust_remote_code: bool = option("run code that comes with the model (off)", False)
-
-    @property
-    def hardware(self) -> dict[str, Any]:
-        """Keyword arguments of what loads a model."""
-        return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
 
 
 @dataclass(kw_only=True)
