@@ -127,6 +127,9 @@ def test_pictures(name):
             kind, EagleDrafter.for_model(kind), batch_invariant=True, debug=True, adaptive=False
         )
         assert [trained.run(**one, **options).state.tokens[0] for one in entries] == expected
+        texts = [plain.run(input_ids=one, **options).state.tokens[0] for one in prompts()]
+        ids, mask = batch()  # without pictures, rows may share a call
+        assert quick.run(input_ids=ids, attention_mask=mask, **options).state.tokens == texts
     found = sorted(quick.stream(entries, slots=3, **options), key=lambda answer: answer.id)
     assert [answer.tokens for answer in found] == expected
     with one_sentence("batch_invariant: .*stream"):
