@@ -24,14 +24,9 @@ OCR = [f"model.language_model.layers.2.{n}" for n in ("eh_proj", "enorm", "hnorm
 
 
 def moe():
-    more = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
-    }
+    sizes = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
     config = tf.Qwen3_5MoeConfig(
-        text_config={**hybrids.HYBRID, **more},
+        text_config={**hybrids.HYBRID, **sizes, "num_experts": 4, "num_experts_per_tok": 2},
         vision_config={**TOWER, "out_hidden_size": 32, "num_position_embeddings": 16, "temporal_patch_size": 2},
         **VISION_IDS,
     )

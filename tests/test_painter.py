@@ -11,20 +11,22 @@ from visspec.eval.metrics import geneval
 from visspec.eval.metrics.detection import DetectedColours
 from visspec.io import included
 
-NAMES = ("painter", "painter-lowres", "painter-emoji", "painter-emoji-lowres")
-LIMIT = {"painter": 18e6, "painter-lowres": 6e6, "painter-emoji": 25e6, "painter-emoji-lowres": 25e6}  # bytes
-pytestmark = pytest.mark.skipif(not all(map(included.present, NAMES)), reason="no painter weights in the zoo")
+LIMIT = {  # bytes
+    "painter": 18e6, "painter-lowres": 6e6, "painter-emoji": 25e6, "painter-emoji-lowres": 25e6, "painter-var": 9e6,
+    "painter-var-small": 3e6,
+}  # fmt: skip
+pytestmark = pytest.mark.skipif(not all(map(included.present, LIMIT)), reason="no painter weights in the zoo")
 
 
 def record_of(name):
     return json.loads((included.folder(name) / "provenance.json").read_text())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LIMIT)
 def test_weights_are_small_and_described(name):
     weights, record = included.folder(name) / "model.safetensors", record_of(name)
     assert record["weights"]["bytes"] == weights.stat().st_size <= LIMIT[name]
-    if "emoji" not in name:
+    if name in ("painter", "painter-lowres"):
         assert f"{record['measured']['pictures']['geneval']:.3f}" in (included.folder(name) / "README.md").read_text()
 
 

@@ -46,10 +46,6 @@ def test_coarse_arithmetic_is_no_fault(dtype):
     refused(gpt_neo().to(dtype), "other laws")
 
 
-def test_the_probe_can_be_switched_off():
-    visspec.accelerate(gpt_neo(window=16), None, probe=False)
-
-
 def test_missing_layers_at_prompt():
     inputs = prompt("llama", ["9"])
     with pytest.raises(ValueError, match="wrote keys and values in 1 of 2 layers"):

@@ -159,14 +159,6 @@ def test_short_row_is_no_rejection():
     assert seen.offered() == pytest.approx([1.0, 0.5, 1.0, 1.0, 1.0], abs=0.05)
 
 
-def test_costly_drafts_left_out():
-    """Every draft is kept. A level costs nothing to verify, and to draft little, or as much as two plain passes."""
-    rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20
-    assert to_device(AdaptiveLength(4), rounds, draft=lambda levels: 1e-5 * levels).best(4)[0] == 4
-    assert to_device(AdaptiveLength(4), rounds, draft=lambda levels: 2e-3 * levels).best(4)[0] == 0
-    assert to_device(AdaptiveLength(4), rounds, verify=lambda levels: 1e-3 + 2e-3 * levels).best(4)[0] == 0
-
-
 def test_costs_by_context():
     """Behind a short prompt a level costs nothing to verify, behind a long one as much as three plain passes."""
     rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20

@@ -66,11 +66,6 @@ def test_prompt_ending_in_picture():
         visspec.accelerate(model_of("qwen2_vl"), None).generate(**whole, max_new_tokens=3)
 
 
-def test_features_out_of_range():
-    with pytest.raises(ValueError, match=r"features: got layer 9, expected one of -3\.\.3"):
-        HFDecoder(model_of("llama"), (9,))
-
-
 def test_features_are_the_hidden_states():
     model, inputs = model_of("llava"), prompt("llava", ["5 i 7"])
     target, kept = HFDecoder(model, (0, 1, -1), embeddings=True), []
@@ -88,6 +83,8 @@ def test_features_are_the_hidden_states():
         expected = model(**inputs, output_hidden_states=True).hidden_states
     torch.testing.assert_close(kept[0].features, torch.cat([expected[i] for i in (0, 1, -1)], -1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept[0].aux["embeddings"], expected[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"features: got layer 9, expected one of -3\.\.3"):
+        HFDecoder(model, (9,))
 
 
 class Before(tf.LlamaForCausalLM):

@@ -155,14 +155,6 @@ def test_resume_is_exact(tmp_path):
     assert record["training"]["step"] == 12 and record["training"]["plan"]["loss"] == "tv"
 
 
-def test_a_run_planned_otherwise_is_not_resumed(tmp_path):
-    _, run = trainer(tmp_path)
-    run.save()
-    _, other = trainer(tmp_path, rate=0.5)
-    with pytest.raises(ValueError, match=r"resume: got rate 0\.5, expected 0\.001"):
-        other.resume()
-
-
 class Dying:
     """Writes half of the `at`-th file of a save (or moves nothing), and from then on nothing: a full disk, where what
     is written later may succeed again, or a process that is `killed`.
