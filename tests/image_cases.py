@@ -210,14 +210,10 @@ def llamagen(condition: str) -> Case:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "janus": janus,
-    "emu3": emu3,
-    "glm_image": glm_image,
-    "anole": lambda: chameleon("anole"),
-    "lumina": lambda: chameleon("lumina"),
-    "llamagen-class": lambda: llamagen("class"),
+    "janus": janus, "emu3": emu3, "glm_image": glm_image, "anole": lambda: chameleon("anole"),
+    "lumina": lambda: chameleon("lumina"), "llamagen-class": lambda: llamagen("class"),
     "llamagen-caption": lambda: llamagen("caption"),
-}
+}  # fmt: skip
 
 
 @cache

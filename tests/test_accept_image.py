@@ -140,7 +140,7 @@ def test_law_and_meters_are_those_of_the_formula(name, drawn):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from(list(relaxed())), st.floats(0.2, 3.0))
-def test_every_point_of_acceptance_costs_a_point_of_total_variation(seed, name, sharpness):
+def test_acceptance_gained_equals_total_variation(seed, name, sharpness):
     rule = bound(relaxed()[name])
     p, q = distributions(seed, sharpness)
     f, exact, rest = every_child(rule, p, q)
@@ -171,7 +171,7 @@ def seeded(rule, rows=40, start=0):
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
 @pytest.mark.parametrize("shape", [tree.chain(4), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", list(limits()))
-def test_at_their_limits_they_are_exact_bit_for_bit(name, shape, drawn):
+def test_exact_at_the_limits(name, shape, drawn):
     rule, exact = bound(limits()[name]), Rejection()
     draft, scores = random_round(shape, drawn)
     verdict = rule(draft, scores, seeded(rule))
@@ -183,7 +183,7 @@ def test_at_their_limits_they_are_exact_bit_for_bit(name, shape, drawn):
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
 @pytest.mark.parametrize("name", list(relaxed()))
-def test_rows_are_alone_and_absent_nodes_are_not_there(name, drawn):
+def test_rows_are_independent(name, drawn):
     """A row's verdict is that of the row by itself; its absent nodes are never on a path."""
     rule = bound(relaxed()[name])
     draft, scores = random_round(TREE, drawn, rows=12)
@@ -250,7 +250,7 @@ def two_levels(rule, p, q):
 
 
 @pytest.mark.parametrize("name", list(relaxed()))
-def test_summed_drift_bounds_the_total_variation_of_sequences(name):
+def test_drift_bounds_total_variation(name):
     p, q = context_law(K, 1), context_law(K, 2, 0.8)
     plain = plain_law(p, K, 2)
     rounds, drift = two_levels(bound(relaxed()[name]), p, q)
@@ -280,7 +280,7 @@ def test_the_drift_meter_is_unbiased(name):
     assert abs(float(drift.mean()) - expected) < 3 * float(drift.std()) / rows**0.5
 
 
-def test_greedy_lantern_keeps_what_its_neighbours_lift_above_all_others():
+def test_lantern_greedy():
     near = codebook.neighbours(CODES, 1, K)[:, 0].tolist()
     top, x = 0, next(x for x in range(1, K) if near[x] not in (0, x))
     logits = torch.full((1, 2, K), -9.0)
@@ -296,7 +296,7 @@ def test_greedy_lantern_keeps_what_its_neighbours_lift_above_all_others():
 
 
 @pytest.mark.parametrize("shape", [tree.chain(4), TREE], ids=["chain", "tree"])
-def test_greedy_limits_and_the_rules_that_stay_exact_there(shape):
+def test_greedy_limits(shape):
     draft, scores = random_round(shape, False)
     agreeing = scores.distribution.logits.argmax(-1).gather(1, shape.parent.clamp(min=0).expand(40, -1))
     draft = drafted(torch.where(torch.rand(40, shape.size) < 0.7, agreeing, draft.value), shape)
@@ -324,7 +324,7 @@ def test_the_nearest_codes_are_those_of_the_definition(codes, k, chunk):
         assert torch.equal(codebook.nearest(e, k, chunk), wanted)
 
 
-def test_grammar_ids_lend_nothing_and_lie_nowhere():
+def test_grammar_ids():
     vocab = K + 2
     table = codebook.neighbours(CODES, 3, vocab)
     assert table[:K].max() < K and table[K:].tolist() == [[K] * 3, [K + 1] * 3]
@@ -384,7 +384,7 @@ def test_pairings_are_refused_before_any_step():
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
 @pytest.mark.parametrize("name", list(relaxed()))
-def test_displacement_is_measured_under_the_law_that_judged_the_node(name, drawn):
+def test_displacement_uses_the_nodes_own_law(name, drawn):
     """Chains whose laws differ from node to node: a node's own law is that of the token behind it."""
     rule, rows = bound(relaxed()[name]), 12
     g = torch.Generator().manual_seed(3)

@@ -19,13 +19,10 @@ from visspec.models.runner import buffer_pool, compiled
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}  # in groups of 32
 DRAFTERS = {
-    "ngram": lambda model: "ngram",
-    "context": lambda model: "context",
-    "layers": lambda model: LayerSkip(),
-    "vispec": lambda model: EagleDrafter.for_model(model),
-    "eagle": lambda model: EagleDrafter.for_model(model),
-    "small model": lambda model: llama(seed=5),
-}
+    "ngram": lambda model: "ngram", "context": lambda model: "context", "layers": lambda model: LayerSkip(),
+    "eagle": lambda model: EagleDrafter.for_model(model), "small model": lambda model: llama(seed=5),
+    "eagle3": lambda model: EagleDrafter.for_model(model, fusion="split", feature_layers=(1, 0, -1), draft_vocab=40),
+}  # fmt: skip
 each_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 
 
@@ -87,7 +84,7 @@ def test_adapters_switched_between_calls(drafter, passes, quick):
 
 
 @pytest.mark.parametrize("passes", [pytest.param("compile", marks=pytest.mark.nightly), "graphs"])
-def test_an_adapter_put_into_a_head_that_passes_were_made_with(passes, quick):
+def test_adapter_added_to_a_recorded_head(passes, quick):
     peft, model, inputs = pytest.importorskip("peft"), llama(3), prompt("llama", ["9"])
     fast = visspec.accelerate(model, "ngram", adaptive=False, **{passes: True})
     before = fast.generate(**inputs, **GREEDY)
@@ -157,7 +154,7 @@ def quantised(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter, name", [
     *itertools.product(("layers", "eagle"), ALIKE),  # they run quantised layers themselves, and the head
-    ("ngram", "bitsandbytes nf4"), ("context", "torchao int8"), ("vispec", "bitsandbytes nf4"),
+    ("ngram", "bitsandbytes nf4"), ("context", "torchao int8"), ("eagle3", "bitsandbytes nf4"),
     ("small model", "torchao int8"),
 ])  # fmt: skip
 def test_quantised_weights(drafter, name, quantised, recwarn):
@@ -169,7 +166,7 @@ def test_quantised_weights(drafter, name, quantised, recwarn):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERWISE)
-def test_quantised_arithmetic_that_depends_on_the_tokens_beside(name, quantised):
+def test_quantised_arithmetic_warns(name, quantised):
     """One pass against one by one. The probe's few tokens show it where columns of a pass are treated apart."""
     model, ids = quantised(name), torch.randint(5, 88, (1, 40))
     with torch.no_grad():

@@ -154,7 +154,7 @@ def opened(condition, rows, order, ahead=0):
 
 @torch.no_grad()
 @pytest.mark.parametrize("condition", TEXTS)
-def test_a_tree_is_each_of_its_paths_and_later_laws_skip_what_is_between(condition):
+def test_tree_laws_are_path_laws(condition):
     order, tree = ORDERS["halton"], trees.static((-1, 0, 0, 1, 1, 2, 3))
     tokens = torch.tensor([[3, 1, 2, 4, 7, 6, 9], [5, 8, 0, 2, 3, 4, 1]])
     target, state, first = opened(condition, [0, 1], order, ahead=3)
@@ -188,7 +188,7 @@ def test_passes_are_never_more_than_codes(seed, levels):
         assert sum(r.committed[0] for r in state.trace.rounds) == PLACES - 1
 
 
-def test_codes_that_do_not_depend_on_each_other_are_drafted_without_fault():
+def test_independent_codes_are_all_accepted():
     """16 codes are a prefill and rounds of 5 and 1."""
     model = copy.deepcopy(network())
     for layer in model.layers:
@@ -364,16 +364,13 @@ def test_given_codes_come_first_and_stay(name, kind):
     assert torch.equal(alone, codes[:1])
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        (lambda r: setattr(r, "known", r.known[:, :5]), "known: got shape (1, 5), expected (1, 16)"),
-        (lambda r: r.known.fill_(CODES), "known: got 24..24, expected codes 0..23, or -1 for none"),
-        (lambda r: r.known.fill_(3), "max_new_tokens: got 13, expected 1..0, the places without a code"),
-        (lambda r: setattr(r, "grid", (2, 8)), "grid: got (2, 8), expected (4, 4), the model's"),
-        (lambda r: setattr(r, "sampling", Sampling()), "guidance: got 1.0 and 2 rows of inputs, expected 1"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    (lambda r: setattr(r, "known", r.known[:, :5]), "known: got shape (1, 5), expected (1, 16)"),
+    (lambda r: r.known.fill_(CODES), "known: got 24..24, expected codes 0..23, or -1 for none"),
+    (lambda r: r.known.fill_(3), "max_new_tokens: got 13, expected 1..0, the places without a code"),
+    (lambda r: setattr(r, "grid", (2, 8)), "grid: got (2, 8), expected (4, 4), the model's"),
+    (lambda r: setattr(r, "sampling", Sampling()), "guidance: got 1.0 and 2 rows of inputs, expected 1"),
+])  # fmt: skip
 def test_what_is_no_image_of_the_model_is_refused(change, said):
     request = asked("class", [0], Sampling(guidance=3.0), known=known_of(*KNOWN))
     change(request)
@@ -381,7 +378,7 @@ def test_what_is_no_image_of_the_model_is_refused(change, said):
         RandARTarget(family()).prefill(request)
 
 
-def test_drafters_and_targets_of_any_order_refuse_what_they_can_not_do():
+def test_any_order_refusals():
     elsewhere = "drafts for any-order models, expected one for codes in raster order, or text"
     for words, call in (
         (elsewhere, lambda: ImagePipeline(tiny_images.janus(), None).setup("ahead", "exact")),

@@ -154,7 +154,7 @@ def test_pictures_and_masks_of_all_kinds(pipe, picture):
         assert torch.equal(other.images, first.images) and torch.equal(other.tokens[0], first.tokens[0])
 
 
-def test_pictures_with_masks_of_their_own_in_one_batch(pipe, picture):
+def test_batch_of_masks(pipe, picture):
     """Rows with other numbers of given codes are what they are alone."""
     masks = [Image.fromarray(masked()), Image.fromarray(masked(0, 0, PIXELS, 40))]
     other = picture.transpose(Image.Transpose.ROTATE_90)
@@ -176,7 +176,7 @@ def test_every_image_has_the_picture_of_its_prompt(pipe, picture):
         assert (np.asarray(made)[mask == 0] == np.asarray(before)[mask == 0]).all()
 
 
-def test_the_rows_of_an_ended_call_keep_their_own_pictures(pipe, picture):
+def test_interrupted_rows_keep_their_pictures(pipe, picture):
     """The second of two rows is finished when the call ends, the first is not."""
 
     def end(pipeline, number, count, given):

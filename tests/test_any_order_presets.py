@@ -20,7 +20,7 @@ shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painte
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_preset_draws_what_plain_decoding_does_in_its_order(pipe, name):  # noqa: F811
+def test_preset_equals_plain_decoding(pipe, name):  # noqa: F811
     preset = registry.preset(name, "any order")
     plain = pipe(TEXTS, seed=2, drafter="none", acceptance="exact", order=preset.order)
     fast = pipe(TEXTS, seed=2, **preset.method)
@@ -38,7 +38,7 @@ def test_other_painters_refuse_them():
             made.setup(**registry.preset(name, "any order").method)
 
 
-def test_the_bench_has_a_row_of_each_and_promises_tokens_of_the_same_order_alone(tmp_path, capsys):
+def test_bench_image_any_order(tmp_path, capsys):
     """The order of plain decoding is the family's own, halton; codes in another order have another joint law."""
     folder, record = tmp_path / "painter", tmp_path / "r.json"
     ImagePipeline(fresh(), painter_processor()).save_pretrained(folder)

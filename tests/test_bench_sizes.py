@@ -168,14 +168,10 @@ def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
     assert failure in bench_sizes.view(record).caption
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--sizes", "gpt"], "llamagen-xl"),
-        (["--acceptance", "1.2"], "got 1.2, expected a probability"),
-        (["--layers", "0"], "expected a whole number of at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("argv", "said"), [
+    (["--sizes", "gpt"], "llamagen-xl"), (["--acceptance", "1.2"], "got 1.2, expected a probability"),
+    (["--layers", "0"], "expected a whole number of at least 1"),
+])  # fmt: skip
 def test_bad_arguments_are_refused(argv, said, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "sizes", *argv])

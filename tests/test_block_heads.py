@@ -54,7 +54,7 @@ def lesson_for(drafter):
 @torch.inference_mode()
 @pytest.mark.parametrize("markov", [0, 5])
 @pytest.mark.parametrize("confidence", [0.1, 0.3, 0.6])
-def test_a_chain_ends_before_the_level_that_is_not_expected_to_be_reached(markov, confidence):
+def test_confidence_ends_chains(markov, confidence):
     """Products of what the head says of each place, below the token before it; the first level is always there."""
     inputs, held = prompt("llava", shapes("llava")["ragged"]), []
     drafter = dspark(markov=markov).shaped(confidence=confidence)
@@ -145,7 +145,7 @@ def test_the_greedy_chain_of_a_selector_is_that_of_its_walk(places):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_head_learns_the_acceptance_rate_and_changes_nothing_else():
+def test_confidence_loss():
     drafter = dspark()
     lesson = lesson_for(drafter)
     torch.manual_seed(0)  # the first anchor
@@ -168,7 +168,7 @@ def test_the_head_learns_the_acceptance_rate_and_changes_nothing_else():
     assert bool((Confidence(8, 0)(torch.randn(5, 8), None) == 0).all()), "an untrained one says one half of everything"
 
 
-def test_a_selector_learns_the_targets_law_over_its_candidates():
+def test_selector_loss():
     drafter = BlockDrafter.for_model(model_of("llava"), layers=1, block=5, selector=4, candidates=6)
     torch.nn.init.normal_(drafter.head.candidate_selector.successor_codebook)
     lesson, found = lesson_for(drafter), []

@@ -154,7 +154,7 @@ def test_a_fold_follows_the_weights():
     assert drafter._fused_pass() is None
 
 
-def test_a_fold_follows_an_optimiser_that_leaves_the_versions_of_weights():
+def test_fold_after_fused_optimizer():
     drafter = BlockDrafter.for_model(model_of("llava"), layers=1, block=4)
     weight = drafter.head.model.encoder.fc.weight
     first = drafter._fused_pass().read

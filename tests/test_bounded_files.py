@@ -28,17 +28,11 @@ class Templated(ProcessorMixin):
 LOOPS = "{% for a in range(9999) %}" * 6 + "." + "{% endfor %}" * 6
 
 
-@pytest.mark.parametrize(
-    ("template", "why"),
-    [
-        ("{{ ''.__class__.__mro__ }}", "access to attribute"),
-        ("{{ range(10000000) }}", "Range too big"),
-        ("{{ messages.nothing.more }}", "no attribute 'nothing'"),
-        (LOOPS, "it ran more than"),
-        (LOOPS.replace("range(9999)", "'" + "x" * 999 + "'"), "it ran more than"),
-    ],
-    ids=["attribute", "range", "undefined", "loops", "loops over a text"],
-)
+@pytest.mark.parametrize(("template", "why"), [
+    ("{{ ''.__class__.__mro__ }}", "access to attribute"), ("{{ range(10000000) }}", "Range too big"),
+    ("{{ messages.nothing.more }}", "no attribute 'nothing'"), (LOOPS, "it ran more than"),
+    (LOOPS.replace("range(9999)", "'" + "x" * 999 + "'"), "it ran more than"),
+], ids=["attribute", "range", "undefined", "loops", "loops over a text"])  # fmt: skip
 def test_chat_templates_that_fail_or_go_on(template, why, monkeypatch):
     monkeypatch.setattr(captions, "MOST_LINES", 10_000)
     with pytest.raises(ValueError, match="^chat_template: got an error of the processor's template .*" + why) as error:
@@ -61,7 +55,7 @@ def written(folder, config, tensors):
 
 
 @pytest.mark.parametrize("text", [{"model_type": "evil"}, {"model_type": "llama"}, {}])
-def test_a_configuration_of_a_far_larger_model_is_refused_before_it_is_made(text, tmp_path):
+def test_oversized_config_is_refused(text, tmp_path):
     config = model_of("llava").config.to_dict() | {"text_config": text}
     folder = written(tmp_path / "m", config, {"lm_head.weight": torch.zeros(8, 8)})
     began = time.monotonic()

@@ -41,7 +41,7 @@ def lines(path) -> list[dict]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def test_a_folder_is_captioned_once_and_goes_on_where_it_ended(folder, tmp_path, capsys):
+def test_caption_resume(folder, tmp_path, capsys):
     out, page = tmp_path / "c.jsonl", tmp_path / "page.html"
     argv = ["caption", str(folder), "--out", str(out), "--report", str(page), *SHORT]
     assert main(argv) == 0
@@ -118,7 +118,7 @@ def linked_shard(path, files, links):
     return path
 
 
-def test_links_of_a_shard_are_followed_inside_it_and_others_are_named(folder, tmp_path, capsys):
+def test_shard_links(folder, tmp_path, capsys):
     data, secret = (folder / "scene0.png").read_bytes(), tmp_path / "secret.png"
     secret.write_bytes(data)
     soft, hard = tarfile.SYMTYPE, tarfile.LNKTYPE
@@ -140,7 +140,7 @@ def test_links_of_a_shard_are_followed_inside_it_and_others_are_named(folder, tm
     assert main(["caption", str(whole), "--out", str(tmp_path / "w.jsonl"), *SHORT]) == 0
 
 
-def test_a_torn_shard_gives_its_whole_records_and_an_error(folder, tmp_path):
+def test_truncated_shard(folder, tmp_path):
     shard = tmp_path / "s.tar"
     with tarfile.open(shard, "w") as file:
         for i in range(3):
@@ -221,7 +221,7 @@ def test_the_exit_code_is_that_of_all_records(folder, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("source", ["", "**/*.png", "*/*/*.png"])
-def test_a_folder_that_cannot_be_listed_is_an_error_record(source, folder, tmp_path, monkeypatch):
+def test_unlistable_folder(source, folder, tmp_path, monkeypatch):
     scan, closed = os.scandir, folder / "deep" / "er"
 
     def scandir(path="."):
@@ -242,7 +242,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_record(source, folder, tmp_p
 
 
 @pytest.mark.parametrize("source", ["", "**/*"])
-def test_files_of_kinds_that_are_not_read_are_counted(source, tmp_path, capsys):
+def test_unsupported_files_are_counted(source, tmp_path, capsys):
     (tmp_path / ".thumbnails").mkdir()
     for name in ("a.gif", "b.bmp", "c.TIFF", "d.png", ".thumbnails/e.png"):
         Image.new("RGB", (48, 48)).save(tmp_path / name)
@@ -353,7 +353,7 @@ def test_rows_of_parquet(tmp_path):
     assert parquet.read_table(out)["id"].to_pylist() == [str(i) for i in range(2500)]
 
 
-def test_other_models_are_asked_for_a_sentence_and_a_cut_caption_says_so(folder, little, tmp_path, capsys):
+def test_default_prompt_and_limit(folder, little, tmp_path, capsys):
     """Included models know few words: they keep their prompt and limit, also by their folder."""
     table = tmp_path / "t.jsonl"
     table.write_text(json.dumps({"id": "a", "image": str(folder / "scene0.png")}))
@@ -392,7 +392,7 @@ def test_a_prompt_beyond_the_context_is_an_error_record(folder, tmp_path):
     assert "the model's context" in found["long"]["error"] and found["short"]["caption"]
 
 
-def test_captions_are_closed_and_lose_nothing_of_a_source_that_raises(folder, little):
+def test_captions_close_after_source_error(folder, little):
     """What was read ahead is captioned first; a close ends what runs, and its threads."""
 
     def broken():
@@ -534,7 +534,7 @@ def check_kills(tmp_path, count: int, corrupt: int, kills: list[int], *options: 
     return seen
 
 
-def test_kills_lose_no_record_and_repeat_none(tmp_path, little):
+def test_caption_resume_after_kill(tmp_path, little):
     drawn, whole = ["--temperature", "0.9", "--model", str(little)], tmp_path / "whole.jsonl"
     check_kills(tmp_path, 40, 8, [4], *drawn)
     assert main(["caption", str(tmp_path / "images"), "--out", str(whole), *SHORT, *drawn]) == 1
@@ -560,7 +560,7 @@ def little(tmp_path_factory) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
-def test_ten_thousand_images_three_kills_and_memory_is_flat(tmp_path, little):
+def test_caption_memory_is_flat(tmp_path, little):
     """Memory of the run behind the third kill, a thousand records after its start and in its last thousand."""
     seen = check_kills(tmp_path, 10_000, 100, [500, 1200, 2000], "--model", str(little))
     first = [size for count, size in seen if 3000 <= count < 4000]
@@ -569,7 +569,7 @@ def test_ten_thousand_images_three_kills_and_memory_is_flat(tmp_path, little):
     assert max(last) <= 1.03 * max(first)
 
 
-def test_images_that_pil_warns_of_are_refused_in_any_thread(tmp_path, monkeypatch):
+def test_large_images_are_refused_in_threads(tmp_path, monkeypatch):
     path = tmp_path / "big.png"
     Image.new("RGB", (40, 40)).save(path)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)

@@ -97,7 +97,7 @@ DRAWN = ["--temperature", "1", "--seed", "5"]
     (["--slots", "3"], ["--drafter", "none", "--slots", "1"], ["--drafter", "ngram", "--slots", "2"]),
     (["--slots", "1", *DRAWN], ["--slots", "3", *DRAWN]),
 ])  # fmt: skip
-def test_batches_and_drafters_do_not_change_the_words(runs, pictures, tmp_path):
+def test_captions_are_batch_invariant(runs, pictures, tmp_path):
     texts = []
     for number, options in enumerate(runs):
         out = tmp_path / f"{number}.jsonl"
@@ -106,7 +106,7 @@ def test_batches_and_drafters_do_not_change_the_words(runs, pictures, tmp_path):
     assert len(set(texts[0])) == 3 and all(text == texts[0] for text in texts)
 
 
-def test_a_missing_file_among_many_is_listed_and_the_rest_captioned(pictures, tmp_path, capsys):
+def test_caption_missing_file(pictures, tmp_path, capsys):
     files = [pictures[0], str(tmp_path / "gone.png"), pictures[1]]
     code = main(["caption", *files])
     streams = capsys.readouterr()
@@ -189,7 +189,7 @@ def test_checkpoints_with_the_wrong_tensors(damage, pictures, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_what_is_finished_is_kept_whatever_ends_the_run(error, pictures, tmp_path, capsys, monkeypatch):
+def test_interrupted_caption_keeps_records(error, pictures, tmp_path, capsys, monkeypatch):
     out, add = tmp_path / "c.jsonl", Journal.add
 
     def adding(journal, record):
@@ -260,7 +260,7 @@ def test_names_that_are_not_utf8(pictures, tmp_path, monkeypatch):
     assert os.path.exists(captions(out)[path]["image"])
 
 
-def test_the_record_says_how_captions_were_made_and_why_they_ended(pictures, tmp_path, capsys):
+def test_caption_about_record(pictures, tmp_path, capsys):
     out, gone = tmp_path / "c.jsonl", str(tmp_path / "gone.png")
     argv = ["caption", pictures[0], gone, "--out", str(out), "--drafter", "ngram"]
     argv += ["--acceptance", "typical:epsilon=0.1", "--temperature", "0.5", "--top-k", "5", "--seed", "3"]

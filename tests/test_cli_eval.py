@@ -62,7 +62,7 @@ def test_two_folders(tmp_path):
     assert kid["metric"] == "KID[random-conv]" and kid["subset_size"] == 6
 
 
-def test_a_folder_with_a_broken_file_is_measured_and_says_so(tmp_path, capsys):
+def test_eval_broken_file(tmp_path, capsys):
     a, b = pictures(tmp_path / "a", 6), pictures(tmp_path / "b", 5)
     (a / "9.png").write_bytes(b"broken")
     found = measured(tmp_path, "fid", a, b, code=1)
@@ -128,7 +128,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, clip):
     assert "--prompts: got" in refused(capsys, "clipscore", a, "--prompts", tmp_path / "half.json", "--model", clip)
 
 
-def test_a_package_that_is_not_installed_is_named_before_work_starts(tmp_path, capsys, monkeypatch):
+def test_missing_package_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
     expected = "is not installed, expected it (pip install 'visspec[eval]')"
     assert f"kid: torch_fidelity {expected}" in refused(capsys, "kid", tmp_path, tmp_path)

@@ -45,7 +45,7 @@ def ids_of(length: int, rows: int = 1) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.nightly)])
-def test_one_row_then_several_in_two_graphs_each_and_the_model_is_left_as_it_was(backend, monkeypatch):
+def test_two_graphs_per_row_count(backend, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", backend)
     model = llama(seed=11, num_hidden_layers=1)
     before = dressed(model)
@@ -83,14 +83,14 @@ def check_every_shape(name, model, among):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROMPTLY)
-def test_windows_and_several_axes_in_every_shape_without_a_late_graph(name):
+def test_no_late_graph(name):
     make, among = PROMPTLY[name]
     check_every_shape(name, make(), among)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"llama"}))
-def test_every_family_in_every_shape_without_a_late_graph(name, monkeypatch):
+def test_no_late_graph_of_any_family(name, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     check_every_shape(name, model_of(name), shapes(name))
 
@@ -106,7 +106,7 @@ def test_what_is_compiled_after_a_warm_up_is_counted_as_late(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_two_hundred_requests_of_different_length_compile_nothing_late(monkeypatch):
+def test_no_late_graph_inductor(monkeypatch):
     """With generated code, because that has guards of its own."""
     monkeypatch.setattr(compiled, "BACKEND", "inductor")
     model, chance = llama(seed=12, max_position_embeddings=4096), random.Random(0)
@@ -139,7 +139,7 @@ def test_images_with_guidance_in_two_graphs(pipe):
 
 
 @pytest.mark.slow
-def test_a_moved_model_compiles_anew_and_so_does_one_with_a_replaced_layer():
+def test_moved_or_changed_model_recompiles():
     model = llama(seed=13, num_hidden_layers=1)
     quick = visspec.accelerate(model, "ngram", compile=True, adaptive=False)
     inputs = ids_of(14)
@@ -188,7 +188,7 @@ def check_said_once(monkeypatch, backend, said, model, drafter, inputs, call, wh
 
 
 @pytest.mark.parametrize(("backend", "said"), [(broken, "no compiler here"), (wrong, "differs by")])
-def test_what_can_not_be_compiled_runs_as_it_is_which_is_said_once(monkeypatch, backend, said):
+def test_compile_failure_warns_once(monkeypatch, backend, said):
     model, tokens = (
         llama(seed=14, num_hidden_layers=1),
         lambda fast, inputs, **how: fast.run(**inputs, **how).state.tokens,
@@ -196,7 +196,7 @@ def test_what_can_not_be_compiled_runs_as_it_is_which_is_said_once(monkeypatch, 
     check_said_once(monkeypatch, backend, said, model, "ngram", ids_of(9), tokens)
 
 
-def test_a_hook_inside_the_decoder_is_called_which_compiled_it_would_not_be():
+def test_decoder_hooks_disable_compilation():
     model = llama(seed=15)
     quick, inputs, seen = visspec.accelerate(model, "ngram", compile=True, adaptive=False), ids_of(9), []
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape[1]))
@@ -206,7 +206,7 @@ def test_a_hook_inside_the_decoder_is_called_which_compiled_it_would_not_be():
     assert quick.target.passes.graphs == 0
 
 
-def test_forwards_of_an_instance_and_dynamic_rope_are_refused_in_words():
+def test_compile_refusals():
     model = llama(seed=16)
     model.model.forward = model.model.forward
     with pytest.warns(RuntimeWarning, match="compile: .*forward of the instance"):
@@ -226,7 +226,7 @@ def test_the_stock_arm_compiles_its_steps_and_no_prompt(monkeypatch):
     assert torch.equal(found, model.generate(**inputs, **GREEDY)) and len(made) == 1
 
 
-def test_a_view_shares_everything_but_the_forward_of_the_decoder():
+def test_view_shares_parameters():
     model = model_of("llava")
     decoder, called = model.get_decoder(), []
 
@@ -285,14 +285,14 @@ SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k":
 
 
 @pytest.mark.parametrize(("options", "levels"), OF_DRAFTS)
-def test_the_function_that_is_compiled_drafts_what_the_drafter_drafts(options, levels, monkeypatch):
+def test_compiled_levels_equal_eager(options, levels, monkeypatch):
     if "table" in options:  # as for a large vocabulary
         monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
     check_levels(model, features(model, **{k: v for k, v in options.items() if k != "table"}), levels)
 
 
-def test_the_next_call_goes_on_where_the_first_levels_ended(monkeypatch):
+def test_two_level_calls_equal_one(monkeypatch):
     model, calls = model_of("llava"), []
     quick = visspec.accelerate(model, features(model), adaptive=False, levels=8, compile=True)
     chains, quick.target.passes = quick.drafter.passes, None
@@ -324,7 +324,7 @@ PUBLISHED = [  # forms of published heads
 
 
 @pytest.mark.parametrize("options", PUBLISHED)
-def test_levels_of_published_heads_draft_what_the_drafter_drafts(options):
+def test_compiled_levels_of_published_heads(options):
     model = model_of("llava")
     check_levels(model, EagleDrafter.for_model(model, seed=3, **options), levels=6)
 
@@ -334,17 +334,13 @@ def published(number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "backend", "levels"),
-    [
-        (features, "eager", 2),
-        pytest.param(features, "aot_eager", None, marks=pytest.mark.nightly),
-        pytest.param(published(2), "eager", 4, marks=pytest.mark.nightly),
-        pytest.param(published(2), "aot_eager", 8, marks=pytest.mark.nightly),
-        pytest.param(published(5), "aot_eager", 8, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_drafter_drafts_the_same_through_graphs(make, backend, levels, monkeypatch):
+@pytest.mark.parametrize(("make", "backend", "levels"), [
+    (features, "eager", 2), pytest.param(features, "aot_eager", None, marks=pytest.mark.nightly),
+    pytest.param(published(2), "eager", 4, marks=pytest.mark.nightly),
+    pytest.param(published(2), "aot_eager", 8, marks=pytest.mark.nightly),
+    pytest.param(published(5), "aot_eager", 8, marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_compiled_drafter_equals_eager(make, backend, levels, monkeypatch):
     """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more. With
     the target's own graphs where the levels are the drafter's own.
     """
@@ -374,7 +370,7 @@ def test_heads_of_several_tokens_a_pass_are_not_compiled():
     assert drafter.passes is None and drafter.recorder is None
 
 
-def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
+def test_sampled_drafts_and_trees_are_not_compiled():
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
     wide = EagleDrafter(features(model).head, model, width=2)
@@ -386,7 +382,7 @@ def test_drafts_that_are_not_maxima_and_trees_are_drafted_as_ever():
         assert passes is None or passes.graphs == 0
 
 
-def test_a_drafter_that_can_not_be_compiled_drafts_as_it_is_which_is_said_once(monkeypatch):
+def test_drafter_compile_failure_warns_once(monkeypatch):
     model = model_of("llava")
     inputs, said = prompt("llava", shapes("llava")["one"]), "EagleDrafter with drafts that fail"
     check_said_once(monkeypatch, broken, said, model, features(model), inputs, drafted, whole=False)
@@ -414,7 +410,7 @@ def test_a_small_model_is_compiled_too(run):
     assert [(p.graphs, p.late) for p in quick.setup.passes] == [(2, 0), (2, 0)]
 
 
-def test_modules_that_change_are_not_those_that_graphs_were_made_of():
+def test_form_changes_with_modules():
     model = llama(seed=23)
     decoder = model.model
     seen = [compiled.form(decoder)]

@@ -101,7 +101,7 @@ def test_agreement_of_sources_raises_a_probability():
     assert reach[1] > reach[0]
 
 
-def test_rates_are_learned_from_proposals_that_were_not_drafted():
+def test_rates_learn_from_undrafted_proposals():
     one = row(TEXT, {3: [7]})
     rates = one.rates
     one.grow(nodes=1, depth=1)
@@ -164,7 +164,7 @@ def test_text_is_that_of_plain_decoding(options):
         assert torch.equal(fast.generate(**inputs, **options, max_new_tokens=24), plain)
 
 
-def test_tokens_of_a_seed_do_not_depend_on_earlier_requests_under_rejection():
+def test_rejection_ignores_earlier_requests():
     inputs = prompt("llama", shapes("llama")["ragged"])
     options = {"do_sample": True, "temperature": 1.0, "seed": 3, "max_new_tokens": 24}
     fast = visspec.accelerate(model_of("llama"), ContextDrafter(), acceptance="rejection", adaptive=False)
@@ -180,7 +180,7 @@ def test_sizes_below_one_are_refused(options):
 # --- the cost of a pass -----------------------------------------------------------------------------------------------
 
 
-def test_a_size_that_was_not_measured_lies_between_its_neighbours():
+def test_cost_interpolation():
     costs = CostTable()
     for size, seconds in ((1, 1.0), (4, 1.6), (8, 1.4)):
         costs.add(size, seconds)

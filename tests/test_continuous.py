@@ -113,7 +113,7 @@ def test_reflection_is_a_maximal_coupling(size):
 
 @pytest.mark.parametrize("size", [1, 2, 16])
 @pytest.mark.parametrize("K", [1, 2, 8])
-def test_bounded_coupling_is_exact_for_every_number_of_candidates(size, K):
+def test_candidate_coupling_is_exact(size, K):
     g = torch.Generator().manual_seed(1)
     count = 100_000
     log_q, log_p = torch.full((size,), 0.1), torch.linspace(-0.2, 0.1, size)
@@ -305,15 +305,10 @@ def test_the_published_ratio_is_exact_without_its_product():
     assert not failing(whitened) and float(state.meters["drift"].abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "rule, p, q, weight",
-    [
-        (Surrogate(), (0.0, 1.0), (0.5, 1.0), 0.7),
-        (Surrogate(), (0.0, 1.0), (0.5, 1.3), 1.3),
-        (Surrogate(2), (0.0, 1.0), (1.0, 1.0), 1.5),
-        (Surrogate(1), (0.0, 1.0), (0.7, 1.2), 1.0),
-    ],
-)
+@pytest.mark.parametrize("rule, p, q, weight", [
+    (Surrogate(), (0.0, 1.0), (0.5, 1.0), 0.7), (Surrogate(), (0.0, 1.0), (0.5, 1.3), 1.3),
+    (Surrogate(2), (0.0, 1.0), (1.0, 1.0), 1.5), (Surrogate(1), (0.0, 1.0), (0.7, 1.2), 1.0),
+])  # fmt: skip
 def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
     """One number, two steps of laws that no point changes: TV by a histogram of the output, less its own noise."""
     count, bins = 60_000, 30
@@ -444,7 +439,7 @@ def test_a_forecast_is_its_steps_one_by_one():
     assert bool((ahead.of_x[frozen] == 0).all()) and bool((ahead.of_mean[frozen] == 1).all())
 
 
-def test_what_is_foretold_depends_on_points_of_the_way_alone():
+def test_forecast_reads_the_path_alone():
     """Later ones were made of random numbers that the next pass uses again."""
     steps = schedule(40).steps
     numbers = torch.Generator().manual_seed(0)
@@ -474,7 +469,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-def test_a_pass_reads_no_more_of_the_forecast_than_its_window():
+def test_forecast_gathers_one_window():
     """The coefficients of a whole window are 32 x 32 numbers a chain."""
     count, steps, width = 40, schedule(60).steps, 2
     denoise.forecast(steps)

@@ -220,7 +220,7 @@ def test_published_sizes_of_mar(size, millions, head, tensors):
     assert inferred == mar.MARConfig(**vars(mar.SIZES[size]) | {"hidden": 4 * inferred.width})
 
 
-def test_a_published_training_checkpoint_is_converted_and_loads(published, tmp_path):
+def test_mar_ema_checkpoint(published, tmp_path):
     other = {name: tensor + 1 for name, tensor in published.items()}
     content = {"model": other, "model_ema": published, "optimizer": {"state": {}}, "epoch": 400}
     torch.save(content, tmp_path / "checkpoint-last.pth")
@@ -306,7 +306,7 @@ def test_kl_autoencoders_load_as_published(tmp_path, quantised):
     torch.testing.assert_close(model.encode(pixels).latent_dist.parameters, wanted, rtol=1e-4, atol=2e-5)
 
 
-def test_names_of_kl_autoencoders_become_those_of_diffusers_own_converter(tmp_path):
+def test_kl_names_match_diffusers(tmp_path):
     tensors = filled(kl_names(*TINY_KL), 0.1)
     save_file(tensors, tmp_path / "kl.safetensors")
     model = layouts_mar.load_mar_vae(tmp_path / "kl.safetensors")
@@ -432,7 +432,7 @@ def test_the_image_tokenizer_of_nextstep(tmp_path):
 
 @pytest.mark.parametrize("shift", [1.0, 3.2])
 @pytest.mark.parametrize("count", [2, 20, 50])
-def test_steps_of_flows_are_those_of_the_published_samplers(count, shift):
+def test_flow_schedules(count, shift):
     torch.manual_seed(0)
     x, v = torch.randn(2, 7, dtype=torch.float64)
 

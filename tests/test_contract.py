@@ -105,14 +105,11 @@ def test_windows_inside_a_draft(name):
 
 
 DRAFTERS = {
-    "none": lambda answers: None,
-    "ngram": lambda answers: "ngram",
-    "oracle": Oracle,
+    "none": lambda answers: None, "ngram": lambda answers: "ngram", "oracle": Oracle,
     "tree": lambda answers: TreeOracle(answers, wrong=0.4),
-    "tree_per_row": lambda answers: TreeOracle(answers, wrong=0.4, per_row=True),
-    "grown": Grower,
+    "tree_per_row": lambda answers: TreeOracle(answers, wrong=0.4, per_row=True), "grown": Grower,
     "hostile": lambda answers: Hostile(),
-}
+}  # fmt: skip
 
 
 @each_case

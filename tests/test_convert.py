@@ -94,13 +94,11 @@ def nextstep(home, name: str = "latent_patch_size"):
 CASES = {
     "llamagen": (texts, "a red cube", {"top_k": 0}),
     "llamagen of classes": (lambda home: llamagen(home, False), "7", {}),
-    "randar": (lambda home: llamagen(home, False, queries=True), "7", {}),
-    "var": (var, "3", {}),
-    "mar": (mar, "2", {"guidance_scale": 1.0}),
-    "infinity": (infinity, "a red cube", {}),
+    "randar": (lambda home: llamagen(home, False, queries=True), "7", {}), "var": (var, "3", {}),
+    "mar": (mar, "2", {"guidance_scale": 1.0}), "infinity": (infinity, "a red cube", {}),
     "nextstep": (nextstep, "a red cube", {"height": 16, "width": 16}),
     "nextstep 1.1": (lambda home: nextstep(home, "patch_size"), "a red cube", {"height": 16, "width": 16}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

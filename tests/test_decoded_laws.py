@@ -22,16 +22,12 @@ from visspec.models.jacobi.drafter import Jacobi, Window
 V, SHORT, LONG = 3, 6, 24
 SHARP, FLAT, OTHER = Table(V, 0), Table(V, 0, 0.3), Table(V, 7, 1.0)
 DRAFTERS = {
-    "propose": lambda: TableDrafter(OTHER),
-    "static tree": lambda: TableTree(OTHER, (2, 3)),
-    "wide tree": lambda: TableTree(OTHER, (3, 1, 1)),
-    "maximal": lambda: Jacobi(4, "maximal"),
-    "maximal, random start": lambda: Jacobi(4, "maximal", "random"),
-    "independent": lambda: Jacobi(4, "independent"),
-    "independent, random start": lambda: Jacobi(4, "independent", "random"),
-    "gumbel": lambda: Jacobi(4, "gumbel"),
+    "propose": lambda: TableDrafter(OTHER), "static tree": lambda: TableTree(OTHER, (2, 3)),
+    "wide tree": lambda: TableTree(OTHER, (3, 1, 1)), "maximal": lambda: Jacobi(4, "maximal"),
+    "maximal, random start": lambda: Jacobi(4, "maximal", "random"), "independent": lambda: Jacobi(4, "independent"),
+    "independent, random start": lambda: Jacobi(4, "independent", "random"), "gumbel": lambda: Jacobi(4, "gumbel"),
     "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"),
-}
+}  # fmt: skip
 each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 
 

@@ -80,7 +80,7 @@ def test_a_pass_over_a_batch_is_that_of_every_row(name, shifted):
 
 
 @torch.inference_mode()
-def test_a_pass_of_our_own_network_has_the_targets_embedding_and_head():
+def test_own_network_uses_target_embedding():
     drafter, model = trained(), model_of("llava")
     texts, own = [[5, 9, 11], [4]], drafter.head.model
     logits = drafter.denoised(texts, None, 2)

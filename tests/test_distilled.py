@@ -71,7 +71,7 @@ def enumerated(used, keep=False, places=3, kinds=4):
     return distribution
 
 
-def test_the_output_is_a_function_of_the_noise_alone_enumerated():
+def test_law_enumerated_over_noise():
     plain = enumerated(None)
     assert plain.sum() == pytest.approx(1) and int((plain > 0).sum()) > 10
     for refine in (1, 6):
@@ -80,7 +80,7 @@ def test_the_output_is_a_function_of_the_noise_alone_enumerated():
 
 
 @pytest.mark.parametrize("refine", [2, 6])
-def test_drafts_are_of_the_reported_laws_and_rejection_keeps_that_of_the_target(refine):
+def test_reported_laws_and_rejection(refine):
     found = proposed(drafter(refine=refine), ImageAR(family(), features=True), 0.1)
     check_reported(*found)
     check_rejection(*found, seed=0)
@@ -119,7 +119,7 @@ def drafted(refine, depth=5, code=5):
     return used.propose(state, depth).value[0, 1:].tolist(), table.calls
 
 
-def test_passes_over_guesses_end_where_one_place_after_another_does():
+def test_refinement_passes():
     """Every pass makes one more place right, and the last repeats what it was given."""
     right, code = [], 5
     for element in range(5):
@@ -175,7 +175,7 @@ def test_rows_that_have_come_less_far_see_less():
 
 
 @torch.inference_mode()
-def test_rows_leave_with_their_memory_and_their_numbers_and_no_more_is_drafted_than_is_left():
+def test_select_and_budget():
     ids, attention = prompts(3)
     used, made = drafter(), request(ids, attention)
     state, scores = open_request(ImageAR(family(), features=False), Rejection(), made)
@@ -203,7 +203,7 @@ def test_rows_leave_with_their_memory_and_their_numbers_and_no_more_is_drafted_t
 
 
 @torch.inference_mode()
-def test_a_draft_that_has_settled_is_what_the_network_says_behind_itself():
+def test_settled_draft_is_a_fixed_point():
     """Drafts, and laws for rules that judge draws, are those of the network over the draft itself, in one pass."""
     ids, attention = prompts(3)
     used = drafter(refine=9)
@@ -279,7 +279,7 @@ SHIPPED = registry.CHECKPOINTS / "painter-distilled" / "config.json"
 
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
-def test_the_shipped_drafter_draws_what_its_painter_does_in_few_passes():
+def test_included_drafter():
     pipe = ImagePipeline.from_pretrained("painter")
     texts = ["a photo of three stars", "a photo of a red cross and a blue ring"]
     plain = pipe(texts, seed=5, drafter="none", output_type="latent")

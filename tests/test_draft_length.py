@@ -94,7 +94,7 @@ def test_without_the_account_the_bound_is_missed():
     assert decoded(rate, *costs, length_policy=Stubborn(LEVELS, share=1e9))[0] > 1.03
 
 
-def test_a_price_of_plain_passes_that_is_only_extrapolated_misses_it_too(monkeypatch):
+def test_extrapolated_plain_price_misses_the_bound(monkeypatch):
     """The other: the second node costs a pass, and no line through drafts of several levels shows it."""
     turning, costs = (lambda n: 0.9 if n % 60 < 30 else 0.0), COSTS["a second node costs a pass"]
     assert decoded(turning, *costs)[0] <= 1.03
@@ -151,7 +151,7 @@ def test_what_begins_to_pay_later_is_found():
     assert seconds < 0.5
 
 
-def test_plain_passes_are_measured_now_and_then_and_not_often():
+def test_plain_passes_are_measured_rarely():
     """A drafter that always pays: the price of a plain pass is known from plain passes, one round in a hundred."""
     length_policy = AdaptiveLength(LEVELS)
     _, drafted, rounds = decoded(
@@ -330,7 +330,7 @@ def test_an_overdrawn_account_is_paid_by_plain_passes():
     assert length_policy.depth(state) > 0 and not costs.doubted, "a draft was accepted"
 
 
-def test_a_machine_that_stood_still_once_does_not_end_drafting():
+def test_stall_does_not_end_drafting():
     """A hundred passes' time in one round, as soon as rounds count: drafting is back after one longest rest."""
     length_policy, _, state = overdrawn(100.0)
     asked = [length_policy.depth(state)]
@@ -342,7 +342,7 @@ def test_a_machine_that_stood_still_once_does_not_end_drafting():
 
 @pytest.mark.parametrize("stage", ["verify", "draft"])
 @pytest.mark.parametrize("late", range(9))
-def test_nor_does_one_that_stood_still_in_an_early_round(stage, late):
+def test_early_stall_does_not_end_drafting(stage, late):
     """Sixty passes' time in one of the first rounds, before it is known what a round takes."""
     count = 0
 

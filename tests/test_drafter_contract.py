@@ -91,7 +91,7 @@ FORMS = {  # of drafters of text: (family, prompts, drafter)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_drafter_leaves_the_text_as_it_is(name):
+def test_text_equals_plain_decoding(name):
     family, rows, make = FORMS[name]
     quick = check_drafter(make(), model_of(family), prompt(family, shapes(family)[rows]), levels=4)
     if "context" in name or "recycling" in name:
@@ -106,7 +106,7 @@ IMAGE_FORMS += ["image-eagle:window=6", "image-eagle:window=5,levels=1"]
 @pytest.mark.filterwarnings("ignore:guidance")
 @pytest.mark.parametrize("name", IMAGE_FORMS)
 @pytest.mark.parametrize("temperature, guidance", [(0.0, 3.0), (1.0, 3.0), (1.0, 1.0)])
-def test_a_drafter_leaves_the_image_as_it_is(name, temperature, guidance):
+def test_image_equals_plain_decoding(name, temperature, guidance):
     expected, _ = drawn(janus_pair(None, registry.rule("exact")), ROWS, 0, temperature, guidance)
     setup = janus_pair(sharp(tiny_drafter(name)), registry.rule("exact"))
     found, state = drawn(setup, ROWS, 0, temperature, guidance)
@@ -118,14 +118,14 @@ DRAWING = ["distilled", "image-eagle", "image-eagle:tree=static,shape=3-4-2", "i
 
 
 @pytest.mark.parametrize("name", DRAWING)
-def test_a_drawn_draft_of_a_row_does_not_depend_on_its_batch(name):
+def test_rejection_is_batch_invariant(name):
     setup = janus_pair(sharp(tiny_drafter(name)), registry.rule("rejection"))
     together, _ = drawn(setup, ROWS, seed=4)
     assert [drawn(setup, [row], seed=4)[0][0] for row in ROWS] == together
 
 
 @pytest.mark.parametrize("name", ["distilled", "image-eagle"])
-def test_another_guidance_is_warned_of_once_and_another_grid_ends_drafting(name):
+def test_other_guidance_or_grid_warns(name):
     setup = janus_pair(tiny_drafter(name), registry.rule("exact"))
     with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter was trained with 3.0") as caught:
         for _ in range(2):
@@ -293,7 +293,7 @@ def test_every_drafter_is_run():
 
 @pytest.mark.parametrize("name", sorted(BATCHES))
 @torch.inference_mode()
-def test_what_is_drafted_for_a_row_in_a_batch_is_what_is_drafted_for_it_alone(name):
+def test_drafts_are_batch_invariant(name):
     """Behind rows that have left and been joined, exact rules hide other rows' keys and laws: only drafts show them."""
     setup, asked = BATCHES[name]()
     decoded = setup.target, setup.drafter, setup.rule, setup.length_policy

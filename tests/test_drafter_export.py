@@ -65,7 +65,7 @@ def test_the_shell_exports_what_was_trained(data, capsys):
         assert said in capsys.readouterr().err
 
 
-def test_a_drafter_without_a_form_is_refused_before_training_and_after(data, monkeypatch):
+def test_export_without_a_form_is_refused(data, monkeypatch):
     out = train(data, "own")
     with one_sentence("form: got a drafter with fusion sum for 'eagle3', expected split"):
         drafter_export.export(out, "eagle3", data.parent / "x")

@@ -57,7 +57,7 @@ def data(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_a_preset_trains_saves_loads_and_is_exact(data, tmp_path, name):
+def test_preset_trains_and_is_exact(data, tmp_path, name):
     more = {"draft_vocab": 40, "head_rank": 5} if name == "eagle3" else {}
     found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
@@ -169,7 +169,7 @@ def test_a_rollout_is_what_drafting_says(name, preset):
             feature = drafter.layer.step(memory, token, feature, bias, turn, level)
 
 
-def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_path):
+def test_training_draws_depend_on_seed_and_step(tmp_path):
     """SpecVLM's gate: the same weights, whatever else drew from torch's generator."""
     model, ends = model_of("llava"), []
     for n in range(2):
@@ -196,7 +196,7 @@ def test_what_a_network_draws_in_training_is_a_function_of_seed_and_step(tmp_pat
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("head", [{"markov": 5}, {"selector": 4, "candidates": 6}], ids=lambda head: next(iter(head)))
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl", "llama"])
-def test_blocks_of_a_lesson_are_those_that_drafting_fills(name, head, first, monkeypatch):
+def test_block_rollout_equals_drafting(name, head, first, monkeypatch):
     """Each tile of an answer is the pass of a drafter that has read the target's states up to its anchor."""
     model, rows = model_of(name), ["9", "11"] if name == "llama" else ["4 i 5", "6 i 3 i 2"]
     drafter = BlockDrafter.for_model(model, layers=2, block=4, **head)
@@ -268,16 +268,11 @@ def test_a_head_adds_what_the_token_above_says(kind, width):
             assert (distribution > distribution[draft.value[b, node]]).sum() < width
 
 
-@pytest.mark.parametrize(
-    ("form", "more"),
-    [
-        ("dflash", {}),
-        ("dflash2", {"selector": 5}),
-        ("dspark", {"markov": 0, "confidence": True}),
-        ("dspark", {"markov": 5, "confidence": True}),
-    ],
-)
-def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp_path, form, more):
+@pytest.mark.parametrize(("form", "more"), [
+    ("dflash", {}), ("dflash2", {"selector": 5}), ("dspark", {"markov": 0, "confidence": True}),
+    ("dspark", {"markov": 5, "confidence": True}),
+])  # fmt: skip
+def test_block_drafter_export(tmp_path, form, more):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     drafter = BlockDrafter.for_model(model, layers=2, block=4, **more)
     drafter.export(tmp_path / "out", form, "somewhere/target")
@@ -296,7 +291,7 @@ def test_a_block_drafter_is_written_for_others_and_refuses_what_does_not_fit(tmp
         BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")
 
 
-def test_the_loss_of_a_small_vocabulary_is_of_its_ids_where_the_target_chooses_one():
+def test_small_vocabulary_loss():
     model = model_of("llava")
     drafter = EagleDrafter.for_model(model, **of_preset("eagle3", model, {"draft_vocab": 30})[0])
     drafter.keep(torch.arange(10, 40))

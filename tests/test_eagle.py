@@ -51,7 +51,7 @@ def flat(memory):
 
 @torch.inference_mode()
 @pytest.mark.parametrize(("name", "shape", "latents"), [*CASES, ("llava", "one", 1), ("qwen2_5_vl", "several", 1)])
-def test_state_after_ragged_rounds_equals_a_fresh_start_on_the_whole_prefix(name, shape, latents):
+def test_memory_after_ragged_rounds(name, shape, latents):
     drafter = make(name, latents)
     model, inputs = model_of(name), prompt(name, shapes(name)[shape])
     answer = model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -88,7 +88,7 @@ def whole_prefix(drafter, model, inputs, state):
     return fresh.memory, drafter._catch_up(fresh.memory, 1)
 
 
-def test_images_reach_the_draft_of_a_drafter_with_latents_alone():
+def test_image_latents_reach_drafts():
     model, rows = model_of("llava"), shapes("llava")["several"]
     features = []
     for seed in (0, 1):
@@ -210,7 +210,7 @@ def test_a_memory_with_room_stays_where_it_is():
 
 
 @torch.inference_mode()
-def test_laws_are_those_of_float32_whatever_the_type_of_the_weights():
+def test_laws_in_float64():
     found = []
     for dtype in (torch.float32, torch.float64):
         model = copy.deepcopy(model_of("llama")).to(dtype)
@@ -264,7 +264,7 @@ def test_half_precision_targets_are_drafted_for():
             assert fast.last_stats.faults == 0
 
 
-def test_a_drafter_that_rests_reads_everything_when_it_wakes():
+def test_resting_drafter_catches_up():
     """Rounds without drafting leave elements to read; ragged ones are packed row by row."""
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     drafter = make("llava")
@@ -285,7 +285,7 @@ def test_a_drafter_that_rests_reads_everything_when_it_wakes():
         torch.testing.assert_close(first, expected, rtol=2e-4, atol=2e-5)
 
 
-def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captioner):
+def test_included_drafter(captioner):
     model, processor = captioner
     fast = visspec.accelerate(model, "vispec")
     assert fast.name == "vispec" and fast.length_policy.levels == fast.drafter.traits.levels
@@ -297,7 +297,7 @@ def test_the_shipped_drafter_captions_with_the_same_words_in_few_rounds(captione
         visspec.accelerate(model, "vispec:colour=1")
 
 
-def test_the_shipped_drafter_is_refused_for_another_architecture(captioner):
+def test_included_drafter_refuses_other_models(captioner):
     other = copy.deepcopy(captioner[0].config)
     other.vision_config.patch_size = 12
     model = copy.copy(captioner[0])

@@ -70,7 +70,7 @@ def make(name, form, seed=1, width=1, **more):
     [(name, form) for name in ("llava", "qwen2_5_vl") for form in FORMS]
     + [("llama", form) for form in ("eagle", "eagle3", "flash", "dream")],
 )
-def test_drafts_are_those_of_the_published_description(name, form):
+def test_drafts_equal_published_forms(name, form):
     drafter, model = make(name, form), model_of(name)
     rows = shapes(name)["ragged"]
     inputs = prompt(name, rows)
@@ -208,7 +208,7 @@ def test_branches_of_a_gate(branch):
         torch.testing.assert_close(got, want[branch])
 
 
-def test_a_gate_draws_in_training_and_is_taught_by_what_it_drew():
+def test_gate_in_training():
     network, x, real = SpecVLMBranches(make("llava", "specvlm").config), torch.randn(1, 6, 32), torch.ones(1, 6).bool()
     question = torch.randn(1, 32)
     with torch.no_grad():

@@ -115,12 +115,9 @@ def check(model, inputs, expected, options, faults):
 
 
 ERRORS = {
-    "error": RuntimeError("broken"),
-    "memory": torch.OutOfMemoryError("CUDA out of memory"),
-    "host memory": MemoryError(),
-    "key": KeyError("x"),
-    "assertion": AssertionError(),
-}
+    "error": RuntimeError("broken"), "memory": torch.OutOfMemoryError("CUDA out of memory"),
+    "host memory": MemoryError(), "key": KeyError("x"), "assertion": AssertionError(),
+}  # fmt: skip
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 
 
@@ -146,20 +143,13 @@ def test_drafter_raises(stage, error, shape):
 
 
 BAD_DRAFTS = {
-    "nothing": lambda d, s: None,
-    "a tensor": lambda d, s: d.value,
-    "too deep": longer,
-    "too wide": wide,
-    "rows missing": lambda d, s: drafted(d.value[:-1], d.tree),
-    "nodes missing": raw(lambda d: d.value[:, :-1]),
-    "one dimension": raw(lambda d: d.value[0]),
-    "float ids": raw(lambda d: d.value.float()),
-    "int32 ids": raw(lambda d: d.value.int()),
-    "bool ids": raw(lambda d: d.value.bool()),
-    "no tokens": raw(lambda d: d.value[:, :0]),
-    "no tree": lambda d, s: drafted(d.value, None),
+    "nothing": lambda d, s: None, "a tensor": lambda d, s: d.value, "too deep": longer, "too wide": wide,
+    "rows missing": lambda d, s: drafted(d.value[:-1], d.tree), "nodes missing": raw(lambda d: d.value[:, :-1]),
+    "one dimension": raw(lambda d: d.value[0]), "float ids": raw(lambda d: d.value.float()),
+    "int32 ids": raw(lambda d: d.value.int()), "bool ids": raw(lambda d: d.value.bool()),
+    "no tokens": raw(lambda d: d.value[:, :0]), "no tree": lambda d, s: drafted(d.value, None),
     "tree of other rows": lambda d, s: drafted(d.value, trees.from_parents(d.tree.parent.expand(5, -1), d.levels)),
-}
+}  # fmt: skip
 IMPOSSIBLE_TREES = {  # built by a wrong call or by hand
     "understated levels": with_tree(lambda t: trees.Tree(t.parent, t.depth, t.ancestor, 1, False)),
     "false depth": with_tree(lambda t: trees.Tree(t.parent, t.depth * 0, t.ancestor, t.levels, False)),
@@ -389,7 +379,7 @@ def test_every_id_can_be_banned(banned):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_chains_that_the_library_did_not_make_are_judged_as_they_are(rows):
+def test_hand_made_chains(rows):
     class ByHand(TableDrafter):
         def propose(self, state, depth):
             draft = super().propose(state, depth)
@@ -403,7 +393,7 @@ def test_chains_that_the_library_did_not_make_are_judged_as_they_are(rows):
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "context", "recycling"])
-def test_ids_of_the_prompt_that_a_pruned_head_lacks_are_no_faults(drafter):
+def test_pruned_head(drafter):
     """The head has fewer rows than the embedding, as that of Apertus 1.5."""
     model = llama(seed=7)
     head = torch.nn.Linear(model.config.hidden_size, 40, bias=False)

@@ -54,7 +54,7 @@ def test_what_is_no_file_is_written_to_and_a_link_stays_one(tmp_path):
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "x"
 
 
-def test_loops_of_links_and_settings_that_are_none_are_sentences(tmp_path):
+def test_link_loops_and_bad_settings(tmp_path):
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     for path, folder in ((loop, False), (loop, True), (loop / "x.json", False)):

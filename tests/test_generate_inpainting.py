@@ -72,7 +72,7 @@ def test_bad_files_are_refused_before_a_model_is_loaded(options, said, files, tm
     assert not (tmp_path / "out").exists()
 
 
-def test_other_sizes_and_other_models_are_refused_before_a_pass(folder, files, tmp_path, capsys, monkeypatch):
+def test_inpainting_refusals(folder, files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("visspec.api.images.ImagePipeline._batch", lambda *a, **k: pytest.fail("work began"))
     size = f"{PIXELS} x {PIXELS}"
     for model, image, mask, said in (

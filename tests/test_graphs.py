@@ -54,14 +54,11 @@ def greedy(model, name, shape, **options):
 
 
 DRAFTERS = {
-    "none": lambda answers: None,
-    "ngram": lambda answers: "ngram",
-    "chain": lambda answers: Oracle(answers),
+    "none": lambda answers: None, "ngram": lambda answers: "ngram", "chain": lambda answers: Oracle(answers),
     "tree": lambda answers: TreeOracle(answers, wrong=0.3),
     "tree a row": lambda answers: TreeOracle(answers, wrong=0.3, per_row=True),
-    "grown": lambda answers: Grower(answers, seed=1),
-    "hostile": lambda answers: Hostile(),
-}
+    "grown": lambda answers: Grower(answers, seed=1), "hostile": lambda answers: Hostile(),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("error")
@@ -78,7 +75,7 @@ def test_greedy_tokens(kind, standin):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("shape", ["one", "ragged"])
 @pytest.mark.parametrize("kind", ["none", "chain", "tree a row"])
-def test_recordings_tell_attention_the_tree_where_passes_do(kind, shape, standin, monkeypatch):
+def test_tree_attention_in_recordings(kind, shape, standin, monkeypatch):
     """On a GPU, in 16 bits: no mask over the slots of the stores. Padding before prompts is told by first slots."""
     told, plain, answers = [], kernels.tree_attention, stock("llama", shape)
     monkeypatch.setattr(ragged, "of_device", lambda device, dtype: (ragged.TREE, ""))
@@ -223,7 +220,7 @@ def test_rows_join_later(learned, standin):
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_request_outgrows_its_bucket_and_the_next_one_finds_the_recordings(standin, monkeypatch):
+def test_buckets(standin, monkeypatch):
     model = llama(seed=7)
     inputs = {"input_ids": torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))}
     asked = {**inputs, "max_new_tokens": 90, "do_sample": False}
@@ -317,7 +314,7 @@ def test_capacities_and_buckets():
     assert buffer_pool.buckets(None)[-1] == buffer_pool.buckets(1 << 20)[-1] == buffer_pool.LARGEST
 
 
-def test_a_short_request_records_nothing_and_uses_what_there_is(standin, monkeypatch):
+def test_short_requests(standin, monkeypatch):
     monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 8)
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
@@ -410,7 +407,7 @@ def test_drafts_that_are_not_recorded(standin):
 
 
 @pytest.mark.parametrize("last", [1, 2])
-def test_drafts_that_fail_when_recorded_are_drafted_as_ever(last, monkeypatch):
+def test_draft_capture_failure(last, monkeypatch):
     monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
     recording(monkeypatch)
     model = model_of("llava")
@@ -575,7 +572,7 @@ def test_a_hook_is_called(where, standin):
         assert not said and quick.target.recorder.graphs
 
 
-def test_other_weights_are_recorded_anew_and_modes_run_eager(standin):
+def test_changed_weights_and_modes(standin):
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     with torch.autocast("cpu", torch.bfloat16):
@@ -628,7 +625,7 @@ def test_models_that_are_not_recorded(what, standin):
     (False, "graphs: got a model on cpu, expected one on a CUDA device; it runs eager"),
     (True, "graphs: got True beside compile=True, expected one of them; passes are compiled"),
 ])  # fmt: skip
-def test_nothing_is_recorded_on_a_cpu_or_beside_compiled_passes(compiling, why, request):
+def test_no_graphs_on_cpu_or_compiled(compiling, why, request):
     if compiling:
         request.getfixturevalue("standin")
     model = llama(seed=9)

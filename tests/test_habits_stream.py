@@ -22,7 +22,7 @@ def expected(fast, processor, image) -> str:
     return processor.tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_the_pipeline_of_images_and_texts_takes_an_accelerated_model(loaded):
+def test_transformers_pipeline(loaded):
     fast, processor, images = loaded
     pipe = tf.pipeline("image-text-to-text", model=fast, processor=processor)
     options = {"max_new_tokens": NEW, "do_sample": False}

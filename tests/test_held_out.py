@@ -90,7 +90,7 @@ def test_prompts_are_fixed_and_painted():
     ("captioner-emoji", "captions", "emoji"), ("painter", "prompts", "shapes"), ("painter-emoji", "prompts", "emoji"),
     ("painter-any-order", "prompts", "animals"), ("painter-var", "prompts", "animals"),
 ])  # fmt: skip
-def test_scenes_are_those_of_the_world_whose_words_a_model_knows(model, use, world):
+def test_world_of_a_model(model, use, world):
     if not included.present(model):
         pytest.skip("weights not in this tree")
     folder = included.folder(model)
@@ -102,7 +102,7 @@ def test_scenes_are_those_of_the_world_whose_words_a_model_knows(model, use, wor
     assert included.scenes(None, words, use) is included.scenes(world)
 
 
-def test_other_models_get_the_first_world_and_other_names_are_refused():
+def test_default_world():
     words = SimpleNamespace(get_vocab=lambda: {"a": 0, "photo": 1})
     assert (
         included.scenes(None, words).name
@@ -151,7 +151,7 @@ def test_the_demo_shows_captions_that_are_right(world):
         assert words(made.text) == scenes.rows[int(made.path)]["caption"].split()
 
 
-def test_the_snippet_of_the_readme_gives_a_caption_that_is_right():
+def test_readme_snippet():
     snippet = (Path(__file__).parents[1] / "README.md").read_text().split("## Captions")[1].split("```")[1]
     names: dict = {}
     exec(snippet.removeprefix("python\n"), names)
@@ -160,7 +160,7 @@ def test_the_snippet_of_the_readme_gives_a_caption_that_is_right():
     assert words(text) == included.scenes("shapes").rows[0]["caption"].split()
 
 
-def test_the_captioner_warns_of_pictures_of_the_included_painter(tmp_path):
+def test_foreign_pictures(tmp_path):
     """They look like its world, and it describes things that are not there."""
     pipe, scenes = ImagePipeline.from_pretrained("painter"), included.scenes("shapes")
     prompts = ["three stars", "a red ring", "a cross left of a ring", "four circles", "a blue square", "a bar"]

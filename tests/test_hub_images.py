@@ -99,7 +99,7 @@ def test_pickles_name_the_command_that_converts_them(tmp_path, capsys):
         assert main(["generate", "a cat", "--model", str(where)]) == 2 and "visspec convert" in capsys.readouterr().err
 
 
-def test_a_type_that_transformers_lacks_is_said_without_its_advice(tmp_path):
+def test_unknown_model_type(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "blobby"}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     with one_sentence("model: .* is of the type 'blobby', which transformers .* does not know. A newer one may"):

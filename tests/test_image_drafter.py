@@ -24,16 +24,12 @@ from visspec.train.capture import capture
 from visspec.types import Request, Sampling
 
 SHAPES = {
-    "chain": {},
-    "dynamic": {"tree": "dynamic", "width": 3, "nodes": 9},
-    "static": {"tree": "static", "shape": "3-4-2"},
-}
+    "chain": {}, "dynamic": {"tree": "dynamic", "width": 3, "nodes": 9}, "static": {"tree": "static", "shape": "3-4-2"},
+}  # fmt: skip
 V = 3  # codes that the drafter of the law tests knows
 LAWS = {
-    "chain": {"levels": 2},
-    "static": {"tree": "static", "shape": "2-2"},
-    "wide": {"tree": "static", "shape": "3-1"},
-}
+    "chain": {"levels": 2}, "static": {"tree": "static", "shape": "2-2"}, "wide": {"tree": "static", "shape": "3-1"},
+}  # fmt: skip
 
 
 def family():
@@ -145,7 +141,7 @@ def check_rejection(tokens, parent, q, seed, levels=2):
 
 
 @pytest.mark.parametrize("kind", LAWS)
-def test_drafts_are_of_the_reported_laws_and_rejection_keeps_that_of_the_target(kind):
+def test_reported_laws_and_rejection(kind):
     found = proposed(drafter(LAWS[kind]), CaptureTarget(family()), 0.4)
     check_reported(*found)
     for seed in range(2):
@@ -247,7 +243,7 @@ SHIPPED = registry.CHECKPOINTS / "painter-eagle" / "config.json"
 
 
 @pytest.mark.skipif(not SHIPPED.is_file(), reason="the shipped drafter is not in this checkout")
-def test_the_shipped_drafter_belongs_to_the_shipped_painter_alone():
+def test_included_drafter():
     from visspec.api.loading import load_image_model
 
     model, _ = load_image_model("painter")

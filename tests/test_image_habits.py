@@ -155,7 +155,7 @@ def test_a_family_of_ones_own_without_negative_prompts_is_told():
     assert refused(lambda: prompt_of(family, ["a"], True, None, ["b"])).startswith("negative_prompt: got 'b', expected")
 
 
-def test_words_of_negative_prompts_that_no_image_will_show_warn(pipe):
+def test_unknown_negative_words_warn(pipe):
     with pytest.warns(UserWarning, match="^negative_prompt: got moose, expected words that the model was taught"):
         pipe(PROMPTS[0], negative_prompt="a moose", seed=0, output_type="latent")
 
@@ -294,7 +294,7 @@ class Unknown(Rejection):
     ({"drafter": type("Own", (Jacobi,), {})()}, "drafter: got a Own, expected its name"),
     ({"processor": tiny.Words()}, "processor: got Words"),
 ])  # fmt: skip
-def test_what_cannot_be_saved_is_refused_before_anything_is_written(pipe, tmp_path, change, words):
+def test_save_refusals(pipe, tmp_path, change, words):
     other = ImagePipeline(**pipe.components)
     for name, value in change.items():
         setattr(other, name, value)
@@ -302,7 +302,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(pipe, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_options_of_a_drafter_with_weights_are_not_lost_in_silence(pipe, tmp_path):
+def test_save_refuses_drafter_options(pipe, tmp_path):
     head = ImageFeatureDrafter.for_model(pipe.family, seed=3).head
     for options in ({"tree": "dynamic"}, {"tree": "static"}, {"levels": 2}):
         other = ImagePipeline(**(pipe.components | {"drafter": ImageFeatureDrafter(head, pipe.family, **options)}))

@@ -16,7 +16,7 @@ def model(name):
     return SimpleNamespace(config=AutoConfig.from_pretrained(included.folder(name)))
 
 
-def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
+def test_table_matches_folders():
     assert {included.folder(name).name for name in INCLUDED.models} == {
         path.parent.name for path in included.FOLDER.glob("*/config.json")
     }
@@ -30,7 +30,7 @@ def test_every_folder_of_weights_has_a_row_and_every_row_a_folder():
     ("painter", "drafter", "painter-eagle"), ("painter", "naive", "painter-eagle"),
     ("painter", "distilled", "painter-distilled"), ("painter-emoji", "drafter", "painter-emoji-eagle"),
 ])  # fmt: skip
-def test_presets_take_the_included_drafter_of_the_model_at_hand(name, preset, expected):
+def test_presets_use_included_drafters(name, preset, expected):
     pipe = visspec.ImagePipeline.from_pretrained(name)
     assert pipe.setup(**registry.preset(preset, "codes").method).name == expected
     drafters = {registry.parse(one.drafter)[0] for by in PRESETS.values() for one in by.values()}
@@ -43,7 +43,7 @@ def test_the_default_drafter_is_the_included_one_of_its_kind():
     assert registry.included_drafter(model("captioner"), "image-eagle") is None is registry.included_drafter(object())
 
 
-def test_weights_that_are_not_in_an_installation_are_named_with_where_to_find_them(tmp_path, monkeypatch):
+def test_missing_weights(tmp_path, monkeypatch):
     captioner = model("captioner")
     monkeypatch.setattr(included, "FOLDER", tmp_path)
     lacks = "whose weights are not in this installation, expected them in .*; the repository has them"

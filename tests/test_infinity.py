@@ -275,7 +275,7 @@ def parts(tmp_path):
     return load(tmp_path, published(scale=0.25)), codec(tmp_path)[1]
 
 
-def test_infinity_in_the_pipeline_exact_scales_compositions_and_budgets(parts):
+def test_infinity_pipeline(parts):
     model, vae = parts
     asked = {"prompt": ["a red cube", "snow"], "seed": [1, 2], "output_type": "latent", "guidance_scale": 2.0}
 
@@ -310,7 +310,7 @@ def targets_drafter(model):
 
 
 @torch.no_grad()
-def test_the_refiner_reads_the_scales_so_far_as_a_full_pass_does(parts, tmp_path):
+def test_refiner_reads_earlier_scales(parts, tmp_path):
     model, vae = parts
     tensors = published(scale=0.25, seed=5)
     small = load(tmp_path, tensors)

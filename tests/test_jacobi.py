@@ -177,7 +177,7 @@ def test_random_codes_that_are_reported_as_points_are_seen():
 
 
 @pytest.mark.parametrize("rows,width", [(1, 12), (4, 12), (8, 8), (64, 4)])
-def test_windows_of_many_rows_are_narrower_where_tokens_do_not_depend_on_it(rows, width):
+def test_window_width_by_rows(rows, width):
     state = state_of((0,), rows)
     state.noise = None
     drafter = Jacobi(12)
@@ -307,7 +307,7 @@ def positional_drafts(drafter, committed, window, spans, depth, late, head):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("start", ["left", "above", "random"])
-def test_numbers_of_a_position_keep_the_law_under_a_rule_with_coins(start, seed):
+def test_gumbel_windows_keep_the_law(start, seed):
     p = context_law(VOCAB, seed)
     distribution = positional_law(Jacobi(WIDTH, "gumbel", start), p, 6)
     assert total_variation(distribution, plain_law(p, VOCAB, 6)) < 1e-12

@@ -21,13 +21,11 @@ from visspec.types import Scores
 V, K = 4, 3
 EXACT = 1e-12
 DRAFTS = {
-    "chain": ((-1, 0, 1, 2), (0, 1, 2, 3)),
-    "short chain": ((-1, 0, 1, 2), (0, 1, -1, -1)),
-    "siblings": ((-1, 0, 0, 0), (0, 2, 1, 3)),
-    "tree": ((-1, 0, 0, 1, 1, 2, 3), (0, 1, 3, 0, 2, 2, 1)),
+    "chain": ((-1, 0, 1, 2), (0, 1, 2, 3)), "short chain": ((-1, 0, 1, 2), (0, 1, -1, -1)),
+    "siblings": ((-1, 0, 0, 0), (0, 2, 1, 3)), "tree": ((-1, 0, 0, 1, 1, 2, 3), (0, 1, 3, 0, 2, 2, 1)),
     "twins": ((-1, 0, 0, 1, 2, 4, 0), (0, 1, 1, 2, 3, 0, 2)),
     "absent inside": ((-1, 0, 0, 1, 2, 4), (0, -1, 2, 2, 1, 0)),
-}
+}  # fmt: skip
 
 
 def variation(p, parent, tokens, **options):
@@ -118,17 +116,10 @@ def resampled(draft, chosen):
     return dataclasses.replace(verdict, next=chosen[:, 0])
 
 
-@pytest.mark.parametrize(
-    "kind,options,at_least",
-    [
-        ("chain", raw_bonus, 1e-3),
-        ("chain", inflated, 1e-3),
-        ("chain", lambda p: {"rule": skipping}, 1e-2),
-        ("tree", lambda p: {"rule": second_child}, 1e-2),
-        ("tree", lambda p: {"rule": resampled}, 1e-2),
-    ],
-    ids=["raw bonus", "inflated by a hundredth", "skipping", "second child", "resampled"],
-)
+@pytest.mark.parametrize("kind,options,at_least", [
+    ("chain", raw_bonus, 1e-3), ("chain", inflated, 1e-3), ("chain", lambda p: {"rule": skipping}, 1e-2),
+    ("tree", lambda p: {"rule": second_child}, 1e-2), ("tree", lambda p: {"rule": resampled}, 1e-2),
+], ids=["raw bonus", "inflated by a hundredth", "skipping", "second child", "resampled"])  # fmt: skip
 def test_wrong_rules_are_seen(kind, options, at_least):
     p = context_law(V)
     parent, tokens = DRAFTS[kind]

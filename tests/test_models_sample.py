@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers as tf
 
-from tests import sweep
+from tests import sweep, tiny_classes
 from visspec.models.decoder.target import HFDecoder
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "models.md").read_text()
@@ -61,7 +61,7 @@ def unmeasured(text: str) -> str:
 def test_every_class_has_a_row():
     if f"transformers {tf.__version__} " not in PAGE:
         pytest.skip("docs/models.md is of another version of transformers")
-    assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == set(sweep.generating())
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)) == set(tiny_classes.generating())
 
 
 def test_the_table_has_no_wrong_tokens_and_no_stray_errors():
@@ -80,7 +80,7 @@ def test_wrong_tokens_are_seen(monkeypatch):
         commit(self, state, draft, outcome)
 
     monkeypatch.setattr(HFDecoder, "commit", prefix)
-    _, model, batches = sweep.cases("LlamaForCausalLM")[0]
+    _, model, batches = tiny_classes.cases("LlamaForCausalLM")[0]
     row = sweep.compare(sweep.Row("LlamaForCausalLM", "text"), model, {"1": batches["1"]})
     assert row.cells["none 1"] == row.cells["chain 1"] == "identical"
     assert row.cells["tree 1"] == row.outcome == "WRONG"
@@ -89,10 +89,10 @@ def test_wrong_tokens_are_seen(monkeypatch):
 def test_a_refusal_is_one_sentence_of_ours():
     """A ValueError of torch or transformers is a traceback, and so is any other error of ours."""
     with pytest.raises(ValueError) as refusal:
-        sweep.visspec.accelerate(sweep.tiny_model("MambaForCausalLM"))
+        sweep.visspec.accelerate(tiny_classes.tiny_model("MambaForCausalLM"))
     assert sweep.sentence_of(refusal.value) == str(refusal.value)
     with pytest.raises(ValueError) as theirs:
-        sweep.tiny_model("LlamaForCausalLM").generate(torch.tensor([[1, 5]]), max_new_tokens=-1)
+        tiny_classes.tiny_model("LlamaForCausalLM").generate(torch.tensor([[1, 5]]), max_new_tokens=-1)
     assert sweep.sentence_of(theirs.value) is None
     with pytest.raises(TypeError) as other:
         sweep.visspec.accelerate()

@@ -10,10 +10,10 @@ import transformers as tf
 
 import visspec
 from tests.doubles import NEW, TreeOracle, new_tokens, one_sentence
-from tests.sweep import tiny_model
 from tests.test_rotary import MAKE
 from tests.test_targets import SIZES, refused
 from tests.tiny import FAMILIES, TEXT, TOWER, built, enliven, llama, mistral, prompt
+from tests.tiny_classes import tiny_model
 from visspec.api.loading import load
 from visspec.models.attention import masks
 from visspec.models.decoder import probe

@@ -7,8 +7,8 @@ import visspec
 from tests.doubles import NEW, fast, one_sentence, opened
 from tests.image_cases import made
 from tests.registry_cases import janus_pair
-from tests.sweep import tiny_model
 from tests.tiny import llama, model_of, prompt, shapes
+from tests.tiny_classes import tiny_model
 from visspec import registry
 from visspec import tree as trees
 from visspec.models.decoder.layer_skip import LayerSkip, SkipPlan, candidates

@@ -16,7 +16,7 @@ import torch
 import transformers as tf
 
 import visspec
-from tests import sweep
+from tests import tiny_classes
 from tests.doubles import new_tokens
 from tests.published import Watched, begun
 from tests.test_published import drawn, saved
@@ -49,12 +49,12 @@ def first(table, name):
 @functools.cache
 def target(kind):
     """A tiny random model of a class, with eight layers."""
-    with torch.inference_mode(False), mock.patch.object(sweep, "LAYERS", LAYERS):
+    with torch.inference_mode(False), mock.patch.object(tiny_classes, "LAYERS", LAYERS):
         if kind == "Lfm2ForCausalLM":
             kinds = ["conv", "conv", "full_attention", "conv"] * 2
             sizes = {**TEXT, "hidden_size": D, "num_hidden_layers": LAYERS}
             return built(tf.Lfm2ForCausalLM, tf.Lfm2Config(**sizes, layer_types=kinds, conv_L_cache=3))
-        return sweep.tiny_model(kind or "LlamaForCausalLM")
+        return tiny_classes.tiny_model(kind or "LlamaForCausalLM")
 
 
 # --- small configurations ---------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_a_configuration_is_read_and_drafts(tmp_path, name):
     form = data["architectures"][0]
     tensors = TENSORS[form](data)
     drafter, _ = registry.drafter(spec := str(saved(tmp_path / "head", data, tensors)), model)
-    inputs = sweep.text(model)["3"]
+    inputs = tiny_classes.text(model)["3"]
     _, state, answer = begun(drafter, model, inputs, NEW)
     if form == "LlamaForCausalLMEagle3":
         read = (data.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -192,7 +192,7 @@ def test_a_configuration_is_read_and_drafts(tmp_path, name):
 def test_a_target_that_another_stands_in_for_is_refused_itself(name):
     kind = getattr(tf, REFUSED[name])
     with torch.device("meta"), pytest.raises(ValueError, match="expected full or sliding attention"):
-        describe(kind._from_config(sweep.tiny_config(kind)))
+        describe(kind._from_config(tiny_classes.tiny_config(kind)))
 
 
 def test_all_of_them_are_judged():

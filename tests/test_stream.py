@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 import visspec
-from tests import sweep
+from tests import tiny_classes
 from tests.doubles import Double, drafted, fast
 from tests.test_eagle import make
 from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
@@ -150,7 +150,9 @@ def test_dynamic_rope_counts_each_row_alone():
 @pytest.mark.parametrize("name, padded", [("llama", True), ("whisper", False), ("paligemma", False)])
 def test_prompts_are_padded_only_where_rows_stay_those_alone(name, padded):
     """Whisper's positions count padding; PaliGemma's text without token types sees more beside padded rows."""
-    quick = visspec.accelerate(sweep.tiny_model("WhisperForCausalLM") if name == "whisper" else model_of(name), "ngram")
+    quick = visspec.accelerate(
+        tiny_classes.tiny_model("WhisperForCausalLM") if name == "whisper" else model_of(name), "ngram"
+    )
     assert quick.target.pads == padded
     entries = [{"input_ids": torch.arange(5, 5 + n)[None], "max_new_tokens": 8} for n in (14, 4, 9, 4)]
     assert together(quick, entries) == alone(quick, entries)
@@ -408,9 +410,9 @@ MOLMO = "Molmo2ForConditionalGeneration"  # patch indices of a picture count thr
 def pictured(name):
     """A model and three prompts with three different pictures, the second again, and their answers alone."""
     if name == MOLMO:
-        model = sweep.tiny_model(name)
-        form, count = sweep.picture_form(model)
-        entries = [sweep.placed(model, lambda n, b=b: form(n, b), count, [9 + 3 * b]) for b in range(3)]
+        model = tiny_classes.tiny_model(name)
+        form, count = tiny_classes.picture_form(model)
+        entries = [tiny_classes.placed(model, lambda n, b=b: form(n, b), count, [9 + 3 * b]) for b in range(3)]
     else:
         model = model_of(name)
         entries = [prompt(name, [row], seed) for seed, row in enumerate(["3 i 4 i 9", "12 i 4", "6 i 5"])]

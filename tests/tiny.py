@@ -265,15 +265,10 @@ def internvl() -> nn.Module:
 FOUR = (IMAGE,) * 4
 QWEN = {"grid": True, "types": "mm_token_type_ids", "mrope": True}
 FAMILIES: dict[str, Family] = {
-    "llama": Family(llama),
-    "qwen2": Family(qwen2),
-    "gemma2": Family(gemma2, sliding=True),
-    "mistral": Family(mistral, sliding=True),
-    "llava": Family(llava, FOUR, flat_pixels),
-    "llava_next": Family(llava_next, (IMAGE,) * 16, anyres_pixels),
-    "pixtral": Family(pixtral, FOUR, sized_pixels),
-    "mistral3": Family(mistral3, FOUR, sized_pixels),
-    "qwen2_vl": Family(qwen2_vl, FOUR, video=(VIDEO,) * 8, **QWEN),
+    "llama": Family(llama), "qwen2": Family(qwen2), "gemma2": Family(gemma2, sliding=True),
+    "mistral": Family(mistral, sliding=True), "llava": Family(llava, FOUR, flat_pixels),
+    "llava_next": Family(llava_next, (IMAGE,) * 16, anyres_pixels), "pixtral": Family(pixtral, FOUR, sized_pixels),
+    "mistral3": Family(mistral3, FOUR, sized_pixels), "qwen2_vl": Family(qwen2_vl, FOUR, video=(VIDEO,) * 8, **QWEN),
     "qwen2_5_vl": Family(qwen2_5_vl, FOUR, video=(VIDEO,) * 8, **QWEN),
     "qwen3_vl": Family(qwen3_vl, FOUR, video=(VIDEO,) * 4, **QWEN),
     "smolvlm": Family(functools.partial(idefics, "SmolVLM"), FOUR, per_row_pixels),
@@ -281,7 +276,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": Family(gemma3, (VISION_START, *FOUR, VISION_END), flat_pixels, types="token_type_ids", sliding=True),
     "paligemma": Family(paligemma, FOUR, flat_pixels, types="token_type_ids"),
     "internvl": Family(internvl, FOUR, flat_pixels),
-}
+}  # fmt: skip
 VISUAL = [name for name, family in FAMILIES.items() if family.visual]
 VIDEOS = [name for name, family in FAMILIES.items() if family.video]
 

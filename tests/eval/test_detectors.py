@@ -62,7 +62,7 @@ class FakeSegmenter(torch.nn.Module):
         return Mask2FormerForUniversalSegmentationOutput(class_queries_logits=classes, masks_queries_logits=masks)
 
 
-def test_mask2former_keeps_low_scores_and_overlapping_masks_and_maps_by_index():
+def test_mask2former_masks_and_scores():
     from transformers import Mask2FormerImageProcessor
 
     detector = Mask2Former(FakeSegmenter(), Mask2FormerImageProcessor(size={"height": 48, "width": 48}), "fake")
@@ -79,7 +79,7 @@ def test_mask2former_keeps_low_scores_and_overlapping_masks_and_maps_by_index():
         Mask2Former(FakeSegmenter(), None, "fake", ["a", "b"])
 
 
-def test_mask2former_runs_on_a_tiny_random_model():
+def test_mask2former_tiny():
     from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
 
     sizes = dict.fromkeys(("hidden_dim", "feature_size", "mask_feature_size"), 32) | {"dim_feedforward": 16}
@@ -98,7 +98,7 @@ def test_mask2former_runs_on_a_tiny_random_model():
 # --- open vocabulary ---
 
 
-def test_owlv2_runs_on_a_tiny_random_model_and_undoes_the_padding(tmp_path: Path):
+def test_owlv2_tiny(tmp_path: Path):
     from transformers import Owlv2Config, Owlv2ForObjectDetection, Owlv2ImageProcessor, Owlv2Processor
 
     config = Owlv2Config(
@@ -115,7 +115,7 @@ def test_owlv2_runs_on_a_tiny_random_model_and_undoes_the_padding(tmp_path: Path
     assert not detector.closed_set and detector.max_overlap < 1 and 0 < OwlV2.scores[0] < 0.3
 
 
-def test_grounding_dino_runs_on_a_tiny_random_model_and_maps_phrases(tmp_path: Path):
+def test_grounding_dino_tiny(tmp_path: Path):
     import transformers as tf
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "?", "hot", "dog", "traffic", "light"]
@@ -136,17 +136,9 @@ def test_grounding_dino_runs_on_a_tiny_random_model_and_maps_phrases(tmp_path: P
     assert {d.label for d in found.detections} <= {"hot dog", "traffic light"}
 
 
-@pytest.mark.parametrize(
-    ("phrase", "expected"),
-    [
-        ("hot dog", "hot dog"),
-        ("dog", "dog"),
-        ("hot", "hot dog"),
-        ("traffic", "traffic light"),
-        ("cat", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("phrase", "expected"), [
+    ("hot dog", "hot dog"), ("dog", "dog"), ("hot", "hot dog"), ("traffic", "traffic light"), ("cat", None), ("", None),
+])  # fmt: skip
 def test_phrases_go_to_the_class_that_shares_most_words(phrase: str, expected: str | None):
     assert phrase_to_class(phrase, ["hot dog", "dog", "traffic light"]) == expected
 
@@ -209,7 +201,7 @@ def test_clip_colours_run_on_a_tiny_random_model(tmp_path: Path):
     assert not ClipColours(model, processor, "openai/clip-vit-large-patch14").original  # the width gives it away
 
 
-def test_strict_is_undefined_for_detectors_asked_only_for_the_prompt(tmp_path: Path):
+def test_strict_of_open_vocabulary(tmp_path: Path):
     class Asked:
         name = fingerprint = "asked"
         closed_set = original = False

@@ -47,7 +47,7 @@ def test_grounds_have_their_tint_and_their_texture(kind):
     assert (grain > 5) == (kind in ("grainy", "rough"))
 
 
-def test_a_picture_stands_where_the_scene_says_and_turns_clockwise():
+def test_stamp_position_and_turn():
     pixels, left, top = stamp("rocket", 50.5, 30.25, 24, 0)
     rows, columns = np.indices(pixels.shape[:2]) + 0.5
     weight = pixels[..., 3] / pixels[..., 3].sum()

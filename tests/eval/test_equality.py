@@ -81,17 +81,12 @@ def tiers_with(margin: float | None, dtype=torch.bfloat16, greedy: bool = True, 
     return tiers.record()
 
 
-@pytest.mark.parametrize(
-    "changes, benign, words",
-    [
-        ({"margin": 0.5}, True, "all near ties"),
-        ({"margin": 0.51}, False, "NOT BENIGN: 1 of 1"),
-        ({"margin": None}, False, "NOT BENIGN: 1 of 1"),
-        ({"margin": 0.1, "dtype": torch.float32}, False, "NOT BENIGN: 1 of 1"),
-        ({"margin": 0.1, "scale": 0.5}, False, "SUSPECT"),
-        ({"margin": 0.1, "greedy": False}, None, "not judged"),
-    ],
-)
+@pytest.mark.parametrize("changes, benign, words", [
+    ({"margin": 0.5}, True, "all near ties"), ({"margin": 0.51}, False, "NOT BENIGN: 1 of 1"),
+    ({"margin": None}, False, "NOT BENIGN: 1 of 1"),
+    ({"margin": 0.1, "dtype": torch.float32}, False, "NOT BENIGN: 1 of 1"),
+    ({"margin": 0.1, "scale": 0.5}, False, "SUSPECT"), ({"margin": 0.1, "greedy": False}, None, "not judged"),
+])  # fmt: skip
 def test_verdicts(changes, benign, words):
     record = tiers_with(**changes)
     assert record["benign"] is benign and words in in_words(record)

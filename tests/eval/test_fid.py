@@ -54,7 +54,7 @@ def test_distance_of_known_gaussians():
 
 
 @pytest.mark.parametrize(("n", "m"), [(20, 20), (20, 400), (400, 20), (48, 49), (400, 300)])
-def test_distance_is_zero_on_itself_symmetric_and_equals_the_formula(n: int, m: int):
+def test_distance_equals_formula(n: int, m: int):
     d = 48
     x, y = draws(n, d, 1), draws(m, d, 2, 0.3)
     scale = float(x.var(0).sum() + y.var(0).sum())
@@ -126,7 +126,7 @@ def test_random_conv_is_fixed_and_sees_differences():
 GOLDEN_CONV = 53.991126
 
 
-def test_folder_against_reference_prints_n_and_floor_and_lists_broken_files(tmp_path: Path):
+def test_compare_folders(tmp_path: Path):
     extractor = RandomConv()
     reference = read_features(folder_of(tmp_path / "ref", 24, 0), extractor)
     same = fid.compare(read_features(folder_of(tmp_path / "same", 24, 1), extractor), reference, extractor)
@@ -142,7 +142,7 @@ def test_folder_against_reference_prints_n_and_floor_and_lists_broken_files(tmp_
 
 
 @pytest.mark.parametrize("n, n_reference", [(200, 200), (80, 400)])
-def test_the_noise_floor_is_what_images_of_the_reference_law_score(n: int, n_reference: int):
+def test_noise_floor(n: int, n_reference: int):
     """Over 60 draws the distance of n rows to a reference of the same law is, on average, the floor it is read beside;
     with twice or half the floor it would be out of bounds by far.
     """
@@ -214,7 +214,7 @@ def test_table_keeps_rows_in_natural_order(tmp_path: Path):
     assert torch.allclose(features[10], alone[0], atol=1e-5)
 
 
-def test_transformers_and_timm_extractors_run_on_tiny_random_models(tmp_path: Path):
+def test_extractors_tiny(tmp_path: Path):
     timm = pytest.importorskip("timm")
     from transformers import BitImageProcessor, CLIPImageProcessor, Dinov2Config, Dinov2Model
 

@@ -27,11 +27,9 @@ def verdict(metadata: dict, *things: Detection) -> tuple[bool, str]:
 
 ONE = {"tag": "single_object", "include": [{"class": "dog", "count": 1}], "prompt": "a photo of a dog"}
 THREE = {
-    "tag": "counting",
-    "include": [{"class": "dog", "count": 3}],
-    "exclude": [{"class": "dog", "count": 4}],
+    "tag": "counting", "include": [{"class": "dog", "count": 3}], "exclude": [{"class": "dog", "count": 4}],
     "prompt": "a photo of three dogs",
-}
+}  # fmt: skip
 RED = {"tag": "colors", "include": [{"class": "dog", "count": 1, "color": "red"}], "prompt": "a photo of a red dog"}
 LEFT = {
     "tag": "position",
@@ -62,7 +60,7 @@ def test_only_the_best_instance_is_asked_for_its_colour():
     assert verdict(RED, better_blue, red) == (False, "expected red dog>=1, found 1 blue")
 
 
-def test_thresholds_are_strict_and_at_most_sixteen_objects_are_kept():
+def test_thresholds_and_limit():
     found = DetectionResult((thing("dog", 0.3), thing("cat", 0.31), *(thing("cow", 0.9 - i / 100) for i in range(20))))
     objects = geneval.select_detections(found, 0.3)
     assert "dog" not in objects and len(objects["cat"]) == 1 and len(objects["cow"]) == 16
@@ -160,7 +158,7 @@ def test_original_configuration_alone_is_called_geneval(tmp_path: Path, monkeypa
     assert geneval._name(geneval.read_prompts(root), *full[1:]) == "GenEval[shapes]"
 
 
-def test_unknown_fields_are_kept_and_html_in_a_prompt_is_only_text(tmp_path: Path):
+def test_unknown_fields_and_html(tmp_path: Path):
     html = "<script>alert(1)</script> a photo of a dog & 'cat'"
     root = make_root(tmp_path / "a", 2, extra={"seed": 3, "tier": {"x": [1]}, "prompt": html})
     report = geneval.evaluate(root, tmp_path / "r.jsonl")
@@ -168,7 +166,7 @@ def test_unknown_fields_are_kept_and_html_in_a_prompt_is_only_text(tmp_path: Pat
     assert json.loads(report.rows[0]["metadata"])["tier"] == {"x": [1]}
 
 
-def test_broken_image_and_uneven_folders_are_listed_and_never_help(tmp_path: Path):
+def test_broken_images_and_uneven_folders(tmp_path: Path):
     root = make_root(tmp_path / "a", 4, 3)
     (root / "00001" / "samples" / "0001.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     (root / "00002" / "samples" / "0002.png").unlink()
@@ -184,17 +182,13 @@ def test_broken_image_and_uneven_folders_are_listed_and_never_help(tmp_path: Pat
     assert "00002/samples/0000.png: image: got shape" in text and report.summary["problems"] == 5
 
 
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ([], "must be a JSON object, not list"),
-        ({"tag": "x", "prompt": "y"}, "no 'include' of type list"),
-        ({"tag": "x", "prompt": "y", "include": [{"count": 1}]}, r"include\[0\] has no 'class'"),
-        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 0}]}, "no positive 'count'"),
-        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["near", 0]}]}, "'position'"),
-        ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["above", 0]}]}, "earlier"),
-    ],
-)
+@pytest.mark.parametrize(("metadata", "message"), [
+    ([], "must be a JSON object, not list"), ({"tag": "x", "prompt": "y"}, "no 'include' of type list"),
+    ({"tag": "x", "prompt": "y", "include": [{"count": 1}]}, r"include\[0\] has no 'class'"),
+    ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 0}]}, "no positive 'count'"),
+    ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["near", 0]}]}, "'position'"),
+    ({"tag": "x", "prompt": "y", "include": [{"class": "a", "count": 1, "position": ["above", 0]}]}, "earlier"),
+])  # fmt: skip
 def test_bad_metadata_is_a_sentence(metadata, message):
     with pytest.raises(ValueError, match=message):
         geneval.check_metadata(metadata)
@@ -221,7 +215,7 @@ class Counting(ShapeDetector):
         return super().detect(image, classes)
 
 
-def test_a_run_continues_after_a_torn_line_and_scores_changed_images_again(tmp_path: Path):
+def test_geneval_resume(tmp_path: Path):
     root, results = make_root(tmp_path / "a"), tmp_path / "r.jsonl"
     whole = geneval.evaluate(root, results)
     lines = results.read_bytes().splitlines(keepends=True)
@@ -236,7 +230,7 @@ def test_a_run_continues_after_a_torn_line_and_scores_changed_images_again(tmp_p
     assert Counting.calls == 1 and changed.summary["correct_images"] == 11 / 12
 
 
-def test_results_of_another_evaluator_or_other_files_are_refused(tmp_path: Path):
+def test_foreign_results_are_refused(tmp_path: Path):
     root, results = make_root(tmp_path / "a", 2), tmp_path / "r.jsonl"
     geneval.evaluate(root, results)
     with pytest.raises(ValueError, match="written by the evaluator"):
@@ -256,7 +250,7 @@ class Killing(Counting):
         return found
 
 
-def test_a_killed_run_loses_no_finished_row(tmp_path: Path):
+def test_geneval_resume_after_kill(tmp_path: Path):
     root, results = make_root(tmp_path / "a", 4, 2), tmp_path / "r.jsonl"
     Counting.calls = 0
     run = multiprocessing.get_context("fork").Process(target=geneval.evaluate, args=(root, results, Killing()))

@@ -32,7 +32,7 @@ def test_pixel_cap_is_checked_before_decoding(tmp_path: Path, picture: Image.Ima
         open_image(tmp_path / "a.png", max_pixels=599)
 
 
-def test_transparency_is_laid_over_white_and_16_bit_grey_is_scaled(tmp_path: Path):
+def test_transparency_and_16_bit(tmp_path: Path):
     Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(tmp_path / "clear.png")
     assert np.asarray(open_image(tmp_path / "clear.png")).min() == 255
     Image.fromarray(np.full((4, 4), 128 * 257, np.uint16)).save(tmp_path / "deep.png")

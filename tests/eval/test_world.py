@@ -72,7 +72,7 @@ def test_components_match_scipy():
 
 
 @pytest.mark.parametrize("side", [64, 96])
-def test_detector_is_exact_on_clean_renders_of_the_suite(side: int):
+def test_detector_is_exact(side: int):
     """Every shape's class, colour, centre and radius, on every fourth prompt; nothing else; nothing unexplained."""
     rng, detector = np.random.default_rng(5), ShapeDetector()
     grounds = Counter()
@@ -115,7 +115,7 @@ def test_touching_shapes_of_two_colours_are_separated():
     assert agrees(ShapeDetector().analyse(image), Scene(pair), 64)
 
 
-def test_noise_level_ignores_grey_texture_and_sees_colour_noise():
+def test_noise_level():
     rng = np.random.default_rng(9)
     scene = Scene((), "speckled", 1)
     image = render(scene, 96).astype(np.float32)
