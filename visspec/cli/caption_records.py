@@ -205,7 +205,8 @@ class RecordRun:
         if out is not None or stats:
             there = earlier(self.before, self.lost, self.twice)
             where = "" if out is None else f"{out}: "
-            speed = f"{self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
+            speed = f"; {self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
+            speed = speed if self.count > self.failed else ""
             cut = f"; {self.cut} cut at the limit (--max-new-tokens)" if self.cut else ""
-            print(f"{where}{self.count} records, {self.failed} of them failed{there}; {speed}{cut}")
+            print(f"{where}{self.count} records, {self.failed} of them failed{there}{speed}{cut}")
         return exit_code(len(self.journal.done), len(self.journal.failed), self.twice)
