@@ -13,6 +13,7 @@ from torch import nn
 import visspec
 from tests import tiny
 from tests.doubles import one_sentence
+from visspec.models.attention.draft_attention import folded_attention
 from visspec.models.runner.widths import REFERENCE, PassWidths
 
 NEW = 40
@@ -193,3 +194,19 @@ def test_refused_pipelines():
     pipe = visspec.ImagePipeline.from_pretrained("painter-any-order", batch_invariant=True)
     with one_sentence("batch_invariant: .*raster order"):
         pipe("a photo of a red ring")
+
+
+def test_longer_neighbors_change_no_bit_of_attention():
+    """Sums over 256 keys are split otherwise than those over more: such a pass reads more."""
+    widths = PassWidths([], (2, 3, 16), torch.bfloat16, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(1, 6, 4, 16, generator=generator)
+    key, value = torch.randn(2, 1, 2, 1200, 16, generator=generator)
+
+    def attended(seen, extent):
+        mask = torch.where(torch.arange(extent) < seen, 0, torch.finfo(torch.float32).min).expand(1, 1, 12, -1)
+        return folded_attention(query, key[:, :, :extent], value[:, :, :extent], mask, None)
+
+    for seen in (100, 200, 300, 500, 530, 700):
+        assert torch.equal(attended(seen, widths.extent(seen)), attended(seen, widths.extent(seen + 300)))
+    assert not torch.equal(attended(200, 256), attended(200, 384))

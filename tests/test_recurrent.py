@@ -115,8 +115,7 @@ def test_greedy_equals_stock(name, lengths):
             assert fast.last_stats.rounds <= (NEW + 4) // 6 + 1
 
 
-@each_model
-@pytest.mark.parametrize("most", [1, 4])
+@pytest.mark.parametrize("name, most", [*((name, 1) for name in MODELS), ("qwen3_5_vl", 4)])
 def test_replays_are_bounded(name, most, monkeypatch):
     """With a small bound they are settled often, in rows that stand apart."""
     monkeypatch.setattr(recurrent, "MOST", most)
@@ -205,7 +204,7 @@ def test_states_are_those_of_the_accepted_tokens():
             torch.testing.assert_close(layer.conv_states[0][b], cache.layers[i].conv_states[0][0])
 
 
-def test_what_recurrent_targets_do_not_do_is_refused():
+def test_recurrent_refusals():
     model = model_of("qwen3_5")
     fast = visspec.accelerate(model)
     assert fast.name == "context" and not fast.drafter.traits.trees
@@ -213,29 +212,12 @@ def test_what_recurrent_targets_do_not_do_is_refused():
         visspec.accelerate(model, "layers")
     with pytest.raises(ValueError, match="drafter: got Qwen3_5ForCausalLM with recurrent layers"):
         SmallModel(model, model)
+    bare = tf.Qwen3_5TextConfig(**{**HYBRID, "layer_types": ["linear_attention"] * 4})
+    with pytest.raises(ValueError, match="has linear_attention, expected"):
+        visspec.accelerate(tf.Qwen3_5ForCausalLM._from_config(bare), "ngram")
     with pytest.warns(RuntimeWarning, match="layers that keep a state"):
         HFDecoder(model, compile=True)
     inputs = prompt("qwen3_5", (9,))
     fast = visspec.accelerate(model, Double())
     output = fast.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert getattr(output, CACHE) is None
-
-
-def test_a_state_that_is_not_in_the_cache_is_refused():
-    config = tf.RecurrentGemmaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, lru_width=32,
-        attention_window_size=8, pad_token_id=PAD,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="expected") as caught:
-        visspec.accelerate(built(tf.RecurrentGemmaForCausalLM, config), "ngram")
-    assert str(caught.value).count(". ") == 0 and "\n" not in str(caught.value)
-
-
-def test_a_state_that_several_tokens_do_not_continue_from_is_refused():
-    """Jamba's layers take one token at a time behind a state, and the first of several as if there were none."""
-    config = tf.JambaConfig(
-        **{**TEXT, "num_hidden_layers": 4}, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=8,
-        expert_layer_offset=4, num_experts=2, mamba_d_state=8, mamba_dt_rank=8, use_mamba_kernels=False,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="gives a draft's nodes other laws than the same tokens one by one"):
-        visspec.accelerate(built(tf.JambaForCausalLM, config), "ngram")

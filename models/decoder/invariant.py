@@ -72,7 +72,7 @@ def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
         GROW + min(request.max_new_tokens, prompt.shape[1]),
     )
     cache.adopt(first)
-    cache.prompt, cache.slots.step = prompt.shape[1], first.slots.step
+    cache.prompt, cache.slots.extents = prompt.shape[1], first.slots.extents
     request.keep_cache &= not any(padded)  # a cache of transformers' would have slots of padding
     position = torch.cat([state.position for state in states])
     state = State(request, prompt[:, -1], position, cache, list(range(len(own))), TokenBuffer(request, len(own)))
