@@ -186,7 +186,7 @@ def cell(form: Cell, row: Mapping[str, Any]) -> str:
     if callable(form):
         return form(row)
     try:
-        return form.format(**row)
+        return form.format(**row).replace("nan..nan", "")  # the interval of one prompt
     except (KeyError, TypeError):
         return ""
 

@@ -286,6 +286,6 @@ def views(record: dict[str, Any]) -> list[Table]:
         found.append(table("drafters", rows, {"drafter": "{name}", **AGAINST_STOCK}))
     if "categories" in record:
         left = f"; {n} later turns are not asked" if (n := record["turns_left_out"]) else ""
-        rows = [{"name": name, **row} for name, row in record["categories"].items()]
+        rows = [{"name": name or "(none)", **row} for name, row in record["categories"].items()]
         found.append(table(f"prompts by category{left}", rows, {"category": "{name}", **AGAINST_STOCK}))
     return found

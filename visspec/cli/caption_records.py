@@ -209,8 +209,9 @@ class RecordRun:
             there += f" ({self.lost} of these failed, --retry-failed makes them again)" if self.lost else ""
             there += f", {self.twice} ids came twice" if self.twice else ""
             where = "" if out is None else f"{out}: "
-            speed = f"{self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
+            speed = f"; {self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
+            speed = speed if self.count > self.failed else ""
             cut = f"; {self.cut} cut at the limit (--max-new-tokens)" if self.cut else ""
-            print(f"{where}{self.count} records, {self.failed} of them failed{there}; {speed}{cut}")
+            print(f"{where}{self.count} records, {self.failed} of them failed{there}{speed}{cut}")
         count, failed = len(self.journal.done), len(self.journal.failed)
         return 2 if count and failed == count else 1 if failed or self.twice else 0
