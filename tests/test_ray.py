@@ -209,7 +209,7 @@ def test_images_of_two_processes(cluster, pipe, folder, tmp_path, capsys):
 
     out = tmp_path / "out"
     argv = ["generate", "a ring", "a cube", "-n", "2", "--ray", "--batch-size", "1", "--out", str(out), "--seed", "5"]
-    for said in ("4 records, 0 of them failed;", "0 records, 0 of them failed, 4 were there;"):
+    for said in ("4 records, 0 of them failed;", "0 records, 0 of them failed, 4 were there\n"):
         assert main([*argv, "--model", str(folder)]) == 0 and said in capsys.readouterr().out
     records = [Record(f"{text}#{k}", prompt=text) for text in ("a ring", "a cube") for k in range(2)]
     drawing = RecordImages(pipe, {"batch_size": 1}, 5)  # pixels round by the size of a batch

@@ -103,7 +103,7 @@ def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request
                 value = value[..., row : row + 1, padding:]
             elif rows > 1:
                 value = _media(target, request, name, value)[row : row + 1]
-        elif rows > 1 and not isinstance(value, int | float | str | None):
+        elif rows > 1 and value != {} and not isinstance(value, int | float | str | None):
             raise ValueError(BY_ROW.format(f"{name} of several rows", ONE_ROW))  # pictures that were encoded together
         inputs[name] = value
     prompt = request.prompt[row : row + 1, padding:]

@@ -398,7 +398,7 @@ def _in_a_draft(
     values_RSE = _values(target)[-len(rows) :]
     cache = target.cache(len(rows))
     cache.slots = _RandomSlots(values_RSE, [values_RSE.shape[1], SHORT][-len(rows) :])
-    cache.slots.extents = target.widths and target.widths.extent
+    cache.slots.extents = None if target.widths is None else target.widths.extent
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
             layer.slots = cache.slots

@@ -9,12 +9,7 @@ from typing import Any
 
 from visspec.io import included
 from visspec.io.files import unwritable
-from visspec.io.options import Count as Count
-from visspec.io.options import Dtype as Dtype
 from visspec.io.options import HardwareOptions, Positive, Seed, Temperature, option
-from visspec.io.options import Probability as Probability
-from visspec.io.options import Share as Share
-from visspec.io.options import number as number
 
 
 def read_options(found: argparse.Namespace, record: type) -> Any:
@@ -100,20 +95,6 @@ def sampling(max_new_tokens: int, temperature: float, top_k: int = 0, top_p: flo
     """Keyword arguments of `generate`; temperature 0 is greedy."""
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
     return {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, **drawn}
-
-
-def exit_code(count: int, failed: int, twice: int = 0) -> int:
-    """0 if all of so many records are good, 2 if all failed, else 1; also 1 for ids that came twice, as only the first
-    record of each is made.
-    """
-    return 2 if count and failed == count else 1 if failed or twice else 0
-
-
-def earlier(there: int, failed: int, twice: int) -> str:
-    """What a run's last line says of records that were there, how many of these failed, and of ids that came twice."""
-    found = f", {there} were there" if there else ""
-    found += f" ({failed} of these failed, --retry-failed makes them again)" if failed else ""
-    return found + (f", {twice} ids came twice" if twice else "")
 
 
 def load(options: ModelOptions, needs_pictures: bool = False) -> tuple[Any, Any]:

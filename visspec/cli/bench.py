@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, RecordStream
-from visspec.cli.arguments import JsonOption, Positive
+from visspec.cli.arguments import JsonOption
 from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.eval.bench.paired import ArmRun, in_words, turns
 from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.images import MAX_PIXELS, open_image, read_image
-from visspec.io.options import option
+from visspec.io.options import Positive, option
 from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
 
@@ -186,7 +186,7 @@ def cell(form: Cell, row: Mapping[str, Any]) -> str:
     if callable(form):
         return form(row)
     try:
-        return form.format(**row)
+        return form.format(**row).replace("nan..nan", "")  # the interval of one prompt
     except (KeyError, TypeError):
         return ""
 

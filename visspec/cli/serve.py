@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated
 
-from visspec.cli.arguments import ModelOptions, Positive, load, number
-from visspec.io.options import option
+from visspec.cli.arguments import ModelOptions, load
+from visspec.io.options import Positive, number, option
 
 KEY = "VISSPEC_API_KEY"
 Port = Annotated[int, number(int, lambda value: 0 <= value < 1 << 16, "a number from 0 to 65535")]
