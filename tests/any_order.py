@@ -13,6 +13,24 @@ from visspec.models.randar.ahead import Ahead
 from visspec.types import Outcome, Scores, Verdict
 
 
+def distributions(model, prefix_BPd, codes_BT, order_BT, attention_BP=None):
+    """Logits (B, T, V) of a RandAR for codes in an order of each row, given those before them, in one pass. attention:
+    which positions of the prefix are real, all by default.
+    """
+    prefix, inputs = prefix_BPd.shape[1], model.paired(codes_BT, order_BT)[:, :-1]
+    at_BS = model.config.prefix + order_BT.repeat_interleave(2, dim=1)[:, :-1]
+    first_BP = torch.arange(prefix).expand(len(at_BS), -1)
+    mask = None
+    if attention_BP is not None:
+        size = prefix + inputs.shape[1]
+        mask = torch.ones(size, size, dtype=torch.bool).tril().repeat(len(at_BS), 1, 1)
+        mask[:, :, :prefix] &= attention_BP[:, None]
+        mask |= torch.eye(size, dtype=torch.bool)  # padding attends to itself
+        mask = mask[:, None]
+    hidden = model(torch.cat([prefix_BPd, inputs], dim=1), torch.cat([first_BP, at_BS], dim=1), mask)
+    return model.head(hidden.last_hidden_state[:, prefix::2])
+
+
 class Toy:
     """A joint law of codes, (V,) * L in raster order, as an any-order model that is consistent between orders."""
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 NEED_TOYS = """
 eval/test_emoji.py eval/test_fid.py eval/test_geneval.py eval/test_world.py
 test_any_order_painter.py test_any_order_presets.py
-test_caption_records.py test_cli.py test_cli_eval.py test_vector_painting.py
+test_caption_records.py test_cli.py test_cli_eval.py
 test_distilled.py test_drafter_contract.py test_eagle.py test_generate_inpainting.py test_held_out.py
 test_dry_run.py test_habits_stream.py test_included.py
 test_mar_painter.py test_notebooks.py test_package.py test_painter.py

@@ -19,10 +19,12 @@ from torch import Tensor
 import visspec
 from tests.tiny import FAMILIES, VOCAB, model_of, prompt, shapes
 from visspec import tree as trees
+from visspec.accept.rejection import Rejection
 from visspec.api import requests
 from visspec.cli.main import main
-from visspec.distributions import Categorical
-from visspec.types import Draft, Drafter, DrafterTraits, State
+from visspec.distributions import Categorical, draw
+from visspec.sampling import SIBLINGS
+from visspec.types import Draft, Drafter, DrafterTraits, Scores, State, Verdict
 
 NEW = 24  # tokens asked for where a test does not say
 
@@ -174,6 +176,19 @@ class Grower(TreeOracle):
             logits.scatter_add_(2, hint, torch.full(hint.shape, 3.0))
             tree_builder.grow(logits.log_softmax(-1))
         return tree_builder.finish(nodes=8)
+
+
+class Careless(Rejection):
+    """Draws from p after a rejection, not from the residual."""
+
+    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
+        verdict = super().__call__(draft, scores, noise)
+        again = draw(scores.distribution.p[:, 0], noise.window(1)[:, 0, SIBLINGS])
+        return Verdict(verdict.path, verdict.length, torch.where(verdict.length == 2, verdict.next, again))
+
+
+def generators(rows: int, seed: int = 0) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
 
 
 def new_tokens(output: Any, inputs: dict[str, Tensor]) -> list[list[int]]:

@@ -2,7 +2,8 @@
 configuration, made small by the names of its fields; stock `generate` against ours. Nothing is downloaded.
 
 python -P tests/sweep.py [--workers 2] [--out FILE] [class ...]. Each class runs in a process of its own with limits of
-time and memory.
+time and memory. With BATCH_INVARIANT=1 in the environment it counts what that mode promises: models in bfloat16,
+against our plain decoding of each prompt alone.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ if __name__ == "__main__":  # as pytest does: with the root on the path, transfo
 
 import visspec
 from tests.doubles import Oracle, TreeOracle, new_tokens
-from tests.tiny import VOCAB
-from tests.tiny_classes import NEW, WINDOW, Batches, cases, generating
+from tests.tiny import PAD, VOCAB
+from tests.tiny_classes import NEW, WINDOW, Batches, cases, generating, single_row
 from visspec.eval.bench.oracle import erring
 from visspec.models.decoder.prefix import ROOM
 
+INVARIANT = bool(os.environ.get("BATCH_INVARIANT"))
 SECONDS, MEMORY = 120, 3 << 30  # limits of one class
 STREAMED = ("none", "ngram")  # drafters that a stream takes
 LIMITS = (NEW, NEW // 2, NEW // 2, NEW // 3)  # of the prompts of a stream: rows enter while others run
@@ -86,12 +88,34 @@ def stock(model: nn.Module, inputs: dict[str, Tensor] | list[dict[str, Tensor]])
     return new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
 
 
+def alone(model: nn.Module, inputs: Any) -> list[list[int]]:
+    """Greedy tokens of our plain decoding of each prompt alone, under `batch_invariant=True`."""
+    fast = visspec.accelerate(model, None, batch_invariant=True)
+    rows = inputs if isinstance(inputs, list) else [single_row(inputs, b) for b in range(len(inputs["input_ids"]))]
+    found = [new_tokens(fast.generate(**each, max_new_tokens=NEW, do_sample=False), each)[0] for each in rows]
+    longest = 0 if isinstance(inputs, list) else max(map(len, found))
+    return [tokens + [PAD] * (longest - len(tokens)) for tokens in found]
+
+
+def cast(inputs: Any) -> Any:
+    """The same with floating numbers in bfloat16."""
+    if isinstance(inputs, list):
+        return [cast(each) for each in inputs]
+    if isinstance(inputs, dict):
+        return {name: cast(each) for name, each in inputs.items()}
+    return inputs.bfloat16() if isinstance(inputs, Tensor) and inputs.is_floating_point() else inputs
+
+
 def compare(row: Row, model: nn.Module, batches: Batches) -> Row:
     """Fills the cells of a row: every drafter on every batch."""
+    if INVARIANT:
+        model = model.bfloat16()
+        # a batch of pictures is refused: they need one row a call
+        batches = {b: cast(each) for b, each in batches.items() if row.inputs == "text" or b != "3"}
     for batch, inputs in batches.items():
         failure, expected = "", [[]]
         try:
-            expected = stock(model, inputs)
+            expected = (alone if INVARIANT else stock)(model, inputs)
         except Exception as error:
             failure = trace_of(error)
         for kind in DRAFTERS if batch != "stream" else STREAMED:
@@ -104,7 +128,7 @@ def compare(row: Row, model: nn.Module, batches: Batches) -> Row:
 def run_cell(model: nn.Module, kind: str, inputs: Any, expected: list[list[int]], failure: str) -> tuple[str, str]:
     """One drafter on one batch: what became of it, and why. failure: of stock generate."""
     try:
-        fast = visspec.accelerate(model, DRAFTERS[kind](expected), adaptive=False)
+        fast = visspec.accelerate(model, DRAFTERS[kind](expected), adaptive=False, batch_invariant=INVARIANT)
         if failure:
             return "stock fails", failure
         if isinstance(inputs, list):

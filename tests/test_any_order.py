@@ -13,7 +13,7 @@ import torch
 
 import visspec
 from tests import tiny_images
-from tests.any_order import Toy, potts, process
+from tests.any_order import Toy, distributions, potts, process
 from tests.distributions import chi_square, output_law, total_variation, verdicts
 from tests.doubles import one_sentence
 from tests.tiny import model_of
@@ -107,7 +107,7 @@ def logits_after(condition, text, codes, places, guidance=3.0):
         moved[0, 5 - count :] = features[0, :count]
         prefix, seen = model.prefix(moved, guidance=True), (torch.arange(5) >= 5 - count).repeat(2, 1)
     filled = torch.tensor([[*codes, 0]]).repeat(2, 1)
-    given, without = model.distributions(prefix, filled, torch.tensor([places]).repeat(2, 1), seen)
+    given, without = distributions(model, prefix, filled, torch.tensor([places]).repeat(2, 1), seen)
     return without + guidance * (given - without)
 
 

@@ -9,6 +9,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import GenerationConfig, JanusVQVAEConfig
 
+from tests.any_order import distributions
 from tests.doubles import one_sentence
 from tests.test_any_order import network
 from tests.test_image_nets import gpt_reference, turn_by_hand
@@ -289,7 +290,7 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
     pairs = torch.stack([asked, tensors["tok_embeddings.weight"][codes]], dim=1).flatten(0, 1)
     at = torch.cat([torch.zeros(1, dtype=torch.long), 1 + order.repeat_interleave(2)])
     expected = gpt_reference(tensors, torch.cat([first, pairs])[None], turn[at], 4, 2)[:, 1::2]
-    found = model.distributions(model.prefix(torch.tensor([3])), codes[None], order[None])
+    found = distributions(model, model.prefix(torch.tensor([3])), codes[None], order[None])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -301,5 +302,5 @@ def test_training_laws_are_those_that_are_drawn_from(pipe):
     batch = pipe.processor(text=TEXTS[:1], generation_mode="image", return_tensors="pt", padding=True)
     words, real = pipe.model.features(batch["input_ids"], batch["attention_mask"].bool())
     codes = out.tokens[0][order][None]
-    logits = pipe.model.net.distributions(pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
+    logits = distributions(pipe.model.net, pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
     assert torch.equal(logits.argmax(-1), codes)

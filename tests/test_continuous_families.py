@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.doubles import one_sentence
+from tests.doubles import generators, one_sentence
 from tests.test_continuous_nets import NEXTSTEP, TINY_KL, filled, kl_names, nextstep_folder, nextstep_names
-from tests.test_mar_target import PLAN, generators, network, ruled
+from tests.test_mar_target import PLAN, network, ruled
 from visspec import ImagePipeline
 from visspec import tree as trees
 from visspec.loop.decode import decode

@@ -138,7 +138,7 @@ def imaging(home: Path) -> dict[str, Any]:
     llamagen(home, caption=False, queries=True)
     save_file(
         {n: w.clone() for n, w in torch.load(home / "t2i_XL.pt", weights_only=False)["model"].items()},
-        home / "randar_0.7b.safetensors",
+        home / "randar_0.7b_llamagen_360k_bs_1024_lr_0.0004.safetensors",
     )
     llamagen(home, caption=False)
     (home / "t2i_XL.pt").rename(home / "c2i_B_256.pt")

@@ -12,10 +12,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from tests.doubles import one_sentence
+from tests.doubles import generators, one_sentence
 from tests.test_continuous_nets import KLFormulas
 from tests.test_image_nets import affine, conv, filled, resnet, within
-from tests.test_scales import generators, moved
+from tests.test_scales import moved
 from visspec import ImagePipeline
 from visspec.models.image_codes.text_features import T5Features
 from visspec.models.infinity import layout as layouts_infinity

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.doubles import one_sentence
+from tests.doubles import generators, one_sentence
 from visspec import tree as trees
 from visspec.accept.coupled import Coupled
 from visspec.accept.surrogate import Surrogate
@@ -15,7 +15,7 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
-from visspec.models.mar.target import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed_counts, scales
+from visspec.models.mar.target import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed_counts
 from visspec.models.vectors.diffusion_head import schedule
 from visspec.models.vectors.target import unpatchify
 from visspec.types import Draft, Request, Sampling
@@ -46,10 +46,6 @@ def model():
 @pytest.fixture(scope="module")
 def target(model):
     return MARTarget(MARImages(model, plan=PLAN))
-
-
-def generators(rows, seed=0):
-    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
 
 
 def request(classes, sampling=PLAIN, seed=0, **options):
@@ -138,19 +134,11 @@ def test_every_node_has_the_law_of_its_prefix(model, guidance, kind, predicts):
             torch.testing.assert_close(log_sigma[chain], hand[1], rtol=1e-4, atol=1e-4)
 
 
-def test_guidance_grows_as_published():
-    """By the number of tokens that stay hidden after the step, of which there is one until the end."""
-    hidden = torch.tensor([max(1, 8 - k) for k in range(9)])
-    found = scales("linear", 2.9, torch.arange(1, 10), 9)
-    torch.testing.assert_close(found, 1 + 1.9 * (9 - hidden) / 9)
-    assert scales("constant", 2.9, torch.arange(1, 10), 9).tolist() == [pytest.approx(2.9)] * 9
-
-
 # --- whole images ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("guidance, temperature", [(1.0, 1.0), (2.9, 0.9)])
-def test_the_parallel_baseline_with_one_token_a_step_is_plain_decoding(target, guidance, temperature):
+def test_parallel_one_by_one_is_plain(target, guidance, temperature):
     sampling = Sampling(temperature, guidance=guidance)
     state = plain(target, [1, 4], sampling)
     given, calls = generators(2), Counter()
@@ -180,7 +168,7 @@ def test_steps_reveal_tokens_as_published():
 
 
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_a_drafter_that_is_the_target_is_always_accepted(model, target, guidance):
+def test_target_as_drafter(model, target, guidance):
     sampling = Sampling(1.0, guidance=guidance)
     drafter = SmallMAR(MARImages(model, plan=PLAN))
     drafter.attach(target.family)
@@ -234,7 +222,7 @@ def test_what_is_known_is_what_was_drawn(rule):
         ({"limit": TOKENS + 1}, "max_new_tokens: got 10, expected at most the image's 9 tokens"),
     ],
 )
-def test_what_mar_can_not_draw_is_refused_before_any_pass(target, change, words):
+def test_requests_refused(target, change, words):
     asked = request(change.get("classes", [1]), change.get("sampling", Sampling(1.0)))
     asked.max_new_tokens = change.get("limit", TOKENS)
     if "order" in change:
@@ -244,25 +232,21 @@ def test_what_mar_can_not_draw_is_refused_before_any_pass(target, change, words)
 
 
 def test_wrong_settings_are_refused(model, target):
-    with pytest.raises(ValueError, match=r"scale: got 'cosine', expected one of linear, constant"):
-        MARImages(model, scale="cosine")
-    with pytest.raises(ValueError, match=r"steps: got 1, expected 2\.\.1000"):
-        MARImages(model, plan=schedule(1, learned=True))
-    with pytest.raises(ValueError, match=r"schedule: got other deviations than the head's, expected learned ones"):
-        MARImages(model, plan=schedule(STEPS))
-    with pytest.raises(ValueError, match=r"iterations: got 10, expected 1\.\.9"):
-        revealed_counts(9, 10)
-    with pytest.raises(ValueError, match=r"wait: got -1, expected"):
-        SmallMAR(target.family, wait=-1)
-    other = MARImages(MAR(replace(SMALL, size=3)))
-    with pytest.raises(ValueError, match=r"drafter: got 9 tokens of 4 numbers .* expected the target's 9 of 3"):
-        SmallMAR(target.family).attach(other)
-    with pytest.raises(ValueError, match=r"without noise in its last step"):
-        ruled(MARTarget(MARImages(model, plan=schedule(STEPS, learned=True, noisy=False))))
-    with pytest.raises(ValueError, match=r"tokens: got 8, expected a square"):
-        MARImages(MAR(replace(SMALL, tokens=8)))
-    with pytest.raises(ValueError, match=r"reads hidden states"):
-        MARTarget(target.family, features=True)
+    quiet = schedule(STEPS, learned=True, noisy=False)
+    for said, make in (
+        ("scale: got 'cosine', expected one of linear, constant", lambda: MARImages(model, scale="cosine")),
+        (r"steps: got 1, expected 2\.\.1000", lambda: MARImages(model, plan=schedule(1, learned=True))),
+        ("schedule: got other deviations than the head's", lambda: MARImages(model, plan=schedule(STEPS))),
+        (r"iterations: got 10, expected 1\.\.9", lambda: revealed_counts(9, 10)),
+        ("wait: got -1, expected", lambda: SmallMAR(target.family, wait=-1)),
+        ("drafter: got 9 tokens of 4 numbers .* expected the target's 9 of 3",
+         lambda: SmallMAR(target.family).attach(MARImages(MAR(replace(SMALL, size=3))))),
+        ("without noise in its last step", lambda: ruled(MARTarget(MARImages(model, plan=quiet)))),
+        ("tokens: got 8, expected a square", lambda: MARImages(MAR(replace(SMALL, tokens=8)))),
+        ("reads hidden states", lambda: MARTarget(target.family, features=True)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            make()
 
 
 def test_tokens_become_latents_as_published():

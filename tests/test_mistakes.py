@@ -31,6 +31,7 @@ MISTAKES = {
     "caption {}/photo.png --drafter lantern": "got 'lantern', expected a checkpoint folder, a hub id or a name",
     "caption {}/photo.png --acceptance exat": "such as exact",
     "caption {}/photo.png --acceptance typical:eps=0.1": "typical does not take 'eps', expected epsilon, delta",
+    "caption {}/photo.png --acceptance exact:k=3": "exact does not take 'k', expected no option",
     "caption {}/photo.png --preset coupld": "such as coupled",
     "caption {}/photo.png --preset gumbel": "for models of codes, expected one for text",
     "caption {}/photo.png --preset {}/gone.json": "gone.json",
@@ -133,7 +134,7 @@ def test_a_package_that_is_missing_is_a_sentence(line, folder, capsys, monkeypat
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])
-def test_a_command_without_its_command_shows_help(argv, capsys):
+def test_bare_command_shows_help(argv, capsys):
     assert main(argv) == 0
     assert capsys.readouterr().out.startswith("usage: visspec")
 

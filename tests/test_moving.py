@@ -45,14 +45,14 @@ def cast(inputs, dtype):
              lambda m: m.bfloat16(), lambda m: m.half(), lambda m: m.double(), lambda m: m.requires_grad_(False),
              lambda m: m.to(torch.float32).eval()]
 )  # fmt: skip
-def test_methods_that_return_the_model_return_the_accelerated_one(call):
+def test_chained_methods(call):
     fast = visspec.accelerate(llama())
     assert call(fast) is fast
     assert fast.get_input_embeddings() is fast.model.get_input_embeddings() and fast.eval.__name__ == "eval"
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_a_cast_model_drafts_as_one_that_was_born_so(kind, ragged):
+def test_cast_model(kind, ragged):
     """Masks, tables and drafters follow, to bfloat16 and back, whether the wrapper or the model itself is cast."""
     model = llava()
     expected = new_tokens(model.generate(**ragged, **GREEDY), ragged)
@@ -154,7 +154,7 @@ def test_a_cast_pipeline(by):
     assert not learned.layer.qkv.is_inference() and not learned.embed.weight.is_inference()
 
 
-def test_a_low_resolution_drafter_belongs_to_one_model():
+def test_lowres_belongs_to_one_model():
     pipe, other = fresh(), fresh()
     drafter = LowRes(family_of(tiny_images.janus(), Words()))
     tokens(pipe, drafter=drafter)

@@ -24,14 +24,9 @@ OCR = [f"model.language_model.layers.2.{n}" for n in ("eh_proj", "enorm", "hnorm
 
 
 def moe():
-    more = {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-        "shared_expert_intermediate_size": 8,
-    }
+    sizes = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
     config = tf.Qwen3_5MoeConfig(
-        text_config={**hybrids.HYBRID, **more},
+        text_config={**hybrids.HYBRID, **sizes, "num_experts": 4, "num_experts_per_tok": 2},
         vision_config={**TOWER, "out_hidden_size": 32, "num_position_embeddings": 16, "temporal_patch_size": 2},
         **VISION_IDS,
     )
@@ -113,14 +108,14 @@ def inputs_of(name, lengths=LENGTHS, **options):
 
 
 @each_form
-def test_pictures_in_ragged_batches_greedy_and_seeded(name, reloaded):
+def test_ragged_pictures_exact(name, reloaded):
     quick = check_drafter("mtp", reloaded(name), inputs_of(name), NEW)
     assert max(round.levels for round in quick.last_state.trace.rounds) == mtp.LEVELS and mtp_layer.in_files(
         reloaded(name)
     )
 
 
-def test_it_is_the_drafter_of_a_model_that_has_it(reloaded, caplog):
+def test_default_drafter(reloaded, caplog):
     caplog.set_level("INFO", logger="visspec.api.accelerate")
     assert visspec.accelerate(reloaded("qwen3_5")).setup.name == "mtp"
     assert "drafter: mtp, because the model's files have such a layer" in caplog.text
@@ -190,7 +185,7 @@ def stock_pass(layer, window):
 
 @each_form
 @torch.no_grad()
-def test_drafts_are_those_of_a_pass_from_the_description(name, reloaded):
+def test_drafts_against_description(name, reloaded):
     """In a ragged batch with pictures: their embeddings and M-RoPE positions, a level at a time."""
     model, inputs, found, seen = reloaded(name), inputs_of(name), [], []
     layer = mtp_layer.load_layer(model)
@@ -226,7 +221,7 @@ def test_rows_enter_a_running_batch(name, reloaded):
     assert [found[i].tokens for i in range(4)] == expected and not fast.setup.drafter.warned
 
 
-def test_a_model_of_the_hub_is_read_from_its_cache(tmp_path, monkeypatch):
+def test_hub_cache(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

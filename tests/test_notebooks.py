@@ -81,7 +81,7 @@ def test_kept_with_outputs_and_short(name):
 
 
 @pytest.mark.parametrize("name", PROMISES)
-def test_what_a_notebook_takes_from_modules_is_there(name):
+def test_names_from_modules(name):
     """Also of those that run every night alone."""
     tree, found = ast.parse("\n".join(cell.source for cell in code_cells(read(name)))), {}
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
@@ -115,7 +115,7 @@ def test_runs(names):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", sorted(NEED_WEIGHTS))
-def test_stops_with_a_sentence_where_the_weights_are_missing(name, tmp_path):
+def test_missing_weights(name, tmp_path):
     notebook = read(name)
     point = nbformat.v4.new_code_cell(
         f"from visspec import registry\nregistry.CHECKPOINTS = __import__('pathlib').Path('{tmp_path}')"

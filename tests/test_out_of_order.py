@@ -1,6 +1,7 @@
 """Images out of raster order: the limits where every method is plain decoding, and what happens between them."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def pad_free(tokens):
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @torch.no_grad()
-def test_revise_is_verify_where_nothing_is_missing(guidance):
+def test_revise_is_verify(guidance):
     from visspec import tree as trees
 
     target, asked = ImageAR(family()), request(1.0, guidance)
@@ -154,7 +155,7 @@ def test_revise_is_verify_where_nothing_is_missing(guidance):
 
 
 @torch.no_grad()
-def test_absent_nodes_and_unseen_places_change_nothing():
+def test_absent_and_unseen_places():
     target = ImageAR(family())
     tokens = torch.tensor(plain().tokens)
     places, seen = torch.arange(PLACES).expand(3, -1), torch.ones(3, PLACES, dtype=torch.bool)
@@ -205,7 +206,7 @@ def test_tau_zero_takes_the_draft(temperature, guidance, kind):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("upto", [0, 6, 11])
-def test_one_island_behind_a_right_prefix_is_plain_decoding(temperature, upto):
+def test_island_behind_right_prefix(temperature, upto):
     """Keys and values of the wrong draft are overwritten, those of the right prefix are kept."""
     expected = plain(temperature).tokens
     plan = RejectedRegions(Chosen([list(range(upto, PLACES))] * 3), Draft(expected, upto))
@@ -266,7 +267,7 @@ def test_a_row_does_not_know_its_batch(name, kind):
 
 
 @torch.no_grad()
-def test_the_code_above_stands_in_for_a_missing_row_end():
+def test_code_above_for_missing_row_end():
     """The first code of row 1, decided when two codes of row 0 are there, from a forward of the stock decoder."""
     state = run(RejectedRegions(Local(1.1, window=2), Draft()), 0.0, 1.0)
     model, (ids, attention), tokens = janus(), prompts(3), torch.tensor(state.tokens)
@@ -281,7 +282,7 @@ def test_the_code_above_stands_in_for_a_missing_row_end():
 
 
 @torch.no_grad()
-def test_drift_of_kept_codes_is_what_stock_forwards_say():
+def test_drift_of_kept_codes():
     state = run(RejectedRegions(Local(0.0), Draft()), 1.0, 1.0)
     bare = run(RejectedRegions(Local(0.0), Draft(), audit=False), 1.0, 1.0)
     model, (ids, attention), tokens = janus(), prompts(3), torch.tensor(state.tokens)
@@ -350,7 +351,7 @@ def test_islands_go_on_together(kind):
 
 @pytest.mark.parametrize("kind", [Janus, Lined])
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_a_row_of_an_island_follows_the_row_above(kind, window):
+def test_island_rows_follow_row_above(kind, window):
     """A window of w codes: a row starts w passes behind the row above; passes are fewer, and the drift is not 0."""
     state = run(RejectedRegions(Local(1.1, window=window), Draft()), kind=kind)
     passes = [[p for p, t in zip(*row) if t < CODES] for row in zip(state.memory, state.tokens)]
@@ -367,7 +368,7 @@ def test_one_place_a_row_of_an_island():
     assert passes.tolist() == [[1, 2, 3, 4], [2, 1, 4, 5], [3, 1, 5, 6], [4, 5, 6, 7]]
 
 
-def test_a_canvas_runs_every_final_token_once_more(monkeypatch):
+def test_canvas_caches_final_tokens(monkeypatch):
     """After the last pass only what was decided in it is not in the cache."""
     kept = []
     monkeypatch.setattr(
@@ -402,29 +403,24 @@ def test_a_broken_drafter_costs_speed_only():
 # --- local acceptance as a rule ---------------------------------------------------------------------------------------
 
 
+IMAGE = Capabilities(vocab=4, codebook=torch.tensor([[0.0], [1.0], [5.0]]))
+
+
 def test_pooled_mass_counts_the_code_itself():
-    rule = Local(0.5, k=2)
-    rule.bind(Capabilities(vocab=4, codebook=torch.tensor([[0.0], [1.0], [5.0]])))
-    p = torch.tensor([[[0.3, 0.25, 0.45, 0.0]] * 5])
-    x = torch.tensor([[0, 1, 2, 3, 3]])
-    assert rule.within_tolerance(p, x).tolist() == [
-        [True, True, True, False, False]
-    ]  # 0 and 1 pool, 2 with 1; no grammar
+    """Alone it has its own probability, with one other 0 and 1 pool, and 2 with 1, with all everything; no grammar."""
+    p, x = torch.tensor([[[0.3, 0.25, 0.45, 0.0]] * 5]), torch.tensor([[0, 1, 2, 3, 3]])
+    for k, tau, kept in (
+        (1, 0.3, [True, False, True]),
+        (1, 0.5, [False] * 3),
+        (3, 0.99, [True] * 3),
+        (2, 0.5, [True] * 3),
+    ):
+        rule = Local(tau, k=k)
+        rule.bind(IMAGE)
+        assert rule.within_tolerance(p, x).tolist() == [[*kept, False, False]]
     drift, far = rule.cost(p, x, torch.tensor([[True, False, True, False, False]]))
     assert float(drift) == pytest.approx(0.7 + 0.55)
     assert float(far) == pytest.approx(0.25 + 0.45 * 5 + 0.3 * 5 + 0.25 * 4)
-
-
-def test_pools_of_one_code_and_of_all():
-    """A code pools itself first: alone it has its own probability, with all others everything."""
-    image = Capabilities(vocab=4, codebook=torch.tensor([[0.0], [1.0], [5.0]]))
-    p, x = torch.tensor([[[0.3, 0.25, 0.45, 0.0]] * 3]), torch.tensor([[0, 1, 2]])
-    for k, tau, kept in ((1, 0.3, [True, False, True]), (1, 0.5, [False] * 3), (3, 0.99, [True] * 3)):
-        rule = Local(tau, k=k)
-        rule.bind(image)
-        assert rule.within_tolerance(p, x).tolist() == [kept]
-    with pytest.raises(ValueError, match="k: got 4, expected at most 3 neighbours in a codebook of 3"):
-        Local(k=4).bind(image)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -507,7 +503,7 @@ def upsampler(folder, codes=CODES):
 
 
 @torch.no_grad()
-def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
+def test_learned_upsampler(tmp_path):
     small = torch.tensor([[1, 2, 3, 4], [5, 5, 5, 5]])
     logits = upsampler(tmp_path)(small.view(2, 2, 2))
     assert logits.shape == (2, SIDE, SIDE, CODES)
@@ -523,6 +519,25 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+def knowing(word, model):
+    processor = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=lambda: {word: 1}))
+    return Janus(model, processor)
+
+
+def shaped(rows, columns):
+    made = Janus(janus(), None)
+    made.layout = lambda height=None, width=None: ImageLayout((rows, columns), torch.full((rows * columns,), FREE))
+    return made
+
+
+def asked(**changes):
+    """What needs raster order."""
+    found = request()
+    for name, value in changes.items():
+        setattr(found, name, value)
+    return decoded(RejectedRegions(Local(), Draft()), ImageAR(family()), found)
+
+
 @pytest.mark.parametrize("make,sentence", [
     (lambda: LowRes(family(), upsample="nearest"), "upsample: got 'nearest', expected one of bicubic, latent"),
     (lambda: LowRes(family(), family(), window=0), "window: got 0, expected at least 1"),
@@ -532,50 +547,24 @@ def test_a_learned_upsampler_round_trips_and_drafts(tmp_path):
         lambda: RejectedRegions().bind(Local(), Jacobi()),
         "drafter: got none that drafts whole images, expected lowres"),
     (lambda: RejectedRegions().bind(Exact(), Draft()), "acceptance: got Exact, expected local"),
+    (lambda: Local(k=4).bind(IMAGE), "k: got 4, expected at most 3 neighbours in a codebook of 3"),
+    (lambda: LowRes(knowing("a", sibling())).attach(knowing("b", janus())), "another tokenizer, expected that of the"),
+    (lambda: lowres.check_siblings(shaped(4, 5), shaped(3, 5)), r"grid of \(4, 5\), expected at most the target's"),
+    (lambda: lowres.check_siblings(shaped(3, 4), shaped(5, 3)), r"grid of \(3, 4\), expected at most the target's"),
+    (lambda: asked(stop=lambda ids: False), "stop: got .* expected none"),
+    (lambda: asked(eos=frozenset({3})), "eos: got .* expected none"),
+    (lambda: asked(sampling=Sampling(1.0, guidance=3.0, processors=(lambda ids, logits: logits,))),
+     "processors: got .* none"),
 ])  # fmt: skip
-def test_errors(make, sentence):
+def test_refusals(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+    lowres.check_siblings(shaped(3, 5), shaped(3, 5))
+    LowRes(knowing("a", sibling()), knowing("a", janus()))
 
 
-def test_the_siblings_own_grammar_stands_in_its_image():
+def test_sibling_grammar():
     """A sibling of the target's size that is the target draws what plain decoding does, row ends and all."""
     state, _ = ImageAR(family(Lined)).prefill(request(0.0, kind=Lined))
     drawn = torch.tensor(plain(0.0, kind=Lined).tokens)
     assert torch.equal(LowRes(family(Lined), family(Lined)).small(state), drawn[:, family(Lined).layout().free])
-
-
-@pytest.mark.parametrize("small, large", [((4, 5), (3, 5)), ((3, 4), (5, 3))])
-def test_a_sibling_may_be_larger_in_neither_direction(small, large):
-    def shaped(rows, columns):
-        made = Janus(janus(), None)
-        made.layout = lambda height=None, width=None: ImageLayout((rows, columns), torch.full((rows * columns,), FREE))
-        return made
-
-    lowres.check_siblings(shaped(*large), shaped(*large))
-    with pytest.raises(ValueError, match=rf"grid of \({small[0]}, {small[1]}\), expected at most the target's"):
-        lowres.check_siblings(shaped(*small), shaped(*large))
-
-
-def test_another_tokenizer_is_refused():
-    class Processor:
-        def __init__(self, words):
-            self.tokenizer = type("T", (), {"get_vocab": lambda _: words})()
-
-    ours, theirs = Janus(sibling(), Processor({"a": 1})), Janus(janus(), Processor({"b": 1}))
-    with pytest.raises(ValueError, match="another tokenizer, expected that of the target"):
-        LowRes(ours).attach(theirs)
-    LowRes(ours, Janus(janus(), Processor({"a": 1})))
-
-
-@pytest.mark.parametrize("change,sentence", [
-    ({"stop": lambda ids: False}, "stop: got .* expected none"),
-    ({"eos": frozenset({3})}, "eos: got .* expected none"),
-    ({"sampling": Sampling(1.0, guidance=3.0, processors=(lambda ids, logits: logits,))}, "processors: got .* none"),
-])  # fmt: skip
-def test_requests_that_need_raster_order_are_refused(change, sentence):
-    asked = request()
-    for name, value in change.items():
-        setattr(asked, name, value)
-    with pytest.raises(ValueError, match=sentence):
-        decoded(RejectedRegions(Local(), Draft()), ImageAR(family()), asked)

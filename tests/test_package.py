@@ -50,7 +50,7 @@ def test_the_models_that_readme_names_are_in_the_wheel():
 
 
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
-def test_a_build_warns_of_nothing_and_holds_the_data(kind, tmp_path):
+def test_build(kind, tmp_path):
     source = copied(tmp_path / "source", "*.safetensors")
     program = f"import sys; from setuptools import build_meta as b; print(b.build_{kind}(sys.argv[1]))"
     command = [sys.executable, "-P", "-W", "always", "-c", program, str(tmp_path)]
@@ -100,7 +100,7 @@ def assert_found_in(site: Path, cwd: Path, further: str) -> str:
     return run.stdout
 
 
-def test_a_checkout_that_comes_before_the_package_finds_its_parts(tmp_path):
+def test_checkout_before_package(tmp_path):
     """Plain python in the repository root takes ./visspec; models, kernels and eval stand beside it, not in it."""
     shutil.copytree(ROOT / "visspec", tmp_path / "visspec", ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("models", "kernels", "eval"):
@@ -121,7 +121,7 @@ def test_a_checkout_that_comes_before_the_package_finds_its_parts(tmp_path):
 
 
 @pytest.mark.nightly
-def test_an_installed_wheel_finds_its_checkpoints_and_captions(tmp_path):
+def test_installed_wheel(tmp_path):
     source, site = copied(tmp_path / "source"), tmp_path / "site"
     pip = [sys.executable, "-m", "pip"]
     build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
@@ -149,7 +149,7 @@ NOT_IMPORTED = {  # by our code
 SKIPPED = re.compile(r"\b(?:pytest\.importorskip|bits)\(\"(\w+)")  # of tests that need a package
 
 
-def test_every_dependency_is_imported_and_what_is_needed_is_named_by_the_doctor():
+def test_dependencies():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed, *extras = [
         {re.match(r"[\w-]+", line)[0] for line in lines}
@@ -169,7 +169,7 @@ def test_every_dependency_is_imported_and_what_is_needed_is_named_by_the_doctor(
     assert idle == NOT_IMPORTED and needed == set(doctor.NEEDED)
 
 
-def test_the_modules_that_are_documented_are_there():
+def test_documented_modules():
     (line,) = [line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("DOCUMENTED")]
     names = re.search(r"addprefix visspec\.,(.*)\)", line)[1].split()
     assert names and all(find_spec(f"visspec.{name}") for name in names)

@@ -36,7 +36,7 @@ def written(tmp_path_factory):
 
 
 @each_kind
-def test_a_folder_is_the_pipeline_it_was_written_from(written, kind):
+def test_folder_round_trip(written, kind):
     pipe, folder = written[kind]
     model, processor = load_image_model(str(folder))
     assert type(model) is type(pipe.model) and not model.training and (processor is None) == (pipe.processor is None)
@@ -52,7 +52,7 @@ def test_a_folder_is_the_pipeline_it_was_written_from(written, kind):
 
 
 @each_kind
-def test_tensors_and_types_are_exactly_those_of_the_kind(written, tmp_path, kind):
+def test_tensors_and_types_checked(written, tmp_path, kind):
     _, folder = written[kind]
     name, other = KINDS[kind][3], next(row[-1] for row in KINDS.values() if row[-1] != KINDS[kind][-1])
     for i, (change, said) in enumerate((
@@ -87,6 +87,6 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("kind", "change", "said"), [(kind, *row) for kind, rows in CHANGES.items() for row in rows])
-def test_configurations_that_describe_no_painter_are_refused(written, tmp_path, kind, change, said):
+def test_bad_configurations(written, tmp_path, kind, change, said):
     with one_sentence(said):
         KINDS[kind][2](altered(written[kind][1], tmp_path, change))

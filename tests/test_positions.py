@@ -142,7 +142,7 @@ def test_numbers_of_a_position_keep_the_law(name, seed):
 
 
 @pytest.mark.parametrize("name", ["chain", "static 1-1-2"])
-def test_numbers_that_stay_while_positions_move_are_seen(name):
+def test_kept_numbers_are_seen(name):
     p, drafter = context_law(2, 0), DRAFTERS[name](context_law(2, 7))
     distribution = process_law(drafter, p, shift=lambda gained: gained - 1)
     assert total_variation(distribution, plain_law(p, 2, SIZE)) > 1e-3

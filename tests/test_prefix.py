@@ -21,7 +21,7 @@ from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
 from visspec.api.queueing import RequestBuilder, add_to_digest
 from visspec.loop.decode import open_request
 from visspec.models.block.trained import BlockDrafter
-from visspec.models.decoder.prefix import PrefixCache, following
+from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
@@ -56,7 +56,7 @@ def streamed(quick, entries, cache, slots=6, **options):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_are_as_alone_and_images_are_read_once_in_every_family(name):
+def test_rows_as_alone_in_every_family(name):
     quick, entries, cache = fast(name, "ngram"), questions(name), PrefixCache()
     found, reused = streamed(quick, entries, cache)
     assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
@@ -86,9 +86,10 @@ def plain(name, **options):
     return [quick.run(**entry, **options).state.tokens[0] for entry in questions(name)]
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_with_every_drafter_rounds_are_those_of_a_fresh_prefill(name, kind):
+@pytest.mark.parametrize(
+    "name, kind", [("llava", kind) for kind in DRAFTERS] + [("qwen2_5_vl", k) for k in ("feature", "tree", "seeing")]
+)
+def test_rounds_with_every_drafter(name, kind):
     """Greedy and sampled."""
     quick, entries = fast(name, DRAFTERS[kind](name)), questions(name)
     for options in ({}, SAMPLED):
@@ -100,7 +101,7 @@ def test_with_every_drafter_rounds_are_those_of_a_fresh_prefill(name, kind):
 
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_5_vl", "gemma3"])
 @torch.inference_mode()
-def test_what_drafters_read_and_the_cache_are_those_of_a_fresh_prefill(name):
+def test_features_and_cache_as_fresh(name):
     """Rows of different length, one of them from a kept prompt, one with a prompt that was read whole before."""
     model = model_of(name)
     quick = fast(name, visspec.models.eagle.drafter.EagleDrafter.for_model(model))
@@ -134,7 +135,7 @@ def test_what_drafters_read_and_the_cache_are_those_of_a_fresh_prefill(name):
             torch.testing.assert_close(mine[b, :, :length], theirs[b, :, : real.shape[1]][:, real[b]], **close)
 
 
-def test_a_drafter_accepts_as_much_of_the_included_captioner(captioner):
+def test_captioner_drafter(captioner):
     """Whose drafter of ViSpec's kind compresses the image slots."""
     from visspec.api.captions import Captions
     from visspec.api.sources import Record
@@ -156,7 +157,7 @@ def test_a_drafter_accepts_as_much_of_the_included_captioner(captioner):
     assert any(rounds < len(pieces) - 1 for _, _, rounds, pieces in found[0])
 
 
-def test_another_image_is_a_miss_and_so_is_one_that_differs_in_a_number():
+def test_other_image_is_a_miss():
     entries = questions("llava", 1, max_new_tokens=3)[:2]
     entries[1]["pixel_values"] = entries[1]["pixel_values"].clone()
     entries[1]["pixel_values"][0, 1, 2, 3] += 1e-6
@@ -182,7 +183,7 @@ def encoded(seed):
     "mm_encoder_outputs" not in signature(LlavaForConditionalGeneration.forward).parameters, reason="transformers 5.24"
 )
 @pytest.mark.parametrize("room", [0, 1 << 24])
-def test_encoded_pictures_are_told_apart_by_all_of_their_numbers(room):
+def test_encoded_pictures(room):
     quick, cache, entries = fast("llava", None), PrefixCache(room), [encoded(seed) for seed in (1, 2, 1)]
     expected = [quick.run(**entry).state.tokens[0] for entry in entries]
     assert expected[0] == expected[2] != expected[1]
@@ -201,7 +202,7 @@ class Opaque:
         return "Opaque()"
 
 
-def test_arguments_are_digested_whole_or_not_at_all():
+def test_digest_of_arguments():
     @dataclasses.dataclass(repr=False)
     class Parts:
         values: list
@@ -243,7 +244,7 @@ def test_all_image_slots_have_to_be_shared(name):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_slots_of_a_later_image_are_never_read_as_text(name):
+def test_later_image_slots(name):
     """Although most slots are shared: the prompts differ in front of the second of two images, close to their end."""
     first = prompt(name, ["40 i 4 i 3"])
     entries = [first | {"max_new_tokens": 6, "input_ids": first["input_ids"].clone()} for _ in range(2)]
@@ -256,13 +257,7 @@ def test_slots_of_a_later_image_are_never_read_as_text(name):
     assert reused == [0, 0]
 
 
-def test_positions_behind_an_image_go_on_from_the_largest_of_three():
-    assert following(torch.tensor([9, 3, 4, 6])).tolist() == [10, 7, 7, 7] and following(
-        torch.tensor([5])
-    ).tolist() == [6]
-
-
-def test_padding_and_images_that_no_id_stands_for_are_read_afresh():
+def test_padding_read_afresh():
     entry = questions("llava", 1)[0]
     padded = {k: torch.nn.functional.pad(entry[k], (1, 0)) for k in ("input_ids", "attention_mask")}
     other = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "strange_values": torch.ones(1, 2)}
@@ -274,7 +269,7 @@ def test_padding_and_images_that_no_id_stands_for_are_read_afresh():
     assert set(known.inputs.values()) == {None}, "what is known of options holds no prompt"
 
 
-def test_the_least_recently_used_leave_while_rows_run_and_the_room_is_kept():
+def test_least_recently_used():
     quick, entries = fast("llava", make("llava")), questions("llava", 4, max_new_tokens=6)
     expected, _ = streamed(quick, entries, 0)
     cache = PrefixCache()
@@ -294,7 +289,7 @@ def test_the_least_recently_used_leave_while_rows_run_and_the_room_is_kept():
     assert streamed(quick, entries[:5], PrefixCache(one // 2))[1][4] > 0  # rows of one batch share what is not kept
 
 
-def test_a_chat_goes_on_from_its_last_turn_and_takes_its_place():
+def test_chat_replaces_last_turn():
     quick, cache = fast("qwen2_5_vl", "ngram"), PrefixCache()
     entry, lengths = questions("qwen2_5_vl", 1, max_new_tokens=4)[0], []
     for turn in range(3):
@@ -305,7 +300,7 @@ def test_a_chat_goes_on_from_its_last_turn_and_takes_its_place():
     assert len(cache) == 1 and cache._kept[0].key.length == lengths[-1]
 
 
-def test_prompts_are_kept_of_one_model_and_of_none_whose_rotations_depend_on_the_length():
+def test_one_model_and_no_dynamic_rope():
     cache, entries = PrefixCache(), questions("llama", 1)
     streamed(fast("llama", None), entries, cache)
     assert cache.hits == 4

@@ -2,24 +2,21 @@
 
 import gc
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as tf
 
 import visspec
-from tests.doubles import NEW, TreeOracle, new_tokens, one_sentence
+from tests.doubles import NEW, TreeOracle, new_tokens
 from tests.test_rotary import MAKE
 from tests.test_targets import SIZES, refused
-from tests.tiny import FAMILIES, TEXT, TOWER, built, enliven, llama, mistral, prompt
+from tests.tiny import FAMILIES, TEXT, built, llama, mistral, prompt
 from tests.tiny_classes import tiny_model
 from visspec.api.loading import load
 from visspec.models.attention import masks
 from visspec.models.decoder import probe
 from visspec.models.decoder.target import HFDecoder
-
-VISION = {**TOWER, "patch_size": 4}
 
 
 def gpt_neo(window=8, positions=512):
@@ -31,72 +28,15 @@ def gpt_neo(window=8, positions=512):
     return built(tf.GPTNeoForCausalLM, config, attention="eager")
 
 
-def mllama():
-    text = tf.models.mllama.MllamaTextConfig(**{**TEXT, "num_hidden_layers": 3}, cross_attention_layers=[1])
-    vision = tf.models.mllama.MllamaVisionConfig(
-        hidden_size=16, attention_heads=2, num_hidden_layers=1, num_global_layers=1, intermediate_size=24,
-        image_size=8, patch_size=4, vision_output_dim=32, intermediate_layers_indices=[0],
-        supported_aspect_ratios=[[1, 1]], max_num_tiles=1,
-    )  # fmt: skip
-    config = tf.MllamaConfig(text_config=text, vision_config=vision, image_token_index=90)
-    return tf.MllamaForConditionalGeneration(config).eval()
-
-
-def xlm():
-    config = tf.XLMConfig(emb_dim=32, n_layers=2, n_heads=4, vocab_size=96, n_words=96, mask_token_id=3, lang_id=0)
-    return tf.XLMWithLMHeadModel(config).eval()
-
-
-def idefics():
-    config = tf.IdeficsConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
-        additional_vocab_size=0, cross_layer_interval=1, use_resampler=False,
-        vision_config={"embed_dim": 16, **VISION}, perceiver_config={"resampler_n_heads": 2},
-    )  # fmt: skip
-    return tf.IdeficsForVisionText2Text(config).eval()
-
-
-def kosmos2():
-    text = {
-        "vocab_size": 96, "embed_dim": 32, "layers": 2, "ffn_dim": 48, "attention_heads": 4,
-        "max_position_embeddings": 128,
-    }  # fmt: skip
-    return tf.Kosmos2ForConditionalGeneration(
-        tf.Kosmos2Config(text_config=text, vision_config=VISION, latent_query_num=4)
-    ).eval()
-
-
 def unnamed_window():
     model = gpt_neo(256, 2048)
     model.config.window_size = 1
     return model
 
 
-CAUGHT = {
-    "a window that nothing names": (unnamed_window, "other laws than the same tokens one by one"),
-    "gpt-neo": (gpt_neo, "other laws than the same tokens one by one"),
-    "gpt-neo as trained": (lambda: gpt_neo(256, 2048), "other laws than the same tokens one by one"),
-    "openai-gpt": (
-        lambda: tf.OpenAIGPTLMHeadModel(tf.OpenAIGPTConfig(n_embd=32, n_layer=2, n_head=4, **SIZES)).eval(),
-        "keeps no cache",
-    ),
-    "xlm": (xlm, "keeps no cache"),
-    "mllama": (mllama, r"wrote keys and values in 2 of 3 layers \(not in layer 1\)"),
-    "imagegpt": (
-        lambda: tf.ImageGPTForCausalImageModeling(
-            tf.ImageGPTConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128)
-        ).eval(),
-        "expected a decoder of ids",
-    ),
-    "idefics": (idefics, "can't run a draft"),
-    "kosmos-2": (kosmos2, "can't run a draft"),
-}
-
-
-@pytest.mark.parametrize("name", CAUGHT)
-def test_models_that_cannot_be_verified_are_refused(name):
-    make, sentence = CAUGHT[name]
-    refused(make(), sentence)
+@pytest.mark.parametrize("make", [unnamed_window, lambda: gpt_neo(256, 2048)], ids=["unnamed", "as-trained"])
+def test_long_windows_in_a_buffer_are_refused(make):
+    refused(make(), "other laws than the same tokens one by one")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -106,14 +46,12 @@ def test_coarse_arithmetic_is_no_fault(dtype):
     refused(gpt_neo().to(dtype), "other laws")
 
 
-def test_the_probe_can_be_switched_off():
-    visspec.accelerate(gpt_neo(window=16), None, probe=False)
-
-
-def test_layers_without_keys_are_found_at_the_prompt_too():
+def test_missing_layers_at_prompt():
     inputs = prompt("llama", ["9"])
-    with pytest.raises(ValueError, match="wrote keys and values in 2 of 3 layers"):
-        visspec.accelerate(mllama(), None, probe=False).generate(**inputs, max_new_tokens=2, do_sample=False)
+    with pytest.raises(ValueError, match="wrote keys and values in 1 of 2 layers"):
+        visspec.accelerate(tiny_model("MllamaForConditionalGeneration"), None, probe=False).generate(
+            **inputs, max_new_tokens=2, do_sample=False
+        )
 
 
 def test_it_sees_a_node_that_sees_its_sibling(monkeypatch):
@@ -138,7 +76,7 @@ def test_it_sees_a_window_that_is_one_off(other):
         assert "other laws" in probe._probe(target).fault
 
 
-def test_an_error_is_told_in_spreads_of_what_is_right():
+def test_error_in_spreads():
     right = torch.tensor([[[-1.0, 1.0]]])
     assert probe._difference(right + 4, right, exact=True)[0] == pytest.approx(4.0)
 
@@ -213,7 +151,7 @@ def test_the_probe_is_cheap():
     assert min(taken) < 2 * min(plain), (taken, plain)
 
 
-def test_quantised_heads_are_measured_and_warned_of():
+def test_quantised_heads():
     """Weights packed by torch.ao are behind a method; a token's law depends on what else is in the pass."""
     model = torch.ao.quantization.quantize_dynamic(llama(seed=1), {torch.nn.Linear}, dtype=torch.qint8)
     with pytest.warns(RuntimeWarning, match="differently beside others"):
@@ -237,93 +175,14 @@ DECODES = {
 
 
 @pytest.mark.parametrize("name", DECODES)
-def test_models_that_are_causal_in_their_own_way_equal_stock(name):
+def test_causal_in_own_way(name):
     model, inputs = DECODES[name](), prompt("llama", ["19", "12", "3"])
     expected = new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
     fast = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
     assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
 
 
-def opt():
-    return tf.OPTConfig(
-        hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32,
-        max_position_embeddings=128, **SIZES,
-    )  # fmt: skip
-
-
-QFORMER = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
-    "encoder_hidden_size": 16, "vocab_size": 96,
-}  # fmt: skip
-
-
-def inner_driven(kind, config):
-    torch.manual_seed(0)
-    parts = {"vision_config": VISION, "qformer_config": QFORMER, "text_config": opt().to_dict()}
-    model = kind(config(**parts, num_query_tokens=4, image_token_index=90)).eval()
-    enliven(model.language_model, 0)
-    return model
-
-
-def git():
-    torch.manual_seed(0)
-    config = tf.GitConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-        max_position_embeddings=128, vision_config=VISION, **SIZES,
-    )  # fmt: skip
-    return tf.GitForCausalLM(config).eval()
-
-
-DRIVEN = {
-    "blip-2": (lambda: inner_driven(tf.Blip2ForConditionalGeneration, tf.Blip2Config), 4),
-    "instructblip": (lambda: inner_driven(tf.InstructBlipForConditionalGeneration, tf.InstructBlipConfig), 4),
-    "git": (git, 0),
-}
-
-
-@pytest.mark.parametrize("name", DRIVEN)
-def test_images_in_front_of_the_prompt(name):
-    """Models whose generate calls an inner language model, and one whose image takes slots but no ids."""
-    make, image = DRIVEN[name]
-    model, ids = make(), prompt("llama", ["9", "9"])["input_ids"]
-    ids[:, :image] = 90
-    inputs = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))}
-    if name == "instructblip":
-        inputs["qformer_input_ids"] = ids[:, 5:]
-    limit = {"max_new_tokens": NEW, "do_sample": False}
-    sequences = model.generate(**inputs, **limit)
-    expected = sequences[:, ids.shape[1] :].tolist()
-    assert len(expected[0]) == NEW
-    for drafter in (None, "ngram", TreeOracle(expected, 0.3)):
-        fast = visspec.accelerate(model, drafter, adaptive=False)
-        assert torch.equal(fast.generate(**inputs, **limit), sequences)
-    assert fast.last_stats.tau > 1.5
-
-
-class StandIn(torch.nn.Module):
-    """A `PeftModel` by its attributes: a model in a tuner, which is called through it. `tokens`: before the prompt."""
-
-    def __init__(self, model, tokens=0):
-        super().__init__()
-        self.base_model = model if tokens else torch.nn.ModuleDict({"model": model})
-        self.active_peft_config = SimpleNamespace(is_prompt_learning=tokens > 0)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.get_base_model(), name)
-
-    def get_base_model(self):
-        return self.base_model if self.active_peft_config.is_prompt_learning else self.base_model["model"]
-
-    def generate(self, *args, **kwargs):
-        return self.get_base_model().generate(*args, **kwargs)
-
-
-def adapted(kind, model, tokens=0):
-    if kind == "stand-in":
-        return StandIn(model, tokens)
+def adapted(model, tokens=0):
     peft = pytest.importorskip("peft")
     if tokens:
         config = peft.PromptTuningConfig(num_virtual_tokens=tokens, task_type="CAUSAL_LM")
@@ -332,10 +191,9 @@ def adapted(kind, model, tokens=0):
     return peft.get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("kind", ["stand-in", "peft"])
-def test_a_model_with_an_adapter(kind):
+def test_a_model_with_an_adapter():
     """In its layers; tokens before the prompt would be left out."""
-    model, inputs = adapted(kind, llama(3)), prompt("llama", ["9", "5"])
+    model, inputs = adapted(llama(3)), prompt("llama", ["9", "5"])
     limit = {"max_new_tokens": NEW, "do_sample": False}
     expected = model.generate(**inputs, **limit)
     for drafter in ("ngram", TreeOracle(expected[:, inputs["input_ids"].shape[1] :].tolist(), 0.3)):
@@ -347,27 +205,7 @@ def test_a_model_with_an_adapter(kind):
     with pytest.raises(ValueError, match="adapter_names: got list, expected None"):
         fast.generate(**inputs, **limit, adapter_names=["a", "b"])
     with pytest.raises(ValueError, match=r"model: got an adapter of \w+, expected one in the layers"):
-        visspec.accelerate(adapted(kind, llama(3), tokens=3))
-
-
-def test_padding_that_is_continued_otherwise_is_refused():
-    inputs = prompt("llama", ["9", "5"])
-    with pytest.raises(ValueError, match="attention_mask: got padding, expected rows of one length"):
-        visspec.accelerate(git(), None).generate(**inputs, max_new_tokens=3, do_sample=False)
-
-
-def test_states_that_every_pass_attends_to_are_refused():
-    text = {
-        "vocab_size": 96, "hidden_size": 32, "encoder_hidden_size": 16, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 128,
-        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "sep_token_id": 2,
-    }  # fmt: skip
-    model = tf.BlipForConditionalGeneration(
-        tf.BlipConfig(text_config=text, vision_config=VISION, projection_dim=16)
-    ).eval()
-    inputs = {"input_ids": prompt("llama", ["5"])["input_ids"], "pixel_values": torch.zeros(1, 3, 8, 8)}
-    with pytest.raises(ValueError, match="encoder_hidden_states: got states that every pass attends to"):
-        visspec.accelerate(model, None).generate(**inputs, max_new_tokens=3, do_sample=False)
+        visspec.accelerate(adapted(llama(3), tokens=3))
 
 
 class CountsItself(tf.LlamaForCausalLM):
@@ -377,16 +215,11 @@ class CountsItself(tf.LlamaForCausalLM):
         return inputs
 
 
-def test_positions_that_a_model_counts_itself_are_refused():
+def test_positions_counted_by_model():
     """Kosmos-2.5 takes them away and starts behind its padding id: where to go on is not known."""
     model = built(CountsItself, tf.LlamaConfig(**TEXT))
     with pytest.raises(ValueError, match="CountsItself counts positions itself"):
         visspec.accelerate(model, None).generate(**prompt("llama", ["9"]), max_new_tokens=3, do_sample=False)
-
-
-class OwnLoop(tf.LlamaForCausalLM):
-    def _sample(self, *args, **kwargs):
-        return super()._sample(*args, **kwargs)
 
 
 class OwnGenerate(tf.LlamaForCausalLM):
@@ -394,31 +227,21 @@ class OwnGenerate(tf.LlamaForCausalLM):
         return args[0]
 
 
-@pytest.mark.parametrize(
-    "kind,sentence", [(OwnLoop, "decodes in a loop of its own"), (OwnGenerate, "a generate of its own")]
-)
-def test_other_loops_are_refused(kind, sentence):
-    refused(built(kind, tf.LlamaConfig(**TEXT)), sentence)
+def test_another_generate_is_refused():
+    refused(built(OwnGenerate, tf.LlamaConfig(**TEXT)), "a generate of its own")
 
 
-def test_a_model_that_generate_does_not_hand_over_is_refused():
+def test_another_models_call_refused():
     other = visspec.accelerate(llama(), None)
     other.model = mistral()
     with pytest.raises(ValueError, match="model: got a call of MistralForCausalLM, expected LlamaForCausalLM"):
         other.generate(**prompt("llama", ["9"]), max_new_tokens=3)
 
 
-def test_sampled_rows_of_a_driven_model_keep_their_seeds():
-    model, ids = git(), prompt("llama", ["6", "6"])["input_ids"]
+def test_sampled_rows_of_driven_model():
+    model, ids = tiny_model("GitForCausalLM"), prompt("llama", ["6", "6"])["input_ids"]
     inputs = {"input_ids": ids, "pixel_values": torch.zeros(2, 3, 8, 8)}
     sampling = {"do_sample": True, "max_new_tokens": NEW, "seed": [3, 4]}
     expected = new_tokens(visspec.accelerate(model, None).generate(**inputs, **sampling), inputs)
     found = visspec.accelerate(model, TreeOracle(expected, 0.3)).generate(**inputs, **sampling)
     assert new_tokens(found, inputs) == expected
-
-
-def test_a_model_whose_every_prompt_would_be_refused_is_refused_at_once():
-    model = tiny_model("HyperCLOVAXVisionV2ForConditionalGeneration")
-    for _ in range(2):
-        with one_sentence("model: HyperCLOVAXVisionV2ForConditionalGeneration counts positions itself"):
-            visspec.accelerate(model, None)

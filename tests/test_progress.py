@@ -20,7 +20,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_a_log_file_gets_a_line_every_thirty_seconds(clock, capsys):
+def test_line_every_thirty_seconds(clock, capsys):
     with Progress("images", 100, initial=20) as shown:
         for count in range(21, 81):
             clock[0] += 1.5
@@ -28,16 +28,13 @@ def test_a_log_file_gets_a_line_every_thirty_seconds(clock, capsys):
     first, *_, last = lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3 and first == "visspec: 40/100 images [00:30<01:30,  1.50s/images, tau=3.10]"
     assert last.startswith("visspec: 80/100 images [01:30<00:30")
-
-
-def test_a_run_of_unknown_length_counts(clock, capsys):
-    with Progress("images") as shown:
+    with Progress("images") as shown:  # of unknown length
         clock[0] += 60
         shown.update(120, {})
     assert capsys.readouterr().err == "visspec: 120 images [01:00,  2.00images/s]\n"
 
 
-def test_a_terminal_gets_a_bar_with_total_and_rate(monkeypatch):
+def test_bar_in_terminal(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)

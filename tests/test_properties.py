@@ -170,7 +170,7 @@ def test_growing_keeps_the_best(rows, width, levels, nodes, seed):
         assert found == {(b,), *best}
 
 
-def test_a_parent_is_kept_before_a_child_that_is_as_likely():
+def test_parent_before_equal_child():
     tree_builder = trees.TreeBuilder(torch.zeros(1, dtype=torch.long), 2)
     for token in (2, 4, 1):
         tree_builder.grow(
@@ -242,7 +242,7 @@ def joined(data, cache, layers, counter) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("lengths", [(GROW + 4, GROW + 4), (GROW + 4, GROW)], ids=["even", "ragged"])
-def test_a_store_that_is_full_to_the_last_slot_keeps_all_when_it_grows(lengths):
+def test_full_store_grows(lengths):
     cache, written = SlotCache(2), torch.arange(1.0, 2 * (GROW + 4) + 1).view(2, 1, -1, 1)
     for part in written.split([4, GROW], dim=2):
         cache.open(part.shape[2], "cpu")
@@ -296,7 +296,7 @@ def test_pace_asks_within_limits(data, levels):
 
 
 @pytest.mark.parametrize("where", ["verify", "accept"])
-def test_pace_sees_the_pass_wherever_the_host_waits_for_it(where):
+def test_pace_wherever_host_waits(where):
     """On a device the pass is queued under `verify` and waited for under `accept`; its price is the same."""
     pace = AdaptiveLength(8)
     for n in range(60):

@@ -17,7 +17,7 @@ def test_a_cpu_record():
     assert date.fromisoformat(record["date"]) and "driver" not in record
 
 
-def test_a_gpu_record_names_device_driver_cuda_and_triton(monkeypatch):
+def test_gpu_record(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU at {device}")
     monkeypatch.setattr(origin, "driver_version", lambda: "580.1")
     record = origin.provenance(device=torch.device("cuda", 1))
@@ -25,7 +25,7 @@ def test_a_gpu_record_names_device_driver_cuda_and_triton(monkeypatch):
     assert record["cuda"] == torch.version.cuda and record["triton"] == origin.triton_version()
 
 
-def test_the_driver_is_asked_of_nvidia_smi_and_none_is_no_error(monkeypatch):
+def test_driver_from_nvidia_smi(monkeypatch):
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     errors = FileNotFoundError("nvidia-smi"), subprocess.CalledProcessError(9, "x"), subprocess.TimeoutExpired("x", 1)
     for said, found in (("580.65.06\n580.65.06\n", "580.65.06"), ("\n", None), *((error, None) for error in errors)):

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
 
 import visspec
 from tests.doubles import one_sentence
@@ -20,8 +20,7 @@ from tests.published import Watched, Weights, begun, dflash_hidden, eagle_logits
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
-from tests.test_targets import OTHERS
-from tests.tiny import llama, model_of, prompt, qwen3, shapes, single_row
+from tests.tiny import TEXT, built, llama, model_of, prompt, qwen3, shapes, single_row
 from visspec import registry
 from visspec.api.train_drafter import request_of
 from visspec.distributions import draw
@@ -312,7 +311,7 @@ def renamed(key):
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_published_layout_drafts_as_its_description_says_and_comes_back_from_its_own_form(tmp_path, name):
+def test_published_layout(tmp_path, name):
     """And it is exact in ragged batches."""
     layout, options, config, form = LAYOUTS[name]
     data, tensors = layout()
@@ -337,7 +336,7 @@ def test_a_published_layout_drafts_as_its_description_says_and_comes_back_from_i
 
 
 @pytest.mark.parametrize("form", ["eagle3", "speculators"])
-def test_a_drafter_of_ours_is_written_with_its_rotary_sections(tmp_path, form):
+def test_rotary_sections_exported(tmp_path, form):
     for name, interleaved in (("qwen2_5_vl", False), ("qwen3_vl", True)):
         drafter = make(name, "eagle3", feature_layers=(1,) if form == "eagle3" else (1, 0))
         assert drafter.config.mrope_section
@@ -355,7 +354,7 @@ def test_a_drafter_of_ours_is_written_with_its_rotary_sections(tmp_path, form):
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash", "dflash2", "dspark", "dspark-ours"])
-def test_speculators_itself_loads_what_is_written(tmp_path, name):
+def test_speculators_itself_loads(tmp_path, name):
     """The package reads every tensor, and the target by the name that stands there."""
     speculators = pytest.importorskip("speculators")
     model, form = model_of("qwen2_5_vl"), {"feature_layers": (1, 0)}
@@ -424,7 +423,7 @@ def test_states_that_are_read_if_nothing_is_said(tmp_path):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("asked", [None, True, False])
-def test_norm_output_of_specforge_has_two_meanings(tmp_path, asked):
+def test_norm_output_of_specforge(tmp_path, asked):
     """Levels behind the first read the normed state, or not; which, no key of the file says."""
     data, tensors = eagle_3(norm_output=True)
     spec = named(saved(tmp_path / "head", data, tensors), {} if asked is None else {"norm_output": asked})
@@ -466,7 +465,7 @@ AUX = "eagle_aux_hidden_state_layer_ids"
     ({AUX: [3, 4, 5], "eagle_config": {AUX: [1, 2, 3]}}, None, (3, 4, 5), True),
     ({"eagle_config": {AUX: [2, 4, 6]}}, "0-3-7", (0, 3, 7), False), ({}, (1, 2, 3), (1, 2, 3), False),
 ])  # fmt: skip
-def test_which_states_are_read_by_which_convention(tmp_path, caplog, changes, asked, read, warned):
+def test_state_conventions(tmp_path, caplog, changes, asked, read, warned):
     """An error by one layer costs acceptance and nothing else: a line says what is read, and an option overrides it."""
     data, tensors = eagle_3(**{"eagle_config": None} | changes)
     folder, model = saved(tmp_path / "head", data, tensors), llama(num_hidden_layers=8)
@@ -510,7 +509,7 @@ def cached(hub, name, data, tensors):
     return snapshot
 
 
-def test_a_hub_id_is_read_from_the_cache_of_huggingface_hub(cache):
+def test_hub_id_from_cache(cache):
     data, tensors = eagle_3()
     cached(cache, "someone/llava-eagle3", data, tensors)
     fast = visspec.accelerate(model_of("llava"), "someone/llava-eagle3")
@@ -539,7 +538,7 @@ def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
             registry.drafter("no/where", model_of("llava"))
 
 
-def test_a_snapshot_that_links_elsewhere_is_refused(cache, tmp_path):
+def test_foreign_links_refused(cache, tmp_path):
     snapshot = cached(cache, "someone/bad", *eagle_3())
     (tmp_path / "secret.json").write_text("{}")
     (snapshot / "other.json").symlink_to(tmp_path / "secret.json")
@@ -747,7 +746,7 @@ def block_logits(data, tensors, model, x):
     ({"is_causal": False}, True, True),
     ({"dflash_config": {"target_layer_ids": [1, 0], "mask_token_id": 4, "causal": False}}, None, False),
 ])  # fmt: skip
-def test_whether_windows_hide_later_places_is_said_or_asked(tmp_path, said, asked, causal):
+def test_causal_windows(tmp_path, said, asked, causal):
     """A file of SpecForge and one of z-lab are the same; a warning names the option where nothing is said."""
     folder = saved(tmp_path / "head", *z_lab(**WINDOWS, **said))
     with warnings.catch_warnings(record=True) as caught:
@@ -759,7 +758,7 @@ def test_whether_windows_hide_later_places_is_said_or_asked(tmp_path, said, aske
         registry.drafter(f"{folder}:causal=3", model_of("llava"))
 
 
-def test_layers_that_z_lab_reads_if_nothing_is_said(tmp_path):
+def test_default_layers_of_z_lab(tmp_path):
     data, _ = z_lab(dflash_config={"mask_token_id": 4}, num_target_layers=8)
     model = llama(num_hidden_layers=8)
     for count, read in ((1, (5,)), (2, (2, 6)), (4, (2, 3, 5, 6))):
@@ -770,15 +769,8 @@ def test_layers_that_z_lab_reads_if_nothing_is_said(tmp_path):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", BLOCKS)
-def test_a_published_block_drafter_drafts_as_its_description_says(tmp_path, name):
-    data, tensors = BLOCKS[name][0]()
-    model, rows = model_of("llava"), shapes("llava")["ragged"]
-    drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
-    ids = {**data, **data.get("dflash_config", {})}.get("target_layer_ids", [0])
-    assert drafter.traits.feature_layers == tuple(i + 1 for i in ids)
-    assert drafter.traits.levels == (4 if first_predicts(data) else 3)
-    inputs = prompt("llava", rows)
+def check_block(drafter, data, tensors, model, inputs, rows):
+    """What a block drafter drafts for ragged rows is what its description makes of its tensors, in three rounds."""
     target, state, answer = begun(drafter, model, inputs, NEW)
     for _ in range(3):
         got = drafter._laws(hidden := drafter._hidden(state))
@@ -793,7 +785,7 @@ def test_a_published_block_drafter_drafts_as_its_description_says(tmp_path, name
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", [name for name in BLOCKS if name.startswith("d") and name != "deepspec-dflash"])
-def test_a_sequential_head_walks_as_its_description_says(tmp_path, name, monkeypatch):
+def test_sequential_head(tmp_path, name, monkeypatch):
     """The laws that a chain's tokens are drawn from, and that it reports; confidence ends it where the product says."""
     data, tensors = BLOCKS[name][0]()
     said, table = {**data, **data.get("dflash_config", {})}, model_of("llava").get_input_embeddings().weight
@@ -820,7 +812,7 @@ def test_a_sequential_head_walks_as_its_description_says(tmp_path, name, monkeyp
         assert draft.real[b].tolist() == real
 
 
-def test_sampling_from_a_sequential_head_has_no_faults(tmp_path):
+def test_sequential_head_sampling(tmp_path):
     for name in ("dspark-speculators-rnn", "dspark-gated", "domino", "z-lab-2"):
         folder = saved(tmp_path / name, *BLOCKS[name][0]())
         fast = visspec.accelerate(model_of("llava"), str(folder), acceptance="rejection", adaptive=False)
@@ -828,7 +820,7 @@ def test_sampling_from_a_sequential_head_has_no_faults(tmp_path):
         assert fast.last_stats.faults == 0
 
 
-def test_early_files_of_specforge_wrap_dominos_head(tmp_path):
+def test_early_domino_files(tmp_path):
     wrapped = {f"logit_head.{k}" if k.startswith(("prefix", "embed_p")) else k: v for k, v in domino()[1].items()}
     data = z_lab()[0]
     data["dflash_config"] |= DOMINO
@@ -840,16 +832,23 @@ def test_early_files_of_specforge_wrap_dominos_head(tmp_path):
     *((name, 1) for name in BLOCKS), ("z-lab", 2), ("speculators", 2), ("z-lab-2", 3), ("dspark-gated", 2),
     ("dspark-speculators", 2),
 ])  # fmt: skip
-def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
+def test_published_block_drafter(tmp_path, name, width):
+    """It drafts as its description says, is exact, and comes back from the form that it is written in again."""
     layout, form = BLOCKS[name]
-    data, tensors = layout()
-    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    (data, tensors), rows = layout(), shapes("llava")["ragged"]
+    model, inputs = model_of("llava"), prompt("llava", rows)
     spec = f"{saved(tmp_path / 'head', data, tensors)}:width={width}"
     check_drafter(spec, model, inputs, NEW)
-    if width == 1 and form:
+    if width > 1:
+        return
+    drafter, _ = registry.drafter(spec, model)
+    ids = {**data, **data.get("dflash_config", {})}.get("target_layer_ids", [0])
+    assert drafter.traits.feature_layers == tuple(i + 1 for i in ids)
+    assert drafter.traits.levels == (4 if first_predicts(data) else 3)
+    check_block(drafter, data, tensors, model, inputs, rows)
+    if form:
         copies = () if "d2t" in tensors else ("embed_tokens.weight", "lm_head.weight")
         tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
-        drafter, _ = registry.drafter(spec, model)
         drafter.export(tmp_path / "again", form, "somewhere/target")
         stored = load_file(tmp_path / "again" / "model.safetensors")
         assert stored.keys() == tensors.keys() and all(torch.equal(stored[key], tensors[key]) for key in tensors)
@@ -867,7 +866,7 @@ def test_a_block_drafter_is_exact_and_comes_back(tmp_path, name, width):
 @torch.inference_mode()
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("name", ["z-lab-2", "speculators-2-anchor"])
-def test_a_selector_walks_its_candidates_and_reports_their_law(tmp_path, name, temperature):
+def test_selector_law(tmp_path, name, temperature):
     """Each place by the token drawn before it; with a rule that judges draws, q is what was drawn from."""
     (data, tensors), held = BLOCKS[name][0](), []
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
@@ -891,10 +890,6 @@ def test_a_selector_walks_its_candidates_and_reports_their_law(tmp_path, name, t
     assert temperature or (draft.value[:, 1:] != plain).any(), "the selector changes something"
 
 
-def own_copies():
-    return deepspec(own=True)
-
-
 @pytest.mark.parametrize(("made", "form", "sentence"), [
     ("vispec", "eagle3", "got a drafter with fusion sum for 'eagle3', expected split"),
     ("eagle3", "eagle", "got a drafter with fusion split for 'eagle', expected sum"),
@@ -904,7 +899,7 @@ def own_copies():
     ("eagle3", "onnx", "form: got 'onnx', expected one of eagle, eagle3, speculators"),
     ("eagle3", "speculators", "expected different states before one of the layers 0..1"),
     (domino, "dflash", "the head of Domino"), (domino, "dspark", "the head of Domino"),
-    (own_copies, "dspark", "got a drafter with embed for 'dspark', expected one without"),
+    (lambda: deepspec(own=True), "dspark", "got a drafter with embed for 'dspark', expected one without"),
     (z_lab, "dspark", "with no head"), (z_lab, "speculators", "reads the state after the last layer"),
     (z_lab, "dflash2", "no head that walks through places for 'dflash2'"),
     (z_lab_2, "dflash", "the head of CandidateSelector that walks through places for 'dflash'"),
@@ -919,7 +914,7 @@ def test_forms_that_cannot_hold_a_drafter(tmp_path, made, form, sentence):
     assert not (tmp_path / "x").exists()
 
 
-def test_positions_of_a_block_are_numbers_of_slots_also_with_mrope(tmp_path):
+def test_block_positions_with_mrope(tmp_path):
     data, tensors = z_lab()
     model, inputs = model_of("qwen2_5_vl"), prompt("qwen2_5_vl", shapes("qwen2_5_vl")["ragged"])
     drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
@@ -998,14 +993,8 @@ REFUSED = [  # layout, entries and tensors that are changed (None: left out), op
     (speculators_dflash, {"draft_vocab_size": 40}, {}, {}, "has shape (36"),
     (speculators_dflash, {"aux_hidden_state_layer_ids": [2]}, {}, {}, "names layer 2, expected some of 1..1"),
 ]
-NESTED = {
-    "markov_head_type",
-    "markov_rank",
-    "enable_confidence_head",
-    "conv_group_size",
-    "target_layer_ids",
-    "mask_token_id",
-}  # entries of `dflash_config`
+# entries of `dflash_config`
+NESTED = {*"markov_head_type markov_rank enable_confidence_head conv_group_size target_layer_ids mask_token_id".split()}
 LATE = ("mask_token_id", "width: got", "d2t", "t2d")  # found when the drafter is put together
 
 
@@ -1084,7 +1073,7 @@ SLIDING = {"layer_types": ["sliding_attention"] * 8, "use_sliding_window": True}
     (automodel_eagle3, EAGLE_3_1 | SLIDING, {"levels": 7, "feature_layers": (2, 4, 5), **EAGLE_3_1}),
     (deepspec_eagle3, {}, {"levels": 6, "feature_layers": (3, 4, 5, 6, 7), "draft_vocab": V, "qk_norm": True}),
 ])  # fmt: skip
-def test_an_eagle_3_head_for_a_text_target_of_some_depth(tmp_path, layout, more, says):
+def test_eagle3_for_text_targets(tmp_path, layout, more, says):
     model = qwen3(num_hidden_layers=8)
     data, tensors = layout(model, **more)
     spec = str(saved(tmp_path / "head", data, tensors))
@@ -1102,8 +1091,13 @@ def test_an_eagle_3_head_for_a_text_target_of_some_depth(tmp_path, layout, more,
         registry.drafter(str(saved(tmp_path / "other", several, tensors)), model)
 
 
-@pytest.mark.parametrize("make_model", [qwen3, OTHERS["gpt-oss"]])
-def test_ids_of_nvidia_count_boundaries_of_layers(tmp_path, make_model):
+def gpt_oss():
+    sizes = {**TEXT, "sliding_window": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    return built(GptOssForCausalLM, GptOssConfig(**sizes), attention="eager")
+
+
+@pytest.mark.parametrize("make_model", [qwen3, gpt_oss])
+def test_nvidia_layer_ids(tmp_path, make_model):
     """Of n layers, n is what the last one gives before the final norm; `eagle_config` may say `norm_before_fc`."""
     model, inputs = make_model(), prompt("llama", shapes("llama")["ragged"])
     n = model.config.num_hidden_layers
@@ -1140,7 +1134,7 @@ def test_sentences_name_tensors_as_the_file_does(tmp_path):
                 registry.drafter(str(saved(tmp_path / name, data, changed)), model_of("llava"))
 
 
-def test_an_assistant_of_transformers_by_its_folder(tmp_path):
+def test_transformers_assistant(tmp_path):
     target, assistant = muse_glimmer(), block_assistant()
     assistant.save_pretrained(tmp_path / "assistant")
     drafter, _ = registry.drafter(str(tmp_path / "assistant"), target)

@@ -132,9 +132,10 @@ def test_every_family_is_told(name, on):
     assert (ragged.TREE, 11) in seen and (ragged.VARLEN, 4) in seen  # the latter by the probe
 
 
-@pytest.mark.parametrize("keys", [1, 2, 4])
-@pytest.mark.parametrize("rows", [["9"], ["9", "4", "12"]])
-@pytest.mark.parametrize("backend", TOLD)
+@pytest.mark.parametrize(("backend", "rows", "keys"), [
+    (backend, rows, keys) for n, backend in enumerate(TOLD) for rows in (["9"], ["9", "4", "12"])
+    for keys in ((1, 2, 4) if (len(rows) > 1) == n else (2,))
+])  # fmt: skip
 def test_head_layouts_and_padding(backend, rows, keys, on):
     seen, model = on(backend), llama(num_key_value_heads=keys)
     inputs = prompt("llama", rows)
@@ -149,7 +150,7 @@ def test_head_layouts_and_padding(backend, rows, keys, on):
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_rounds_of_a_store_equal_those_with_masks(data):
+def test_rounds_against_masks(data):
     """Random rounds: chains and trees, padding at the left, commits of branches, rows that leave, stores that grow."""
     rows, keys = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2]))
     share, backend = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from(TOLD))
@@ -264,27 +265,25 @@ def test_padding_inside_a_prompt_takes_the_mask(on):
     assert not seen and accelerated.target.masks.backend.name == ragged.VARLEN
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("mistral", "layers that do not attend to all keys"),
-        ("gemma3", "layers that do not attend to all keys"),
-        ("gemma2", "attention eager, not sdpa"),
-    ],
-)
-def test_refused_models_take_the_mask(name, why, on):
-    seen = on(ragged.VARLEN)
-    backend = HFDecoder(model_of(name)).masks.backend
-    assert backend.name == ragged.MASK and backend.why == why and not seen
+@pytest.mark.parametrize(("make", "name", "why"), [
+    (lambda: model_of("mistral"), ragged.MASK, "layers that do not attend to all keys"),
+    (lambda: model_of("gemma3"), ragged.MASK, "layers that do not attend to all keys"),
+    (lambda: model_of("gemma2"), ragged.MASK, "attention eager, not sdpa"),
+    (lambda: llama(head_dim=12), ragged.TREE, None), (lambda: llama(head_dim=264), ragged.TREE, None),
+])  # fmt: skip
+def test_models_that_take_another_road(make, name, why, on):
+    on(ragged.VARLEN)
+    backend = HFDecoder(make()).masks.backend
+    assert backend.name == name and why in (None, backend.why)
 
 
 def test_layers_that_keep_a_state_take_the_mask(on):
     on(ragged.VARLEN)
     decoder, text = model_of("llama").get_decoder(), tf.LlamaConfig(**TEXT, attn_implementation="sdpa")
-    device = torch.device("cpu")
-    assert ragged.choose(decoder, text, "sdpa", torch.float32, device).name == ragged.VARLEN
+    chosen = lambda: ragged.choose(decoder, text, "sdpa", torch.float32, torch.device("cpu"))  # noqa: E731
+    assert chosen().name == ragged.VARLEN
     text.layer_types = ["linear_attention", "full_attention"]
-    assert ragged.choose(decoder, text, "sdpa", torch.float32, device).why == "layers that do not attend to all keys"
+    assert chosen().why == "layers that do not attend to all keys"
 
 
 class Own(tf.models.llama.modeling_llama.LlamaAttention):
@@ -304,7 +303,7 @@ class Exacting(tf.models.llama.modeling_llama.LlamaAttention):
 
 
 @pytest.mark.parametrize("kind", [Own, Exacting])
-def test_attention_of_a_models_own_takes_the_mask(kind, on):
+def test_own_attention_takes_mask(kind, on):
     on(ragged.VARLEN)
     model = built(tf.LlamaForCausalLM, tf.LlamaConfig(**TEXT))
     for layer in model.model.layers:
@@ -319,7 +318,7 @@ def test_attention_of_a_models_own_takes_the_mask(kind, on):
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
 
 
-def test_a_varlen_attn_that_answers_otherwise_is_found_by_the_probe(on):
+def test_probe_finds_other_varlen(on):
     on(ragged.VARLEN, from_the_first_key)
     with pytest.warns(RuntimeWarning, match="other laws of a draft's nodes without a mask"):
         backend = HFDecoder(model_of("llama")).masks.backend
@@ -330,7 +329,7 @@ def test_a_varlen_attn_that_answers_otherwise_is_found_by_the_probe(on):
     assert again.name == ragged.MASK and "without a mask" in str(again)
 
 
-def test_what_fails_gives_the_same_tokens_and_says_so_once(on, monkeypatch):
+def test_failure_falls_back_once(on, monkeypatch):
     on(ragged.VARLEN)
     expected, inputs = stock("llama", "ragged"), prompt("llama", shapes("llama")["ragged"])
     accelerated = fast("llama", Oracle(expected))
@@ -355,7 +354,7 @@ def test_running_out_of_memory_is_not_hidden(on, monkeypatch):
     assert accelerated.target.masks.backend.name == ragged.TREE
 
 
-def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
+def test_more_than_softmax(on):
     """A bias of a layer's own; a scale that an older `varlen_attn` does not take; keys that are of no store."""
     module = nn.Module()
     module.num_key_value_groups = 2
@@ -385,7 +384,7 @@ def test_more_than_a_softmax_goes_to_stock_with_a_mask(on):
         assert torch.equal(found, wanted) and backend.name == ragged.MASK
 
 
-def test_a_single_node_of_equal_rows_takes_neither():
+def test_single_node():
     """transformers' own functions are at their best without a mask."""
     slots = SlotCache(2)
     for backend, nothing in ((ragged.TREE, True), (ragged.MASK, False)):
@@ -436,15 +435,6 @@ def test_the_road_of_a_device(monkeypatch):
         assert ragged.of_device(cuda, half) == (ragged.TREE, "")
     monkeypatch.setattr(ragged, "triton", None)
     assert ragged.of_device(cuda, half) == (ragged.MASK, "no Triton")
-
-
-def test_heads_that_varlen_attn_does_not_take(on):
-    on(ragged.VARLEN)
-    assert HFDecoder(llama(head_dim=12)).masks.backend.name == ragged.TREE
-    assert HFDecoder(llama(head_dim=264)).masks.backend.name == ragged.TREE
-
-
-def test_a_road_of_another_name_is_refused():
     with pytest.raises(ValueError, match="attention: got 'flash', expected one of mask, varlen, tree"):
         HFDecoder(model_of("llama"), attention="flash")
 
@@ -456,7 +446,7 @@ def test_without_the_probe_there_are_masks(on):
     assert not seen and accelerated.target.masks.backend.name == ragged.MASK
 
 
-def test_first_slots_are_read_from_the_device_once(monkeypatch):
+def test_first_slots_read_once(monkeypatch):
     slots, reads = SlotCache(2), []
     slots.lengths, slots.padding = [4, 4], torch.tensor([[False, True, True, True], [True] * 4])
     plain = torch.Tensor.tolist

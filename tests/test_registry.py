@@ -30,7 +30,7 @@ from visspec.types import Acceptance, Drafter, Order
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
+def test_tables():
     drafters, shipped = registry.table("drafter"), included.table().drafters
     assert set(DRAFTERS) == set(drafters) - ELSEWHERE
     bases = {"drafter": Drafter, "rule": Acceptance, "order": Order, "length": DraftLengthPolicy, "family": Family}
@@ -46,7 +46,7 @@ def test_tables_hold_what_they_say_and_every_row_has_a_tiny_one():
     assert not set(drafters) & {*shipped, *registry.table("order")}
     families = {type(made(name).family) for name in CASES}
     listed = {entry.load() for entry in registry.table("family").values()}
-    # tests of their own have those of vectors (`test_vector_painting`, `test_continuous_families`), of scales
+    # tests of their own have those of vectors (`test_mar_painter`, `test_continuous_families`), of scales
     # (`test_scales`), of any order (`test_any_order`) and of converted folders (`test_convert`)
     codes = {family for family in listed if family.draws == "codes" and "Stored" not in family.__name__}
     assert codes == families, "an image family without a tiny model"
@@ -86,7 +86,7 @@ def test_a_rule_is_what_its_traits_say(name):
 
 
 @pytest.mark.parametrize("name", CODE_RULES)
-def test_a_rule_takes_the_drafts_that_its_traits_say(name):
+def test_rule_takes_drafts_of_its_traits(name):
     rule, target = registry.rule(RULES.get(name, name)), ImageAR(made("janus").family)
     branching, sampled = tiny_drafter("image-eagle:tree=static,shape=3-3-3"), tiny_drafter("jacobi:redraw=maximal")
     for drafter, refused in (
@@ -106,13 +106,13 @@ def test_a_rule_takes_the_drafts_that_its_traits_say(name):
 
 
 @pytest.mark.parametrize("name", sorted(ANY_ORDER))
-def test_an_order_of_places_is_for_any_order_models(name):
+def test_orders_of_places(name):
     with pytest.raises(ValueError, match=r"order: got .*only any-order models draw in another"):
         janus_pair(None, registry.rule("exact"), registry.order(name))
 
 
 @pytest.mark.parametrize("name", sorted(name for name, entry in registry.table("order").items() if not entry.needs))
-def test_an_order_decides_every_place_and_knows_no_batch(name):
+def test_order_decides_every_place(name):
     drafts, rule = {"islands": ("lowres", RULES["local"])}.get(name, ("none", "exact"))
     tokens, alone = (
         drawn(janus_pair(tiny_drafter(drafts), registry.rule(rule), registry.order(name)), rows)[0]

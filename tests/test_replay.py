@@ -50,7 +50,7 @@ WAITS = {
 
 @pytest.mark.parametrize("what", WAITS)
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_waits_are_errors_while_it_is_checked_for_them(what, mode):
+def test_waits_are_errors(what, mode):
     """In this thread: the others go on reading."""
     x, read = torch.arange(3.0), []
     with mode():

@@ -42,7 +42,7 @@ def test_frequencies_follow_each_node(kind, shape):
     assert fast.last_stats.tau > 1.7
 
 
-def test_a_buffer_that_a_module_has_only_sometimes():
+def test_optional_buffer():
     """torch keeps None for it, and there is nothing to copy."""
     inputs = prompt("llama", PROMPTS["crossing"])
     model = MAKE["dynamic"]()
@@ -54,7 +54,7 @@ def test_a_buffer_that_a_module_has_only_sometimes():
 
 @pytest.mark.parametrize("new", [NEW, LIMIT - 13], ids=["crossing", "ending on the limit"])
 @pytest.mark.parametrize("kind", MAKE)
-def test_another_request_between_passes_turns_nothing(kind, new):
+def test_request_between_passes(kind, new):
     inputs = prompt("llama", PROMPTS["crossing"])
     expected = new_tokens(MAKE[kind]().generate(**inputs, max_new_tokens=new, do_sample=False), inputs)
     model = MAKE[kind]()
@@ -88,7 +88,7 @@ LONG_PHI = {**LONGROPE, "original_max_position_embeddings": 16}
 
 @pytest.mark.parametrize("changes", [{}, {"rope_parameters": LONG_PHI}], ids=["default", "longrope"])
 @pytest.mark.parametrize("rows", [["16"], ["19"], ["19", "12", "17"]], ids=["one more", "long", "ragged"])
-def test_a_cache_taken_away_from_a_long_prompt_is_handed_over(changes, rows):
+def test_cache_of_long_prompt(changes, rows):
     model, inputs = phi3(**changes), prompt("llama", rows)
     expected = new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
     for drafter in (None, TreeOracle(expected, 0.3)):
@@ -96,7 +96,7 @@ def test_a_cache_taken_away_from_a_long_prompt_is_handed_over(changes, rows):
         assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
 
 
-def test_an_answer_across_the_length_of_a_new_cache_is_refused():
+def test_answer_across_cache_limit():
     model, inputs = phi3(), prompt("llama", ["9"])
     fast, passes = visspec.accelerate(model, None), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))

@@ -57,7 +57,7 @@ def decoded(shape, write):
 # --- where tokens came from -------------------------------------------------------------------------------------------
 
 
-def test_a_row_that_drafted_one_of_one_got_a_bonus_beside_one_that_drafted_five():
+def test_bonus_beside_longer_row():
     def write(right, state):
         tokens = right.clone()
         tokens[0, 1:] = -1  # all of one
@@ -85,7 +85,7 @@ def test_all_and_nothing_of_a_chain():
 
 
 @pytest.mark.parametrize("per_row", [False, True])
-def test_a_shallow_leaf_of_a_tree_ends_in_a_bonus(per_row):
+def test_shallow_leaf_bonus(per_row):
     """Below the root: a leaf, and a node with two below it. The leaf is right in row 0, the node in row 1."""
     parent = (-1, 0, 0, 2, 3)
 
@@ -113,7 +113,7 @@ def test_an_absent_child_was_not_tried():
     assert first.had_rejection == [False, True] and [row[1] for row in origin] == ["bonus", "corrected"]
 
 
-def test_rows_draft_no_further_than_they_would_alone():
+def test_rows_draft_as_alone():
     """A row with n tokens to go drafts n - 1 of them: the last is the target's."""
     inputs, answers = prompt("llama", shapes("llama")["even"]), stock("llama", "even", 9)
     late = [answers[0], [(t + 1) % VOCAB for t in answers[1]]]  # row 0 runs ahead of row 1
@@ -152,22 +152,14 @@ def test_rates_are_accepted_over_reached():
     assert length_policy.acceptance().rates() == pytest.approx([1.0, 0.0, 0.5], abs=0.05), "that of all depths"
 
 
-def test_a_short_row_is_no_rejection_but_offers_less():
+def test_short_row_is_no_rejection():
     """Beside a row that keeps five of five, one with a node and no more: rate 1 at depth 2, offered half."""
     seen = to_device(AdaptiveLength(5), [Round(5, [6, 2], [False, False])] * 300).acceptance()
     assert seen.rates() == pytest.approx([1.0] * 5, abs=0.03)
     assert seen.offered() == pytest.approx([1.0, 0.5, 1.0, 1.0, 1.0], abs=0.05)
 
 
-def test_drafting_that_costs_more_than_it_brings_is_left_out():
-    """Every draft is kept. A level costs nothing to verify, and to draft little, or as much as two plain passes."""
-    rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20
-    assert to_device(AdaptiveLength(4), rounds, draft=lambda levels: 1e-5 * levels).best(4)[0] == 4
-    assert to_device(AdaptiveLength(4), rounds, draft=lambda levels: 2e-3 * levels).best(4)[0] == 0
-    assert to_device(AdaptiveLength(4), rounds, verify=lambda levels: 1e-3 + 2e-3 * levels).best(4)[0] == 0
-
-
-def test_costs_are_fitted_again_where_the_prompt_is_longer():
+def test_costs_by_context():
     """Behind a short prompt a level costs nothing to verify, behind a long one as much as three plain passes."""
     rounds = [Round(levels, [levels + 1], [False]) for levels in (1, 2, 3, 4)] * 20 + [Round(0, [1], [False])] * 20
     length_policy = to_device(AdaptiveLength(4), rounds, draft=1e-5)
@@ -182,7 +174,7 @@ def test_costs_are_fitted_again_where_the_prompt_is_longer():
     assert best(20000) == 0, "9,000 tokens are nearer than 40"
 
 
-def test_a_drafter_that_rarely_offers_a_node_does_not_pay():
+def test_rare_offers_do_not_pay():
     """What it offers is always kept, at half the cost of a plain pass: worth it for every row, not for one in ten."""
     seen = [Round(1, [2] * 10, [False] * 10)] * 20 + [Round(0, [1] * 10, [False] * 10)] * 20
     assert to_device(AdaptiveLength(1), seen, draft=5e-4).best(1)[0] == 1
@@ -191,14 +183,14 @@ def test_a_drafter_that_rarely_offers_a_node_does_not_pay():
 
 
 @pytest.mark.parametrize("weight", [1.0, 4.0])
-def test_untried_depths_have_the_rate_of_the_prior_whatever_it_weighs(weight, monkeypatch):
+def test_untried_depths(weight, monkeypatch):
     monkeypatch.setattr(draft_length, "PRIOR_WEIGHT", weight)
     untried = AdaptiveLength(2).acceptance()
     assert untried.rates() == pytest.approx([draft_length.PRIOR_RATE] * 2) and untried.offered() == [1.0, 1.0]
 
 
 @given(st.integers(1, 6), st.integers(0, 999))
-def test_the_best_depth_commits_most_tokens_a_second(levels, seed):
+def test_best_depth(levels, seed):
     """Of all depths, by the formula at the head of `draft_length`; drafting at all must promise two per cent."""
     random, length_policy = Random(seed), AdaptiveLength(levels)
     length_policy.rounds, seen, costs = 100, length_policy.acceptance(), length_policy.at()
@@ -272,7 +264,7 @@ def test_a_pace_is_copied_with_what_it_learned():
 
 
 @torch.inference_mode()
-def test_grown_trees_are_coupled_to_the_noise_of_their_own_positions():
+def test_trees_use_noise_of_positions():
     """Where all ids are as likely, the noise of a position alone says which of them are drafted there."""
     model, inputs, depth = model_of("llama"), prompt("llama", ["9"]), 3
     drafter = make("llama", 0)
@@ -298,7 +290,7 @@ def near(seed=0):
 @pytest.mark.parametrize(
     "shape, plain, reads", [("one", 0, 99), ("ragged", 0, 99), ("ragged", 2, 99), ("ragged", 0, 5)]
 )
-def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape, plain, reads):
+def test_small_model_drafts(shape, plain, reads):
     """In every round, whatever was accepted before, with `plain` rounds first in which nothing is drafted: its own
     generate on the prompt, of which it reads `reads` tokens at most, and the answer so far.
     """
@@ -330,7 +322,7 @@ def test_a_small_model_drafts_what_it_would_say_after_all_that_was_emitted(shape
 
 
 @torch.inference_mode()
-def test_a_request_keeps_its_rotations_where_another_takes_shorter_ones():
+def test_request_keeps_rotations():
     """Two requests grow the table of a shared drafter at once, and the shorter one's is kept."""
     model, drafter = model_of("llama"), make("llama", 0)
     _, _, state, _ = opened(drafter, request_of(model, prompt("llama", ["9"]), temperature=0, max_new_tokens=9, seed=0))

@@ -54,7 +54,7 @@ def test_an_accelerated_model_is_read_back(tmp_path, how):
     assert type(model).from_pretrained(tmp_path / "all").config.model_type == "llava"  # as stock reads it
 
 
-def test_what_is_given_wins_and_what_is_saved_again_replaces(tmp_path):
+def test_given_wins_over_saved(tmp_path):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
     visspec.accelerate(model, make("llava", "eagle3"), levels=3).save_pretrained(tmp_path)
     again = visspec.Accelerated.from_pretrained(
@@ -89,11 +89,15 @@ def test_a_model_knows_its_drafter(tmp_path):
         visspec.accelerate(model)
 
 
-def test_an_assistant_of_transformers_is_saved_with_its_target(tmp_path):
-    target, inputs = muse_glimmer(), text_prompt((9, 4))
-    fast = visspec.accelerate(target, block_assistant(), adaptive=False)
-    fast.save_pretrained(tmp_path)
-    same(fast, visspec.Accelerated.from_pretrained(tmp_path, adaptive=False), inputs)
+@pytest.mark.parametrize("kind", ["assistant", "folder"])
+def test_small_model_saved(tmp_path, kind):
+    """An assistant of transformers, or a small model by its folder, which may then go."""
+    llama(1).save_pretrained(tmp_path / "small")
+    target, drafter = (muse_glimmer(), block_assistant()) if kind == "assistant" else (llama(), str(tmp_path / "small"))
+    fast = visspec.accelerate(target, drafter, adaptive=False)
+    fast.save_pretrained(tmp_path / "all")
+    shutil.rmtree(tmp_path / "small")
+    same(fast, visspec.Accelerated.from_pretrained(tmp_path / "all", adaptive=False), text_prompt((9, 4)))
 
 
 @pytest.mark.parametrize("change,sentence", [
@@ -107,15 +111,6 @@ def test_settings_of_others_are_not_believed(tmp_path, change, sentence):
     (tmp_path / "visspec.json").write_text(json.dumps(settings | change))
     with one_sentence(re.escape(sentence)):
         visspec.Accelerated.from_pretrained(tmp_path)
-
-
-def test_a_small_model_by_its_folder_is_saved_with_its_target(tmp_path):
-    model, inputs = llama(), text_prompt((9, 4))
-    llama(1).save_pretrained(tmp_path / "small")
-    fast = visspec.accelerate(model, str(tmp_path / "small"), adaptive=False)
-    fast.save_pretrained(tmp_path / "all")
-    shutil.rmtree(tmp_path / "small")
-    same(fast, visspec.Accelerated.from_pretrained(tmp_path / "all", adaptive=False), inputs)
 
 
 # --- the hub ----------------------------------------------------------------------------------------------------------
@@ -143,7 +138,7 @@ def hub(cache, monkeypatch):  # noqa: F811
     return made
 
 
-def test_drafters_are_pushed_and_read_by_their_hub_id(hub, tmp_path):
+def test_push_drafters(hub, tmp_path):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
     drafter = make("llava", "eagle3")
     assert drafter.push_to_hub("me/head", {"seed": 1}, private=True) == "https://hub/me/head"
@@ -159,14 +154,14 @@ def test_drafters_are_pushed_and_read_by_their_hub_id(hub, tmp_path):
     assert visspec.accelerate(model, "me/block").drafter.traits.levels == 3
 
 
-def test_an_accelerated_model_is_pushed_and_read_by_its_hub_id(hub):
+def test_push_accelerated(hub):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
     fast = visspec.accelerate(model, make("llava", "eagle3"), levels=3, adaptive=False)
     assert fast.push_to_hub("me/fast-llava") == "https://hub/me/fast-llava"
     same(fast, visspec.Accelerated.from_pretrained("me/fast-llava", adaptive=False), inputs)
 
 
-def test_a_drafter_by_hub_id_is_saved_with_its_weights(hub, cache, tmp_path):  # noqa: F811
+def test_hub_drafter_saved(hub, cache, tmp_path):  # noqa: F811
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
     cached(cache, "someone/head", *eagle_3())
     fast = visspec.accelerate(model, "someone/head", adaptive=False)

@@ -100,7 +100,7 @@ def test_a_row_that_stays_keeps_its_places(model):
 
 
 @torch.no_grad()
-def test_the_most_looked_at_tokens_are_kept_and_the_window(model):
+def test_kept_tokens(model):
     """Against the attention of the layer's own queries and keys, written out."""
     cache = Noted(LONG, uniform(12))
     read_all(model, cache)
@@ -135,7 +135,7 @@ def test_the_most_looked_at_tokens_are_kept_and_the_window(model):
     assert dropped == 2 * 3
 
 
-def test_attention_is_averaged_within_scales_only():
+def test_attention_pooling():
     places = torch.arange(14)[None, None]
     scores = torch.zeros(1, 1, 14)
     scores[..., 4] = 1.0  # the last of the second scale
@@ -229,7 +229,7 @@ def test_wrong_budgets_are_refused(make, words):
         make()
 
 
-def test_a_budget_in_the_pipeline_is_approximate_and_leaves_nothing_behind(model):
+def test_budget_in_pipeline(model):
     assert CLASSES == 5
     said = selectivity(model, vae().quantize, torch.tensor([1, 2]), torch.Generator().manual_seed(0))
     budget = CacheBudget.allot(said, LONG, share=0.3, window=4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.distributions import context_law
+from tests.doubles import generators
 from visspec import tree as trees
 from visspec.accept import scales as rules
 from visspec.distributions import Maps, residual
@@ -90,7 +91,7 @@ def total_variation(rounds):
 
 
 @pytest.mark.parametrize("a, b", [((0,), (1, 2)), ((2,), (0, 0))])
-def test_the_law_of_scales_under_their_own_noise_is_that_of_plain_decoding(a, b):
+def test_scales_law(a, b):
     """Each of the target's codes is one draw: all combinations, by point masses."""
     choices = list(itertools.product(every(0), every(1), every(2)))
     one_hot = torch.full((len(choices), 3, WIDE, V), -torch.inf, dtype=torch.float64)
@@ -173,13 +174,13 @@ def judged(draft, distribution, noise):
 
 
 @pytest.mark.parametrize("point", [None, ((1,), (2, 0))])
-def test_the_law_of_repaired_scales_is_that_of_plain_decoding(point):
+def test_repaired_law(point):
     rounds = list(repaired_rounds(judged, point))
     assert total_variation(rounds) < 1e-12
     assert {len(maps) for _, maps in rounds} == {1, 2, 3}
 
 
-def test_a_rule_that_keeps_what_follows_a_repaired_scale_is_not_exact():
+def test_kept_after_repair_is_seen():
     def keeps(draft, distribution, noise):
         chosen = rules.Repaired().target_maps(draft, distribution, noise)
         return [[tuple(codes[:size].tolist()) for codes, size in zip(row, SIZES)] for row in chosen]
@@ -187,7 +188,7 @@ def test_a_rule_that_keeps_what_follows_a_repaired_scale_is_not_exact():
     assert total_variation(repaired_rounds(keeps)) > 0.01
 
 
-def test_a_rule_that_draws_again_from_the_whole_law_is_not_exact(monkeypatch):
+def test_whole_law_redraw_is_seen(monkeypatch):
     monkeypatch.setattr(rules, "residual", lambda p, q: p)
     assert total_variation(repaired_rounds(judged)) > 0.01
 
@@ -205,14 +206,10 @@ def test_codes_agree_as_often_as_can_be():
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
-def generators(rows):
-    return [torch.Generator().manual_seed(row) for row in range(rows)]
-
-
 @pytest.mark.parametrize(
     "make", [lambda g: ScaleGumbel(g, 5, (1, 4, 30)), lambda g: ScaleAcceptanceNoise(g, (1, 4, 30))]
 )
-def test_numbers_belong_to_codes_however_they_are_read(make):
+def test_numbers_belong_to_codes(make):
     whole = make(generators(2)).codes(3)
     assert whole.shape[:3] == (2, 3, 30) and not whole[:, 1, 4:].any() and bool(whole[:, 2].any(-1).all())
     stepwise = make(generators(2))

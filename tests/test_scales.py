@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 import torch
 
-from tests.doubles import one_sentence
+from tests.doubles import generators, one_sentence
 from tests.test_var_nets import TINY, Published
 from visspec import ImagePipeline
 from visspec import tree as trees
@@ -19,7 +19,6 @@ from visspec.accept.scales import Scales as Exact
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.loop.setup import build_setup
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.scales.reading import ConditionState
 from visspec.models.scales.target import ScaleSettings, ScaleTarget
@@ -62,10 +61,6 @@ def vae(codes=16):
 @pytest.fixture(scope="module")
 def model():
     return network(0)
-
-
-def generators(rows, seed=0):
-    return [torch.Generator().manual_seed(1000 * seed + row) for row in range(rows)]
 
 
 def request(classes, sampling, seed=0, scales=None):
@@ -168,7 +163,7 @@ def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.8, top_k=6, guidance=2.0)])
-def test_drafted_scales_are_those_of_plain_decoding(model, sampling):
+def test_drafted_equals_plain(model, sampling):
     target, classes = ScaleTarget(VARImages(model, codec=vae())), [1, 4, 0, 2, 3, 1, 0, 4]
     wanted = images(plain(target, classes, sampling))
     itself = drafted(target, model, classes, sampling)
@@ -237,7 +232,7 @@ def fits(counts, distribution):
 
 @torch.no_grad()
 @pytest.mark.parametrize("rule", [Exact, Repaired])
-def test_drafted_scales_have_the_law_of_the_target(rule):
+def test_drafted_law(rule):
     large, small = network(0, TOY, codes=3, scale=0.15), network(5, TOY, codes=3, scale=0.15)
     target = ScaleTarget(VARImages(large, codec=vae(3)))
     state = drafted(target, small, [1] * 6000, Sampling(1.0), levels=2, rule=rule(), scales=3)
@@ -266,7 +261,7 @@ def composed(large, small, handover, codes=16):
 
 @torch.no_grad()
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
-def test_the_refiner_reads_the_scales_so_far_as_a_full_pass_does(model, guidance):
+def test_refiner_against_full_pass(model, guidance):
     small, sampling, last = network(3, depth=1), Sampling(1.0, guidance=guidance), 2
     target = composed(model, small, last)
     kept = []
@@ -288,17 +283,7 @@ def test_the_refiner_reads_the_scales_so_far_as_a_full_pass_does(model, guidance
     assert state.cache.net is small and all(store is not None for store in state.cache.cache.stores)
 
 
-def test_a_composition_of_all_scales_is_the_model_and_of_none_the_refiner(model):
-    small, sampling, classes = network(3, depth=1), Sampling(1.0, top_k=9, guidance=2.0), [1, 4, 0]
-    alone = {net: images(plain(ScaleTarget(VARImages(net, codec=vae())), classes, sampling)) for net in (model, small)}
-    assert torch.equal(images(plain(composed(model, small, 4), classes, sampling)), alone[model])
-    assert torch.equal(images(plain(composed(model, small, 0), classes, sampling)), alone[small])
-    assert not torch.equal(alone[model], alone[small])
-    mixed = images(plain(composed(model, small, 2), classes, sampling))
-    assert torch.equal(mixed[:, :5], alone[model][:, :5]) and not torch.equal(mixed, alone[model])
-
-
-def test_scales_are_drawn_once_and_the_cache_of_the_model_is_freed(model):
+def test_cache_of_model_freed(model):
     small, passes = network(3, depth=1), []
     hooks = [net.register_forward_hook(lambda net, x, y: passes.append((net, x[0].shape[1]))) for net in (model, small)]
     heads = [net.head.register_forward_hook(lambda net, x, y: passes.append(x[0].shape[1])) for net in (model, small)]
@@ -312,7 +297,7 @@ def test_scales_are_drawn_once_and_the_cache_of_the_model_is_freed(model):
 
 
 @torch.no_grad()
-def test_a_composition_has_the_law_that_it_declares():
+def test_composition_law():
     """1 + 4 codes of 4 ids: 1,024 cells."""
     toy = ScaleSizes.square(1, 2)
     large, small = network(0, toy, codes=4, scale=0.12), network(5, toy, codes=4, scale=0.12)
@@ -351,7 +336,7 @@ def test_wrong_compositions_are_refused(model):
             make()
 
 
-def test_wrong_requests_are_refused_before_any_pass(model):
+def test_wrong_requests(model):
     target = ScaleTarget(VARImages(model, codec=vae()))
     more = request([1], Sampling(1.0), scales=5)
     shaped = request([1], Sampling(1.0))
@@ -390,7 +375,7 @@ def test_var_in_the_pipeline(model):
     assert max(m.max() for m in found.maps) > 0, "some scales are drafted"
 
 
-def test_a_callback_sees_codes_and_an_aborted_image_leaves_nothing(model):
+def test_callback_and_abort(model):
     parts, seen = {"codec": vae()}, []
     pipe = ImagePipeline(model, None, parts=parts)
 
@@ -406,7 +391,7 @@ def test_a_callback_sees_codes_and_an_aborted_image_leaves_nothing(model):
     assert torch.equal(pipe("1", seed=1, output_type="latent").images[0][:14], seen[1][:14])
 
 
-def test_a_composition_in_the_pipeline_says_what_it_is(model):
+def test_composition_in_pipeline(model):
     parts = {"codec": vae(), "refiner": network(3, depth=1), "handover": 2}
     pipe = ImagePipeline(model, None, parts=parts)
     out = pipe(["1", "3"], seed=[1, 2], output_type="latent")
@@ -431,12 +416,3 @@ def test_var_refuses_what_it_can_not_draw(model):
     ):
         with one_sentence(words):
             pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)
-
-
-def test_the_guarantee_is_the_weakest(model):
-    def made(target, rule):
-        return build_setup(None, "none", rule, target.family, lambda traits: target).guarantee
-
-    exact, joined = ScaleTarget(VARImages(model, codec=vae())), composed(model, network(3), 2)
-    assert made(exact, Exact()) == "exact" == made(exact, Repaired())
-    assert made(joined, Exact()) == "exact for the declared target"

@@ -17,7 +17,7 @@ from visspec.models.eagle.feature_drafting import FeatureDrafting
 
 
 @pytest.mark.parametrize("name", ["context:nodes=32", "context:sources=answers", "recycling:nodes=32"])
-def test_requests_share_what_they_know_where_it_is_asked_for(name):
+def test_shared_between_requests(name):
     inputs = prompt("llama", ["9", "14"])
     rounds = {}
     for shared in (False, True):
@@ -56,7 +56,7 @@ def test_all_layers_draft_what_the_target_says(family):
         )
 
 
-def test_a_layer_left_out_is_not_run_and_the_model_stays():
+def test_skipped_layer():
     model = llama(num_hidden_layers=4, seed=5)
     target, ran = HFDecoder(model), []
     modules, hooks = dict(model.named_modules()), []
@@ -91,7 +91,7 @@ def first_layer(model, ids):
     )  # fmt: skip
 
 
-def test_layers_are_chosen_by_acceptance_per_cost():
+def test_layer_choice():
     cheap, dear = SkipPlan(frozenset({1, 2, 3}), 0.25), SkipPlan(frozenset({3}), 0.75)
     assert cheap.worth > dear.worth  # what costs less is tried first
     for _ in range(20):
@@ -123,7 +123,7 @@ def test_options_that_make_no_sense_are_refused():
 
 
 @pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "HrmTextForCausalLM"])
-def test_a_model_whose_layers_need_one_another_is_refused_before_work(name):
+def test_unskippable_models_refused(name):
     model = tiny_model(name)
     with pytest.raises(ValueError, match=f"^drafter: got {name}, .*expected a decoder with a list of"):
         visspec.accelerate(model, "layers", probe=False).run(input_ids=torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6)

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
 from typing import get_type_hints
 
@@ -34,6 +34,7 @@ from openai.types.chat import completion_create_params
 
 import visspec
 from tests import children
+from tests.doubles import refused
 from tests.grammars import SCHEMA, json_model, json_processor
 from visspec.api import loading
 from visspec.api.captions import prepare
@@ -187,7 +188,7 @@ def test_settings_are_those_of_generate(body, options):
     assert ChatBody.model_validate(given).options == options
 
 
-def test_choices_have_seeds_that_count_up_whoever_else_asks(running, pictures):
+def test_choices_have_seeds(running, pictures):
     client, image = running.client(), pictures[0]
     fields = {"n": 5, "seed": 7, "temperature": 1.5, "max_tokens": 20}
     own = {"do_sample": True, "temperature": 1.5, "top_k": 0, "top_p": 1.0, "max_new_tokens": 20}
@@ -350,7 +351,7 @@ def test_messages_that_can_not_be_read(running, messages, words):
     assert caught.value.body["type"] == "invalid_request_error" and caught.value.param == "messages"
 
 
-def test_every_field_of_the_client_is_known_or_refused(running):
+def test_client_fields(running):
     client, chat = running.client(), completion_create_params.CompletionCreateParamsStreaming
     for kind, body, create, good in (
         (chat, ChatBody, client.chat.completions.create, {"model": "captioner", "messages": asked("what ?")}),
@@ -425,7 +426,7 @@ def test_clients_that_leave_and_a_full_queue(endless, pictures):
         until(lambda: not running.text.running)
 
 
-def test_images_that_nobody_waits_for_are_not_drawn(running, pipe, monkeypatch):
+def test_abandoned_images(running, pipe, monkeypatch):
     whole = in_thread(lambda: running.client().images.generate(prompt="a red ring"))
     until(lambda: pipe._jobs)
     with pytest.raises(openai.APITimeoutError):
@@ -456,7 +457,7 @@ def test_a_failed_pass_costs_the_rows_that_ran(captioner, pictures, monkeypatch)
 
 
 @pytest.mark.parametrize("grace", [20, 1])
-def test_a_server_that_stops_finishes_what_it_has_in_time(grace, endless, pictures, capfd):
+def test_graceful_stop(grace, endless, pictures, capfd):
     messages = asked(TEXT, url(pictures[0]))
     with Running(endless, text={"slots": 1}, grace=grace) as running:
         long = {"max_tokens": 60} if grace > 1 else {"max_tokens": 940, "temperature": 1, "seed": 0}
@@ -512,42 +513,34 @@ def test_many_clients_at_once(clients, requests, captioner, pictures):
 
 
 def test_a_missing_extra_is_a_sentence(monkeypatch, capsys):
-    from tests.doubles import refused
-
     monkeypatch.setitem(sys.modules, "openai", None)
     assert "openai is not installed, expected it (pip install 'visspec[serve]')" in refused(capsys, "serve")
 
 
-@contextmanager
-def command(said, *argv):
-    """`visspec serve` in a process of its own, which prints to the file `said`."""
+@pytest.mark.slow
+def test_command_ends_with_zero_after_sigterm(captioner, pictures, tmp_path):
+    """`visspec serve` in a process of its own."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    process = children.command(["serve", "--port", str(port), *argv], said)
+    argv = ["serve", "--port", str(port), "--slots", "2", "--drafter", "none"]
+    said, process = tmp_path / "said", children.command(argv, tmp_path / "said")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+
+    def answers():
+        assert process.is_alive(), said.read_text()
+        with suppress(openai.APIConnectionError):
+            return client.models.list().data
+
     try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-        for _ in range(600):
-            try:
-                client.models.list()
-                break
-            except openai.APIConnectionError:
-                assert process.is_alive(), said.read_text()
-                time.sleep(0.1)
-        yield process, client
-    finally:
-        process.kill()
-        process.join()
-
-
-@pytest.mark.slow
-def test_the_command_ends_with_zero_after_sigterm(captioner, pictures, tmp_path):
-    with command(tmp_path / "said", "--slots", "2", "--drafter", "none") as (process, client):
-        (name,) = [model.id for model in client.models.list()]
-        first = iter(ask(client, asked(TEXT, url(pictures[0])), model=name, stream=True))
+        until(answers, 120)
+        first = iter(ask(client, asked(TEXT, url(pictures[0])), model=answers()[0].id, stream=True))
         next(first)
         process.terminate()
         *_, last = first
         assert last.choices[0].finish_reason == "length"
         process.join(20)
-        assert process.exitcode == 0 and not re.search("Traceback|Error", (tmp_path / "said").read_text())
+        assert process.exitcode == 0 and not re.search("Traceback|Error", said.read_text())
+    finally:
+        process.kill()
+        process.join()

@@ -87,9 +87,8 @@ def by_turns(family, drafter, **options):
     return fast, seen
 
 
-@pytest.mark.parametrize("family", ["llama", "llava"])
-@pytest.mark.parametrize("value", ["eagle2", "opt", "eagle"])
-def test_tokens_depend_on_no_structure_that_a_round_chooses(value, family, ranks):
+@pytest.mark.parametrize(("value", "family"), [("eagle2", "llama"), ("opt", "llava"), ("eagle", "llava")])
+def test_tokens_with_any_structure(value, family, ranks):
     """Chains where they are asked for, no more nodes than a structure has, and the tokens of plain decoding."""
     drafter = shaped(family, *VALUES[value], ranks)
     fast, seen = by_turns(family, drafter)
@@ -104,13 +103,13 @@ def test_tokens_depend_on_no_structure_that_a_round_chooses(value, family, ranks
     assert all(tree.size - 1 <= structure.size(tree.levels) for structure, tree in seen)
 
 
-def test_draws_report_what_they_were_drawn_from_in_every_structure(ranks):
+def test_draws_with_any_structure(ranks):
     fast, seen = by_turns("llama", shaped("llama", *VALUES["eagle2"], ranks), acceptance="rejection")
     fast.generate(**prompt("llama", ["9", "4"]), max_new_tokens=NEW, do_sample=True, seed=1)
     assert fast.last_stats.faults == 0 and len({structure for structure, _ in seen}) > 1
 
 
-def test_what_a_chain_is_worth_is_read_off_the_first_children():
+def test_first_children():
     """Nodes 1 and 2 hang from the root, 3 and 4 from node 1, 5 from 4."""
     parents = [-1, 0, 0, 1, 1, 4]
     found = [first_children(parents, path) for path in ([0], [0, 1], [0, 1, 3], [0, 1, 4, 5], [0, 2])]
@@ -170,7 +169,7 @@ def programme(nodes, rates):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_static_tree_has_the_most_expected_nodes(seed):
+def test_static_tree_is_optimal(seed):
     """Of all trees of its size, by enumeration; and as the dynamic programme finds it, for larger ones."""
     draw = random.Random(seed)
     rates = [[draw.random() ** 2 for _ in range(draw.randint(1, 3))] for _ in range(draw.randint(1, 4))]
@@ -201,7 +200,7 @@ def test_eagles_tree_is_what_its_authors_drew():
     assert len(set(feature_tree.EAGLE)) == 25
 
 
-def test_static_nodes_are_the_ranks_they_are_told():
+def test_static_ranks():
     """Of a skipped rank too, and cut where fewer levels are asked for."""
     paths = ((0,), (2,), (2, 1), (2, 1, 0))
     distributions = torch.randn(1, 1, 9).log_softmax(-1)
@@ -241,7 +240,7 @@ def mass(distribution, path):
     return share
 
 
-def test_the_tree_of_the_budget_is_optimal_by_the_drafters_law():
+def test_budget_tree_is_optimal():
     """Against all sets of the same size, as sums of products are largest over the largest products; a beam is less."""
     less = 0
     for seed in range(20):
@@ -304,7 +303,7 @@ def test_a_stop_keeps_the_law_of_draws(stop, seed, unwarped):
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
 
 
-def test_a_level_that_is_there_by_its_own_token_is_seen(unwarped):
+def test_own_token_stop_is_seen(unwarped):
     p, drafter = context_law(2, 0), Choosy(context_law(2, 7), STOPS[0])
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
 
@@ -328,7 +327,7 @@ def test_where_a_stop_ends_chains():
 
 
 @pytest.mark.parametrize("kind", ["feature", "small", "flash", "dflash", "diffusion"])
-def test_the_next_draft_is_as_long_as_the_last_sync_said(kind):
+def test_next_draft_length(kind):
     """A law of many ids ends every chain behind its first level: rounds after the first draft two. Not with draws."""
     model = model_of("llama")
     drafter = {
@@ -372,13 +371,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("options", BAD)
-def test_shapes_that_are_none_are_refused_in_a_sentence(options, tmp_path):
+def test_bad_shapes(options, tmp_path):
     make("llama", 0).save_pretrained(tmp_path / "head", {})
     with one_sentence(BAD[options]):
         registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
 
 
-def test_files_without_rates_and_drafters_without_trees_are_refused(tmp_path):
+def test_bad_rates(tmp_path):
     for rates in ([], [[]], [[1.5]], [["a"]], [0.5], "x", [[0.0]], [[True]]):
         (tmp_path / "r.json").write_text(json.dumps({RANKS: rates}))
         with pytest.raises(ValueError, match="tree: "):
@@ -387,7 +386,7 @@ def test_files_without_rates_and_drafters_without_trees_are_refused(tmp_path):
         SmallModel(llama(seed=1), model_of("llama")).shaped(tree="opt")
 
 
-def test_a_shape_is_saved_with_the_model_or_refused(tmp_path, ranks):
+def test_shapes_saved(tmp_path, ranks):
     model = llama(seed=5)
     head = make("llama", 0)
     EagleDrafter(head.head, model).save_pretrained(tmp_path / "head", {})

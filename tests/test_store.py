@@ -70,7 +70,7 @@ def weights(folder):
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_a_store_serves_later_runs_and_changes_no_weight(home, monkeypatch, capsys):
+def test_store_serves_later_runs(home, monkeypatch, capsys):
     run_of(home, "plain")
     run_of(home, "first", store=home / "store")
     said = capsys.readouterr().err
@@ -102,7 +102,7 @@ def test_bad_input_is_a_sentence(home, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_thirty_runs_that_are_killed_or_meet_a_full_disk_end_as_one_that_is_not(home):
+def test_thirty_killed_runs(home):
     run_of(home, "whole", save_every=1)
     chance, ends, rounds = random.Random(0), {"killed": 0, "full": 0}, 0
     largest = max(path.stat().st_size for path in home.rglob("*.safetensors"))

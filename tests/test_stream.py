@@ -98,9 +98,10 @@ def widened(drafter):
     return drafter
 
 
-@pytest.mark.parametrize("rule", ["typical:epsilon=0.3", "rejection", "cool:omega=1.2,nu=0.8"])
-@pytest.mark.parametrize("kind", ["feature", "small"])
-def test_rules_with_coins_and_relaxed_ones_measure_each_row_by_itself(rule, kind):
+@pytest.mark.parametrize(
+    "rule, kind", [("typical:epsilon=0.3", "feature"), ("rejection", "small"), ("cool:omega=1.2,nu=0.8", "feature")]
+)
+def test_relaxed_rules_by_row(rule, kind):
     drafter = make("llava") if kind == "feature" else SmallModel(model_of("llava"), model_of("llava"))
     quick = fast("llava", drafter, acceptance=rule)
     entries = prompts("llava", do_sample=True, temperature=1.0, top_k=0)
@@ -109,7 +110,7 @@ def test_rules_with_coins_and_relaxed_ones_measure_each_row_by_itself(rule, kind
     assert [drift for _, drift in got] == pytest.approx([drift for _, drift in expected], abs=1e-4)
 
 
-def test_each_row_has_its_own_end_processors_and_stop():
+def test_own_end_processors_and_stop():
     quick = fast("llava", "ngram")
     entries = prompts("llava", max_new_tokens=12)
     plain = [tokens for tokens, _ in alone(quick, entries)]
@@ -128,7 +129,7 @@ def test_each_row_has_its_own_end_processors_and_stop():
     assert ends[0] == "eos" and ends[4] == "stop" and ends[1] == "length"
 
 
-def test_rows_of_other_temperatures_run_in_lanes_of_their_own():
+def test_lanes_by_temperature():
     quick = fast("llava", "ngram")
     entries = prompts("llava")
     for i, entry in enumerate(entries):
@@ -148,7 +149,7 @@ def test_dynamic_rope_counts_each_row_alone():
 
 
 @pytest.mark.parametrize("name, padded", [("llama", True), ("whisper", False), ("paligemma", False)])
-def test_prompts_are_padded_only_where_rows_stay_those_alone(name, padded):
+def test_padded_prompts(name, padded):
     """Whisper's positions count padding; PaliGemma's text without token types sees more beside padded rows."""
     quick = visspec.accelerate(
         tiny_classes.tiny_model("WhisperForCausalLM") if name == "whisper" else model_of(name), "ngram"
@@ -162,7 +163,7 @@ def test_prompts_are_padded_only_where_rows_stay_those_alone(name, padded):
     assert together(quick, entries) == alone(quick, entries)
 
 
-def test_results_come_as_they_are_ready_and_prompts_are_read_as_slots_come_free():
+def test_results_in_order_of_end():
     quick, read = fast("llava", None), []
     entries = [p | {"max_new_tokens": n} for p, n in zip(prompts("llava"), (14, 2, 2, 2, 2, 2))]
 
@@ -178,7 +179,7 @@ def test_results_come_as_they_are_ready_and_prompts_are_read_as_slots_come_free(
     assert len(rest) == 5
 
 
-def test_an_interrupted_stream_leaves_the_model_as_it_was():
+def test_interrupted_stream():
     quick = fast("llava", "ngram")
     entries = prompts("llava")
     expected = alone(quick, entries)
@@ -189,7 +190,7 @@ def test_an_interrupted_stream_leaves_the_model_as_it_was():
     assert together(quick, entries) == expected
 
 
-def test_an_empty_queue_that_waits_is_asked_again():
+def test_waiting_queue():
     quick, entries = fast("llava", "ngram"), prompts("llava")
     queue = [x for entry in entries for x in (entry, None, None)]
     answers = {a.id: a.tokens for a in quick.stream([None, *queue], slots=2)}
@@ -223,7 +224,7 @@ def test_a_prompt_at_fault_fails_alone():
     assert all(a.ended is None for a in answers.values() if a.error)
 
 
-def test_a_retried_row_has_the_random_numbers_it_has_alone():
+def test_retried_row():
     quick = fast("llava", "ngram")
     entries = prompts("llava", do_sample=True)
     expected = alone(quick, entries)
@@ -232,7 +233,7 @@ def test_a_retried_row_has_the_random_numbers_it_has_alone():
     assert [answers[i] for i in range(1, len(entries))] == [tokens for tokens, _ in expected[1:]]
 
 
-def test_generators_are_copied_when_their_row_starts():
+def test_generators_copied():
     quick = fast("llava", "ngram")
     own = [torch.Generator().manual_seed(i) for i in range(6)]
     entries = [
@@ -255,7 +256,7 @@ class Failing(Guesser):
 
 
 @pytest.mark.filterwarnings("ignore:drafter")
-def test_a_drafter_that_fails_costs_the_rows_it_failed_for_their_drafts_only():
+def test_failing_drafter():
     entries = prompts("llava")
     expected = alone(fast("llava", None), entries)
     drafter = Failing()
@@ -286,12 +287,12 @@ def test_drafters_that_take_no_rows():
     ({"slots": 0}, "slots: got 0"), ({"slots": True}, "slots: got True"), ({"ahead": -1}, "ahead: got -1"),
     ({"seed": [1, 2]}, "seed: got 2 seeds"), ({"num_beams": 4}, "num_beams: got 4"),
 ])  # fmt: skip
-def test_arguments_are_checked_before_work_starts(options, words):
+def test_arguments_checked_first(options, words):
     with pytest.raises(ValueError, match=words):
         fast("llava", None).stream(iter([raising]), **options)
 
 
-def test_the_seed_of_a_stream_counts_up_as_rows_of_generate_do():
+def test_seed_of_stream():
     quick = fast("llava", None)
     entries = [{k: v for k, v in e.items() if k != "seed"} for e in prompts("llava")]
     expected = [quick.run(**e, do_sample=True, seed=7 + i).state.tokens[0] for i, e in enumerate(entries)]
@@ -324,7 +325,7 @@ def test_streamers_get_their_own_row():
         assert all(s.ended and len(s.values) > 1 for s in streamers)
 
 
-def test_on_tokens_sees_every_round_and_may_end_the_row():
+def test_on_tokens():
     quick = fast("llava", "ngram")
     entries = prompts("llava", max_new_tokens=9)
     expected, seen = [tokens for tokens, _ in alone(quick, entries)], [[] for _ in entries]
@@ -346,7 +347,7 @@ def test_on_tokens_sees_every_round_and_may_end_the_row():
     assert "made up" in str(answers[3].error) and len(seen[3]) == 1
 
 
-def test_rounds_of_a_row_have_the_levels_of_its_own_drafts(monkeypatch):
+def test_levels_of_rows(monkeypatch):
     quick, entries = fast("llava", "ngram"), prompts("llava", max_new_tokens=12)
     counted, verify = Counter(), quick.target.verify
 
@@ -362,7 +363,7 @@ def test_rounds_of_a_row_have_the_levels_of_its_own_drafts(monkeypatch):
     assert len({*found.values()}) > 1
 
 
-def test_plain_options_are_read_once_and_not_mixed_up(monkeypatch):
+def test_options_read_once(monkeypatch):
     from visspec.api import requests
 
     quick, calls, real = fast("llava", "none"), [], requests.of_generate
@@ -384,7 +385,7 @@ def test_a_row_knows_its_rounds_and_origins():
         assert answer.tau == pytest.approx(result.stats.tau) or not answer.rounds
 
 
-def test_nothing_of_a_row_is_kept_when_it_has_gone(monkeypatch):
+def test_finished_rows_leave_nothing(monkeypatch):
     """Rows take the places of others in every list of the state."""
     kept, plain = [], Stream._round
     monkeypatch.setattr(Stream, "_round", lambda self, lane: kept.append(lane.state) or plain(self, lane))
@@ -395,7 +396,7 @@ def test_nothing_of_a_row_is_kept_when_it_has_gone(monkeypatch):
     assert all(store.shape[0] <= 3 for store in state.cache.slots.keys)
 
 
-def test_a_stream_beside_generate_in_other_threads():
+def test_stream_beside_generate():
     quick = fast("llava", "ngram")
     entries = prompts("llava")
     expected, pool = alone(quick, entries), ThreadPoolExecutor(2)
@@ -429,7 +430,7 @@ def test_three_pictures_in_a_batch(name, room):
     assert set(quick.target.joins.values()) == {name != MOLMO}
 
 
-def test_pictures_that_look_alike_do_not_hide_that_rows_are_mixed_up():
+def test_pictures_that_look_alike():
     """The first two rows show the same picture, so that a mix-up changes no logits; the third shows another one."""
     model, entries, expected = pictured(MOLMO)
     quick = visspec.accelerate(model, None, adaptive=False)
@@ -439,7 +440,7 @@ def test_pictures_that_look_alike_do_not_hide_that_rows_are_mixed_up():
     assert [tokens for tokens, _ in together(quick, other)] == expected[:2]
 
 
-def test_pictures_that_move_no_logits_are_prefilled_alone_and_asked_about_three_times(monkeypatch):
+def test_pictures_that_move_no_logits(monkeypatch):
     model, entries, expected = pictured("llava")
     quick, asked = visspec.accelerate(model, None, adaptive=False), []
     joins = probe.joins

@@ -52,8 +52,7 @@ def test_inputs_of_a_tokenizer(folder):
         process_chats(tokenizer, chats[:1], [[object()]])
 
 
-@pytest.mark.parametrize("preset,form", [((), None), (("--preset", "eagle3"), "eagle3")])
-@pytest.mark.parametrize("answers", ["target", "own"])
+@pytest.mark.parametrize("preset,form,answers", [((), None, "target"), (("--preset", "eagle3"), "eagle3", "own")])
 def test_train_and_export_a_drafter(preset, form, answers, folder, tmp_path, capsys):
     argv = ["train", "drafter", "--target", folder, "--data", folder / "data.jsonl", "--out", tmp_path / "d", *preset]
     argv += ["--answers", answers, "--steps", 2, "--rows", 2, "--max-new-tokens", 6]

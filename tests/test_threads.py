@@ -90,18 +90,11 @@ def methods() -> list[tuple]:
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.nightly)])
 def test_eight_threads_on_one_pipeline(times, hurried):
     alone, shared = pipeline(), pipeline()
+    shared_by_all = {"batch_size": 2, "output_type": "latent"}
     options = [
-        {
-            "prompt": TEXTS[: 1 + i % 3],
-            "seed": i,
-            "drafter": drafter,
-            "acceptance": rule,
-            "batch_size": 2,
-            "order": order[0] if order else None,
-            "temperature": (1.0, 0.7)[i % 2],
-            "output_type": "latent",
-        }
-        for i, (drafter, rule, *order) in enumerate(methods() * min(times, 3))
+        {"prompt": TEXTS[: 1 + i % 3], "seed": i, "drafter": drafter, "acceptance": rule, **shared_by_all}
+        | {"temperature": (1.0, 0.7)[i % 2]}
+        for i, (drafter, rule) in enumerate(methods() * min(times, 3))
     ]
     expected = [alone(**o) for o in options]
 
@@ -203,7 +196,7 @@ def test_another_thread_ends_all_calls():
     assert len(pipe(TEXTS[0], seed=0, output_type="latent").images) == 1
 
 
-def test_weights_stay_in_place_until_the_last_call_ends(monkeypatch):
+def test_weights_stay_until_last_call(monkeypatch):
     """Offloading: one call's end must not take the weights away from another."""
     pipe, moves = pipeline(drafter=None), []
     monkeypatch.setattr(pipe, "_move", lambda where: moves.append(str(where)))
@@ -237,7 +230,7 @@ def test_a_rule_serves_two_targets(rule):
     assert again == [*expected, expected[0]]
 
 
-def test_recordings_are_replayed_by_one_thread_at_a_time(hurried):
+def test_one_replay_at_a_time(hurried):
     def record(call):
         verdict = call()
 
@@ -270,7 +263,7 @@ def test_recordings_are_replayed_by_one_thread_at_a_time(hurried):
     assert len(rule.recordings) == 1
 
 
-def test_a_watch_that_ends_while_another_thread_is_in_the_decoder():
+def test_watch_ends_in_decoder():
     """Torch has then listed its hook as one to call, and forgotten that it takes keywords."""
     model = llama()
     watch = DecoderRecorder(model.get_decoder())
@@ -283,7 +276,7 @@ def test_a_watch_that_ends_while_another_thread_is_in_the_decoder():
 
 
 @pytest.mark.parametrize("learned", [False, True], ids=["ngram", "features"])
-def test_a_model_is_asked_while_other_threads_use_it(learned, hurried):
+def test_probe_beside_other_threads(learned, hurried):
     """What is asked of a model when it is wrapped leaves alone what goes on in it."""
     model, inputs = llama(), prompt("llama", ["19", "12", "3"])
     fast = visspec.accelerate(model, EagleDrafter.for_model(model) if learned else "ngram")
@@ -344,7 +337,7 @@ def test_rotations_never_shrink(monkeypatch):
     assert drafter._turns.shape[0] == 4000 and not drafter._turns.is_inference()
 
 
-def test_tables_of_codebooks_may_grow_while_one_is_looked_up(monkeypatch):
+def test_codebook_tables_grow(monkeypatch):
     codes = [torch.randn(9, 3, generator=torch.Generator().manual_seed(s)) for s in range(3)]
     expected = [codebook.neighbours(c, 2, 9) for c in codes[:2]]
     compare = torch.equal
@@ -374,7 +367,7 @@ def test_what_nobody_changed_is_not_put_back():
     assert not hasattr(model, "extra") and isinstance(model._forward_hooks, Hooks)
 
 
-def test_masks_are_counted_while_other_threads_add_theirs():
+def test_masks_added_by_other_threads():
     masks, tree = Masks(torch.float32), trees.chain(3)
 
     class Busy:

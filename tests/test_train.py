@@ -61,7 +61,7 @@ def test_a_lesson_is_what_one_forward_pass_says(name):
     torch.testing.assert_close(lesson.positions[..., -1], state.position.expand(lesson.positions.shape[:-1]) + 10)
 
 
-def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):
+def test_split_lessons(tmp_path):
     drafter = EagleDrafter.for_model(model_of("llava"), image_latents=2)
     lesson = capture(target_for(drafter), visspec.Exact(), prompts("llava")(1))
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_a_lesson_falls_into_parts_that_train_as_the_whole(tmp_path):
                 torch.testing.assert_close(states[b : b + 1][:, mask[b]], alone[:, own[0]], rtol=1e-4, atol=1e-4)
 
 
-def test_elements_behind_a_short_answer_do_not_count():
+def test_short_answers():
     drafter = EagleDrafter.for_model(model_of("llava"), image_latents=2)
     lesson = capture(target_for(drafter), visspec.Exact(), prompts("llava")(1))
     lengths = [max(lesson.lengths) - 3 * (b > 0) for b in range(len(lesson.lengths))]
@@ -109,7 +109,7 @@ def trainer(folder, steps=12, **options):
     return drafter, made
 
 
-def test_answers_of_the_target_are_shown_as_they_are_made(tmp_path, capsys, monkeypatch):
+def test_answers_shown(tmp_path, capsys, monkeypatch):
     """A group of answers takes minutes of a large target, before the first step."""
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
     _, run = trainer(tmp_path / "run")
@@ -121,7 +121,7 @@ def test_answers_of_the_target_are_shown_as_they_are_made(tmp_path, capsys, monk
     assert any(re.search(r"1/12 steps .* loss=\d+\.\d+, agreed=", line) for line in others)
 
 
-def test_training_holds_no_weights_folded_for_drafting(tmp_path):
+def test_no_folded_weights(tmp_path):
     drafter, run = trainer(tmp_path, validate_every=6)
     borrowed, layers = [*drafter.embed.parameters()], [drafter.layer]
     run.validate = lambda: layers.append(drafter.layer) or {}  # as a draft does
@@ -130,7 +130,7 @@ def test_training_holds_no_weights_folded_for_drafting(tmp_path):
     assert all(p.requires_grad for p in borrowed) and not drafter.head.training
 
 
-def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
+def test_resume_is_exact(tmp_path):
     whole, run = trainer(tmp_path / "whole")
     run.run()
     _, first = trainer(tmp_path / "broken")
@@ -153,14 +153,6 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path):
         assert torch.equal(a, b)
     record = json.loads((tmp_path / "whole" / "provenance.json").read_text())
     assert record["training"]["step"] == 12 and record["training"]["plan"]["loss"] == "tv"
-
-
-def test_a_run_planned_otherwise_is_not_resumed(tmp_path):
-    _, run = trainer(tmp_path)
-    run.save()
-    _, other = trainer(tmp_path, rate=0.5)
-    with pytest.raises(ValueError, match=r"resume: got rate 0\.5, expected 0\.001"):
-        other.resume()
 
 
 class Dying:
@@ -196,7 +188,7 @@ class Dying:
 
 @pytest.mark.parametrize("killed", [False, True])
 @pytest.mark.parametrize("earlier", [0, 10])
-def test_a_checkpoint_is_of_one_step_wherever_saving_ends(tmp_path, earlier, killed):
+def test_checkpoint_is_of_one_step(tmp_path, earlier, killed):
     """Weights and optimiser of step n are all n; `earlier`: the step of a checkpoint before, 0 without one."""
 
     def save(run, step):
@@ -236,7 +228,7 @@ def test_a_checkpoint_is_of_one_step_wherever_saving_ends(tmp_path, earlier, kil
         again.resume()
 
 
-def test_a_poisoned_target_is_told_at_once_and_ends_the_run(tmp_path):
+def test_poisoned_target(tmp_path):
     """Updates without a finite gradient change nothing, neither weights nor moments; ten in a row end the run."""
     drafter, run = trainer(tmp_path)
     run.plan = dataclasses.replace(run.plan, steps=40)
@@ -259,7 +251,7 @@ def test_a_poisoned_target_is_told_at_once_and_ends_the_run(tmp_path):
     assert all(math.isfinite(point["loss"]) for point in run.curve)
 
 
-def test_a_step_reads_what_is_on_the_host_and_a_report_reads_once(tmp_path, monkeypatch):
+def test_reads_once_a_report(tmp_path, monkeypatch):
     """As on an accelerator, where a read waits for all that was started."""
     _, run = trainer(tmp_path)
     lessons = [  # on a CPU the copies are the tensors themselves
@@ -306,7 +298,7 @@ class Pair(SingleProcess):
     world = 2
 
 
-def test_an_update_is_a_function_of_its_lessons_and_not_of_processes(tmp_path):
+def test_update_over_processes(tmp_path):
     """Two streams in one process, or one in each of two; the streams of both have different prompts and seeds."""
     _, whole = trainer(tmp_path / "one", accumulate=2)
     given = whole.target, whole.drafter, whole.rule, whole.prompts
@@ -333,7 +325,7 @@ def test_an_update_is_a_function_of_its_lessons_and_not_of_processes(tmp_path):
         torch.testing.assert_close(gradient, sum(parts) / 2, rtol=1e-4, atol=1e-6)
 
 
-def test_the_best_checkpoint_is_published_and_as_many_kept_as_asked(tmp_path):
+def test_best_checkpoint(tmp_path):
     drafter, run = trainer(tmp_path, keep=2, validate_every=3)
     taus = iter([1.0, 3.0, 2.0, 2.5])
     run.validate = lambda: {"tau_greedy": next(taus), "tau_sampled": 1.0}
@@ -365,7 +357,7 @@ def test_training_raises_tau(tmp_path):
     assert before["tau_greedy"] < 1.5 and after["tau_greedy"] > 2.5
 
 
-def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
+def test_train_on_images(tmp_path, monkeypatch):
     pictures(tmp_path)
     model = model_of("llava")
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))
@@ -377,14 +369,8 @@ def test_the_command_trains_on_a_folder_of_images(tmp_path, monkeypatch):
     assert json.loads((out / "provenance.json").read_text())["recipe"] == "train_drafter"
     options = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unroll": 2}
     weights, target = (out / "model.safetensors").read_bytes(), registry.CHECKPOINTS / "captioner"
-    changes = {
-        "max_new_tokens": 7,
-        "image_latents": 2,
-        "unroll": 3,
-        "data": tmp_path / "1.png",
-        "target": "y",
-        "dtype": 0,
-    }
+    other = {"data": tmp_path / "1.png", "target": "y", "dtype": 0}
+    changes = {"max_new_tokens": 7, "image_latents": 2, "unroll": 3, **other}
     for name, value in changes.items():
         given = {"target": "x", "data": tmp_path, **options, name: value}
         if given.pop("dtype", None) == 0:

@@ -1,9 +1,7 @@
 """Training in two real processes (gloo): DDP and FSDP train alike, resume exactly, and one of them writes."""
 
 import json
-import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,28 +24,15 @@ from visspec.train.loop import SingleProcess
 ALONE = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def torchrun(code: str, home: Path, count: int = 2) -> subprocess.CompletedProcess[str]:
-    """Code in so many processes of one thread, as torchrun starts them."""
-    (home / "run.py").write_text(code)
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    command += ["--master-addr", "127.0.0.1", "--master-port", port(), str(home / "run.py")]
-    environment = os.environ | ALONE | {"PYTHONPATH": ""}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=home)
-
-
 def port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return str(free.getsockname()[1])
 
 
-def launch(home: Path, module: str, *argv: str, by_torchrun: bool = False) -> None:
-    """`main` of a module of the tests with two processes of one thread."""
+def launch(home: Path, module: str, *argv: str) -> None:
+    """`main` of a module of the tests with two processes of one thread, as torchrun starts them."""
     code = of_tests(module, f"main({''.join(f'{value!r}, ' for value in argv)}Path({str(home)!r}))")
-    if by_torchrun:
-        done = torchrun(code, home)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | ALONE
     said = [home / f"said{rank}" for rank in "01"]
     ranks = [forked(code, said[r], **more, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
@@ -92,37 +77,11 @@ def test_two_processes_train_one_drafter(home):
         assert page.count("<svg") == 4 and "2 processes" in page
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_any_number_of_processes_trains_the_same_and_resumes_what_a_killed_one_left(tmp_path, parallel):
-    """By torchrun: four lessons an update, over one, two and four processes."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
-    pictures(tmp_path / "data")
-
-    def run(name: str, count: int, dies: bool = False) -> dict[str, torch.Tensor] | None:
-        call = f"accumulated({name!r}, {parallel if count > 1 else None!r}, {dies}, Path({str(tmp_path)!r}))"
-        done = torchrun(of_tests("training_processes", call), tmp_path, count)
-        assert (done.returncode == 0) == (not dies), done.stderr[-3000:]
-        return None if dies else weights(tmp_path / name)
-
-    whole = {count: run(f"of{count}", count) for count in (1, 2, 4)}
-    for before, after in ((2, 2), (4, 1), (2, 4)):
-        name = f"from{before}to{after}"
-        run(name, before, dies=True)
-        assert json.loads((tmp_path / name / "run" / "progress.json").read_text())["step"] == 4
-        whole[name] = run(name, after)
-    found = {name: apart(whole[1], value) for name, value in whole.items()}
-    print(parallel, found)
-    assert max(found.values()) < 1e-5 and apart(whole[2], whole["from2to2"]) == 0
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_a_target_split_by_transformers_plan_is_itself(tmp_path, by_torchrun):
+def test_tensor_parallel_target(tmp_path):
     """Tensor-parallel in two processes, and over devices: the tokens of one process on one device."""
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
-    launch(tmp_path, "parallel_target", by_torchrun=by_torchrun)
+    launch(tmp_path, "parallel_target")
     whole = captions("cpu")
     assert whole["none"] == whole["stock"] and captions("balanced") == whole
     for rank in range(2):
@@ -131,22 +90,22 @@ def test_a_target_split_by_transformers_plan_is_itself(tmp_path, by_torchrun):
         assert all(found[name] == whole["stock"] for name in found)
 
 
-def test_one_process_may_spread_a_model_over_its_devices():
+def test_balanced_device():
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
     assert loading.load(device="balanced")[0].device.type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
     assert isinstance(workers(None, "cpu"), SingleProcess)
-    with pytest.raises(ValueError, match="parallel: got fsdp in one process, expected several"):
-        workers("fsdp", "cpu")
-    with pytest.raises(ValueError, match="parallel: got 'x', expected ddp or fsdp"):
-        workers("x", "cpu")
-    with pytest.raises(ValueError, match="device: got 'tp' in one process"):
-        loading.load(device="tp")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="parallel: got fsdp with device tp"):
-        workers("fsdp", "tp")
+    for world, said, make in (
+        ("1", "parallel: got fsdp in one process, expected several", lambda: workers("fsdp", "cpu")),
+        ("1", "parallel: got 'x', expected ddp or fsdp", lambda: workers("x", "cpu")),
+        ("1", "device: got 'tp' in one process", lambda: loading.load(device="tp")),
+        ("2", "parallel: got fsdp with device tp", lambda: workers("fsdp", "tp")),
+    ):
+        monkeypatch.setenv("WORLD_SIZE", world)
+        with pytest.raises(ValueError, match=said):
+            make()
     assert workers(None, "tp").world == 1
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(ValueError, match=r"accelerate is not installed, expected it \(pip install 'visspec\[train\]'"):

@@ -57,7 +57,7 @@ def inputs():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_five_steps_at_the_shapes_of_qwen_fit_six_gb_and_a_quarter(tmp_path, monkeypatch):
+def test_memory_at_size_of_qwen(tmp_path, monkeypatch):
     """bfloat16 weights of 1.64 G parameters (3.3 GB), a drafter of 152 M trained in float32 (2.4 GB)."""
     monkeypatch.setattr(
         feature_drafting, "head_logits", lambda head, x, dtype: Product.apply(x.to(head.weight.dtype), head.weight)

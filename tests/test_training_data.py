@@ -208,7 +208,7 @@ def test_every_kind_of_data_gives_the_same_items(home, monkeypatch):
     assert TrainingData(home / "d.jsonl").digest != TrainingData(home).digest
 
 
-def test_a_folder_is_items_with_the_built_in_prompt(home):
+def test_folder_of_images(home):
     data = TrainingData(home)
     assert [shown(data[n].conversation) for n in range(2)] == [([f"u:<image>|{PROMPT}"], [f"{x}.png"]) for x in "ab"]
     assert shown(TrainingData(home, prompt="w3")[0].conversation) == (["u:<image>|w3"], ["a.png"])
@@ -257,7 +257,7 @@ def texts(item):
     return [part["text"] for m in item.conversation.messages for part in m["content"] if "text" in part]
 
 
-def test_batches_hold_pictures_videos_and_text_alone(home):
+def test_mixed_batches(home):
     """Prompts of one batch are those of each alone, history and system prompt among them."""
     write(home / "v.mp4")
     entries = [
@@ -310,7 +310,7 @@ def test_own_answers_are_the_datas_with_a_stop(home, monkeypatch):
     assert not isinstance(validating(0), AnsweredRequest)
 
 
-def test_a_broken_image_is_counted_and_the_next_takes_its_place(home):
+def test_broken_image(home):
     (home / "c.png").write_bytes(b"broken")
     entries = [{"image": f"{'abc'[n % 3]}.png", "prompt": f"w{n + 5}"} for n in range(9)]
     batches, reader = prompts(home, *entries)

@@ -28,7 +28,7 @@ def test_the_score_by_hand():
     assert disagreement(table) == [0.75, 0.125, 1.75]
 
 
-def test_a_missing_pair_is_left_out_and_is_no_agreement():
+def test_missing_pairs():
     table = [[-1.0, -2.0, -1.0], [-2.0, -1.0, None], [-3.0, -1.0, -1.0]]
     assert disagreement(table) == [1.5, 0.5, 0.0]
     table[1][1] = None  # peer 1 has no answer of its own: nobody can be compared with it
@@ -45,7 +45,7 @@ def test_the_order_of_the_models_changes_nothing(table, random):
     assert all(score is None or score >= 0 for score in again)
 
 
-def test_the_lowest_are_chosen_and_draws_are_by_lot():
+def test_lowest_chosen():
     def chosen(scores, keep, seed=0):
         return choose(scores, keep, torch.Generator().manual_seed(seed))
 
@@ -88,7 +88,7 @@ def asked() -> tuple[Image.Image, str, str]:
     return scenes.images(1)[0], row["questions"][0], row["answers"][0].replace(" .", ".")
 
 
-def test_a_likelihood_is_that_of_the_answers_tokens_only(captioner):
+def test_likelihood_of_answer(captioner):
     image, question, right = asked()
     result = captioner.fast.generate(
         **verdict.prepare(captioner.processor, [image], question, captioner.fast.model), max_new_tokens=20,

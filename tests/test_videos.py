@@ -93,7 +93,7 @@ def test_captions_of_clips_are_those_of_generate(clip, tmp_path, drafter):
             assert made.text == processor().tokenizer.decode(stock, skip_special_tokens=True).strip()
 
 
-def test_a_stream_of_records_takes_clips_and_images(clip, tmp_path):
+def test_stream_of_clips_and_images(clip, tmp_path):
     home = tmp_path / "media"
     home.mkdir()
     (home / "a.mp4").write_bytes(clip.read_bytes())

@@ -1,8 +1,6 @@
 """What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off, resumed."""
 
-import os
 import resource
-import signal
 from pathlib import Path
 
 import torch
@@ -56,19 +54,6 @@ def stored(home: Path, limit: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     run_of(home, "out", save_every=1, store=home / "store", resume=True)
     (home / "done").touch()
-
-
-def accumulated(name: str, parallel: str | None, dies: bool, home: Path) -> None:
-    """A run of four lessons an update, resumed where it was; the last process may die in it without a word."""
-    update = Trainer.update
-
-    def dying(self, lessons):
-        if self.step == STOP and self.workers.rank == self.workers.world - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return update(self, lessons)
-
-    Trainer.update = dying if dies else update
-    run_of(home, name, parallel=parallel, accumulate=4, resume=True)
 
 
 def main(parallel: str, home: Path) -> None:

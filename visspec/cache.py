@@ -8,7 +8,7 @@ N nodes, D path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ class SlotCache:
         self.spare = 0  # rows that are allocated behind each store's: those of rows that have left
         self.mask: Any = None  # what `masks` keeps from pass to pass
         self.steady = False
-        self.step = 1  # a pass attends to a multiple of so many slots, the last of which its mask hides
+        # how many slots a pass attends to that needs so many; its mask hides the last ones
+        self.extents: Callable[[int], int] | None = None
         self.lease: Any = None  # what keeps stores that were lent (`models.runner.graphs`) from others
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
@@ -104,7 +105,7 @@ class SlotCache:
     def open(self, nodes: int, device: torch.device | str) -> int:
         """Start a pass that writes `nodes` slots per row. Returns its extent: the number of slots it attends to."""
         self.nodes, self._start = nodes, self.length
-        self._extent = -(-(self.length + nodes) // self.step) * self.step
+        self._extent = self.length + nodes if self.extents is None else self.extents(self.length + nodes)
         self._slots = None
         if self.apart:
             self._slots = to_device(self.lengths, device)[:, None] + torch.arange(nodes, device=device)

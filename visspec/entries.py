@@ -127,7 +127,7 @@ TABLES: dict[str, dict[str, Entry]] = {
     },
     "layout": {  # of published files, which `visspec convert` reads
         "llamagen": Entry("visspec.models.llamagen.layout:published", "t2i_*.pt, c2i_*.pt; --vq vq_ds16_*.pt", "codes"),
-        "randar": Entry("visspec.models.llamagen.layout:published", "randar_*.pt; --vq vq_ds16_c2i.pt", "any order"),
+        "randar": Entry("visspec.models.llamagen.layout:published", "randar_*.safetensors; --vq vq_*.pt", "any order"),
         "mar": Entry("visspec.models.mar.layout:published", "checkpoint-last.pth; --vq kl16.ckpt", "vectors"),
         "nextstep": Entry("visspec.models.nextstep.layout:published", "the authors' folder; --vq its vae", "vectors"),
         "var": Entry("visspec.models.var.layout:published", "var_d*.pth; --vq vae_ch160v4096z32.pth", "maps"),

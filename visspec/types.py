@@ -243,58 +243,6 @@ class NodeProcessor:
 NoiseT = TypeVar("NoiseT", default=Any)  # random numbers of a request: a `sampling.BufferedNoise`
 
 
-class OutputBuffer:
-    """Base class of what a request has produced (`loop.output`). tokens: numbers of every original row's nodes.
-    distributions, raw: with `keep_logits`, `keep_raw`, the warped and the raw logits of every token, (V,). finished:
-    rows that have ended.
-    """
-
-    def __init__(self, request: Request, rows: int):
-        self.request = request
-        self.tokens: list[list[int]] = [[] for _ in range(rows)]
-        self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
-        self.raw: list[list[Tensor]] = [[] for _ in range(rows)]
-        self.finished: set[int] = set()
-
-    def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
-        """What the round's read brings to the host: of the nodes (B, *), and of the one that follows (B, *)."""
-        raise NotImplementedError
-
-    def new_tokens(self, path: list[int], values: list[int], following: list[int]) -> list[int]:
-        """What a row gained, by its columns: the nodes of its path without the root, then the next one."""
-        raise NotImplementedError
-
-    def append(self, row: int, new_tokens: list[int]) -> int:
-        """Add a row's new tokens up to its end, and return how many were added."""
-        raise NotImplementedError
-
-    def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
-        """Keep what the request asks for beside the tokens just added, `count` of those that a path gave."""
-        raise NotImplementedError
-
-    def tell(self, row: int, count: int) -> None:
-        """Call the request's `on_tokens` with the tokens just added."""
-        on_tokens, tokens = self.request.of(row)[0].on_tokens, self.tokens[row]
-        if on_tokens is not None and on_tokens(tokens[len(tokens) - count :]):
-            self.finished.add(row)
-
-    def values(self, row: int) -> Tensor:
-        """What an original row has produced, (T, ...)."""
-        raise NotImplementedError
-
-    def ids(self, row: int) -> Tensor:
-        """The ids of an original row that a criterion or a drafter reads, (1, length)."""
-        raise NotImplementedError
-
-    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
-        """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
-        return items
-
-    def join(self, other: OutputBuffer, rows: list[int], places: list[int]) -> None:
-        """Take over rows of another buffer, at these places; a place that is not there yet is the next one."""
-        raise NotImplementedError
-
-
 class Structure(NamedTuple):
     """Of a draft: most nodes of a level that others hang from, 1 for a chain, and of the tree without its root."""
 
@@ -347,7 +295,7 @@ class State:
     position: Tensor  # (B,) position id of the pending node
     cache: Any  # the target's cache
     rows: list[int]
-    output: OutputBuffer  # the target chooses it
+    output: Any  # a `loop.output.TokenBuffer`, which the target chooses
     noise: Any = None  # random numbers, `sampling.BufferedNoise`; None with greedy sampling
     meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
     memory: Any = None  # the drafter's per-request state

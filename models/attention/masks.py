@@ -39,12 +39,14 @@ class Masks:
         """The arguments of a pass over a draft. A tree per row has R rows; no mask: attention is plain causal."""
         if self.window:
             return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
-        single = tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady and slots.step == 1
+        single = (
+            tree.size == 1 and slots.uniform and slots.padding is None and not slots.steady and slots.extents is None
+        )
         if single and (self.groups == 1 or self.backend.name != MASK):
             return {"attention_mask": None}
         if (layout := self.backend(slots, tree, extent)) is not None:
             return self.unmasked(layout)
-        if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1 or slots.step > 1:
+        if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1 or slots.extents is not None:
             mask = self._ragged_mask(slots, tree, extent)
         else:
             mask = self._shared_mask(tree, slots.length)
@@ -101,8 +103,8 @@ class Masks:
     def _ragged_mask(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
         """The mask if rows differ. It is kept with the request: a round writes the slots behind each row's prefix."""
         kept = slots.mask
-        if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups):
-            room = extent + extent // 4 + GROW + slots.step
+        if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups, extent):
+            room = extent + extent // 4 + GROW
             seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, room)
             slots.mask = IncrementalMask(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
         else:
@@ -119,14 +121,14 @@ class IncrementalMask:
     def __init__(self, bias: Tensor, lengths: list[int], nodes: int):
         self.bias, self.lengths, self.nodes = bias, lengths, nodes
 
-    def fits(self, slots: SlotCache, tree: Tree, groups: int) -> bool:
+    def fits(self, slots: SlotCache, tree: Tree, groups: int, extent: int) -> bool:
         """Whether the next pass can be written over the last one's slots."""
         rows, _, most, room = self.bias.shape
         growth = [new - old for new, old in zip(slots.lengths, self.lengths)]
         return (
             rows == len(slots.lengths)
             and most >= groups * tree.size
-            and room >= max(self.lengths) + self.nodes + tree.size + slots.step
+            and room >= max(max(self.lengths) + self.nodes + tree.size + 1, extent)
             and 0 <= min(growth)
             and max(growth) <= self.nodes
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -57,7 +56,7 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
-class StateSlotLayer(LinearAttentionLayer, SlotLayer):
+class StateSlotLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[override]
     """A layer with keys and values, and a state."""
 
     def __init__(self, slots: SlotCache, index: int, number_of_states: int):
@@ -83,10 +82,10 @@ class SlotLayers(Cache):
 
     def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
         self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
-        states = {
-            i: StateSlotLayer(self.slots, i, layer.number_of_states) if isinstance(layer, CacheLayerMixin) else layer
-            for i, layer in (states or {}).items()
-        }
+        states = dict(states or {})
+        for i, layer in states.items():
+            if isinstance(layer, CacheLayerMixin):
+                states[i] = StateSlotLayer(self.slots, i, states[i].number_of_states)
         self.past = RecurrentStateCheckpoints(states, rows) if states else None
         self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
         self.written: dict[int, int] = {}
@@ -201,11 +200,10 @@ def cached_layers(config: PretrainedConfig) -> dict[int, int]:
 
 def state_modules(decoder: nn.Module, layers: Collection[int]) -> dict[int, nn.Module]:
     """The modules of a decoder that read and write the states of these layers, by what their methods call."""
-    candidates = ((getattr(module, "layer_idx", None), module) for module in decoder.modules())
+    candidates: Iterator[tuple[Any, nn.Module]] = ((getattr(m, "layer_idx", None), m) for m in decoder.modules())
     return {index: module for index, module in candidates if index in layers and _writes_states(type(module))}
 
 
-@functools.cache
 def _writes_states(kind: type[nn.Module]) -> bool:
     functions = (inspect.unwrap(value) for base in kind.__mro__ for value in vars(base).values() if callable(value))
     codes = (getattr(function, "__code__", None) for function in functions)

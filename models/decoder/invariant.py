@@ -72,7 +72,7 @@ def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
         GROW + min(request.max_new_tokens, prompt.shape[1]),
     )
     cache.adopt(first)
-    cache.prompt, cache.slots.step = prompt.shape[1], first.slots.step
+    cache.prompt, cache.slots.extents = prompt.shape[1], first.slots.extents
     request.keep_cache &= not any(padded)  # a cache of transformers' would have slots of padding
     position = torch.cat([state.position for state in states])
     state = State(request, prompt[:, -1], position, cache, list(range(len(own))), TokenBuffer(request, len(own)))
@@ -103,7 +103,7 @@ def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request
                 value = value[..., row : row + 1, padding:]
             elif rows > 1:
                 value = _media(target, request, name, value)[row : row + 1]
-        elif rows > 1 and not isinstance(value, int | float | str | None):
+        elif rows > 1 and value != {} and not isinstance(value, int | float | str | None):
             raise ValueError(BY_ROW.format(f"{name} of several rows", ONE_ROW))  # pictures that were encoded together
         inputs[name] = value
     prompt = request.prompt[row : row + 1, padding:]

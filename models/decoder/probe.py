@@ -31,7 +31,6 @@ from visspec.models.attention import ragged, rotary
 from visspec.models.attention.hooks import HOOKING
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import CACHE_NAMES, SlotLayer, SlotLayers, StateSlotLayer
-from visspec.models.runner.widths import STEP
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:
@@ -400,9 +399,9 @@ def _in_a_draft(
     tree = trees.static(parent, str(target.device))
     request = Request(inputs={}, prompt=tokens_RN[:, :1], max_new_tokens=len(PARENT))
     values_RSE = _values(target)[-len(rows) :]
-    cache, step = target.cache(len(rows)), 1 if target.widths is None else STEP
+    cache = target.cache(len(rows))
     cache.slots = _RandomSlots(values_RSE, [values_RSE.shape[1], SHORT][-len(rows) :])
-    cache.slots.step = step
+    cache.slots.extents = None if target.widths is None else target.widths.extent
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
             layer.slots = cache.slots

@@ -41,7 +41,7 @@ from visspec.models.layers import depth
 from visspec.models.runner.compiled import compiled_passes
 from visspec.models.runner.graphs import graphed_forward
 from visspec.models.runner.target import RunningTarget
-from visspec.models.runner.widths import STEP, PassWidths
+from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State
 
@@ -191,7 +191,7 @@ class HFDecoder(RunningTarget):
         logits = process(output.logits[:, -1:], trees.empty_draft(state.pending), state)
         scores = Scores(Categorical(logits), self.features(output, seen), aux)
         if self.widths is not None:
-            cache.slots.step = STEP
+            cache.slots.extents = self.widths.extent
         if plan is not None:
             plan.cache.misses += rows
             plan.made = plan.cache.put(plan.keys, state.rows, state, scores)

@@ -32,7 +32,7 @@ from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argume
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
 from visspec.models.runner.target import RunningTarget
-from visspec.models.runner.widths import STEP, PassWidths
+from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process, warp
 from visspec.types import (
     FREE,
@@ -400,7 +400,7 @@ class ImageAR(RunningTarget):
         starts = [(each, caches[b].slots.length) for each, (b, _) in zip(stores, order)]
         cache.slots.fill(starts, GROW + request.max_new_tokens)
         cache.adopt(caches[0])
-        cache.slots.step = STEP
+        cache.slots.extents = caches[0].slots.extents
         if not bool(prompt.attention.all()):
             cache.slots.padding = prompt.attention.new_ones(count, length)
             for row, (b, half) in zip(cache.slots.padding, order):
@@ -436,7 +436,7 @@ class ImageAR(RunningTarget):
         if padded:
             cache.slots.padding = prompt.attention
         if self.widths is not None:
-            cache.slots.step = STEP
+            cache.slots.extents = self.widths.extent
         return state, hidden
 
     def _open_buffer(self, request: Request) -> tuple[Tensor, Any]:

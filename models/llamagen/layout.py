@@ -18,9 +18,7 @@ TOP_K = {"class": 2000, "caption": 1000}  # of the published samples
 NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
-def load_llamagen(
-    path: str | Path, grid: int | None = None, heads: int | None = None, classes: int | None = None
-) -> LlamaGen:
+def load_llamagen(path: str | Path, grid: int | None = None, heads: int | None = None) -> LlamaGen:
     """A LlamaGen transformer from a .safetensors file or folder, a `RandAR` where the weights have its queries.
 
     Args:
@@ -28,13 +26,13 @@ def load_llamagen(
         grid: Rows of codes, required because the published weights do not contain it (16 for 256 pixels with VQ-16, 24
             for 384, 32 for 512).
         heads: Only for sizes that were not published.
-        classes: Default: 1000 for a table of 1000 or 1001 rows, otherwise the number of rows minus one. A table without
-            the extra row has no null class, and the model does not support guidance.
+
+    A table of 1000 classes has no null class, and the model does not support guidance; others have one.
     """
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     if grid is None:
         raise ValueError(f"grid: {path} does not tell the image's rows of codes, expected grid=16, 24 or 32")
-    config = config_of(weights, grid, heads, classes)
+    config = config_of(weights, grid, heads)
     return weights.load((RandAR if QUERIES in weights else LlamaGen)(config))
 
 
@@ -55,7 +53,7 @@ def published(weights: Path, vq: Path, size: int | None = None, heads: int | Non
     return kind.of(entries, settings, net=net, codec=codec.model)
 
 
-def config_of(weights: Weights, grid: int, heads: int | None, classes: int | None = None) -> LlamaGenConfig:
+def config_of(weights: Weights, grid: int, heads: int | None) -> LlamaGenConfig:
     """Infer the configuration from the shapes of published weights."""
     codes, hidden = weights.shape("tok_embeddings.weight", 2)
     rows, layers = weights.shape("layers.0.attention.wqkv.weight", 2)[0], weights.count("layers.")
@@ -73,7 +71,5 @@ def config_of(weights: Weights, grid: int, heads: int | None, classes: int | Non
         prefix, width = weights.shape("cls_embedding.uncond_embedding", 2)
         return sized(condition="caption", prefix=prefix, caption_width=width)
     table = weights.shape("cls_embedding.embedding_table.weight", 2)[0]
-    classes = classes or (IMAGENET if table == IMAGENET else table - 1)
-    if table not in (classes, classes + 1):
-        raise ValueError(f"classes: got {classes} for a table of {table} rows, expected {table - 1} or {table}")
+    classes = IMAGENET if table == IMAGENET else table - 1
     return sized(classes=classes, null_class=table > classes)

@@ -34,22 +34,3 @@ class RandAR(LlamaGen):
     def paired(self, codes: Tensor, places: Tensor) -> Tensor:
         """Codes and their places (B, N) as inputs (B, 2 N, d): a query, its code, the next query, ..."""
         return torch.stack([self.query(places), self.embed(codes)], dim=2).flatten(1, 2)
-
-    def distributions(
-        self, prefix_BPd: Tensor, codes_BT: Tensor, order_BT: Tensor, attention_BP: Tensor | None = None
-    ) -> Tensor:
-        """Logits (B, T, V) of codes in an order of each row, given those before them: what training and likelihoods
-        need, in one pass. codes: in the order; attention: which positions of the prefix are real, all by default.
-        """
-        prefix, inputs = prefix_BPd.shape[1], self.paired(codes_BT, order_BT)[:, :-1]
-        at_BS = self.config.prefix + order_BT.repeat_interleave(2, dim=1)[:, :-1]
-        first_BP = torch.arange(prefix, device=at_BS.device).expand(len(at_BS), -1)
-        mask = None
-        if attention_BP is not None:
-            size = prefix + inputs.shape[1]
-            mask = torch.ones(size, size, dtype=torch.bool, device=at_BS.device).tril().repeat(len(at_BS), 1, 1)
-            mask[:, :, :prefix] &= attention_BP[:, None]
-            mask |= torch.eye(size, dtype=torch.bool, device=at_BS.device)  # padding attends to itself
-            mask = mask[:, None]
-        hidden = self(torch.cat([prefix_BPd, inputs], dim=1), torch.cat([first_BP, at_BS], dim=1), mask)
-        return self.head(hidden.last_hidden_state[:, prefix::2])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from diffusers import AutoencoderKL
 from transformers import Qwen2Config
@@ -83,19 +83,18 @@ def _decoder_fields(weights: Weights, published: Mapping[str, Any]) -> dict[str,
     }
 
 
-def load_nextstep_vae(folder: str | Path, scaling: float | None = None, shift: float | None = None) -> AutoencoderKL:
+def load_nextstep_vae(folder: str | Path) -> AutoencoderKL:
     """NextStep-1's image tokenizer, from safetensors (converted `checkpoint.pt`) beside its config.json.
 
-    scaling, shift: default, those of config.json. It decodes as the authors'; their encoder normalises latents, which
-    this class does not.
+    It decodes as the authors'; their encoder normalises latents, which this class does not.
     """
     published = read_json(Path(folder), "config.json")
-    factor = published.get("scaling_factor") if scaling is None else scaling
-    centre: Any = published.get("shift_factor") if shift is None else shift
+    factor: Any = published.get("scaling_factor")
+    centre: Any = published.get("shift_factor")
     check_positive("scaling_factor", factor)
     if type(centre) not in (int, float) or not math.isfinite(centre):
-        raise ValueError(f"shift_factor: got {centre!r}, expected a finite number, here or in config.json of {folder}")
-    return load_kl(folder, cast(float, factor), centre)
+        raise ValueError(f"shift_factor: got {centre!r}, expected a finite number in config.json of {folder}")
+    return load_kl(folder, factor, centre)
 
 
 def published(weights: Path, vq: Path) -> NextStepImageModel:

@@ -6,9 +6,10 @@ depends on the pass in three ways, and each is fixed here or where it is named:
 * Products. A matrix product may sum along its inner dimension in another order for another number of rows, but never
   for other values in the other rows, nor for another place. So a pass is padded to a number of rows whose products
   agree bit for bit with those of `REFERENCE` rows (`PassWidths`).
-* Attention. Its sums run over keys, in blocks that depend on the number of keys. Masked keys have the weight 0, and
-  adding 0 changes no sum, so a pass sees a multiple of `STEP` keys (`SlotCache.step`), most of a block's end masked.
-  The number of queries is a number of rows as above.
+* Attention. Its sums run over keys, in blocks that depend on the number of keys: on a CPU blocks of 512, the last of
+  which is split once more, of 384 as of 512 but not of 256. Masked keys have the weight 0, and adding 0 changes no
+  sum, so a pass sees a multiple of `STEP` keys that is split as longer ones are (`PassWidths.extent`). The number of
+  queries is a number of rows as above.
 * Prompts are prefilled one at a time (`models.decoder.invariant`): what they give depends on the prompt alone.
 
 Which numbers agree depends on device, dtype, threads and the libraries behind torch, so it is measured: when a number
@@ -35,10 +36,11 @@ STEP = 128  # slots
 REFERENCE = 16  # rows whose results others are compared with
 WIDER = 64  # rows that a pass is padded with at most, for each row of the batch
 OUTPUTS = 2048  # columns of a product that are compared on a CPU, where random numbers take time
-EXTENTS = (STEP, 2 * STEP, 3 * STEP, 5 * STEP, 9 * STEP)  # below and beyond the 512 keys of a CPU's block
+BLOCK = 4 * STEP  # keys of a CPU's block
+EXTENTS = (STEP, 3 * STEP, BLOCK, BLOCK + STEP)  # at which numbers of queries are compared
 SAMPLES = 4  # different rows in a check
 LARGE = 2.0**11
-_known: dict[Hashable, Any] = {}  # references, and whether a number of rows agrees with them
+_known: dict[Hashable, Any] = {}  # references, and whether other sizes agree with them
 
 
 class PassWidths:
@@ -54,6 +56,7 @@ class PassWidths:
         linear = {(*shape, part.bias is not None) for part in parts if (shape := _shape(part)) is not None}
         self.products, self.heads, self.dtype, self.device = sorted(linear), heads, dtype, device
         self._found: dict[tuple[int, int, int], int | None] = {}
+        self._extents: dict[tuple[int, int], int] = {}
 
     def nodes(self, rows: int, nodes: int) -> int:
         """The least number of nodes, of at least so many, that passes of so many rows may have.
@@ -73,6 +76,25 @@ class PassWidths:
             )
         return found
 
+    def extent(self, slots: int) -> int:
+        """The least number of slots, of at least so many, that passes may attend to.
+
+        Raises:
+            ValueError: No multiple of `STEP` up to a block more is.
+        """
+        first = -(-slots // STEP) * STEP
+        key = first, torch.get_num_threads()
+        if key not in self._extents:
+            with torch.inference_mode():
+                found = next((n for n in range(first, first + BLOCK, STEP) if self._splits(n)), None)
+            if found is None:
+                raise ValueError(
+                    f"batch_invariant: found no number of keys above {slots} at which {self.dtype} attention on"
+                    f" {self.device.type} agrees, so leave it out here"
+                )
+            self._extents[key] = found
+        return self._extents[key]
+
     def pad(self, draft: Draft, times: int = 1) -> Draft:
         """A chain with nodes behind it that nothing reads. times: cache rows of each row."""
         rows, size = draft.value.shape[:2]
@@ -82,25 +104,29 @@ class PassWidths:
         return Draft(torch.cat([draft.value, more], dim=1), trees.chain(width - 1, str(draft.value.device)))
 
     def _agrees(self, rows: int) -> bool:
-        return all(self._compare((*shape, rows), _product) for shape in self.products)
+        return all(self._compare((*shape, rows), (*shape, REFERENCE), _product) for shape in self.products)
 
     def _attends(self, nodes: int) -> bool:
-        extents = EXTENTS if nodes == REFERENCE else EXTENTS[::3]
-        return all(self._compare((*self.heads, extent, nodes), _attention) for extent in extents)
+        sizes = [(*self.heads, extent - REFERENCE, extent) for extent in EXTENTS]
+        return all(self._compare((*each, nodes), (*each, REFERENCE), _attention) for each in sizes)
 
-    def _compare(self, of: tuple[int, ...], function: Callable[..., Tensor]) -> bool:
-        """Whether a number of rows, the last of `of`, gives what `REFERENCE` rows do (attention: with `STEP` keys)."""
+    def _splits(self, extent: int) -> bool:
+        """Whether sums over keys are split as those of the next whole block are."""
+        seen, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
+        sizes = [(*self.heads, seen, each, REFERENCE) for each in (extent, whole)]
+        return self._compare(sizes[0], sizes[1], _attention)
+
+    def _compare(self, of: tuple[int, ...], same: tuple[int, ...], function: Callable[..., Tensor]) -> bool:
+        """Whether two sizes give the same; the last of each is a number of rows."""
         where = function, self.dtype, str(self.device), torch.get_num_threads()
-        key = *where, *of
-        if key not in _known:
-            same = (*of[:-1], REFERENCE) if function is _product else (*self.heads, STEP, REFERENCE)
-            if (*where, *same) not in _known:
-                _known[*where, *same] = function(same, self.dtype, self.device)[:SAMPLES].clone()
-            expected = _known[*where, *same]
-            if of != same:
-                found = function(of, self.dtype, self.device)
-                _known[key] = torch.equal(found, _tiled(expected, len(found)))
-        return isinstance(found := _known[key], Tensor) or found
+        if of == same:
+            return True
+        if (key := (*where, of, same)) not in _known:
+            if (*where, same) not in _known:
+                _known[*where, same] = function(same, self.dtype, self.device)[:SAMPLES].clone()
+            found = function(of, self.dtype, self.device)
+            _known[key] = torch.equal(found, _tiled(_known[*where, same], len(found)))
+        return _known[key]
 
 
 def _shape(module: nn.Module) -> tuple[int, int, bool] | None:
@@ -136,10 +162,10 @@ def _product(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def _attention(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """(nodes, keys * groups * size) results of attention, which are zero but for rounding: each key is there twice,
-    with values of either sign. Only the first keys are seen.
+    with values of either sign. Only the first keys, `seen`, are not masked.
     """
-    keys, groups, size, extent, nodes = of
-    seen, pairs = STEP - REFERENCE, (size + 1) // 2
+    keys, groups, size, seen, extent, nodes = of
+    pairs = (size + 1) // 2
     order_S, order_E = _random(seen).argsort(), _random(2 * pairs).argsort()
     key, value = torch.zeros(2, 1, keys, extent, size)
     # scores cancel as well: of numbers this large, with rounding errors that softmax shows

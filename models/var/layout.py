@@ -23,14 +23,13 @@ NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
 SMOOTH = "quantize.quant_resi.qresi_ls."
 
 
-def load_var(path: str | Path, scales: ScaleSizes | None = None) -> VAR:
-    """A VAR network from a .safetensors file or folder. scales: only for maps that are not square."""
+def load_var(path: str | Path) -> VAR:
+    """A VAR network from a .safetensors file or folder."""
     weights = Weights.read(path)
-    config = config_of(weights, scales)
-    return Weights(path, rename(weights, (), NOT_WEIGHTS)).load(VAR(config))
+    return Weights(path, rename(weights, (), NOT_WEIGHTS)).load(VAR(config_of(weights)))
 
 
-def config_of(weights: Weights, scales: ScaleSizes | None) -> VARConfig:
+def config_of(weights: Weights) -> VARConfig:
     """Infer the configuration from the shapes of published weights, the scales from the level of each position."""
     width, code_size = weights.shape("word_embed.weight", 2)
     weights.shape("lvl_1L", 2)
@@ -38,7 +37,7 @@ def config_of(weights: Weights, scales: ScaleSizes | None) -> VARConfig:
         width,
         weights.count("blocks."),
         heads=weights.shape("blocks.0.attn.scale_mul_1H11", 4)[1],
-        scales=_scales(weights["lvl_1L"][0], scales, weights.where),
+        scales=_scales(weights["lvl_1L"][0], weights.where),
         codes=weights.shape("head.weight", 2)[0],
         code_size=code_size,
         classes=weights.shape("class_emb.weight", 2)[0] - 1,
@@ -47,18 +46,14 @@ def config_of(weights: Weights, scales: ScaleSizes | None) -> VARConfig:
     )
 
 
-def _scales(level_L: Tensor, given: ScaleSizes | None, where: str | Path) -> ScaleSizes:
+def _scales(level_L: Tensor, where: str | Path) -> ScaleSizes:
     levels = level_L.long().tolist()
     sizes = tuple(levels.count(k) for k in range(max(levels, default=-1) + 1))
     if not sizes or levels != [k for k, size in enumerate(sizes) for _ in range(size)]:
         raise ValueError(f"checkpoint: lvl_1L of {where} is {levels[:8]}..., expected the level of each position")
-    if given is not None:
-        if given.sizes != sizes:
-            raise ValueError(f"scales: got maps of {given.sizes} codes, expected {sizes} as {where} has")
-        return given
     sides = [math.isqrt(size) for size in sizes]
     if any(side**2 != size for side, size in zip(sides, sizes)):
-        raise ValueError(f"scales: got None, expected rows and columns of the maps of {sizes} codes in {where}")
+        raise ValueError(f"checkpoint: {where} has maps of {sizes} codes, expected squares")
     return ScaleSizes.square(*sides)
 
 

@@ -128,7 +128,7 @@ def test_broken_rules_are_caught(verify, drawn):
     assert total_variation(verify, drawn, 0) > 1e-4
 
 
-def test_a_node_after_an_accepted_one_follows_its_own_law():
+def test_law_below_accepted_node():
     """The second level of a tree, given that its parent was accepted, is the first level of the subtree."""
     g = torch.Generator().manual_seed(7)
     p = torch.randn(1, 5, 4, generator=g, dtype=torch.float64).softmax(-1)

@@ -51,7 +51,7 @@ def tree_arguments(case, depth, branch):
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_a_verification_from_raw_logits_dispatches_at_most_sixty_operations(kind, rows, dtype):
+def test_dispatches_from_logits(kind, rows, dtype):
     """Guidance, warp and acceptance of 59 nodes, counted in the bodies of the operators: nothing hides inside them.
 
     The CPU body of the acceptance works on numpy views, which a dispatch mode does not see; on a GPU it is one launch.
@@ -60,8 +60,9 @@ def test_a_verification_from_raw_logits_dispatches_at_most_sixty_operations(kind
     cond, uncond = torch.randn(2, rows * 59, 300)
     with Count() as count:
         p = warp.guided_warp_torch(cond, uncond, 7.5, 0.9, 100, 0.9, True).softmax(-1)
+        before = count.calls
         accept.accept_tree_host(**{**arguments, "p": p.view(rows, 59, 300)})
-    assert count.calls <= 60 and not count.waits
+    assert count.calls <= 60 and count.calls - before <= 20 and not count.waits
 
 
 V, DRAWS = 320, Sampling(temperature=0.9, top_k=100, top_p=0.9, guidance=3.0)
@@ -95,7 +96,7 @@ def round_of(seed, drawn, shared, rows=1):
 
 @pytest.mark.parametrize("kind", ["static", "grown", "drawn"])
 @pytest.mark.parametrize("name", list(RULES))
-def test_a_rule_dispatches_at_most_sixty_operations(name, kind):
+def test_dispatches_of_rule(name, kind):
     """As the engine calls it: raw logits, guidance, warp, `rule(draft, scores, noise)`. An operator of ours is one call
     here; the tests beside this one look into them. Drafts with laws come on trees of `static`.
     """
@@ -143,7 +144,7 @@ def gains(case):
 @pytest.mark.parametrize("features", [4, 40])
 @pytest.mark.parametrize("shared", [True, False], ids=["static", "grown"])
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
-def test_the_displacement_of_a_device_is_that_of_the_walk(drawn, shared, features):
+def test_displacement_on_device(drawn, shared, features):
     """And neither waits. A bound of the siblings that is too large costs time only."""
     found = []
     for seed in range(8):
@@ -155,14 +156,6 @@ def test_the_displacement_of_a_device_is_that_of_the_walk(drawn, shared, feature
         assert not count.waits
     walks, batches = map(torch.stack, zip(*found))
     assert torch.allclose(walks, batches, atol=1e-5) and int((walks > 1e-3).sum()) >= 4
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_no_verification_waits_for_the_device(kind):
-    arguments = tree_arguments(accept.random_case(0, rows=3, nodes=9, dtype=torch.bfloat16, **kind), 8, 8)
-    with Count() as count:
-        accept.accept_tree_host(**arguments)
-    assert count.calls <= 20 and not count.waits
 
 
 def test_no_other_step_waits_for_the_device():
@@ -184,7 +177,7 @@ def test_opcheck(kind):
 NAMES = "tokens parent p q uniforms draw mass neighbours delta lam depth branch".split()
 
 
-def test_every_launch_is_on_the_device_of_its_tensors(monkeypatch):
+def test_launch_device(monkeypatch):
     """Triton launches on the current device: each CUDA body must first make that of its first tensor current."""
 
     class Entered(Exception):
@@ -250,7 +243,7 @@ LAUNCHES = {  # the kernels of a draft's round, for nodes of a draft and shares 
 
 
 @pytest.mark.parametrize("names", LAUNCHES)
-def test_a_kernel_is_compiled_once_for_drafts_of_any_size(names, monkeypatch):
+def test_one_compilation_for_any_size(names, monkeypatch):
     """Or a generation waits for Triton, for a second or two, at its first draft of 1, of 16, of 17 nodes."""
     file, launch = LAUNCHES[names]
     stands = {name: Launches(getattr(file, name)) for name in names.split()}

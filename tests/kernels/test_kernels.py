@@ -22,7 +22,7 @@ def test_neighbour_mass(case):
         assert torch.allclose(found.double(), neighbours.reference(**arguments), atol=1e-6)
 
 
-def test_a_neighbour_outside_the_vocabulary_has_no_mass():
+def test_neighbour_outside_vocabulary():
     for seed in SEEDS:
         arguments = neighbours.random_case(seed, lam=4.0)
         arguments["neighbours"][:, ::2] = torch.tensor([-1, 23, 99, -(2**40), 2**40])
@@ -39,7 +39,7 @@ def test_neighbour_bounds_are_fp32_numbers(rule):
     assert ("lam" in rule) or mass.tolist() == p[0, 1:2].tolist()
 
 
-def test_gaps_and_distances_of_groups_are_fp32_numbers():
+def test_group_gaps_are_fp32():
     """As in a Triton kernel: 0.1 rounds up, so a gap of fp32's 0.1 is within it; 0.01 rounds down, 0.1 ** 2 is not."""
     distribution, token = torch.tensor([[0.0, 0.1, 0.3, 0.6]]), torch.tensor([0])
     codes = torch.tensor([[0.0], [0.1], [9.0], [9.0]], dtype=torch.float64)
@@ -70,7 +70,7 @@ def test_commit_kv(case):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
 
 
-def test_commit_kv_at_the_end_of_the_cache_and_on_strided_tensors():
+def test_commit_kv_at_end_and_strided():
     arguments = commit.random_case(0, slots=8, rows=2)
     arguments["length"][:] = torch.tensor([8, 0])  # the first row is full and keeps nothing
     arguments["kv"] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in arguments["kv"]]
@@ -79,7 +79,7 @@ def test_commit_kv_at_the_end_of_the_cache_and_on_strided_tensors():
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
 
 
-def test_commit_kv_keeps_no_more_than_the_columns_of_the_path():
+def test_commit_kv_within_path():
     arguments = commit.random_case(0)
     arguments["path"], arguments["count"] = torch.tensor([[0, 2, 5]] * 3), torch.tensor([3, 4, 99])
     wanted = commit.reference(**arguments)
@@ -87,7 +87,7 @@ def test_commit_kv_keeps_no_more_than_the_columns_of_the_path():
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
 
 
-def test_the_mask_of_a_tree_is_that_of_its_parents():
+def test_mask_of_tree():
     parent = torch.tensor([[-1, 0, 0, 1, 2, 2, 4], [-1, 0, 1, 0, 3, 3, 3], [-1, 0, -1, 1, 3, 4, 5]])
     above = [[{n} for n in range(7)] for _ in range(3)]
     for b, row in enumerate(parent.tolist()):
@@ -128,7 +128,7 @@ def test_guided_warp(case):
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_guided_warp_follows_the_order_of_transformers(ties):
+def test_guided_warp_against_transformers(ties):
     warpers = pytest.importorskip("transformers")
     z = warp.random_case(0, rows=40, vocabulary=200, ties=ties)["logits"]
     wanted = warpers.TemperatureLogitsWarper(0.8)(None, z)
@@ -140,7 +140,7 @@ def test_guided_warp_follows_the_order_of_transformers(ties):
 
 
 @pytest.mark.parametrize("V", [2, 3, 7, 10, 12, 49, 100])
-def test_guided_warp_keeps_as_many_of_a_uniform_law_as_the_engine_and_transformers(V):
+def test_guided_warp_uniform_law(V):
     warpers = pytest.importorskip("transformers")
     z = torch.zeros(1, V)
     for top_p in (i / 20 for i in range(1, 20)):

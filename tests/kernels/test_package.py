@@ -42,7 +42,7 @@ def test_no_function_hides_behind_its_file():
         _ = kernels.no_such_kernel
 
 
-def test_the_names_for_type_checkers_are_those_of_the_table():
+def test_type_checker_names():
     """Tools that read the source see the imports, programs the table."""
     tree = ast.parse(Path(kernels.__file__).read_text())
     guarded = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]

@@ -84,7 +84,7 @@ def test_accept_tree_with_its_displacement(kind, drawn):
 
 
 @pytest.mark.parametrize("kind", [{}, {"drawn": True}, {"near": "delta"}], ids=str)
-def test_deeper_nodes_and_later_siblings_are_left_out(kind):
+def test_depth_and_branch_limits(kind):
     for seed, limits in enumerate([(0, 9), (1, 9), (2, 2), (9, 1)]):
         arguments = accept.random_case(seed, rows=6, vocabulary=5, **kind)
         arguments["uniforms"] *= 0.5  # long paths
@@ -185,7 +185,7 @@ def test_tree_attention(case, splits=2):
     assert torch.allclose(attention.tree_attention_triton(**arguments, splits=splits), wanted, atol=tolerance)
 
 
-def test_tree_attention_of_lengths_and_trees_that_are_views():
+def test_tree_attention_views():
     """As draft passes hand them over: columns of a table, and corners of a larger one."""
     arguments = to_device(attention.random_case(1, rows=3, nodes=5, padded=True))
     own = growth.ancestors(arguments.pop("parent"))

@@ -2,6 +2,7 @@
 
     make real
     OMP_NUM_THREADS=1 python -P tests/real/invariant.py real/smollm2 --out answers.jsonl
+    python -P tests/real/invariant.py real/smollm2 --costs
 
 Every answer is appended to a file. A run that is killed goes on there; its streams
 and batches then hold other requests.
@@ -10,7 +11,9 @@ and batches then hold other requests.
 import argparse
 import json
 import random
+import statistics
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,27 +25,11 @@ from visspec.cli import bench_text
 # drafter, how it runs, and marks; answers are compared with those of the first arm of the same marks.
 # off: a control without the mode
 ARMS = [
-    "none, alone",
-    "none, stream 8",
-    "recycling, stream 8",
-    "auto, alone",
-    "auto, batch 4",
-    "ngram, stream 4",
-    "none, stream 8, sampled",
-    "auto, stream 8, sampled",
-    "recycling, batch 4, sampled",
-    "layers, stream 8",
-    "none, stream 8, off",
-    "none, batch 4, off",
-    "auto, stream 8, off",
-    "auto, stream 1",
-    "context, stream 8",
-    "none, batch 4",
-    "auto, alone, sampled",
-    "none, alone, sampled",
-    "recycling, alone",
-    "ngram, alone",
-]
+    "none, stream 8", "recycling, stream 8", "auto, stream 4", "none, stream 8, sampled", "recycling, batch 4",
+    "auto, stream 8, sampled", "ngram, batch 4, sampled", "auto, alone", "none, alone", "layers, stream 8",
+    "auto, stream 1", "context, batch 4", "none, batch 4", "auto, alone, sampled", "none, alone, sampled",
+    "none, stream 8, off", "auto, stream 8, off", "none, batch 4, off",
+]  # fmt: skip
 
 
 def inputs_of(model, tokenizer, count):
@@ -78,10 +65,29 @@ def answers(model, inputs, arm, new, todo):
         yield from zip(part, fast.run(**some, **options, **({"seed": part} if sampled else {})).state.tokens)
 
 
+def costs(model, inputs, new):
+    """Seconds a token with the mode over those without it, the two in turn; the first pair warms up."""
+    for drafter, slots in (("none", 1), ("context", 1), ("none", 8)):
+        both = {on: visspec.accelerate(model, drafter, batch_invariant=on) for on in (False, True)}
+        options, ratios = {"max_new_tokens": new, "do_sample": False}, []
+        for turn in range(13 if slots == 1 else 6):
+            some, seconds = inputs[turn * slots :][:slots], {}
+            for on in (turn % 2 == 0, turn % 2 == 1):
+                start = perf_counter()
+                made = [answer.tokens for answer in both[on].stream(some, slots=slots, **options)]
+                seconds[on] = (perf_counter() - start) / sum(map(len, made))
+            ratios += [seconds[True] / seconds[False]] if turn else []
+        low, middle, high = min(ratios), statistics.geometric_mean(ratios), max(ratios)
+        print(
+            f"{drafter}, {slots} at once: {middle:.3f} times [{low:.2f}, {high:.2f}] in {len(ratios)} pairs", flush=True
+        )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, help="file of the answers")
+    parser.add_argument("--costs", action="store_true", help="time it on an otherwise idle machine (4 minutes at most)")
     parser.add_argument("--arms", nargs="+", default=ARMS, help="a drafter and how it runs (default: %(default)s)")
     parser.add_argument("--count", type=int, default=96)
     parser.add_argument("--new", type=int, default=128)
@@ -89,6 +95,9 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(asked.model, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16).eval()
     inputs = inputs_of(model, tokenizer, asked.count)
+    if asked.costs:
+        costs(model, inputs, min(asked.new, 64))
+        return
     found = {}
     for line in asked.out.read_text().splitlines() if asked.out.exists() else []:
         arm, number, tokens = json.loads(line)

@@ -25,6 +25,7 @@ from visspec.api.captions import default_prompt, move_inputs, process_chats, tok
 from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
 from visspec.api.progress import Progress
+from visspec.api.train_options import DrafterTraining
 from visspec.api.train_processes import workers
 from visspec.api.training_data import Item, Reader, TrainingData
 from visspec.eval.report import training
@@ -39,11 +40,9 @@ from visspec.train.store import Store
 from visspec.train.validation import measure
 from visspec.types import Request
 
-STEP_ROWS, GROUP = 8, 8
 # Options of a drafter's network.
 NETWORK = ("image_latents", "draft_vocab", "head_rank", "block", "layers", "intermediate")
-EVAL_ROWS = 64  # items that validate
-STEPS = 2000
+STEPS, STEP_ROWS, GROUP = 2000, 8, 8
 
 
 def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tokens: int, seed: int) -> Request:
@@ -166,141 +165,124 @@ def prepare(processor, chats: Sequence[list[Message]], media: Sequence[list[Any]
     return move_inputs(process_chats(processor, chats, media), model)
 
 
-def run(
-    target: str | Path,
-    data: str | Path,
-    out: str | Path,
-    *,
-    answers: str = "target",
-    ignore: Collection[str] = (),
-    steps: int | None = None,
-    epochs: float | None = None,
-    loss: str = "tv",
-    seed: int = 0,
-    resume: bool = False,
-    overwrite: bool = False,
-    rows: int = 16,
-    eval_rows: int = EVAL_ROWS,
-    max_new_tokens: int = 256,
-    max_pixels: int | None = None,
-    max_bad: int = 100,
-    preset: str | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    parallel: str | None = None,
-    bf16: bool = False,
-    eval_every: int | None = None,
-    export: str | None = None,
-    store: str | Path | None = None,
-    dry_run: bool = False,
-    **plan: Any,
-) -> list[dict]:
-    """Train and save a drafter; `plan` are options of its network (`NETWORK`) and further fields of
-    `visspec.train.options.TrainingOptions`. Returns the validations. The folder holds the drafter of the best of them.
+def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -> list[dict]:
+    """Train and save a drafter. The folder holds the one of the best validation.
 
-    answers, ignore: as in `TrainingData`. epochs: in place of `steps`, how often the data is seen. eval_rows: items
-    that only validate, a twentieth of the data at most. max_pixels: pictures are scaled down to it. max_bad: items that
-    can't be read are passed over, so many in each process at most.
-    preset: a published drafter (`presets.RECIPES`), whose network, plan and trees are taken where nothing else is said;
-    without one, ours with `image_latents`. draft_vocab, head_rank: of the head of a preset that has its own.
-    block, layers: places of a pass, and layers, of a preset that predicts several. intermediate: of the drafter's MLP.
-    bf16: matrix products of the drafter in bfloat16. eval_every: steps between validations, a fifth without it.
-    export: a form for other engines, written into a folder of its name in `out`, refused before training if it has no
-    place for the drafter.
-    store: a folder that keeps the target's answers, and the states that a drafter reads of them, for later runs with
-    the same settings, data and layers; its size is printed before training, and refused if the disk has less room.
-    dry_run: nothing is loaded, trained or written: prints what the run will take, and returns it.
-    overwrite: a drafter that is in `out` already. Raises ValueError for a folder `out` of anything else, for one of a
-    drafter that is neither resumed nor overwritten, and for a run to resume with other data or settings.
+    Args:
+        target: Folder or hub id of the model that is drafted for.
+        data: As `TrainingData` reads it.
+        out: Folder of the drafter; one of anything else is refused, and one of a drafter that is neither resumed nor
+            overwritten.
+        options: Fields of `DrafterTraining` and of `TrainingOptions`. What is not given is the preset's.
 
     Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own. Another
     number of processes can resume a run if it divides the lessons of an update: `accumulate`, or as many as the
     processes that it began with.
+
+    Returns:
+        The validations; of a dry run, which loads and writes nothing, what the run will take.
+
+    Raises:
+        ValueError: An option does not fit, before any work, or a run to resume has other data or settings.
     """
-    if steps is not None and epochs is not None:
-        raise ValueError(f"epochs: got {epochs} and {steps} steps, expected one of the two")
-    given = {name: plan.pop(name, None) for name in NETWORK}
-    asked = {name: value for name, value in given.items() if value is not None}
-    check_preset(preset, asked, registry.recipe(preset))
-    options_of(rows, steps, eval_every, bf16, **plan)  # bad options are refused before work
-    resume = resume and not dry_run
+    given = {**options, "target": str(target), "data": str(data), "out": Path(out)}
+    asked, plan = split(given, strange=("prompts", "height", "width"))
+    if asked.steps is not None and asked.epochs is not None:
+        raise ValueError(f"epochs: got {asked.epochs} and {asked.steps} steps, expected one of the two")
+    check_preset(asked.preset, network_of(asked), registry.recipe(asked.preset))
+    options_of(asked, plan)  # bad options are refused before work
+    resume, dry_run, rows, seed = asked.resume and not asked.dry_run, asked.dry_run, asked.rows, asked.seed
     if not dry_run:
-        check_out(Path(out), resume, overwrite)
-    items = TrainingData(data, answers, ignore, default_prompt(target))
-    device = device if device in targets.SPREAD else targets.resolve_device(device)
-    several = workers(parallel, device)
-    if several.world > 1 and device != "cpu":
-        device = str(several.device)
+        check_out(Path(out), resume, asked.overwrite)
+    items = TrainingData(data, asked.answers, asked.ignore, default_prompt(target))
+    device, several = device_of(asked)
     if dry_run:
-        shallow = dry_runs.PRESET_LAYERS if preset else dry_runs.LAYERS
-        model, processor, whole = dry_runs.shallow(str(target), shallow, device=device, dtype=dtype)
+        shallow = dry_runs.PRESET_LAYERS if asked.preset else dry_runs.LAYERS
+        model, processor, whole = dry_runs.shallow(str(target), shallow, device=device, dtype=asked.dtype)
     else:
-        model, processor = targets.load(str(target), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    training, validating = items.hold_out(eval_rows, seed)
-    network, found = of_preset(preset, model, asked)
-    plan = {"loss": loss, "seed": seed, **found.plan, **plan}
-    options = options_of(min(rows, len(training)), steps, eval_every, bf16, **plan)
+        how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
+        model, processor = targets.load(str(target), **how)
+    training, validating = items.hold_out(asked.eval_rows, seed)
+    network, found = of_preset(asked.preset, model, network_of(asked))
+    plan = {**found.plan, **plan}
+    planned = options_of(asked, plan, min(rows, len(training)))
     resumed = resume and checkpoint(out) is not None
-    lessons = lessons_of(out, resumed, options, several)
-    if epochs is not None:
-        steps = steps_of(epochs * len(training), options, lessons)
-        options = options_of(min(rows, len(training)), steps, eval_every, bf16, **plan)
-    total = requests_of(options, lessons) if found.text_first else 0
-    reader = Reader(items, max_bad, max_pixels)
-    prompts = Prompts(model, processor, reader, training, rows, max_new_tokens, seed, own=answers == "own", total=total)
+    lessons = lessons_of(out, resumed, planned, several)
+    if asked.epochs is not None:
+        steps = steps_of(asked.epochs * len(training), planned, lessons)
+        planned = options_of(asked, plan, min(rows, len(training)), steps)
+    total = requests_of(planned, lessons) if found.text_first else 0
+    reader, most = Reader(items, asked.max_bad, asked.max_pixels), asked.max_new_tokens
+    own = asked.answers == "own"
+    prompts = Prompts(model, processor, reader, training, rows, most, seed, own=own, total=total)
     checks = [
-        Prompts(model, processor, reader, part, rows, max_new_tokens, seed + 1 + n)
+        Prompts(model, processor, reader, part, rows, most, seed + 1 + n)
         for n, part in enumerate(validating.split(rows))
     ]
     if several.rank == 0:
-        drafter_export.say(what_is_seen(items, len(training), len(validating), options, lessons, answers))
+        drafter_export.say(what_is_seen(items, len(training), len(validating), planned, lessons, asked.answers))
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(found.kind), found.draft, **network)
-    if export is not None:
-        drafter.check_form(export)
+    if asked.export is not None:
+        drafter.check_form(asked.export)
     if dry_run:
-        taken = dry_runs.measure(model, drafter, prompts, options, requests_of(options, lessons), whole)
-        print(dry_runs.describe(taken, options, device))
+        taken = dry_runs.measure(model, drafter, prompts, planned, requests_of(planned, lessons), whole)
+        print(dry_runs.describe(taken, planned, device))
         return [taken]
     if drafter.ids is not None and not resumed:
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
-    record = provenance(model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=preset)
-    shared = {
-        "target": Path(target).name,
-        "data": items.digest,
-        "answers": answers,
-        "dtype": str(model.dtype),
-        "max_new_tokens": max_new_tokens,
-        "max_pixels": max_pixels,
-        "eval_rows": eval_rows,
-    }
-    record["settings"] = {**shared, "preset": preset, **given}
+    record = provenance(
+        model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=asked.preset
+    )
+    shared: dict[str, Any] = {"target": Path(target).name, "data": items.digest, "dtype": str(model.dtype)}
+    shared |= {name: getattr(asked, name) for name in ("answers", "max_new_tokens", "max_pixels", "eval_rows")}
+    record["settings"] = shared | {name: getattr(asked, name) for name in ("preset", *NETWORK)}
     validate = TextValidation(model, drafter, lambda temperature: [check(0, temperature) for check in checks])
-    trainer = Trainer(validate.target, drafter, Exact(), prompts, options, out, record, validate, several)
-    if store is not None:
+    trainer = Trainer(validate.target, drafter, Exact(), prompts, planned, out, record, validate, several)
+    if asked.store is not None:
         read = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
-        keep_answers(trainer, store, {**shared, **read, "seed": seed}, requests_of(options, lessons))
+        keep_answers(trainer, asked.store, {**shared, **read, "seed": seed}, requests_of(planned, lessons))
     history = train(trainer, resume)
     if reader.bad:
-        last = [*reader.bad.values()][-1]
-        count = len(reader.bad)
+        last, count = [*reader.bad.values()][-1], len(reader.bad)
         drafter_export.say(f"{count} items could not be read and others took their place, the last of them: {last}")
-    drafter_export.finish(trainer, history, model, found.draft, len(validating), export)
+    drafter_export.finish(trainer, history, model, found.draft, len(validating), asked.export)
     return history
 
 
-def options_of(rows: int, steps: int | None, eval_every: int | None, bf16: bool, **plan: Any) -> TrainingOptions:
-    """The options of a run with so many rows of a request; `plan` are fields that win. Raises ValueError for others."""
-    unknown = sorted(set(plan) - {f.name for f in fields(TrainingOptions)})
-    if unknown:
+def device_of(asked: DrafterTraining) -> tuple[str, SingleProcess]:
+    """The device of a run, and its processes."""
+    device = asked.device if asked.device in targets.SPREAD else targets.resolve_device(asked.device)
+    several = workers(asked.parallel, device)
+    return str(several.device) if several.world > 1 and device != "cpu" else device, several
+
+
+def split(options: Mapping[str, Any], strange: Collection[str] = ()) -> tuple[DrafterTraining, dict[str, Any]]:
+    """The options of a run, and those given of the training itself. Raises ValueError for others, and for those of
+    `strange`, which this kind of drafter does not have.
+    """
+    own, plan = ({f.name for f in fields(kind)} for kind in (DrafterTraining, TrainingOptions))
+    if unknown := sorted({*options} - ((own | plan) - {*strange})):
         raise ValueError(f"{unknown[0]}: this run takes no such option. --data trains for text, --prompts for images.")
-    steps = steps or STEPS
-    usual = {"steps": steps, "batch": rows, "rows": min(rows, STEP_ROWS), "group": GROUP, "autocast": bf16}
-    every = eval_every or plan.get("validate_every", max(steps // 5, 1))
-    return TrainingOptions(**{**usual, **plan, "validate_every": every})
+    given = {name: value for name, value in options.items() if name in plan and name not in ("steps", "rows", "seed")}
+    return DrafterTraining(**{name: value for name, value in options.items() if name in own}), given
+
+
+def network_of(asked: DrafterTraining) -> dict[str, Any]:
+    """The options of the network that are given."""
+    return {name: value for name in NETWORK if (value := getattr(asked, name)) is not None}
+
+
+def options_of(
+    asked: DrafterTraining, plan: Mapping[str, Any], rows: int | None = None, steps: int | None = None
+) -> TrainingOptions:
+    """The options of the training, of which those in `plan` win. rows, steps: in place of those asked for."""
+    rows, steps = rows or asked.rows, steps or asked.steps or STEPS
+    every = asked.eval_every or plan.get("validate_every", max(steps // 5, 1))
+    usual = {"steps": steps, "batch": rows, "rows": min(rows, STEP_ROWS), "group": GROUP, "autocast": asked.bf16}
+    return TrainingOptions(**{**usual, "seed": asked.seed, **plan, "validate_every": every})
 
 
 def lessons_of(out: str | Path, resumed: bool, options: TrainingOptions, several: SingleProcess) -> int:

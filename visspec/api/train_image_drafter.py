@@ -16,17 +16,18 @@ from visspec.accept.exact import Exact
 from visspec.api import drafter_export
 from visspec.api.drafter_presets import check_preset
 from visspec.api.images import ImagePipeline
-from visspec.api.loading import SPREAD, resolve_device
 from visspec.api.train_drafter import (
     check_out,
+    device_of,
     fresh_or_resumed,
     keep_answers,
     lessons_of,
+    network_of,
     options_of,
     requests_of,
+    split,
     train,
 )
-from visspec.api.train_processes import workers
 from visspec.api.training_data import HELD_OUT
 from visspec.io import included
 from visspec.io.provenance import provenance
@@ -37,6 +38,9 @@ from visspec.train.loop import Trainer, checkpoint
 from visspec.train.validation import measure
 from visspec.types import Request
 
+EVAL_ROWS = 16  # prompts that validate
+TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad export dry_run".split()  # options
+TEXT_ONLY += "image_latents draft_vocab head_rank block".split()
 USE = """from visspec import ImagePipeline
 
 pipe = ImagePipeline.from_pretrained({target!r}, drafter={spec!r})"""
@@ -72,64 +76,33 @@ class ImagePrompts:
         return self.texts[int(order[place])]
 
 
-def run(
-    target: str | ImagePipeline,
-    out: str | Path,
-    *,
-    prompts: str | Path | None = None,
-    preset: str | None = None,
-    steps: int | None = None,
-    seed: int = 0,
-    resume: bool = False,
-    overwrite: bool = False,
-    rows: int = 16,
-    eval_rows: int = 16,
-    layers: int | None = None,
-    intermediate: int | None = None,
-    height: int | None = None,
-    width: int | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    parallel: str | None = None,
-    bf16: bool = False,
-    eval_every: int | None = None,
-    store: str | Path | None = None,
-    **plan: Any,
-) -> list[dict]:
+def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[dict]:
     """Train and save a drafter for an image model that draws code after code. Returns the validations.
 
     Args:
-        target: a folder, a hub id, an included model, or a pipeline.
-        out: the folder that will hold the drafter with the best validation.
-        prompts: a file with a prompt on each line. Default: the prompts of an included model's world.
-        preset: "image-eagle" (default) or "distilled".
-        rows: pictures that are drawn together.
-        eval_rows: prompts that only validate, a twentieth of them at most.
-        layers: of the distilled drafter.
-        height, width: of the pictures in pixels. Default: the model's own. A drafter drafts pictures of one size.
+        target: A folder, a hub id, an included model, or a pipeline.
+        out: The folder that will hold the drafter with the best validation.
+        options: As of `train_drafter.run`, with `prompts`, a file with a prompt on each line (default: the prompts of
+            an included model's world), `height` and `width` of the pictures in pixels (the model's own), and a `preset`
+            "image-eagle" (default) or "distilled".
 
-    Other arguments are those of `train_drafter.run`. Raises ValueError for models of vectors, of scales, and of any
-    order, and where there are no prompts.
+    Raises ValueError for models of vectors, of scales, and of any order, and where there are no prompts.
     """
-    name = preset or "image-eagle"
-    found = registry.recipe(name, "codes")
-    given = {"layers": layers, "intermediate": intermediate}
-    asked = {key: value for key, value in given.items() if value is not None}
-    check_preset(name, asked, found)
+    asked, plan = split({"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}, TEXT_ONLY)
+    name, prompts, rows, seed = asked.preset or "image-eagle", asked.prompts, asked.rows, asked.seed
+    found, network = registry.recipe(name, "codes"), network_of(asked)
+    check_preset(name, network, found)
     if prompts is None and target not in included.table().models:
         raise ValueError("prompts: got none. Give --prompts FILE with a prompt on each line, or --data for text.")
-    options = options_of(rows, steps, eval_every, bf16, **{"seed": seed, **found.plan, **plan})
-    check_out(Path(out), resume, overwrite)
-    device = device if device in SPREAD else resolve_device(device)
-    several = workers(parallel, device)
-    device = str(several.device) if several.world > 1 and device != "cpu" else device
+    planned = options_of(asked, {**found.plan, **plan})
+    check_out(Path(out), asked.resume, asked.overwrite)
+    device, several = device_of(asked)
     texts = None if prompts is None else read_prompts(prompts)
     if isinstance(target, ImagePipeline):
         pipe, where = target, str(getattr(target.model.config, "name_or_path", ""))
     else:
-        remote, where = trust_remote_code, str(target)
-        pipe = ImagePipeline.from_pretrained(where, device=device, dtype=dtype, trust_remote_code=remote)
+        remote, where = asked.trust_remote_code, str(target)
+        pipe = ImagePipeline.from_pretrained(where, device=device, dtype=asked.dtype, trust_remote_code=remote)
     family = pipe.family
     if family.draws != "codes":
         raise ValueError(
@@ -137,15 +110,17 @@ def run(
             " that are trained this way."
         )
     texts = texts or [row["prompt"] for row in included.scenes(None, pipe.processor, "prompts").prompts()]
-    layout = family.layout(height, width)
+    layout = family.layout(asked.height, asked.width)
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
-    resumed = resume and checkpoint(out) is not None
-    lessons, kind = lessons_of(out, resumed, options, several), registry.drafter_class(found.kind)
-    drafter = fresh_or_resumed(family, out, resumed, seed, kind, found.draft, **{**found.network, **grid, **asked})
+    resumed = asked.resume and checkpoint(out) is not None
+    lessons, kind = lessons_of(out, resumed, planned, several), registry.drafter_class(found.kind)
+    drafter = fresh_or_resumed(family, out, resumed, seed, kind, found.draft, **{**found.network, **grid, **network})
+    eval_rows = asked.eval_rows
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}
     record = provenance(pipe.model, seed=seed, target=where, data=str(prompts), recipe="train_drafter", preset=name)
-    record["settings"] = {**shared, "eval_rows": eval_rows, "preset": name, **given}
+    record["settings"] = {**shared, "eval_rows": eval_rows, "preset": name}
+    record["settings"] |= {"layers": asked.layers, "intermediate": asked.intermediate}
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     texts, held = [texts[n] for n in order], max(1, min(int(HELD_OUT * len(texts)), eval_rows))
     capturing = CaptureTarget(family)
@@ -159,10 +134,11 @@ def run(
         return {"tau_sampled": round(measure(capturing, drafter, [each(0) for each in checks]), 3)}
 
     wanted = ImagePrompts(pipe, layout, texts[held:] or texts, rows, seed)
-    trainer = Trainer(capturing, drafter, Exact(), wanted, options, out, record, validate, several)
-    if store is not None:
-        keep_answers(trainer, store, {**shared, "batch": rows, "seed": seed}, requests_of(options, lessons))
-    history = train(trainer, resume)
+    trainer = Trainer(capturing, drafter, Exact(), wanted, planned, out, record, validate, several)
+    if asked.store is not None:
+        settings = {**shared, "batch": rows, "seed": seed}
+        keep_answers(trainer, asked.store, settings, requests_of(planned, lessons))
+    history = train(trainer, asked.resume)
     drafter_export.finish(trainer, history, pipe.model, found.draft, held, use=USE)
     return history
 

@@ -12,9 +12,9 @@ import re
 import tarfile
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,68 +43,52 @@ Entry = Mapping[str, Any]
 # --- where records are ------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Records:
-    """`count` records by their number. `groups`: where groups of records begin that are read together."""
+    """`count` records by their number.
+
+    Args:
+        count: How many.
+        read: The entry of a number.
+        name: What an error calls a number.
+        folder: Where relative paths start.
+        groups: Where groups of records begin that are read together.
+    """
 
     count: int
-    folder = Path()
+    read: Callable[[int], Entry]
+    name: Callable[[int], str]
+    folder: Path = Path()
     groups: Sequence[int] = (0,)
 
-    def __init__(self, source: str, ignore: Collection[str] = ()):
-        self.source = source
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> Entry:
-        raise NotImplementedError
-
-    def name(self, number: int) -> str:
-        """What an error calls a record."""
-        return f"row {number + 1} of {self.source}"
-
-
-class Files(Records):
+def of_files(source: str, ignore: Collection[str]) -> Records:
     """Images and videos of a folder, a glob, or one."""
+    found = [record for record in sources.records([source]) if not record.passed_over]
+    for record in found:
+        if record.error is not None:
+            raise ValueError(record.error)
+    names = [str(record.image) for record in found]
 
-    def __init__(self, source: str, ignore: Collection[str] = ()):
-        super().__init__(source, ignore)
-        self.names: list[str] = []
-        for record in sources.records([source]):
-            if record.passed_over:
-                continue
-            if record.error is not None:
-                raise ValueError(record.error)
-            self.names.append(str(record.image))
-        self.count = len(self.names)
+    def read(number: int) -> Entry:
+        return {"video" if Path(names[number]).suffix.lower() in SUFFIXES else "image": names[number]}
 
-    def __getitem__(self, number: int) -> Entry:
-        name = self.names[number]
-        return {"video" if Path(name).suffix.lower() in SUFFIXES else "image": name}
-
-    def name(self, number: int) -> str:
-        return self.names[number]
+    return Records(len(names), read, names.__getitem__)
 
 
-class Lines(Records):
+def of_lines(source: str, ignore: Collection[str]) -> Records:
     """JSON lines, or the elements of a JSON array."""
+    path, starts, ends = Path(source), array("q"), array("q")
+    for start, end in _elements(path):
+        starts.append(start)
+        ends.append(end)
 
-    def __init__(self, source: str, ignore: Collection[str] = ()):
-        super().__init__(source, ignore)
-        self.path, self.folder, self.starts = Path(source), Path(source).parent, array("q")
-        self.ends = array("q")
-        for start, end in _elements(self.path):
-            self.starts.append(start)
-            self.ends.append(end)
-        self.count = len(self.starts)
+    def read(number: int) -> Entry:
+        with open(path, "rb") as file:
+            file.seek(starts[number])
+            return loads(file.read(ends[number] - starts[number]))
 
-    def __getitem__(self, number: int) -> Entry:
-        with open(self.path, "rb") as file:
-            file.seek(self.starts[number])
-            return loads(file.read(self.ends[number] - self.starts[number]))
-
-    def name(self, number: int) -> str:
-        return f"line {number + 1} of {self.path}"
+    return Records(len(starts), read, lambda number: f"line {number + 1} of {path}", path.parent)
 
 
 def _elements(path: Path) -> Iterator[tuple[int, int]]:
@@ -139,42 +123,35 @@ def _elements(path: Path) -> Iterator[tuple[int, int]]:
                 at = end
 
 
-class Shard(Records):
+def of_shard(source: str, ignore: Collection[str]) -> Records:
     """A tar in the layout of webdataset, as `sources.of_tar` has it. Files stay where they are."""
+    path, width, last = Path(source), 2 * len(sources.PARTS), None
+    places = array("q")  # of each record: offset and size of every part, or -1
+    with tarfile.open(path, "r:") as shard:
+        while (member := shard.next()) is not None:
+            shard.members.clear()  # type: ignore[attr-defined]  # it would remember them all
+            folder, _, file = member.name.rpartition("/")
+            stem, _, suffix = file.partition(".")
+            if not member.isfile() or suffix in ignore:
+                continue
+            kind = "image" if f".{suffix.lower()}" in images.SUFFIXES else suffix
+            if kind not in sources.PARTS or member.issparse() or member.size > sources.LARGEST:
+                raise ValueError(f"got {member.name}, expected it to be an image, .json, .prompt or among --ignore")
+            if (folder, stem) != last:
+                places.extend([-1] * width)
+                last = folder, stem
+            at = len(places) - width + 2 * sources.PARTS.index(kind)
+            if places[at] >= 0:
+                raise ValueError(f"got {member.name}, expected one {kind} of a name")
+            places[at], places[at + 1] = member.offset_data, member.size
 
-    KINDS = ("image", "json", "prompt")
-    WIDTH = 2 * len(KINDS)
+    def members(number: int) -> dict[str, ArchiveMember]:
+        own = places[width * number : width * (number + 1)].tolist()
+        found = zip(sources.PARTS, own[::2], own[1::2])
+        return {kind: ArchiveMember(path, offset, size) for kind, offset, size in found if offset >= 0}
 
-    def __init__(self, source: str, ignore: Collection[str] = ()):
-        super().__init__(source, ignore)
-        self.path, self.places = Path(source), array("q")  # of each record: offset and size of every kind, or -1
-        last = None
-        with tarfile.open(self.path, "r:") as shard:
-            while (member := shard.next()) is not None:
-                shard.members.clear()  # type: ignore[attr-defined]  # it would remember them all
-                folder, _, file = member.name.rpartition("/")
-                stem, _, suffix = file.partition(".")
-                if not member.isfile() or suffix in ignore:
-                    continue
-                kind = "image" if f".{suffix.lower()}" in images.SUFFIXES else suffix
-                if kind not in self.KINDS or member.issparse() or member.size > sources.LARGEST:
-                    raise ValueError(f"got {member.name}, expected it to be an image, .json, .prompt or among --ignore")
-                if (folder, stem) != last:
-                    self.places.extend([-1] * self.WIDTH)
-                    last = folder, stem
-                at = len(self.places) - self.WIDTH + 2 * self.KINDS.index(kind)
-                if self.places[at] >= 0:
-                    raise ValueError(f"got {member.name}, expected one {kind} of a name")
-                self.places[at], self.places[at + 1] = member.offset_data, member.size
-        self.count = len(self.places) // self.WIDTH
-
-    def _members(self, number: int) -> dict[str, ArchiveMember]:
-        numbers = self.places[self.WIDTH * number : self.WIDTH * (number + 1)].tolist()
-        places = zip(self.KINDS, numbers[::2], numbers[1::2])
-        return {kind: ArchiveMember(self.path, offset, size) for kind, offset, size in places if offset >= 0}
-
-    def __getitem__(self, number: int) -> Entry:
-        found = self._members(number)
+    def read(number: int) -> Entry:
+        found = members(number)
         entry = loads(found["json"].read()) if "json" in found else {}
         if not isinstance(entry, dict):
             raise ValueError("got a .json that is no object, expected one")
@@ -183,57 +160,56 @@ class Shard(Records):
             entry["prompt"] = found["prompt"].read().decode(errors="replace").strip()
         return entry | ({"image": found["image"]} if "image" in found else {})
 
-    def name(self, number: int) -> str:
+    def name(number: int) -> str:
         """The one in the header of its first file, of 100 bytes at most."""
-        first = next(iter(self._members(number).values()))
-        header = ArchiveMember(self.path, first.offset - tarfile.BLOCKSIZE, 100).read()
-        return f"{header.partition(bytes(1))[0].decode(errors='replace')} of {self.path}"
+        first = next(iter(members(number).values()))
+        header = ArchiveMember(path, first.offset - tarfile.BLOCKSIZE, 100).read()
+        return f"{header.partition(bytes(1))[0].decode(errors='replace')} of {path}"
+
+    return Records(len(places) // width, read, name)
 
 
-class Rows(Records):
+def of_parquet(source: str, ignore: Collection[str]) -> Records:
     """Rows of parquet. The groups that were read last are kept."""
+    file = sources.need("pyarrow.parquet", source).ParquetFile(source)
+    sizes = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
+    if (large := max((group.total_byte_size for group in sizes), default=0)) > LARGEST_GROUP:
+        raise ValueError(f"got a row group of {large} bytes, expected at most {LARGEST_GROUP} (row_group_size=100)")
+    *groups, count = accumulate((group.num_rows for group in sizes), initial=0)
+    table = lru_cache(WINDOW)(file.read_row_group)
 
-    def __init__(self, source: str, ignore: Collection[str] = ()):
-        super().__init__(source, ignore)
-        self.folder = Path(source).parent
-        self.file = sources.need("pyarrow.parquet", source).ParquetFile(source)
-        groups = [self.file.metadata.row_group(n) for n in range(self.file.metadata.num_row_groups)]
-        if (large := max((group.total_byte_size for group in groups), default=0)) > LARGEST_GROUP:
-            raise ValueError(f"got a row group of {large} bytes, expected at most {LARGEST_GROUP} (row_group_size=100)")
-        *self.groups, self.count = accumulate((group.num_rows for group in groups), initial=0)
-        self.table = lru_cache(WINDOW)(self.file.read_row_group)
+    def read(number: int) -> Entry:
+        group = bisect_right(groups, number) - 1
+        return table(group).slice(number - groups[group], 1).to_pylist()[0]
 
-    def __getitem__(self, number: int) -> Entry:
-        group = bisect_right(self.groups, number) - 1
-        return self.table(group).slice(number - self.groups[group], 1).to_pylist()[0]
+    return Records(count, read, partial(row_name, source), Path(source).parent, groups)
 
 
-class Dataset(Records):
+def of_dataset(source: str, ignore: Collection[str]) -> Records:
     """A data set of the library `datasets`, which maps its files into memory: hf:NAME[:SPLIT] (default train; it is
     fetched whole), or a folder that `save_to_disk` wrote.
     """
+    found = sources.open_dataset(source, streaming=False)
+    rows = found.with_format("arrow")  # images as they are stored
+    return Records(len(found), lambda n: rows[n : n + 1].to_pylist()[0], partial(row_name, source))
 
-    def __init__(self, source: str, ignore: Collection[str] = ()):
-        super().__init__(source, ignore)
-        found = sources.open_dataset(source, streaming=False)
-        self.rows, self.count = found.with_format("arrow"), len(found)  # images as they are stored
 
-    def __getitem__(self, number: int) -> Entry:
-        return self.rows[number : number + 1].to_pylist()[0]
+def row_name(source: str, number: int) -> str:
+    return f"row {number + 1} of {source}"
 
 
 def records_of(data: str, ignore: Collection[str] = ()) -> Records:
     """The records of a folder, a glob, a file or hf:NAME. Raises ValueError if there are none, or one can't be read."""
     path = Path(data)
-    kinds: dict[str, type[Records]] = {".jsonl": Lines, ".json": Lines, ".parquet": Rows, ".tar": Shard}
-    kind: type[Records] | None = kinds.get(path.suffix.lower()) if path.is_file() else None
+    kinds = {".jsonl": of_lines, ".json": of_lines, ".parquet": of_parquet, ".tar": of_shard}
+    kind = kinds.get(path.suffix.lower()) if path.is_file() else None
     if kind is None and not path.exists() and sources.is_plain(data):
         raise ValueError(f"data: {path} is neither a folder nor a file, expected a folder of images or a JSONL file")
     try:
-        found = (Dataset if sources.is_dataset(data) else kind or Files)(data, ignore)
+        found = (of_dataset if sources.is_dataset(data) else kind or of_files)(data, ignore)
     except (ValueError, OSError, tarfile.TarError) as error:
         raise ValueError(f"data: {path}: {str(error).splitlines()[0]}") from None
-    if not len(found):
+    if not found.count:
         raise ValueError(f"data: {path} holds no line, expected JSONL of {{image, prompt}}")
     return found
 
@@ -261,7 +237,7 @@ class TrainingData:
         self.records, self.ignore, self.prompt = records_of(str(data), ignore), ignore, prompt
         self.record, self.turn, digest = array("q"), array("q"), hashlib.sha256()
         self.answers = 0  # of the data
-        for number in range(len(self.records)):
+        for number in range(self.records.count):
             try:
                 conversation = self.conversation(number)
                 turns = conversation.questions()
@@ -279,7 +255,7 @@ class TrainingData:
 
     def conversation(self, number: int) -> Conversation:
         """A whole record. Raises ValueError as `conversation_of`."""
-        return conversation_of(self.records[number], self.records.folder, self.ignore, self.prompt)
+        return conversation_of(self.records.read(number), self.records.folder, self.ignore, self.prompt)
 
     def __len__(self) -> int:
         return len(self.record)
@@ -296,7 +272,7 @@ class TrainingData:
         """Numbers of the items to train on, and of at most `most` to validate on: `HELD_OUT` of the records, drawn by
         seed, whole; both are all items where there is one record.
         """
-        count, record_N = len(self.records), torch.tensor(self.record)
+        count, record_N = self.records.count, torch.tensor(self.record)
         if count == 1:
             return torch.arange(len(self)), torch.arange(len(self))[:most]
         drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))

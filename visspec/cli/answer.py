@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visspec.cli.arguments import HardwareOptions, JsonOption, Positive, SamplingOptions, Temperature
+from visspec.cli.arguments import JsonOption, SamplingOptions
 from visspec.io.files import write_json
-from visspec.io.options import option
+from visspec.io.options import HardwareOptions, Positive, Temperature, option
 
 
 @dataclass(kw_only=True)

@@ -3,38 +3,13 @@ types, the model they name, and what a run of records ends with. Imports nothing
 """
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from visspec.io import included
 from visspec.io.files import unwritable
-from visspec.io.options import option
-
-
-def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """An argparse type for numbers that fit. It raises ArgumentTypeError, which names the option and exits with 2."""
-
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not fits(value):
-            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
-        return value
-
-    return read
-
-
-Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number of at least 1")]
-Count = Annotated[int, number(int, lambda value: value >= 0, "a whole number of at least 0")]
-Seed = Annotated[int, number(int, lambda value: 0 <= value < 1 << 62, "a whole number from 0 to 2**62 - 1")]
-Share = Annotated[float, number(float, lambda value: 0 < value < float("inf"), "a number above 0")]
-Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
-Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+from visspec.io.options import HardwareOptions, Positive, Seed, Temperature, option
 
 
 def read_options(found: argparse.Namespace, record: type) -> Any:
@@ -65,23 +40,6 @@ class NoOptions:
 @dataclass(kw_only=True)
 class JsonOption:
     json: Path | None = option("write the results to this file", None, writes="file")
-
-
-@dataclass(kw_only=True)
-class HardwareOptions:
-    """Where and in which dtype a model runs."""
-
-    device: str = option(
-        "of torch; auto: the GPU if there is one; balanced: layers over all devices; tp: over torchrun's processes",
-        "auto",
-    )
-    dtype: Dtype = option("auto: float32 on a CPU, else the checkpoint's", "auto")
-    trust_remote_code: bool = option("run code that comes with the model (off)", False)
-
-    @property
-    def hardware(self) -> dict[str, Any]:
-        """Keyword arguments of what loads a model."""
-        return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
 
 
 @dataclass(kw_only=True)
@@ -137,20 +95,6 @@ def sampling(max_new_tokens: int, temperature: float, top_k: int = 0, top_p: flo
     """Keyword arguments of `generate`; temperature 0 is greedy."""
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
     return {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, **drawn}
-
-
-def exit_code(count: int, failed: int, twice: int = 0) -> int:
-    """0 if all of so many records are good, 2 if all failed, else 1; also 1 for ids that came twice, as only the first
-    record of each is made.
-    """
-    return 2 if count and failed == count else 1 if failed or twice else 0
-
-
-def earlier(there: int, failed: int, twice: int) -> str:
-    """What a run's last line says of records that were there, how many of these failed, and of ids that came twice."""
-    found = f", {there} were there" if there else ""
-    found += f" ({failed} of these failed, --retry-failed makes them again)" if failed else ""
-    return found + (f", {twice} ids came twice" if twice else "")
 
 
 def load(options: ModelOptions, needs_pictures: bool = False) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -15,13 +15,13 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, RecordStream
-from visspec.cli.arguments import JsonOption, Positive
+from visspec.cli.arguments import JsonOption
 from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.eval.bench.paired import ArmRun, in_words, turns
 from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.images import MAX_PIXELS, open_image, read_image
-from visspec.io.options import option
+from visspec.io.options import Positive, option
 from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
 
@@ -154,7 +154,7 @@ def throughput(
         batches: The same as a batch for each group, as (index, inputs).
         warm: Batches of others.
     """
-    slots, model = len(groups[0]), fast.model
+    slots, model = len(groups[0]), cast(Any, fast.model)
     list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
     arms: dict[str, Callable[[int], Any]] = {
         "stream": lambda part: list(fast.stream(chain(*groups[part::PARTS]), slots=slots, **options)),
@@ -186,7 +186,7 @@ def cell(form: Cell, row: Mapping[str, Any]) -> str:
     if callable(form):
         return form(row)
     try:
-        return form.format(**row)
+        return form.format(**row).replace("nan..nan", "")  # the interval of one prompt
     except (KeyError, TypeError):
         return ""
 

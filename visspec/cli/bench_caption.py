@@ -19,7 +19,7 @@ from visspec.api import loading, requests, sources
 from visspec.api.accelerate import Accelerated, accelerate, default_drafter
 from visspec.api.captions import PROMPT, default_prompt, prepare
 from visspec.cli import bench, bench_data
-from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
+from visspec.cli.arguments import SamplingOptions, TargetOptions
 from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, measured_on, readable, table
 from visspec.cli.bench_data import Prompt
 from visspec.eval.bench import equality
@@ -27,7 +27,7 @@ from visspec.eval.bench import paired as speed
 from visspec.eval.report.images import small_png
 from visspec.io import included
 from visspec.io.images import open_image
-from visspec.io.options import option
+from visspec.io.options import Positive, option
 from visspec.loop.stats import text_pieces
 from visspec.models.runner.compiled import stepwise
 
@@ -139,7 +139,7 @@ def bench_caption(
         rows.append(row)
     record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
     record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
-    if "categories" in record:
+    if data is not None and "categories" in record:
         record["turns_left_out"] = sum(prompt.later for prompt in data)
     if arguments.stream:
         fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)
@@ -286,6 +286,6 @@ def views(record: dict[str, Any]) -> list[Table]:
         found.append(table("drafters", rows, {"drafter": "{name}", **AGAINST_STOCK}))
     if "categories" in record:
         left = f"; {n} later turns are not asked" if (n := record["turns_left_out"]) else ""
-        rows = [{"name": name, **row} for name, row in record["categories"].items()]
+        rows = [{"name": name or "(none)", **row} for name, row in record["categories"].items()]
         found.append(table(f"prompts by category{left}", rows, {"category": "{name}", **AGAINST_STOCK}))
     return found

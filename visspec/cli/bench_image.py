@@ -18,7 +18,7 @@ from visspec import registry
 from visspec.api import sources
 from visspec.api.images import ImageOutput, ImagePipeline
 from visspec.api.loading import resolve_device
-from visspec.cli.arguments import Count, DrawingOptions, Positive
+from visspec.cli.arguments import DrawingOptions
 from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds
 from visspec.cli.bench_image_quality import (
     Judges,
@@ -33,7 +33,7 @@ from visspec.cli.bench_image_quality import (
 )
 from visspec.cli.bench_image_table import view
 from visspec.eval.bench import paired as speed
-from visspec.io.options import option
+from visspec.io.options import Count, Positive, option
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.models.runner.compiled import stepwise

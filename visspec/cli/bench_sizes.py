@@ -22,13 +22,12 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.loading import resolve_device
-from visspec.cli.arguments import Positive, Probability
 from visspec.cli.bench import BenchOptions, Cell, table
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.clock import issue_times, median_seconds, seconds_of, waiter
 from visspec.eval.bench.oracle import Oracle, erring
-from visspec.io.options import option
+from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
 from visspec.models.attention import ragged

@@ -14,11 +14,11 @@ from visspec.api import loading
 from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import prepare
 from visspec.cli import bench
-from visspec.cli.arguments import HardwareOptions, Positive, SamplingOptions
+from visspec.cli.arguments import SamplingOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, in_turns, measured_on, table
 from visspec.eval.bench import paired as speed
 from visspec.io.files import naming
-from visspec.io.options import option
+from visspec.io.options import HardwareOptions, Positive, option
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
 WARMUP = 5  # prompts of the training split, or two batches; none of them is measured

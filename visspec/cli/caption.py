@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from visspec.cli.arguments import Count, ModelOptions, Positive, RayOptions, SamplingOptions, number, sampling
+from visspec.cli.arguments import ModelOptions, RayOptions, SamplingOptions, sampling
 from visspec.io import included
-from visspec.io.options import option
+from visspec.io.options import Count, Positive, number, option
 
 if TYPE_CHECKING:
     from visspec.api.captions import Caption

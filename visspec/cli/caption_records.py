@@ -15,7 +15,7 @@ from visspec.api.captions import Caption, Captions, default_prompt, prepare
 from visspec.api.progress import Progress
 from visspec.api.sources import Record
 from visspec.cli import caption, generate
-from visspec.cli.arguments import earlier, exit_code, load
+from visspec.cli.arguments import load
 from visspec.eval.report.captions import CaptionSamples, write_page
 from visspec.io.files import Journal, replacing
 from visspec.io.provenance import provenance
@@ -201,11 +201,17 @@ class RecordRun:
         self.bar.write(f"visspec: {id}: got this id twice, expected one record of each")
 
     def end(self, out: Path | None, stats: bool = True) -> int:
-        """Print a summary, without `out` for `stats` alone. Returns the exit code."""
+        """Print a summary, without `out` for `stats` alone. Returns the exit code: 2 if all records failed, 1 if some
+        did or if ids came twice, as only the first record of each is made.
+        """
         if out is not None or stats:
-            there = earlier(self.before, self.lost, self.twice)
+            there = f", {self.before} were there" if self.before else ""
+            there += f" ({self.lost} of these failed, --retry-failed makes them again)" if self.lost else ""
+            there += f", {self.twice} ids came twice" if self.twice else ""
             where = "" if out is None else f"{out}: "
-            speed = f"{self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
+            speed = f"; {self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
+            speed = speed if self.count > self.failed else ""
             cut = f"; {self.cut} cut at the limit (--max-new-tokens)" if self.cut else ""
-            print(f"{where}{self.count} records, {self.failed} of them failed{there}; {speed}{cut}")
-        return exit_code(len(self.journal.done), len(self.journal.failed), self.twice)
+            print(f"{where}{self.count} records, {self.failed} of them failed{there}{speed}{cut}")
+        count, failed = len(self.journal.done), len(self.journal.failed)
+        return 2 if count and failed == count else 1 if failed or self.twice else 0

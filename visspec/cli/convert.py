@@ -4,9 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from visspec.cli.arguments import Positive
 from visspec.entries import TABLES
-from visspec.io.options import option
+from visspec.io.options import Positive, option
 
 SIDES = re.compile(r"(?<!\d)(256|384|512|1024)(?!\d)")  # in names of files: t2i_XL_stage1_256.pt
 

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from visspec.cli.arguments import Positive
-from visspec.io.options import option
+from visspec.io.options import Positive, option
 
 if TYPE_CHECKING:
     from PIL import Image

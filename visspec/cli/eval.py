@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from visspec.cli.arguments import JsonOption, Positive
+from visspec.cli.arguments import JsonOption
 from visspec.io import included
 from visspec.io.files import write_json
-from visspec.io.options import option
+from visspec.io.options import Positive, option
 
 Row = dict[str, Any]  # name, value, n, and what the metric says beside them
 

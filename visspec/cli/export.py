@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from visspec.cli.arguments import HardwareOptions
-from visspec.io.options import option
+from visspec.io.options import HardwareOptions, option
 
 
 @dataclass(kw_only=True)

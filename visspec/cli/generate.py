@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from visspec.cli.arguments import DrawingOptions, Positive, RayOptions, is_picture
+from visspec.cli.arguments import DrawingOptions, RayOptions, is_picture
 from visspec.io.files import replacing, write_json
-from visspec.io.options import option
+from visspec.io.options import Positive, option
 
 if TYPE_CHECKING:
     from PIL import Image

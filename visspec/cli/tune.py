@@ -17,11 +17,11 @@ from visspec import presets, registry
 from visspec.api import loading, sources
 from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import default_prompt, prepare
-from visspec.cli.arguments import Positive, SamplingOptions, TargetOptions
+from visspec.cli.arguments import SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, groups_of, measured_on, readable, table
 from visspec.cli.bench_text import read_prompts
 from visspec.eval.bench import paired
-from visspec.io.options import option
+from visspec.io.options import Positive, option
 from visspec.types import ConfiguredModel
 
 PAYS = 1.02  # least speed-up of a choice that drafts, and as in `loop.draft_length`

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from dataclasses import MISSING, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, field, fields
 from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+
+def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
+    """An argparse type for numbers that fit. It raises ArgumentTypeError, which names the option and exits with 2."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
+        return value
+
+    return read
+
+
+Positive = Annotated[int, number(int, lambda value: value >= 1, "a whole number of at least 1")]
+Count = Annotated[int, number(int, lambda value: value >= 0, "a whole number of at least 0")]
+Seed = Annotated[int, number(int, lambda value: 0 <= value < 1 << 62, "a whole number from 0 to 2**62 - 1")]
+Share = Annotated[float, number(float, lambda value: 0 < value < float("inf"), "a number above 0")]
+Temperature = Annotated[float, number(float, lambda value: 0 <= value < float("inf"), "0 (greedy) or more")]
+Probability = Annotated[float, number(float, lambda value: 0 <= value <= 1, "a probability")]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -61,3 +85,20 @@ def add_options(parser: argparse.ArgumentParser, record: type) -> None:
         name = f"--{one.name.replace('_', '-')}" if len(one.name) > 1 else f"-{one.name}"
         names = [name, short] if short else [name]
         parser.add_argument(*names, dest=one.name, **more)
+
+
+@dataclass(kw_only=True)
+class HardwareOptions:
+    """Where and in which dtype a model runs."""
+
+    device: str = option(
+        "of torch; auto: the GPU if there is one; balanced: layers over all devices; tp: over torchrun's processes",
+        "auto",
+    )
+    dtype: Dtype = option("auto: float32 on a CPU, else the checkpoint's", "auto")
+    trust_remote_code: bool = option("run code that comes with the model (off)", False)
+
+    @property
+    def hardware(self) -> dict[str, Any]:
+        """Keyword arguments of what loads a model."""
+        return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}

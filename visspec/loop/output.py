@@ -7,16 +7,28 @@ The loop reads a round on the host once. A buffer adds what it needs to that rea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from visspec.distributions import categorical
-from visspec.types import Draft, OutputBuffer, Request, Scores, Verdict
+from visspec.types import Draft, Request, Scores, Verdict
 
 
-class TokenBuffer(OutputBuffer):
-    """Tokens of every original row, and where they end: at an end-of-sequence id, a stop function or the limit."""
+class TokenBuffer:
+    """Tokens of every original row, and where they end: at an end-of-sequence id, a stop function or the limit.
+
+    distributions, raw: with `keep_logits`, `keep_raw`, the warped and the raw logits of every token, (V,). finished:
+    rows that have ended.
+    """
+
+    def __init__(self, request: Request, rows: int):
+        self.request = request
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.raw: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.finished: set[int] = set()
 
     def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
         """What the round's read brings to the host: the ids of all nodes (B, N), and the one that follows (B, 1)."""
@@ -49,6 +61,16 @@ class TokenBuffer(OutputBuffer):
         if self.request.keep_raw:
             self.raw[row].extend(scores.aux["raw"][b, nodes])
 
+    def tell(self, row: int, count: int) -> None:
+        """Call the request's `on_tokens` with the tokens just added."""
+        on_tokens, tokens = self.request.of(row)[0].on_tokens, self.tokens[row]
+        if on_tokens is not None and on_tokens(tokens[len(tokens) - count :]):
+            self.finished.add(row)
+
+    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
+        """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
+        return items
+
     def values(self, row: int) -> Tensor:
         """Tokens of an original row, (T,) on the CPU."""
         return torch.tensor(self.tokens[row], dtype=torch.long)
@@ -59,7 +81,8 @@ class TokenBuffer(OutputBuffer):
         new_tokens = torch.tensor([self.tokens[row]], dtype=torch.long, device=request.prompt.device)
         return torch.cat([request.prompt[index : index + 1], new_tokens], dim=1)
 
-    def join(self, other: OutputBuffer, rows: list[int], places: list[int]) -> None:
+    def join(self, other: TokenBuffer, rows: list[int], places: list[int]) -> None:
+        """Take over rows of another buffer, at these places; a place that is not there yet is the next one."""
         for row, place in zip(rows, places):
             if place == len(self.tokens):
                 for kept in (self.tokens, self.distributions, self.raw):
@@ -72,7 +95,7 @@ class TokenBuffer(OutputBuffer):
             self.finished.discard(place)
 
 
-class VectorBuffer(OutputBuffer):
+class VectorBuffer(TokenBuffer):
     """Vectors of every original row; a row ends at the limit. `tokens` are their numbers, 0, 1, 2, ... in each row;
     `distributions` and `raw` stay empty, for vectors have no logits.
     """
