@@ -41,10 +41,7 @@ class Table:
 
     def __init__(self, vocab: int, seed: int, sharpness: float = 1.5):
         self.vocab, self.contexts = vocab, vocab**ORDER
-        distribution, base = (
-            context_law(vocab, seed, sharpness),
-            torch.tensor([vocab**i for i in reversed(range(ORDER))]),
-        )
+        distribution, base = context_law(vocab, seed, sharpness), vocab ** torch.arange(ORDER - 1, -1, -1)
         every = torch.arange(self.contexts)[:, None] // base % vocab
         self.logp_CV = torch.stack([distribution(tuple(context)).log() for context in every.tolist()]).float()
 
@@ -76,15 +73,9 @@ class TableTarget:
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         rows = request.prompt.shape[0]
-        before = torch.zeros(rows, dtype=torch.long)
-        state = State(
-            request,
-            request.prompt[:, -1],
-            torch.zeros(rows, dtype=torch.long),
-            before,
-            list(range(rows)),
-            TokenBuffer(request, rows),
-        )
+        before, position = torch.zeros(2, rows, dtype=torch.long)
+        tokens = TokenBuffer(request, rows)
+        state = State(request, request.prompt[:, -1], position, before, list(range(rows)), tokens)
         return state, Scores(Categorical(self.table.logp_CV[before][:, None]))
 
     def contexts(self, state: State, draft: Draft) -> Tensor:
@@ -179,10 +170,5 @@ def decoded(
     request = Request(None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(temperature=1.0), **options)
     request.generators = [torch.Generator().manual_seed(seed * rows + b) for b in range(rows)]
     guarded = None if drafter is None else SafeDrafter(drafter, target.capabilities)
-    return decode(
-        target,
-        guarded,
-        rule,
-        request,
-        length_policy or Wandering(1 if drafter is None else drafter.traits.levels, seed),
-    )
+    length_policy = length_policy or Wandering(1 if drafter is None else drafter.traits.levels, seed)
+    return decode(target, guarded, rule, request, length_policy)

@@ -11,8 +11,8 @@ from transformers import GenerationConfig, JanusVQVAEConfig
 
 from tests.any_order import distributions
 from tests.doubles import one_sentence
+from tests.layouts import gpt_reference, turn_by_hand
 from tests.test_any_order import network
-from tests.test_image_nets import gpt_reference, turn_by_hand
 from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.api.image_call import ORIGINS

@@ -6,18 +6,8 @@ import warnings
 
 import pytest
 import torch
+import transformers as tf
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    MaxTimeCriteria,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    TextStreamer,
-    dynamic_module_utils,
-)
 from transformers.generation.streamers import BaseStreamer
 
 import visspec
@@ -44,17 +34,12 @@ def tokenizer():
     core = Tokenizer(models.BPE({c: i for i, c in enumerate([*map(chr, range(33, 127)), "Ġ", "Ċ"])}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core)
+    return tf.PreTrainedTokenizerFast(tokenizer_object=core)
 
 
 def models_of(shape, wrong=0.3):
     answers = stock("llava", shape)
-    return (
-        fast("llava", None),
-        fast("llava", "ngram"),
-        fast("llava", Oracle(answers)),
-        fast("llava", TreeOracle(answers, wrong)),
-    )
+    return [fast("llava", drafter) for drafter in (None, "ngram", Oracle(answers), TreeOracle(answers, wrong))]
 
 
 def assert_same(inputs, shape, **options):
@@ -94,7 +79,7 @@ def test_limits_and_caches(ragged, options):
     assert_same(ragged, "ragged", do_sample=False, **options)
 
 
-class Ends(StoppingCriteria):
+class Ends(tf.StoppingCriteria):
     def __init__(self, divisor):
         self.divisor, self.seen = divisor, []
 
@@ -108,13 +93,12 @@ class Ends(StoppingCriteria):
 def test_stopping_criteria_cut_after_the_first_stop(shape, divisor):
     inputs = prompt("llava", shapes("llava")[shape])
     unused = ({*range(VOCAB)} - {t for row in stock("llava", shape) for t in row}).pop()
-    options = {
-        **GREEDY,
-        "eos_token_id": unused,
-    }  # without any, generate lets stopped rows run on until all have stopped
-    expected = model_of("llava").generate(**inputs, **options, stopping_criteria=StoppingCriteriaList([Ends(divisor)]))
+    options = {**GREEDY, "eos_token_id": unused}  # without any, stopped rows run on until all have stopped
+    expected = model_of("llava").generate(
+        **inputs, **options, stopping_criteria=tf.StoppingCriteriaList([Ends(divisor)])
+    )
     for model in models_of(shape):
-        criteria = StoppingCriteriaList([Ends(divisor)])
+        criteria = tf.StoppingCriteriaList([Ends(divisor)])
         assert torch.equal(model.generate(**inputs, **options, stopping_criteria=criteria), expected)
         first = inputs["input_ids"].shape[1] + 1
         seen = sorted({length for _, length in criteria[0].seen})
@@ -128,7 +112,7 @@ def test_stop_strings(one, tokenizer):
         options = {**GREEDY, "stop_strings": stop, "tokenizer": tokenizer}
         expected = assert_same(one, "one", **options)
         assert expected.shape[1] < one["input_ids"].shape[1] + NEW
-    config = GenerationConfig(**GREEDY, stop_strings=[text[6:8]], pad_token_id=PAD)
+    config = tf.GenerationConfig(**GREEDY, stop_strings=[text[6:8]], pad_token_id=PAD)
     assert_same(one, "one", generation_config=config, tokenizer=tokenizer)
     with pytest.raises(ValueError, match="stop_strings"):
         fast("llava", None).generate(**one, stop_strings="w7")
@@ -137,7 +121,9 @@ def test_stop_strings(one, tokenizer):
 def test_max_time(one):
     for limit, expected in ((0.0, 1), (60.0, NEW)):
         for model in models_of("one"):
-            output = model.generate(**one, **GREEDY, stopping_criteria=StoppingCriteriaList([MaxTimeCriteria(limit)]))
+            output = model.generate(
+                **one, **GREEDY, stopping_criteria=tf.StoppingCriteriaList([tf.MaxTimeCriteria(limit)])
+            )
             assert len(new_tokens(output, one)[0]) == expected
             assert len(new_tokens(model.generate(**one, **GREEDY, max_time=limit), one)[0]) == expected
 
@@ -184,11 +170,11 @@ def test_tokens_are_streamed_before_the_end(one):
 
 
 def test_text_streamers(one, tokenizer, capsys):
-    model_of("llava").generate(**one, **GREEDY, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    model_of("llava").generate(**one, **GREEDY, streamer=tf.TextStreamer(tokenizer, skip_prompt=True))
     expected = capsys.readouterr().out
-    fast("llava", "ngram").generate(**one, **GREEDY, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    fast("llava", "ngram").generate(**one, **GREEDY, streamer=tf.TextStreamer(tokenizer, skip_prompt=True))
     assert capsys.readouterr().out == expected != ""
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    streamer = tf.TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
     job = threading.Thread(target=fast("llava", "ngram").generate, kwargs={**one, **GREEDY, "streamer": streamer})
     job.start()
     assert "".join(streamer).split() == expected.split()
@@ -199,7 +185,7 @@ def test_text_streamers(one, tokenizer, capsys):
 
 
 def test_generation_config(ragged):
-    config = GenerationConfig(max_new_tokens=9, do_sample=False, repetition_penalty=1.5, pad_token_id=PAD)
+    config = tf.GenerationConfig(max_new_tokens=9, do_sample=False, repetition_penalty=1.5, pad_token_id=PAD)
     before = config.to_dict()
     assert_same(ragged, "ragged", generation_config=config)
     assert_same(ragged, "ragged", generation_config=config, max_new_tokens=14)
@@ -209,7 +195,7 @@ def test_generation_config(ragged):
 def test_model_defaults_are_used(ragged):
     model, end = llava(), {"eos_token_id": stock("llava", "ragged")[0][2]}
     defaults = {"max_new_tokens": 9, "do_sample": False, "repetition_penalty": 1.4, "pad_token_id": 7}
-    model.generation_config = GenerationConfig(**defaults)
+    model.generation_config = tf.GenerationConfig(**defaults)
     assert torch.equal(visspec.accelerate(model).generate(**ragged, **end), model.generate(**ragged, **end))
 
 
@@ -260,7 +246,7 @@ def test_the_cache_goes_on(name, shape):
     whole, part = (model.generate(**inputs, **options, max_new_tokens=n) for n in (NEW, 9))
     for drafter in (None, Oracle(stock(name, shape)), TreeOracle(stock(name, shape), 0.4, per_row=True)):
         cache = fast(name, drafter).generate(**inputs, **options, max_new_tokens=9)[CACHE]
-        assert type(cache) is DynamicCache and cache.get_seq_length() == part[CACHE].get_seq_length()
+        assert type(cache) is tf.DynamicCache and cache.get_seq_length() == part[CACHE].get_seq_length()
         more = {k: v for k, v in inputs.items() if k not in ("pixel_values", "input_ids", "attention_mask")}
         ids, behind = part.sequences, torch.ones(len(part.sequences), 9, dtype=torch.long)
         mask = torch.cat([inputs["attention_mask"], behind], dim=1)
@@ -301,7 +287,7 @@ def test_positional_prompt_and_no_mask():
     expected = model_of("llama").generate(inputs["input_ids"], **GREEDY)
     assert torch.equal(fast("llama", "ngram").generate(inputs["input_ids"], **GREEDY), expected)
     assert torch.equal(fast("llama", "ngram").generate(inputs=inputs["input_ids"], **GREEDY), expected)
-    assert torch.equal(fast("llama", "ngram").generate(inputs["input_ids"], GenerationConfig(**GREEDY)), expected)
+    assert torch.equal(fast("llama", "ngram").generate(inputs["input_ids"], tf.GenerationConfig(**GREEDY)), expected)
     assert torch.equal(fast("llama", "ngram").generate(inputs["input_ids"], **GREEDY, use_cache=False), expected)
     with pytest.raises(TypeError, match="multiple values for argument 'inputs'"):
         fast("llama", "ngram").generate(inputs["input_ids"], inputs=inputs["input_ids"])
@@ -356,7 +342,7 @@ def test_custom_generate(one, ragged):
 
 def test_custom_generate_of_a_folder(one, tmp_path, monkeypatch):
     """As transformers loads a decoding method of a repository, which it does only where remote code is allowed."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(tf.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     visspec.speculative("context").save_pretrained(tmp_path)
     given = {**one, **GREEDY, "custom_generate": str(tmp_path)}
     assert "custom_generate" in (tmp_path / "README.md").read_text()
@@ -397,12 +383,12 @@ def test_the_model_is_left_as_it_was(ragged):
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-class OtherCache(DynamicCache):
+class OtherCache(tf.DynamicCache):
     """A cache that may give attention other numbers than were computed, as quantized ones do."""
 
 
 REFUSED = {
-    "config": ({"generation_config": GenerationConfig(num_beams=3)}, "num_beams: got 3, expected 1"),
+    "config": ({"generation_config": tf.GenerationConfig(num_beams=3)}, "num_beams: got 3, expected 1"),
     "beams": ({"num_beams": 4}, "num_beams: got 4, expected 1"),
     "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: got 0.6"),
     "dola": ({"dola_layers": "high"}, "dola_layers: got high"),
@@ -420,11 +406,11 @@ REFUSED = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refusals(one, kind):
     options, sentence = REFUSED[kind]
-    calls = []
+    calls, model = [], fast("llava", "ngram")  # whose probe runs passes
     handle = model_of("llava").model.register_forward_pre_hook(lambda *_: calls.append(1))
     try:
         with pytest.raises(ValueError, match=sentence) as caught:
-            fast("llava", "ngram").generate(**one, **options)
+            model.generate(**one, **options)
     finally:
         handle.remove()
     assert "\n" not in str(caught.value) and not calls, "one sentence, before the model runs"
@@ -436,7 +422,7 @@ def test_refusals(one, kind):
 def test_assistants_and_filled_caches_are_refused(one):
     with pytest.raises(ValueError, match="assistant_model: got LlamaForCausalLM"):
         fast("llava", "ngram").generate(**one, assistant_model=model_of("llama"))
-    inputs, cache = prompt("llama", ["9"]), DynamicCache()
+    inputs, cache = prompt("llama", ["9"]), tf.DynamicCache()
     model_of("llama")(**{k: v[:, :4] for k, v in inputs.items()}, **{CACHE: cache})
     plain = model_of("llama").generate(**inputs, **GREEDY)
     for name in CACHE_NAMES:  # both, whatever transformers is installed
@@ -444,8 +430,8 @@ def test_assistants_and_filled_caches_are_refused(one):
             warnings.simplefilter("error")
             with pytest.raises(ValueError, match=f"{CACHE}: got 4 cached tokens, expected an empty cache"):
                 fast("llama", "ngram").generate(**inputs, **{name: cache}, max_new_tokens=3)
-            empty = fast("llama", "ngram").generate(**inputs, **{name: DynamicCache()}, **GREEDY)
-            streamed = next(fast("llama", "ngram").stream([inputs | {name: DynamicCache()}], **GREEDY))
+            empty = fast("llama", "ngram").generate(**inputs, **{name: tf.DynamicCache()}, **GREEDY)
+            streamed = next(fast("llama", "ngram").stream([inputs | {name: tf.DynamicCache()}], **GREEDY))
         assert torch.equal(empty, plain) and streamed.tokens == plain[0, -NEW:].tolist()
 
 

@@ -135,11 +135,14 @@ def test_candidate_coupling_is_exact(size, K):
 WRONG = (2.0, 0.0)  # forecasts that fail for a head of deviation 0.5, so that points are replaced
 
 
-OF_CHAINS = [(1, denoise.SPREADS, 1), (8, denoise.SPREADS, 1), (8, WRONG, 1), (8, denoise.SPREADS, 16)]
+OF_CHAINS = [
+    *itertools.product([1], [denoise.SPREADS], [1], ["near", "far"]),
+    *itertools.product([8], [denoise.SPREADS, WRONG], [1], ["none", "near"]),
+    (8, WRONG, 1, "far"), (8, denoise.SPREADS, 16, "far"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("window", "spreads", "size"), OF_CHAINS)
-@pytest.mark.parametrize("drafts", ["none", "near", "far"])
+@pytest.mark.parametrize(("window", "spreads", "size", "drafts"), OF_CHAINS)
 def test_law_of_coupled_chains(size, window, spreads, drafts, monkeypatch):
     monkeypatch.setattr(denoise, "SPREADS", spreads)
     count, steps = 30_000 if size == 1 else 15_000, 20  # 16 numbers each
@@ -165,8 +168,9 @@ def test_law_of_coupled_chains(size, window, spreads, drafts, monkeypatch):
 A, B = 0.6, 0.3  # centre of a vector's law, given the one before: A x + B
 
 
-@pytest.mark.parametrize("window,spreads", [(1, denoise.SPREADS), (6, denoise.SPREADS), (6, WRONG)])
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("window, spreads, drafts", [
+    (1, denoise.SPREADS, True), *itertools.product([6], [denoise.SPREADS, WRONG], [False, True]),
+])  # fmt: skip
 def test_law_with_predicted_deviations(window, spreads, drafts, monkeypatch):
     monkeypatch.setattr(denoise, "SPREADS", spreads)
     count, size, steps = 40_000, 2, 12

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.doubles import generators, one_sentence
-from tests.test_continuous_nets import NEXTSTEP, TINY_KL, filled, kl_names, nextstep_folder, nextstep_names
+from tests.layouts import NEXTSTEP, TINY_KL, filled, kl_names, nextstep_folder, nextstep_names
 from tests.test_mar_target import PLAN, network, ruled
 from visspec import ImagePipeline
 from visspec import tree as trees

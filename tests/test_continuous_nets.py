@@ -1,10 +1,9 @@
 """Networks of continuous tokens: MAR, KL autoencoders, NextStep-1, and their diffusion heads.
 
-Published layouts are written out by names and shapes, filled with random numbers and loaded. What the loaded model says
-is compared with formulas that read the published tensors directly.
+Layouts are filled with random numbers and loaded. What the loaded model says is compared with formulas that read the
+published tensors directly.
 """
 
-import json
 import math
 import re
 from itertools import pairwise
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
 from tests.doubles import one_sentence
-from tests.test_image_nets import Formulas, affine, attention, conv, filled, resnet, within
+from tests.layouts import TINY_KL, KLFormulas, filled, kl_names, mar_names, nextstep_folder, nextstep_names, within
 from visspec.io.convert_checkpoint import convert
 from visspec.models.codecs import kl_layout as layouts_kl
 from visspec.models.mar import layout as layouts_mar
@@ -74,37 +73,6 @@ def test_schedules_are_respaced_as_published(count, learned):
 
 
 # --- MAR --------------------------------------------------------------------------------------------------------------
-
-
-def mar_names(config):
-    """A published MAR checkpoint by names and shapes."""
-    width, slots = config.width, config.buffer + config.tokens
-    names = {
-        "class_emb.weight": (config.classes, width),
-        "fake_latent": (1, width),
-        "mask_token": (1, 1, width),
-        "encoder_pos_embed_learned": (1, slots, width),
-        "decoder_pos_embed_learned": (1, slots, width),
-        "diffusion_pos_embed_learned": (1, config.tokens, width),
-    }
-    names |= affine("z_proj", width, config.size) | affine("decoder_embed", width, width)
-    for name in ("z_proj_ln", "encoder_norm", "decoder_norm"):
-        names |= affine(name, width)
-    for block in [f"{side}_blocks.{i}" for side in ("encoder", "decoder") for i in range(config.depth)]:
-        names |= affine(f"{block}.norm1", width) | affine(f"{block}.norm2", width)
-        names |= affine(f"{block}.attn.qkv", 3 * width, width) | affine(f"{block}.attn.proj", width, width)
-        names |= affine(f"{block}.mlp.fc1", 4 * width, width) | affine(f"{block}.mlp.fc2", width, 4 * width)
-    return names | head_names("diffloss.net", config.size, width, config.head_width, config.head_depth, 2)
-
-
-def head_names(name, size, condition, width, depth, outputs):
-    names = affine(f"{name}.time_embed.mlp.0", width, 256) | affine(f"{name}.time_embed.mlp.2", width, width)
-    names |= affine(f"{name}.cond_embed", width, condition) | affine(f"{name}.input_proj", width, size)
-    for block in [f"{name}.res_blocks.{i}" for i in range(depth)]:
-        names |= affine(f"{block}.in_ln", width) | affine(f"{block}.adaLN_modulation.1", 3 * width, width)
-        names |= affine(f"{block}.mlp.0", width, width) | affine(f"{block}.mlp.2", width, width)
-    names |= affine(f"{name}.final_layer.linear", outputs * size, width)
-    return names | affine(f"{name}.final_layer.adaLN_modulation.1", 2 * width, width)
 
 
 class Published:
@@ -246,42 +214,7 @@ def test_what_does_not_fit_mar_is_refused(published, tmp_path):
 # --- KL autoencoders -------------------------------------------------------------------------------------------------
 
 
-def kl_names(channels, multipliers, blocks, latent, attended, quantised=True):
-    """An autoencoder in LDM's layout. attended: levels of the encoder with attention."""
-    widths = [channels * m for m in multipliers]
-    last, top = widths[-1], len(widths) - 1
-    names = conv("encoder.conv_in", channels, 3, 3, 3) | conv("decoder.conv_in", last, latent, 3, 3)
-    names |= affine("encoder.norm_out", last) | conv("encoder.conv_out", 2 * latent, last, 3, 3)
-    names |= affine("decoder.norm_out", widths[0]) | conv("decoder.conv_out", 3, widths[0], 3, 3)
-    for part in ("encoder", "decoder"):
-        names |= resnet(f"{part}.mid.block_1", last, last) | attention(f"{part}.mid.attn_1", last)
-        names |= resnet(f"{part}.mid.block_2", last, last)
-    for level, width in enumerate(widths):
-        down, up = f"encoder.down.{level}", f"decoder.up.{level}"
-        before = widths[level - 1] if level else channels
-        for i in range(blocks):
-            names |= resnet(f"{down}.block.{i}", width if i else before, width)
-            names |= attention(f"{down}.attn.{i}", width) if level in attended else {}
-        for i in range(blocks + 1):
-            names |= resnet(f"{up}.block.{i}", widths[min(level + 1, top)] if not i else width, width)
-        names |= conv(f"{down}.downsample.conv", width, width, 3, 3) if level < top else {}
-        names |= conv(f"{up}.upsample.conv", width, width, 3, 3) if level else {}
-    if quantised:
-        names |= conv("quant_conv", 2 * latent, 2 * latent, 1, 1) | conv("post_quant_conv", latent, latent, 1, 1)
-    return names
-
-
 KL16 = (128, (1, 1, 2, 2, 4), 2, 16, (4,))
-TINY_KL = (32, (1, 2), 2, 4, (1,))
-
-
-class KLFormulas(Formulas):
-    """LDM's autoencoder; every level has as many blocks as it has tensors."""
-
-    def level(self, x, name, blocks, res):
-        while f"{name}.{res}.{blocks}.norm1.weight" in self.t:
-            blocks += 1
-        return super().level(x, name, blocks, res)
 
 
 @torch.no_grad()
@@ -338,32 +271,6 @@ def test_what_does_not_fit_an_autoencoder_is_refused(tmp_path):
 
 
 # --- NextStep-1 -------------------------------------------------------------------------------------------------------
-
-NEXTSTEP = {  # entries of the published config.json that count, at a small size
-    "model_type": "nextstep", "num_attention_heads": 4, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "boi": 37,
-    "eoi": 38, "image_placeholder_id": 39, "latent_patch_size": 2, "latent_channels": 4, "latent_size": 8,
-    "max_position_embeddings": 64, "attention_bias": True, "o_attention_bias": False, "fm_head_dim": 24,
-}  # fmt: skip
-
-
-def nextstep_names(table=0):
-    names = {"embed_tokens.weight": (40, 32), "norm.weight": (32,), "lm_head.weight": (40, 32)}
-    for layer in ("layers.0", "layers.1"):
-        for part, rows in (("q", 32), ("k", 16), ("v", 16)):
-            names |= affine(f"{layer}.self_attn.{part}_proj", rows, 32)
-        names |= {f"{layer}.self_attn.o_proj.weight": (32, 32), f"{layer}.mlp.down_proj.weight": (32, 48)}
-        names[f"{layer}.mlp.gate_proj.weight"] = names[f"{layer}.mlp.up_proj.weight"] = (48, 32)
-        names[f"{layer}.input_layernorm.weight"] = names[f"{layer}.post_attention_layernorm.weight"] = (32,)
-    names |= affine("image_in_projector", 32, 16) | affine("image_out_projector", 32, 32)
-    names |= {"gen_pos_embed": (1, table, 32)} if table else {}
-    return names | head_names("image_head.net", 16, 32, 24, 3, 1)
-
-
-def nextstep_folder(path, tensors, **config):
-    path.mkdir(exist_ok=True)
-    save_file(tensors, path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(NEXTSTEP | config))
-    return path
 
 
 @torch.no_grad()

@@ -11,10 +11,19 @@ import transformers as tf
 from tests import test_lantern_drafters as lantern
 from tests import tiny_images as tiny
 from tests.doubles import refused
-from tests.test_continuous_nets import NEXTSTEP, TINY_KL, filled, kl_names, mar_names, nextstep_names
+from tests.layouts import (
+    NEXTSTEP,
+    TINY_KL,
+    chameleon_vq_names,
+    filled,
+    gpt_names,
+    kl_names,
+    llamagen_vq_names,
+    mar_names,
+    nextstep_names,
+)
 from tests.test_continuous_nets import SMALL as MAR
 from tests.test_hub_images import anole
-from tests.test_image_nets import chameleon_vq_names, gpt_names, llamagen_vq_names
 from tests.test_infinity import BITS, vae_names
 from tests.test_infinity import published as infinity_tensors
 from tests.test_var_nets import SMALL as VAR

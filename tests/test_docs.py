@@ -25,10 +25,9 @@ from tests import test_convert as published
 from tests import test_lantern_drafters as lantern
 from tests import tiny_images as tiny
 from tests.grammars import SCHEMA, json_model, json_processor
+from tests.layouts import chameleon_vq_names, filled
 from tests.test_bench_photos import photographs, tiny_clip
-from tests.test_continuous_nets import filled
 from tests.test_diffusion import modern_bert
-from tests.test_image_nets import chameleon_vq_names
 from tests.tiny import model_of
 from visspec import registry
 from visspec.api import loading

@@ -34,7 +34,7 @@ from visspec.train.options import TrainingOptions
 
 NEW = 12
 TRAINED = [name for name, entry in registry.table("recipe").items() if entry.needs == "text" and name != "own"]
-TINY = {"steps": 3, "rows": 3, "max_new_tokens": 7, "reuse": 1, "validate_every": 3}
+TINY = {"steps": 2, "rows": 3, "max_new_tokens": 7, "reuse": 1, "validate_every": 2}
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_drafter.TextValidation, "__call__", measured)
     for resume in (False, True):
-        train_drafter.run("x", data[0], tmp_path / "out", preset="eagle", **{**TINY, "steps": 3}, resume=resume)
+        train_drafter.run("x", data[0], tmp_path / "out", preset="eagle", **TINY, resume=resume)
     drafter = train_drafter.fresh_or_resumed(
         model_of("llava"), tmp_path / "out", True, 0, EagleDrafter, RECIPES["eagle"].draft
     )
@@ -107,7 +107,7 @@ def test_a_twentieth_of_the_data_is_kept_for_validation(data, tmp_path, monkeypa
 
 
 def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
-    options = {"preset": "eagle3", "draft_vocab": 40, **TINY, "steps": 8, "save_every": 2}
+    options = {"preset": "eagle3", "draft_vocab": 40, **TINY, "steps": 6, "save_every": 2}
     train_drafter.run("x", data[0], tmp_path / "whole", **options)
 
     class Stopped(Exception):

@@ -62,7 +62,7 @@ def test_written_pictures_are_read_as_an_image_folder(tmp_path):
     assert read.num_rows == 3 and read[1]["caption"] == caption and np.array_equal(read[1]["image"], image)
 
 
-@pytest.mark.parametrize("name, every", [("shapes", 16), ("emoji", 128)])
+@pytest.mark.parametrize("name, every", [("shapes", 16), ("emoji", 256)])
 def test_detectors_find_what_the_metadata_says(name, every):
     world = included.scenes(name)
     detector = ShapeDetector(0.07, 0.135) if name == "shapes" else world.detector()

@@ -233,8 +233,7 @@ def test_drafter_rule_and_levels_are_kept(pipe, tmp_path):
     entries = saved(pipe, tmp_path, **changes)
     assert entries == {
         "drafter": "jacobi:window=5,redraw=maximal", "acceptance": "lantern:k=20,delta=0.25",
-        "order": None, "levels": 3,
-        "parts": {},
+        "order": None, "levels": 3, "batch_invariant": False, "parts": {},
     }  # fmt: skip
     again = ImagePipeline.from_pretrained(str(tmp_path))
     assert (again.drafter, again.acceptance, again.levels) == (entries["drafter"], entries["acceptance"], 3)
@@ -375,7 +374,7 @@ def test_loading_and_saving_are_told_to_the_logger(pipe, tmp_path, caplog, capsy
         ImagePipeline.from_pretrained(str(tmp_path))
     told = [(r.name, r.getMessage()) for r in caplog.records if r.name.startswith("visspec")]
     assert [name for name, _ in told] == ["visspec.api.saving"] * 2 + ["visspec.api.loading"]
-    assert "'drafter': 'jacobi'" in told[0][1] and "JanusForConditionalGeneration" in told[2][1]
+    assert "'drafter': 'jacobi:window=12'" in told[0][1] and "JanusForConditionalGeneration" in told[2][1]
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # nothing is printed where logging isn't configured
     logging.getLogger("visspec.x").warning("nobody asked")
     assert capsys.readouterr().err == ""

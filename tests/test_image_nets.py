@@ -1,7 +1,7 @@
 """Image networks that transformers lacks, and checkpoints in their authors' key layouts.
 
-Every layout is written out below by its published names and shapes, filled with random numbers and loaded. What the
-loaded model says is compared with formulas that read the published tensors directly, or with another stock class.
+Layouts are filled with random numbers and loaded. What the loaded model says is compared with the formulas of
+`tests/layouts.py`, or with another stock class.
 """
 
 import argparse
@@ -15,6 +15,17 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from tests.doubles import one_sentence
+from tests.layouts import (
+    TAMING,
+    Formulas,
+    chameleon_vq_names,
+    filled,
+    gpt_names,
+    gpt_reference,
+    llamagen_vq_names,
+    turn_by_hand,
+    within,
+)
 from visspec import tree as trees
 from visspec.cache import visibility
 from visspec.io import convert_checkpoint
@@ -169,147 +180,7 @@ def test_wrong_settings_are_refused(change):
         llamagen.LlamaGenConfig(**({"layers": 1, "heads": 4, "hidden_size": 32, "grid": 4} | change))
 
 
-# --- published names and shapes -----------------------------------------------------------------------------------
-
-
-def affine(name, *shape):
-    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-
-
-def conv(name, out, inn, *kernel):
-    return affine(name, out, inn, *kernel)
-
-
-def filled(names, scale=0.2):
-    """Random values; scales around one, so that norms do not vanish."""
-    return {
-        name: torch.randn(shape) * scale + (1.0 if re.search(r"norm[^.]*\.weight$", name) else 0.0)
-        for name, shape in names.items()
-    }
-
-
-def gpt_names(caption):
-    """A LlamaGen checkpoint: 2 layers, 4 heads of 8, 2 key-value heads, 24 codes."""
-    names = {"tok_embeddings.weight": (24, 32), "norm.weight": (32,), "output.weight": (24, 32)}
-    if caption:
-        names["cls_embedding.cap_proj.fc1.weight"] = (32, 12)
-        names["cls_embedding.cap_proj.fc2.weight"] = (32, 32)
-        names["cls_embedding.uncond_embedding"] = (3, 12)
-    else:
-        names["cls_embedding.embedding_table.weight"] = (11, 32)
-    for layer in ("layers.0", "layers.1"):
-        names[f"{layer}.attention.wqkv.weight"], names[f"{layer}.attention.wo.weight"] = (64, 32), (32, 32)
-        names[f"{layer}.feed_forward.w1.weight"] = names[f"{layer}.feed_forward.w3.weight"] = (48, 32)
-        names[f"{layer}.feed_forward.w2.weight"] = (32, 48)
-        names[f"{layer}.attention_norm.weight"] = names[f"{layer}.ffn_norm.weight"] = (32,)
-    return names
-
-
-def resnet(name, inn, out):
-    names = affine(f"{name}.norm1", inn) | conv(f"{name}.conv1", out, inn, 3, 3)
-    names |= affine(f"{name}.norm2", out) | conv(f"{name}.conv2", out, out, 3, 3)
-    return names | (conv(f"{name}.nin_shortcut", out, inn, 1, 1) if inn != out else {})
-
-
-def attention(name, c):
-    names = affine(f"{name}.norm", c)
-    for part in ("q", "k", "v", "proj_out"):
-        names |= conv(f"{name}.{part}", c, c, 1, 1)
-    return names
-
-
-def ends(latent, fine, coarse, codes, size):
-    names = conv("encoder.conv_in", fine, 3, 3, 3) | affine("encoder.norm_out", coarse)
-    names |= conv("encoder.conv_out", latent, coarse, 3, 3) | conv("decoder.conv_in", coarse, latent, 3, 3)
-    names |= affine("decoder.norm_out", fine) | conv("decoder.conv_out", 3, fine, 3, 3)
-    names |= conv("quant_conv", size, latent, 1, 1) | conv("post_quant_conv", latent, size, 1, 1)
-    return names | {"quantize.embedding.weight": (codes, size)}
-
-
-def llamagen_vq_names():
-    """Two levels of 32 and 64 channels, one block each (two in the decoder), 16 codes of size 4, latent 8."""
-    names = ends(8, 32, 64, 16, 4) | {"quantize.codebook_used": (64,)}
-    for part in ("encoder", "decoder"):
-        names |= resnet(f"{part}.mid.0", 64, 64) | attention(f"{part}.mid.1", 64) | resnet(f"{part}.mid.2", 64, 64)
-    names |= resnet("encoder.conv_blocks.0.res.0", 32, 32)
-    names |= conv("encoder.conv_blocks.0.downsample.conv", 32, 32, 3, 3)
-    names |= resnet("encoder.conv_blocks.1.res.0", 32, 64) | attention("encoder.conv_blocks.1.attn.0", 64)
-    names |= resnet("decoder.conv_blocks.0.res.0", 64, 64) | attention("decoder.conv_blocks.0.attn.0", 64)
-    names |= resnet("decoder.conv_blocks.0.res.1", 64, 64) | attention("decoder.conv_blocks.0.attn.1", 64)
-    names |= conv("decoder.conv_blocks.0.upsample.conv", 64, 64, 3, 3)
-    return names | resnet("decoder.conv_blocks.1.res.0", 64, 32) | resnet("decoder.conv_blocks.1.res.1", 32, 32)
-
-
-def chameleon_vq_names():
-    """The same sizes; levels are counted from the finest on both sides, and only the middle has attention."""
-    names = ends(8, 32, 64, 16, 4) | {"loss.discriminator.main.0.weight": (4, 3, 4, 4)}
-    for part in ("encoder", "decoder"):
-        names |= resnet(f"{part}.mid.block_1", 64, 64) | attention(f"{part}.mid.attn_1", 64)
-        names |= resnet(f"{part}.mid.block_2", 64, 64)
-    names |= resnet("encoder.down.0.block.0", 32, 32) | conv("encoder.down.0.downsample.conv", 32, 32, 3, 3)
-    names |= resnet("encoder.down.1.block.0", 32, 64)
-    names |= resnet("decoder.up.1.block.0", 64, 64) | resnet("decoder.up.1.block.1", 64, 64)
-    names |= conv("decoder.up.1.upsample.conv", 64, 64, 3, 3)
-    return names | resnet("decoder.up.0.block.0", 64, 32) | resnet("decoder.up.0.block.1", 32, 32)
-
-
-# --- formulas that read published tensors ---------------------------------------------------------------------------
-
-
-class Formulas:
-    """Convolutional codecs as their papers define them, on a dict of published tensors."""
-
-    def __init__(self, tensors):
-        self.t = tensors
-
-    def conv(self, x, name, **how):
-        return F.conv2d(x, self.t[f"{name}.weight"], self.t[f"{name}.bias"], **how)
-
-    def norm(self, x, name):
-        return F.group_norm(x, 32, self.t[f"{name}.weight"], self.t[f"{name}.bias"], 1e-6)
-
-    def resnet(self, x, name):
-        h = self.conv(F.silu(self.norm(x, f"{name}.norm1")), f"{name}.conv1", padding=1)
-        h = self.conv(F.silu(self.norm(h, f"{name}.norm2")), f"{name}.conv2", padding=1)
-        return h + (self.conv(x, f"{name}.nin_shortcut") if f"{name}.nin_shortcut.weight" in self.t else x)
-
-    def attention(self, x, name):
-        if f"{name}.q.weight" not in self.t:
-            return x
-        h = self.norm(x, f"{name}.norm")
-        q, k, v = (self.conv(h, f"{name}.{part}").flatten(2) for part in "qkv")
-        weight = (q.transpose(1, 2) @ k * q.shape[1] ** -0.5).softmax(-1)
-        return x + self.conv((v @ weight.transpose(1, 2)).unflatten(2, x.shape[-2:]), f"{name}.proj_out")
-
-    def middle(self, x, names):
-        return self.resnet(self.attention(self.resnet(x, names[0]), names[1]), names[2])
-
-    def level(self, x, name, blocks, res):
-        for i in range(blocks):
-            x = self.attention(self.resnet(x, f"{name}.{res}.{i}"), f"{name}.attn.{i}")
-        return x
-
-    def decode(self, latent, middle, levels, res):
-        x = self.middle(self.conv(latent, "decoder.conv_in", padding=1), middle)
-        for name in levels:
-            x = self.level(x, f"decoder.{name}", 2, res)
-            if f"decoder.{name}.upsample.conv.weight" in self.t:
-                x = F.interpolate(x, scale_factor=2.0, mode="nearest")
-                x = self.conv(x, f"decoder.{name}.upsample.conv", padding=1)
-        return self.conv(F.silu(self.norm(x, "decoder.norm_out")), "decoder.conv_out", padding=1)
-
-    def encode(self, pixels, middle, levels, res):
-        x = self.conv(pixels, "encoder.conv_in", padding=1)
-        for name in levels:
-            x = self.level(x, f"encoder.{name}", 1, res)
-            if f"encoder.{name}.downsample.conv.weight" in self.t:
-                x = self.conv(F.pad(x, (0, 1, 0, 1)), f"encoder.{name}.downsample.conv", stride=2)
-        x = self.conv(F.silu(self.norm(self.middle(x, middle), "encoder.norm_out")), "encoder.conv_out", padding=1)
-        return self.conv(x, "quant_conv")
-
-
 LLAMAGEN = {"middle": ("mid.0", "mid.1", "mid.2"), "levels": ("conv_blocks.0", "conv_blocks.1"), "res": "res"}
-TAMING = {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
 FORMS = {
     "llamagen": (llamagen_vq_names, layouts_vq.load_llamagen_vq, LLAMAGEN, LLAMAGEN, True),
     "chameleon": (
@@ -326,10 +197,6 @@ def looked_up(tensors, tokens, grid, normalised):
     book = tensors["quantize.embedding.weight"]
     book = book / book.norm(dim=-1, keepdim=True) if normalised else book
     return book[tokens].unflatten(1, grid).permute(0, 3, 1, 2), book
-
-
-def within(part, form):
-    return form | {"middle": tuple(f"{part}.{name}" for name in form["middle"])}
 
 
 def reference_decode(tensors, tokens, grid, form, normalised):
@@ -384,45 +251,6 @@ def test_published_codecs_have_published_widths(name, names):
     assert [model.encoder.down_blocks[i].resnets[1].conv2.out_channels for i in range(5)] == [128, 128, 256, 256, 512]
     assert all(len(block.resnets) == 3 for block in model.decoder.up_blocks)
     assert any("attentions" in key and "up_blocks.0" in key for key in shapes) == ("llama" in name)
-
-
-def gpt_reference(tensors, x, turn, heads, kv_heads):
-    """LlamaGen's decoder on embeddings (B, N, d), from its published tensors; turn is (N, C, 2): cosine and sine."""
-
-    def norm(x, name):
-        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * tensors[f"{name}.weight"]
-
-    def rotated(x):  # (B, N, H, E)
-        even, odd = x[..., 0::2], x[..., 1::2]
-        cosine, sine = turn[None, :, None, :, 0], turn[None, :, None, :, 1]
-        return torch.stack([even * cosine - odd * sine, odd * cosine + even * sine], dim=-1).flatten(-2)
-
-    size = x.shape[-1] // heads
-    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-    for i in range(2):
-        qkv = norm(x, f"layers.{i}.attention_norm") @ tensors[f"layers.{i}.attention.wqkv.weight"].T
-        q, k, v = qkv.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
-        q, k, v = (y.unflatten(-1, (-1, size)) for y in (q, k, v))
-        q, k = rotated(q), rotated(k)
-        k, v = (y.repeat_interleave(heads // kv_heads, dim=2) for y in (k, v))
-        score = torch.einsum("bqhe,bkhe->bhqk", q, k) / size**0.5
-        weight = score.masked_fill(~causal, -torch.inf).softmax(-1)
-        x = x + torch.einsum("bhqk,bkhe->bqhe", weight, v).flatten(2) @ tensors[f"layers.{i}.attention.wo.weight"].T
-        h = norm(x, f"layers.{i}.ffn_norm")
-        w1, w2, w3 = (tensors[f"layers.{i}.feed_forward.w{n}.weight"] for n in (1, 2, 3))
-        x = x + (F.silu(h @ w1.T) * (h @ w3.T)) @ w2.T
-    return norm(x, "norm") @ tensors["output.weight"].T
-
-
-def turn_by_hand(prefix, grid, size):
-    """Cosines and sines of rows and columns; zeros for the prefix, where the authors rotate by nothing at all."""
-    count = size // 4
-    rows = [torch.zeros(2 * count, 2)] * prefix
-    for row in range(grid):
-        for column in range(grid):
-            angle = torch.tensor([at * 10000.0 ** (-i / count) for at in (row, column) for i in range(count)])
-            rows.append(torch.stack([angle.cos(), angle.sin()], dim=-1))
-    return torch.stack(rows)
 
 
 @torch.no_grad()

@@ -13,8 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from tests.doubles import generators, one_sentence
-from tests.test_continuous_nets import KLFormulas
-from tests.test_image_nets import affine, conv, filled, resnet, within
+from tests.layouts import KLFormulas, affine, conv, filled, resnet, within
 from tests.test_scales import moved
 from visspec import ImagePipeline
 from visspec.models.image_codes.text_features import T5Features

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from tests.doubles import one_sentence
-from tests.test_continuous_nets import KLFormulas
-from tests.test_image_nets import affine, conv, filled, resnet, within
+from tests.layouts import KLFormulas, affine, conv, filled, resnet, within
 from visspec.io.convert_checkpoint import convert
 from visspec.models.scales.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.scales.reading import ConditionState

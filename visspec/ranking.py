@@ -31,8 +31,8 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """`scores.topk(k, dim=-1)`: values and ids, the highest first. Of equal scores at the end, any may be left out."""
     blocks = _blocks(scores)
     if blocks is None or k > BLOCK // 4:
-        found = scores.topk(k, dim=-1)
-        return found.values, found.indices
+        values, ids = scores.topk(k, dim=-1)
+        return values, ids
     best = blocks.amax(dim=-1).topk(k, dim=-1).indices
     inside = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
     values, place = inside.topk(k, dim=-1)

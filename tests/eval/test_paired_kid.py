@@ -1,5 +1,7 @@
 """The distance over pairs: what it is by its formula, how often chance passes its floor, and what it sees."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,9 +20,7 @@ def test_it_is_the_mean_over_other_pairs():
     k = lambda a, b: (float(a @ b) / 6 + 1) ** 3  # noqa: E731
     of_two = [
         k(first[i], first[j]) + k(second[i], second[j]) - k(first[i], second[j]) - k(second[i], first[j])
-        for i in range(5)
-        for j in range(5)
-        if i != j
+        for i, j in itertools.permutations(range(5), 2)
     ]
     assert paired_kid.from_features(first, second).value == pytest.approx(sum(of_two) / 20)
     assert paired_kid.from_features(first, first) == (0.0, 0.0)
