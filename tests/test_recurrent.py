@@ -7,13 +7,15 @@ import torch
 import transformers as tf
 
 import visspec
-from tests.doubles import Double, Oracle, new_tokens, opened_model
+from tests.doubles import Double, Oracle, TreeOracle, new_tokens, opened_model
 from tests.tiny import IMAGE, PAD, TEXT, VISION_IDS, built, packed_pixels
+from tests.tiny_classes import tiny_model
 from visspec import tree as trees
 from visspec.models.attention import recurrent
 from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.decoder.target import HFDecoder
+from visspec.types import Draft
 
 NEW = 24
 LINEAR = {
@@ -41,6 +43,19 @@ def lfm2():
     return built(tf.Lfm2ForCausalLM, config)
 
 
+MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+    **TEXT, "num_hidden_layers": 3,
+}  # fmt: skip
+
+
+def granite():
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    config = tf.GraniteMoeHybridConfig(**MAMBA, layer_types=kinds, num_local_experts=0, shared_intermediate_size=48)
+    return built(tf.GraniteMoeHybridForCausalLM, config)
+
+
 MODELS = {
     "qwen3_5": lambda: built(tf.Qwen3_5ForCausalLM, tf.Qwen3_5TextConfig(**HYBRID)),
     "qwen3_5_vl": qwen3_5_vl,
@@ -49,6 +64,9 @@ MODELS = {
     ),
     "olmo_hybrid": lambda: built(tf.OlmoHybridForCausalLM, tf.OlmoHybridConfig(**HYBRID)),
     "lfm2": lfm2,
+    "bamba": lambda: built(tf.BambaForCausalLM, tf.BambaConfig(**MAMBA, attn_layer_indices=[1])),
+    "granite_hybrid": granite,
+    "falcon_h1": lambda: built(tf.FalconH1ForCausalLM, tf.FalconH1Config(**MAMBA, mamba_d_ssm=64)),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
 
@@ -97,8 +115,8 @@ class Erring(Oracle):
 
 
 DRAFTERS = {  # by the lengths of a batch's rows, from answers
-    (9,): lambda answers: ("ngram", Oracle(answers), Erring(answers, 0.3)),
-    (12, 7, 3): lambda answers: (None, "context", Erring(answers, 0.6, 1, True)),
+    (9,): lambda answers: ("ngram", Oracle(answers), TreeOracle(answers, 0.3)),
+    (12, 7, 3): lambda answers: ("context", Erring(answers, 0.6, 1, True), TreeOracle(answers, 0.3, per_row=True)),
 }
 
 
@@ -134,9 +152,9 @@ def test_a_row_of_a_seed_is_as_alone(name):
     options = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": NEW}
     plain = visspec.accelerate(model_of(name), None)
     expected = new_tokens(plain.generate(**inputs, **options, seed=[1, 2, 3]), inputs)
-    drafter = Erring(expected, 0.4, 5)
-    fast = visspec.accelerate(model_of(name), drafter, adaptive=False)
-    assert new_tokens(fast.generate(**inputs, **options, seed=[1, 2, 3]), inputs) == expected
+    for drafter in (TreeOracle(expected, 0.4), Erring(expected, 0.4, 5)):
+        fast = visspec.accelerate(model_of(name), drafter, adaptive=False)
+        assert new_tokens(fast.generate(**inputs, **options, seed=[1, 2, 3]), inputs) == expected
     if not name.endswith("_vl"):
         alone = {"input_ids": inputs["input_ids"][1:2, -7:], "attention_mask": inputs["attention_mask"][1:2, -7:]}
         drafter.answers = expected[1:2]
@@ -204,10 +222,87 @@ def test_states_are_those_of_the_accepted_tokens():
             torch.testing.assert_close(layer.conv_states[0][b], cache.layers[i].conv_states[0][0])
 
 
+def next_round(target, state, draft, paths, following):
+    """Commit paths of a draft, and these tokens behind them."""
+    target.commit(state, draft, visspec.types.Outcome(paths, []))
+    state.position = state.position + torch.tensor([len(path) for path in paths])
+    state.pending = torch.tensor(following)
+
+
+def random_draft(state, size, seed):
+    """A tree of random ids, one row each where `state` has several."""
+    generator = torch.Generator().manual_seed(seed)
+    parent = (-1, *(int(torch.randint(n, (), generator=generator)) for n in range(1, size)))
+    value = torch.randint(5, 88, (len(state.rows), size), generator=generator)
+    value[:, 0] = state.pending
+    return Draft(value, trees.static(parent))
+
+
+def variation(model, target, state, draft, before):
+    """The greatest total variation of the nodes' laws from those of one stock pass over their paths."""
+    law_BNV = target.verify(state, draft).distribution.logits.double().softmax(-1)
+    worst = 0.0
+    for b, ids in enumerate(before):
+        for n, path in enumerate(trees.paths(draft.tree)[0].tolist()):
+            row = torch.tensor([*ids, *(int(draft.value[b, m]) for m in path if m >= 0)])
+            expected = model(input_ids=row[None]).logits[0, -1].double().softmax(-1)
+            worst = max(worst, float((law_BNV[b, n] - expected).abs().sum()) / 2)
+    return worst
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.endswith("_vl")])
+def test_law_of_trees(name, monkeypatch):
+    """In float64 throughout, behind rows that replay different numbers of tokens. Control: each path as another one."""
+    cast = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(
+        torch.Tensor,
+        "to",
+        lambda self, *args, **more: cast(self, *(torch.float64 if a is torch.float32 else a for a in args), **more),
+    )
+    with torch.inference_mode(False):
+        model = MODELS[name]().double()
+    inputs = prompt(name, (8, 5, 3))
+    target, state, _ = opened_model(model, inputs)
+    before = [row[mask.bool()].tolist() for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+    draft = random_draft(state, 8, 1)
+    assert variation(model, target, state, draft, before) < 1e-12
+    paths = [[m for m in trees.paths(draft.tree)[0, n].tolist() if m >= 0] for n in (7, 0, 3)]
+    before = [[*ids, *(int(draft.value[b, m]) for m in path)] for b, (ids, path) in enumerate(zip(before, paths))]
+    next_round(target, state, draft, paths, [11, 12, 13])
+    assert len(set(state.cache.past.replayed)) > 1
+    assert variation(model, target, state, random_draft(state, 20, 2), before) < 1e-12
+    made = recurrent.path_rows
+
+    def swapped(tree):
+        path_BPD, of_BN = made(tree)
+        return path_BPD.roll(1, 1), of_BN
+
+    monkeypatch.setattr(recurrent, "path_rows", swapped)
+    assert variation(model, target, state, random_draft(state, 12, 3), before) > 1e-3
+
+
+@torch.inference_mode()
+def test_the_longest_path_is_not_replayed():
+    """Its state is kept, and is that of stock decoding."""
+    name = "qwen3_5"
+    inputs, expected = prompt(name, (9, 6)), stock(name, (9, 6))
+    target, state, _ = opened_model(model_of(name), inputs)
+    value = torch.tensor([[row[0], 5, row[1], 6, row[2]] for row in expected])
+    draft = Draft(value, trees.static((-1, 0, 0, 2, 2)))
+    target.verify(state, draft)
+    next_round(target, state, draft, [[0, 2, 4], [0, 2]], [expected[0][3], expected[1][2]])
+    assert state.cache.past.replayed == [0, 2]
+    ids = torch.cat([inputs["input_ids"][0], torch.tensor(expected[0][:3])])
+    cache = model_of(name)(input_ids=ids[None], use_cache=True)[CACHE]
+    for i, layer in state.cache.past.layers.items():
+        torch.testing.assert_close(layer.recurrent_states[0][0], cache.layers[i].recurrent_states[0][0])
+        torch.testing.assert_close(layer.conv_states[0][0], cache.layers[i].conv_states[0][0])
+
+
 def test_recurrent_refusals():
     model = model_of("qwen3_5")
-    fast = visspec.accelerate(model)
-    assert fast.name == "context" and not fast.drafter.traits.trees
     with pytest.raises(ValueError, match="drafter: LayerSkip runs layers of the target"):
         visspec.accelerate(model, "layers")
     with pytest.raises(ValueError, match="drafter: got Qwen3_5ForCausalLM with recurrent layers"):
@@ -221,3 +316,9 @@ def test_recurrent_refusals():
     fast = visspec.accelerate(model, Double())
     output = fast.generate(**inputs, max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
     assert getattr(output, CACHE) is None
+
+
+def test_other_steps_than_passes_are_refused():
+    """Zamba 2 computes several tokens behind a state otherwise than one by one, which shows from the third on."""
+    with pytest.raises(ValueError, match="other laws than the same tokens one by one"):
+        visspec.accelerate(tiny_model("Zamba2ForCausalLM"), "ngram")

@@ -17,6 +17,7 @@ from visspec.models.attention.ragged import MASK, Backend, DraftLayout
 from visspec.types import Tree
 
 STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
+HYBRID = "hybrid"  # attends, and keeps a state too
 AttentionInputs = dict[str, Any]  # keyword arguments of a forward pass that say what its nodes attend to
 MOST_KEPT = 1 << 24  # numbers in all shared masks together
 

@@ -5,36 +5,39 @@ before it wherever a row did not take all of the pass; the tokens that it took a
 next pass, before that one's own nodes. A rejection costs no pass of its own. Replays end with a pass that a row takes
 whole, or, should they grow to `MOST` tokens, with a pass over as many of them as brings the rows together most.
 
-Full attention is as ever: replayed tokens are written to the slots where they already stand. Drafts are chains.
-Shapes: B rows, R replayed tokens, N nodes, T = R + N nodes of a pass.
+Full attention is as ever: replayed tokens are written to the slots where they already stand. Of a tree, these layers
+read the paths from the root to each leaf as rows of their own, which start from the row's state (`PathRows`). All other
+layers see the nodes.
+
+Shapes: B rows, R replayed tokens, N nodes, T = R + N nodes of a pass, P paths of a tree, D nodes of a path with what is
+replayed before it, d hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, to_device
-from visspec.types import Draft, Outcome, State
+from visspec.cache import SlotCache, gather_rows, to_device
+from visspec.models.attention.hooks import ModuleHooks
+from visspec.types import Draft, Outcome, State, Tree
 
 MOST = 32  # replayed tokens of a row
 
 
 def state_layers(config: PretrainedConfig) -> dict[int, Any]:
-    """Fresh layers of transformers' own cache that hold a state and nothing else, by number."""
+    """Fresh layers of transformers' own cache that hold a state, some of them beside keys and values, by number."""
     found = enumerate(DynamicCache(config=config).layers)
-    return {
-        i: layer
-        for i, layer in found
-        if isinstance(layer, LinearAttentionCacheLayerMixin) and not isinstance(layer, CacheLayerMixin)
-    }
+    return {i: layer for i, layer in found if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
 
 class RecurrentStateCheckpoints:
@@ -46,6 +49,7 @@ class RecurrentStateCheckpoints:
         self.ids: Tensor | None = None
         self._kept: list[tuple[dict, int, Tensor]] = []
         self._before: list[int] = []
+        self._paths: PathRows | None = None  # of the latest pass, over a tree
 
     def check_written(self, model: PreTrainedModel) -> None:
         """Raises ValueError unless the model keeps the states of all these layers here."""
@@ -61,44 +65,62 @@ class RecurrentStateCheckpoints:
         held = (states for layer in self.layers.values() for states in (layer.conv_states, layer.recurrent_states))
         return [(states, i) for states in held for i, state in states.items() if state is not None]
 
-    def run(self, passing: Callable[[State, Draft], Any], state: State, draft: Draft) -> tuple[Any, Tensor | None]:
-        """A pass over the replayed tokens and the draft. passing: runs a pass and returns its output.
+    def run(
+        self,
+        passing: Callable[[State, Draft], Any],
+        state: State,
+        draft: Draft,
+        modules: dict[int, nn.Module],
+    ) -> tuple[Any, Tensor | None]:
+        """A pass over the replayed tokens and the draft.
 
-        Returns the output, and where in it each row's own nodes are, (B, N); None where they are all there is.
+        Args:
+            passing: Runs a pass and returns its output.
+            modules: The modules that keep the states, by layer.
+
+        Returns:
+            The output, and where in it each row's own nodes are, (B, N); None where they are all there is.
         """
         nodes = draft.tree.size
         while max(self.replayed) > MOST or (nodes == 1 and len(set(self.replayed)) > 1):
             self._settle(passing, state)
-        longest = max(self.replayed)
+        longest, device = max(self.replayed), draft.value.device
+        replayed_B1 = to_device(self.replayed, device)[:, None]
+        self._paths = None if draft.tree.chain else PathRows(modules, self.layers, draft.tree, replayed_B1, longest)
         if longest == 0:
             self._before, self.ids = self.replayed, draft.value
             return self._pass(passing, state, draft, nodes > 1), None
         assert self.ids is not None
-        device = draft.value.device
-        replayed_B1 = to_device(self.replayed, device)[:, None]
         at_BT = torch.arange(longest + nodes, device=device) - replayed_B1
         source_BT = torch.where(at_BT < 0, at_BT + replayed_B1, longest + at_BT.clamp(0, nodes - 1))
         self._before, self.ids = self.replayed, torch.cat([self.ids[:, :longest], draft.value], 1).gather(1, source_BT)
-        chain = trees.chain(longest + nodes - 1, str(device))
-        output = self._pass(passing, state, Draft(self.ids, chain), True)
+        if draft.tree.chain:
+            tree = trees.chain(longest + nodes - 1, str(device))
+        else:
+            tree = behind(draft.tree, replayed_B1, longest)
+        output = self._pass(passing, state, Draft(self.ids, tree), True)
         return output, replayed_B1 + torch.arange(nodes, device=device)
 
     def _pass(self, passing: Callable[[State, Draft], Any], state: State, draft: Draft, keep: bool) -> Any:
-        """A pass from where the states stand; `keep`: set them aside."""
+        """A pass from where the states stand; `keep`: set them aside. Over paths they stay as they are."""
         slots: SlotCache = state.cache.slots
+        keep = keep and self._paths is None
         self._kept = [(states, i, states[i].clone()) for states, i in self._states()] if keep else []
         lengths = slots.lengths
-        if not any(self.replayed):
-            return passing(state, draft)
         back = to_device(self.replayed, state.position.device)
         try:
             slots.lengths = [n - gone for n, gone in zip(lengths, self.replayed)]
-            return passing(replace(state, position=state.position - back), draft)
+            with self._paths or nullcontext():
+                return passing(replace(state, position=state.position - back), draft)
         finally:
             slots.lengths = lengths
 
     def commit(self, outcome: Outcome, nodes: int) -> None:
         """Rows that took all of the pass hold it in their states; the others replay what they took."""
+        paths, self._paths = self._paths, None
+        if paths is not None:
+            self._commit_path(paths, outcome)
+            return
         if not self._kept:
             self.replayed = [0] * len(self.replayed)
             return
@@ -106,6 +128,18 @@ class RecurrentStateCheckpoints:
         width = max(self._before) + nodes
         self._restore([count == width for count in taken])
         self.replayed = [0 if count == width else count for count in taken]
+
+    def _commit_path(self, paths: PathRows, outcome: Outcome) -> None:
+        """The same behind a tree: a row takes all of a pass if it takes a path of the greatest length."""
+        assert self.ids is not None
+        device = self.ids.device
+        nodes = [[*range(n), *(n + node for node in path)] for n, path in zip(self._before, outcome.path)]
+        whole = [len(row) == paths.width for row in nodes]
+        longest = max(map(len, nodes))
+        self.ids = self.ids.gather(1, to_device([row + [0] * (longest - len(row)) for row in nodes], device))
+        if any(whole):
+            paths.keep(to_device(whole, device), to_device([row[-1] for row in nodes], device))
+        self.replayed = [0 if done else len(row) for done, row in zip(whole, nodes)]
 
     def _restore(self, whole: list[bool]) -> None:
         """Put back what was set aside, but for these rows."""
@@ -124,6 +158,7 @@ class RecurrentStateCheckpoints:
         count = max(set(self.replayed) - {0}, key=lambda n: n * sum(r >= n for r in self.replayed))
         device = self.ids.device
         chain = trees.chain(count - 1, str(device))
+        self._paths = None
         self._pass(passing, state, Draft(self.ids[:, :count].contiguous(), chain), True)
         whole = [r >= count for r in self.replayed]
         self._restore(whole)
@@ -152,3 +187,114 @@ class RecurrentStateCheckpoints:
                 ids[len(self.replayed) :, :held] = other.ids[take, :held]
             self.ids = ids
         self.replayed = self.replayed + [other.replayed[b] for b in take]
+
+
+class PathRows(ModuleHooks):
+    """A context in which layers with a state read a tree as its paths from the root to each leaf, a row each.
+
+    A module reads P rows of D nodes for each row of the batch, from copies of the row's state. Each node gets its
+    output in one of the paths that have it. The states in the cache stay those before the pass.
+
+    Args:
+        modules: The modules that keep the states, by layer.
+        layers: Their layers of the cache.
+        tree: The draft's.
+        replayed_B1: How many tokens each row replays before it.
+        longest: The most of them.
+    """
+
+    def __init__(
+        self, modules: dict[int, nn.Module], layers: dict[int, Any], tree: Tree, replayed_B1: Tensor, longest: int
+    ):
+        super().__init__()
+        self.modules, self.layers = modules, layers
+        path_BPD, of_BN = trees.tree_cache(tree, path_rows)
+        rows, (self.paths, own) = len(replayed_B1), path_BPD.shape[1:]
+        self.width = longest + own
+        at_BD = torch.arange(self.width, device=path_BPD.device) - replayed_B1
+        own_BPD = path_BPD.expand(rows, -1, -1).gather(2, at_BD.clamp(0, own - 1)[:, None].expand(-1, self.paths, -1))
+        read_BPD = torch.where(at_BD[:, None] < 0, at_BD[:, None], own_BPD) + replayed_B1[..., None]
+        self.read = read_BPD.flatten(1)
+        at_BT = torch.arange(longest + tree.size, device=path_BPD.device) - replayed_B1
+        node_BT = at_BT.clamp(0, tree.size - 1)
+        path_BT, depth_BT = (x.expand(rows, -1).gather(1, node_BT) for x in (of_BN, tree.depth))
+        self.given = replayed_B1 + torch.where(at_BT < 0, at_BT, path_BT * self.width + depth_BT)
+        self._before: dict[int, list[tuple[dict, int, Tensor | None]]] = {}
+        self._ends: list[tuple[dict, int, Tensor]] = []
+
+    def _put_up(self) -> list[RemovableHandle]:
+        modules = self.modules.values()
+        entering = [module.register_forward_pre_hook(self._entering, with_kwargs=True) for module in modules]
+        return entering + [module.register_forward_hook(self._leaving) for module in modules]
+
+    def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        if not self.calling or kwargs is None:
+            return None
+        hidden_BTd = args[0] if args else kwargs["hidden_states"]
+        hidden_BXd = gather_rows(hidden_BTd, self.read.to(hidden_BTd.device))
+        hidden_XDd = hidden_BXd.view(-1, self.width, hidden_BTd.shape[-1])
+        kwargs = {name: None if name == "attention_mask" else value for name, value in kwargs.items()}  # no padding
+        if args:
+            args = (hidden_XDd, *args[1:])
+        else:
+            kwargs["hidden_states"] = hidden_XDd
+        layer: Any = self.layers[module.layer_idx]  # type: ignore[index]
+        held = [
+            (states, i, state) for states in (layer.conv_states, layer.recurrent_states) for i, state in states.items()
+        ]
+        self._before[id(module)] = held
+        for states, i, state in held:
+            states[i] = None if state is None else state.repeat_interleave(self.paths, 0)
+        return args, kwargs
+
+    def _leaving(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if not self.calling:
+            return None
+        for states, i, before in self._before.pop(id(module)):
+            if (after := states[i]) is not None:
+                self._ends.append((states, i, after))
+                states[i] = torch.zeros_like(after[:: self.paths]) if before is None else before
+        return tuple(map(self._gathered, output)) if isinstance(output, tuple) else self._gathered(output)
+
+    def _gathered(self, found_XDd: Tensor) -> Tensor:
+        """The nodes' outputs, from those of their paths."""
+        found_BXd = found_XDd.reshape(len(self.read), -1, found_XDd.shape[-1])
+        return gather_rows(found_BXd, self.given.to(found_BXd.device))
+
+    def keep(self, whole_B: Tensor, last_B: Tensor) -> None:
+        """Give rows the states at the end of the path that has their last node."""
+        first_B = torch.arange(len(self.given), device=self.given.device)[:, None] * self.paths
+        path_B = (first_B + self.given.gather(1, last_B[:, None]) // self.width)[:, 0]
+        for states, i, after in self._ends:
+            whole = whole_B.to(after.device).view(-1, *[1] * (after.dim() - 1))
+            states[i] = torch.where(whole, after[path_B.to(after.device)], states[i])
+
+
+def path_rows(tree: Tree) -> tuple[Tensor, Tensor]:
+    """The paths to a tree's leaves.
+
+    Returns:
+        (1|B, P, D) their nodes, filled with the root; (1|B, N) the number of a path that has a node. On a CUDA device,
+        where counting leaves would wait for it, every node is taken for one.
+    """
+    parent_BN = tree.parent
+    inner_BN = torch.zeros(len(parent_BN), tree.size + 1, dtype=torch.long, device=parent_BN.device)
+    inner_BN = inner_BN.scatter(1, parent_BN + 1, 1)[:, 1:]
+    count = tree.size if parent_BN.is_cuda else int((1 - inner_BN).sum(dim=1).max())
+    leaf_BP = inner_BN.argsort(dim=1, stable=True)[
+        :, :count, None
+    ]  # in a tree of fewer leaves, other nodes behind them
+    path_BPD = trees.paths(tree).gather(1, leaf_BP.expand(-1, -1, tree.levels + 1)).clamp(min=0)
+    return path_BPD, tree.ancestor.gather(1, leaf_BP.expand(-1, -1, tree.size)).long().argmax(dim=1)
+
+
+def behind(tree: Tree, replayed_B1: Tensor, longest: int) -> Tree:
+    """A draft's tree below the last of the tokens that each row replays. Rows that replay fewer have more children of
+    the first token at the end, which nobody reads.
+    """
+    rows, size = len(replayed_B1), longest + tree.size
+    place = torch.arange(size, device=replayed_B1.device)
+    at_BT = place - replayed_B1
+    own_BT = tree.parent.expand(rows, -1).gather(1, at_BT.clamp(0, tree.size - 1)) + replayed_B1
+    parent_BT = torch.where(at_BT < 0, place - 1, torch.where(at_BT < tree.size, own_BT, 0))
+    return trees.from_parents(parent_BT, longest + tree.levels)

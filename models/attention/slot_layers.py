@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from visspec.cache import SlotCache
@@ -55,6 +56,18 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
+class StateSlotLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[override]
+    """A layer with keys and values, and a state."""
+
+    def __init__(self, slots: SlotCache, index: int, number_of_states: int):
+        SlotLayer.__init__(self, slots, index)
+        LinearAttentionLayer.__init__(self, number_of_states)
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        LinearAttentionLayer.lazy_initialization(self, *args, **kwargs)
+        self.is_initialized = True
+
+
 class SlotLayers(Cache):
     """What a model is given as its cache; `slots` is what the loop works with.
 
@@ -69,10 +82,13 @@ class SlotLayers(Cache):
 
     def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
         self.slots, self.rows = SlotCache(rows, answer, lean), list(range(rows))
+        states = dict(states or {})
+        for i, layer in states.items():
+            if isinstance(layer, CacheLayerMixin):
+                states[i] = StateSlotLayer(self.slots, i, states[i].number_of_states)
         self.past = RecurrentStateCheckpoints(states, rows) if states else None
         self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
         self.written: dict[int, int] = {}
-        states = states or {}
         super().__init__(layers=[states.get(i) or SlotLayer(self.slots, i) for i in range(max(states, default=-1) + 2)])
 
     def over(self, stores: list[torch.Tensor], rows: int, length: int) -> SlotLayers:
@@ -180,6 +196,18 @@ def cached_layers(config: PretrainedConfig) -> dict[int, int]:
     """Layers in which transformers' own cache keeps keys and values for a configuration, each with its window or 0."""
     layers = enumerate(DynamicCache(config=config).layers)
     return {i: getattr(layer, "sliding_window", 0) for i, layer in layers if isinstance(layer, CacheLayerMixin)}
+
+
+def state_modules(decoder: nn.Module, layers: Collection[int]) -> dict[int, nn.Module]:
+    """The modules of a decoder that read and write the states of these layers, by what their methods call."""
+    candidates: Iterator[tuple[Any, nn.Module]] = ((getattr(m, "layer_idx", None), m) for m in decoder.modules())
+    return {index: module for index, module in candidates if index in layers and _writes_states(type(module))}
+
+
+def _writes_states(kind: type[nn.Module]) -> bool:
+    functions = (inspect.unwrap(value) for base in kind.__mro__ for value in vars(base).values() if callable(value))
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return any(code is not None and "update_conv_state" in code.co_names for code in codes)
 
 
 def restarts(model: GenerationMixin, cached: int, length: int) -> bool:

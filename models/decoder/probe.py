@@ -30,7 +30,7 @@ from visspec.loop.output import TokenBuffer
 from visspec.models.attention import ragged, rotary
 from visspec.models.attention.hooks import HOOKING
 from visspec.models.attention.recurrent import state_layers
-from visspec.models.attention.slot_layers import CACHE_NAMES, SlotLayer, SlotLayers
+from visspec.models.attention.slot_layers import CACHE_NAMES, SlotLayer, SlotLayers, StateSlotLayer
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ LOGGER = logging.getLogger(__name__)
 PARENT, PATH = (-1, 0, 0, 2, 2, 4), (0, 2, 4, 5)  # the path's slots are not its depths
 SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of the other, and at most
 BESIDE_WINDOW = 16
+BEHIND_STATE = 8  # tokens that a state takes together and one by one: some models differ only in later ones
 EXPECTED = "a decoder of ids that attends by the mask and the positions it is given"
 SPECIAL = ("pad", "bos", "eos")
 FULL_PRECISION = (torch.float32, torch.float64)
@@ -237,7 +238,7 @@ def _probe(target: HFDecoder) -> ProbeResult:
     exact, error = _exact(target.model), 0.0
     try:
         if target.states:  # several tokens behind a state, as if they came one by one
-            together, apart = _alone(target, 0, (1, len(PATH) - 1)), _alone(target, 0, (1,) * len(PATH))
+            together, apart = _alone(target, 0, (1, BEHIND_STATE)), _alone(target, 0, (1,) * (1 + BEHIND_STATE))
             error, limit = _difference(together, apart, exact)
             if error > limit:
                 return ProbeResult(_unlike(name, error))
@@ -343,7 +344,9 @@ class _StockSlots(SlotLayers):
         super().__init__(len(slots.lengths))
         self.slots = slots
         count = max([*windows, *states]) + 1
-        self.layers = [states.get(i) or _StockLayer(slots, i, windows.get(i, 0)) for i in range(count)]
+        both = {i: StateSlotLayer(slots, i, states[i].number_of_states) for i in states if i in windows}
+        own = {**states, **both}
+        self.layers = [own.get(i) or _StockLayer(slots, i, windows.get(i, 0)) for i in range(count)]
 
     def update(self, key_states, value_states, layer_idx: int, *args, **kwargs):
         pair = super().update(key_states, value_states, layer_idx)
@@ -438,9 +441,9 @@ def _plain_continuation(
     target: HFDecoder, slots: _RandomSlots, widths: tuple[int, ...], real_RS: Tensor | None = None
 ) -> Tensor:
     """Logits of the path as a plain continuation, under transformers' own mask."""
-    rows, size, before = len(slots.lengths), len(PATH), slots.length
+    rows, size, before = len(slots.lengths), sum(widths), slots.length
     cache = _StockSlots(target.cached, slots, state_layers(target.model.config) if target.states else {})
-    ids_RP = _tokens(target)[:, _shape(target)[1]].repeat(rows, 1)
+    ids_RP = _tokens(target)[:, _shape(target)[1]].repeat(rows, -(-size // len(PATH)))[:, :size]
     position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
     logits = []
     for first, step in zip(accumulate(widths, initial=0), widths):

@@ -25,9 +25,16 @@ from visspec.distributions import Categorical
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention import draft_attention, ragged, rotary
 from visspec.models.attention.hooks import DecoderRecorder
-from visspec.models.attention.masks import STATEFUL, AttentionInputs, Masks
+from visspec.models.attention.masks import HYBRID, STATEFUL, AttentionInputs, Masks
 from visspec.models.attention.recurrent import state_layers
-from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument, cached_layers, restarts
+from visspec.models.attention.slot_layers import (
+    CACHE,
+    SlotLayers,
+    cache_argument,
+    cached_layers,
+    restarts,
+    state_modules,
+)
 from visspec.models.decoder import invariant, probe
 from visspec.models.decoder.layer_subset import LayerSubset
 from visspec.models.layers import depth
@@ -91,6 +98,9 @@ class HFDecoder(RunningTarget):
         self._outputs = {"output_hidden_states": list(features) if LISTED_FEATURES else True} if inner else {}
         self.rotary, self.cached = rotary.modules(self.decoder), cached_layers(model.config)
         self.states = state_layers(model.config)
+        self.state_modules = state_modules(self.decoder, self.states)
+        if len(self.state_modules) < len(self.states):
+            self.capabilities = replace(self.capabilities, trees=False)
         self.restarts = restarts(model, 1, 2 * max(getattr(text, "max_position_embeddings", None) or 1, 2))
         self.probed = check and self.device.type != "meta"
         answer = probe.check(self) if check else probe.ProbeResult()
@@ -258,7 +268,7 @@ class HFDecoder(RunningTarget):
         if past is None:
             (output, seen), own_BN = self._pass(model, state, draft), None
         else:
-            (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft)
+            (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft, self.state_modules)
         found = self.features(output, seen), seen["last_hidden_state"] if self.head_states else None
         features, states = (None if values is None else _of(values, own_BN)[:, :size] for values in found)
         return _of(output.logits, own_BN)[:, :size], features, states
@@ -398,9 +408,10 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
     if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
         raise ValueError(f"model: {name} decodes in a loop of its own, expected transformers' own")
     kinds = set(getattr(text, "layer_types", None) or ())
-    states, strange = bool(kinds & set(STATEFUL)), bool(kinds - {*ATTENDING, *STATEFUL})
-    if strange or (states and not kinds & ATTENDING) or (getattr(model, "_is_stateful", False) and not states):
-        found = ", ".join(sorted(kinds - ATTENDING)) or "recurrent layers"
+    states, strange = bool(kinds & {*STATEFUL, HYBRID}), kinds - {*ATTENDING, *STATEFUL, HYBRID}
+    attends = bool(kinds & {*ATTENDING, HYBRID})
+    if strange or (states and not attends) or (getattr(model, "_is_stateful", False) and not states):
+        found = ", ".join(sorted(strange or kinds - ATTENDING)) or "recurrent layers"
         raise ValueError(
             f"model: {name} has {found}, expected full or sliding attention (rejected tokens could not be undone)"
         )
@@ -424,7 +435,7 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
         prompt_ids=getattr(model.get_input_embeddings(), "num_embeddings", 0),
         never_drafted=content_ids(config),
         feature_layers=tuple(features),
-        trees=not states,
+        trees=True,
         layers=0 if states else text.num_hidden_layers,
     )
 

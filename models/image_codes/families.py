@@ -29,8 +29,8 @@ def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: A
     unknown = sorted(set(parts) - set(signature(family).parameters))
     if unknown:
         raise ValueError(f"{unknown[0]}: got one for a model of the type {kind!r}, which takes none")
-    if hasattr(codec := parts.get("codec"), "to"):  # it may have been loaded on its own
-        codec.to(model.device)
+    if isinstance(codec := parts.get("codec"), nn.Module):  # it may have been loaded on its own
+        codec.to(cast(Any, model).device)
     return family(model, processor, **parts)
 
 

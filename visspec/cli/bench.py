@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from rich.console import Console
@@ -154,7 +154,7 @@ def throughput(
         batches: The same as a batch for each group, as (index, inputs).
         warm: Batches of others.
     """
-    slots, model = len(groups[0]), fast.model
+    slots, model = len(groups[0]), cast(Any, fast.model)
     list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
     arms: dict[str, Callable[[int], Any]] = {
         "stream": lambda part: list(fast.stream(chain(*groups[part::PARTS]), slots=slots, **options)),

@@ -139,7 +139,7 @@ def bench_caption(
         rows.append(row)
     record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
     record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
-    if "categories" in record:
+    if data is not None and "categories" in record:
         record["turns_left_out"] = sum(prompt.later for prompt in data)
     if arguments.stream:
         fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)

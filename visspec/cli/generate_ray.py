@@ -33,7 +33,8 @@ def run_ray(arguments: Options) -> int:
         raise ValueError("prompt: got none, expected at least one")
     if arguments.prompts is not None:
         sources.prompts(arguments.prompts)  # raises for a file that isn't there
-    drawing, about = settings(arguments), {"model": arguments.model or included.image_model()}
+    drawing = settings(arguments)
+    about: dict[str, Any] = {"model": arguments.model or included.image_model()}
     about |= {name: getattr(arguments, name) for name in ("preset", "seed", *CHOSEN)}
     about |= {name: value for name, value in drawing.items() if name != "batch_size"}
     about |= {"batch_invariant": True} if arguments.batch_invariant else {}

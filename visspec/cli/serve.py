@@ -6,7 +6,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from visspec.cli.arguments import ModelOptions, load
 from visspec.io.options import Positive, number, option
@@ -52,8 +52,8 @@ def run(arguments: Options) -> int:
     fast, processor = load(arguments)
     pipe = None
     if arguments.image_model is not None:
-        how = {"batch_invariant": arguments.batch_invariant}
-        pipe = ImagePipeline.from_pretrained(arguments.image_model, **how, **arguments.hardware)
+        how: dict[str, Any] = arguments.hardware | {"batch_invariant": arguments.batch_invariant}
+        pipe = ImagePipeline.from_pretrained(arguments.image_model, **how)
         pipe.set_progress_bar_config(disable=True)
     sizes = {name: getattr(arguments, name) for name in ("slots", "max_new_tokens", "max_pixels", "prefix_cache")}
     text = TextWorker(arguments.model or included.text_model(), fast, processor, **sizes)
