@@ -6,11 +6,11 @@ from collections.abc import Callable
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
+from torch import nn
+
 from visspec import registry
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 
 
