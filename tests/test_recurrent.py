@@ -284,8 +284,10 @@ def test_law_of_trees(name, monkeypatch):
 
 
 @torch.inference_mode()
-def test_the_longest_path_is_not_replayed():
-    """Its state is kept, and is that of stock decoding."""
+@pytest.mark.parametrize("most", [recurrent.MOST_BYTES, 0])
+def test_the_longest_path_is_not_replayed(most, monkeypatch):
+    """Its state is kept, and is that of stock decoding, unless the states of all paths take too much memory."""
+    monkeypatch.setattr(recurrent, "MOST_BYTES", most)
     name = "qwen3_5"
     inputs, expected = prompt(name, (9, 6)), stock(name, (9, 6))
     target, state, _ = opened_model(model_of(name), inputs)
@@ -293,7 +295,9 @@ def test_the_longest_path_is_not_replayed():
     draft = Draft(value, trees.static((-1, 0, 0, 2, 2)))
     target.verify(state, draft)
     next_round(target, state, draft, [[0, 2, 4], [0, 2]], [expected[0][3], expected[1][2]])
-    assert state.cache.past.replayed == [0, 2]
+    assert state.cache.past.replayed == [0 if most else 3, 2]
+    if not most:
+        return
     ids = torch.cat([inputs["input_ids"][0], torch.tensor(expected[0][:3])])
     cache = model_of(name)(input_ids=ids[None], use_cache=True)[CACHE]
     for i, layer in state.cache.past.layers.items():

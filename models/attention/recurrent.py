@@ -32,6 +32,7 @@ from visspec.models.attention.hooks import ModuleHooks
 from visspec.types import Draft, Outcome, State, Tree
 
 MOST = 32  # replayed tokens of a row
+MOST_BYTES = 1 << 28  # of states at the ends of paths; where they take more, every path is replayed
 
 
 def state_layers(config: PretrainedConfig) -> dict[int, Any]:
@@ -134,7 +135,7 @@ class RecurrentStateCheckpoints:
         assert self.ids is not None
         device = self.ids.device
         nodes = [[*range(n), *(n + node for node in path)] for n, path in zip(self._before, outcome.path)]
-        whole = [len(row) == paths.width for row in nodes]
+        whole = [paths.ends_kept and len(row) == paths.width for row in nodes]
         longest = max(map(len, nodes))
         self.ids = self.ids.gather(1, to_device([row + [0] * (longest - len(row)) for row in nodes], device))
         if any(whole):
@@ -221,6 +222,12 @@ class PathRows(ModuleHooks):
         self.given = replayed_B1 + torch.where(at_BT < 0, at_BT, path_BT * self.width + depth_BT)
         self._before: dict[int, list[tuple[dict, int, Tensor | None]]] = {}
         self._ends: list[tuple[dict, int, Tensor]] = []
+        self._bytes = 0
+
+    @property
+    def ends_kept(self) -> bool:
+        """Whether the states at the ends of all paths are kept (`keep`)."""
+        return self._bytes <= MOST_BYTES
 
     def _put_up(self) -> list[RemovableHandle]:
         modules = self.modules.values()
@@ -252,7 +259,8 @@ class PathRows(ModuleHooks):
             return None
         for states, i, before in self._before.pop(id(module)):
             if (after := states[i]) is not None:
-                self._ends.append((states, i, after))
+                self._bytes += after.nbytes
+                self._ends = [*self._ends, (states, i, after)] if self.ends_kept else []
                 states[i] = torch.zeros_like(after[:: self.paths]) if before is None else before
         return tuple(map(self._gathered, output)) if isinstance(output, tuple) else self._gathered(output)
 
