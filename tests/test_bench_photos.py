@@ -60,11 +60,11 @@ def test_the_page_answers_the_question_with_its_commands(home, monkeypatch, caps
     commands = [line for block in re.findall(r"```\n(.*?)```", text, re.S) for line in block.splitlines()]
     converting, comparing, others = (shlex.split(line)[1:] for line in commands)
     assert main([*converting, *tiny_sizes]) == 0
-    assert main([*comparing, "--quality", "4", "--count", "1", *TINY]) == 0
+    assert main([*comparing, "--quality", "4", "--count", "2", *TINY]) == 0
     printed = capsys.readouterr().out
     record = json.loads((home / "lantern.json").read_text())
     rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows) == ["plain", "lantern", "gsd"] and record["n_prompts"] == 1
+    assert list(rows) == ["plain", "lantern", "gsd"] and record["n_prompts"] == 2
     for name, row in rows.items():
         assert row["quality_n"] == 4 and row["fd_name"] == "FD[random-conv]" and name in printed
     for head in re.findall(r"^\| ([^|]+) \|", text, re.M)[2:]:

@@ -78,13 +78,14 @@ def test_a_model_knows_its_drafter(tmp_path):
     bare = model_of("llava")
     assert visspec.accelerate(bare).name == "context"
     for written, name in ((make("llava", "eagle3"), "drafter"), ("ngram", "ngram"), (None, "context")):
-        visspec.accelerate(bare, written).save_pretrained(tmp_path)
-        model = type(bare).from_pretrained(tmp_path)
+        folder = tmp_path / name
+        visspec.accelerate(bare, written).save_pretrained(folder)
+        model = type(bare).from_pretrained(folder)
         fast = visspec.accelerate(model)
         assert fast.name == name and visspec.accelerate(model, "ngram").name == "ngram"
-        fast.save_pretrained(tmp_path / name)
-        assert visspec.Accelerated.from_pretrained(tmp_path / name).name == name
-    (tmp_path / "visspec.json").write_text('{"drafter": {"folder": "../elsewhere"}}')
+        fast.save_pretrained(folder / "again")
+        assert visspec.Accelerated.from_pretrained(folder / "again").name == name
+    (folder / "visspec.json").write_text('{"drafter": {"folder": "../elsewhere"}}')
     with pytest.raises(ValueError, match="drafter of"):
         visspec.accelerate(model)
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
-
 from visspec import registry
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 
 
@@ -29,7 +29,8 @@ def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: A
     unknown = sorted(set(parts) - set(signature(family).parameters))
     if unknown:
         raise ValueError(f"{unknown[0]}: got one for a model of the type {kind!r}, which takes none")
-    if isinstance(codec := parts.get("codec"), nn.Module):  # it may have been loaded on its own
+    codec: Any = parts.get("codec")
+    if hasattr(codec, "to"):  # it may have been loaded on its own
         codec.to(cast(Any, model).device)
     return family(model, processor, **parts)
 
