@@ -41,6 +41,12 @@ def state_layers(config: PretrainedConfig) -> dict[int, Any]:
     return {i: layer for i, layer in found if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
 
+def states_of(layer: Any) -> list[tuple[dict, int, Tensor | None]]:
+    """The states of a layer of the cache: each with its dictionary and its key."""
+    both = layer.conv_states, layer.recurrent_states
+    return [(states, i, state) for states in both for i, state in states.items()]
+
+
 class RecurrentStateCheckpoints:
     """The states of a request, and the tokens of each row that they do not hold yet: ids (B, R), at the left."""
 
@@ -63,8 +69,8 @@ class RecurrentStateCheckpoints:
 
     def _states(self) -> list[tuple[dict, int]]:
         """Where the tensors are: a dictionary of a layer, and a key."""
-        held = (states for layer in self.layers.values() for states in (layer.conv_states, layer.recurrent_states))
-        return [(states, i) for states in held for i, state in states.items() if state is not None]
+        held = (one for layer in self.layers.values() for one in states_of(layer))
+        return [(states, i) for states, i, state in held if state is not None]
 
     def run(
         self,
@@ -86,12 +92,12 @@ class RecurrentStateCheckpoints:
         while max(self.replayed) > MOST or (nodes == 1 and len(set(self.replayed)) > 1):
             self._settle(passing, state)
         longest, device = max(self.replayed), draft.value.device
-        replayed_B1 = to_device(self.replayed, device)[:, None]
-        self._paths = None if draft.tree.chain else PathRows(modules, self.layers, draft.tree, replayed_B1, longest)
+        self._paths = None if draft.tree.chain else PathRows(modules, self.layers, draft.tree, self.replayed)
         if longest == 0:
             self._before, self.ids = self.replayed, draft.value
             return self._pass(passing, state, draft, nodes > 1), None
         assert self.ids is not None
+        replayed_B1 = to_device(self.replayed, device)[:, None]
         at_BT = torch.arange(longest + nodes, device=device) - replayed_B1
         source_BT = torch.where(at_BT < 0, at_BT + replayed_B1, longest + at_BT.clamp(0, nodes - 1))
         self._before, self.ids = self.replayed, torch.cat([self.ids[:, :longest], draft.value], 1).gather(1, source_BT)
@@ -108,6 +114,8 @@ class RecurrentStateCheckpoints:
         keep = keep and self._paths is None
         self._kept = [(states, i, states[i].clone()) for states, i in self._states()] if keep else []
         lengths = slots.lengths
+        if not any(self.replayed) and self._paths is None:
+            return passing(state, draft)
         back = to_device(self.replayed, state.position.device)
         try:
             slots.lengths = [n - gone for n, gone in zip(lengths, self.replayed)]
@@ -200,15 +208,13 @@ class PathRows(ModuleHooks):
         modules: The modules that keep the states, by layer.
         layers: Their layers of the cache.
         tree: The draft's.
-        replayed_B1: How many tokens each row replays before it.
-        longest: The most of them.
+        replayed: How many tokens each row replays before it.
     """
 
-    def __init__(
-        self, modules: dict[int, nn.Module], layers: dict[int, Any], tree: Tree, replayed_B1: Tensor, longest: int
-    ):
+    def __init__(self, modules: dict[int, nn.Module], layers: dict[int, Any], tree: Tree, replayed: list[int]):
         super().__init__()
         self.modules, self.layers = modules, layers
+        longest, replayed_B1 = max(replayed), to_device(replayed, tree.parent.device)[:, None]
         path_BPD, of_BN = trees.tree_cache(tree, path_rows)
         rows, (self.paths, own) = len(replayed_B1), path_BPD.shape[1:]
         self.width = longest + own
@@ -226,7 +232,7 @@ class PathRows(ModuleHooks):
 
     @property
     def ends_kept(self) -> bool:
-        """Whether the states at the ends of all paths are kept (`keep`)."""
+        """True while the states at the ends of all paths take no more than `MOST_BYTES`."""
         return self._bytes <= MOST_BYTES
 
     def _put_up(self) -> list[RemovableHandle]:
@@ -245,11 +251,7 @@ class PathRows(ModuleHooks):
             args = (hidden_XDd, *args[1:])
         else:
             kwargs["hidden_states"] = hidden_XDd
-        layer: Any = self.layers[module.layer_idx]  # type: ignore[index]
-        held = [
-            (states, i, state) for states in (layer.conv_states, layer.recurrent_states) for i, state in states.items()
-        ]
-        self._before[id(module)] = held
+        self._before[id(module)] = held = states_of(self.layers[module.layer_idx])  # type: ignore[index]
         for states, i, state in held:
             states[i] = None if state is None else state.repeat_interleave(self.paths, 0)
         return args, kwargs
@@ -260,7 +262,9 @@ class PathRows(ModuleHooks):
         for states, i, before in self._before.pop(id(module)):
             if (after := states[i]) is not None:
                 self._bytes += after.nbytes
-                self._ends = [*self._ends, (states, i, after)] if self.ends_kept else []
+                self._ends.append((states, i, after))
+                if not self.ends_kept:
+                    self._ends.clear()
                 states[i] = torch.zeros_like(after[:: self.paths]) if before is None else before
         return tuple(map(self._gathered, output)) if isinstance(output, tuple) else self._gathered(output)
 
@@ -289,9 +293,7 @@ def path_rows(tree: Tree) -> tuple[Tensor, Tensor]:
     inner_BN = torch.zeros(len(parent_BN), tree.size + 1, dtype=torch.long, device=parent_BN.device)
     inner_BN = inner_BN.scatter(1, parent_BN + 1, 1)[:, 1:]
     count = tree.size if parent_BN.is_cuda else int((1 - inner_BN).sum(dim=1).max())
-    leaf_BP = inner_BN.argsort(dim=1, stable=True)[
-        :, :count, None
-    ]  # in a tree of fewer leaves, other nodes behind them
+    leaf_BP = inner_BN.argsort(dim=1, stable=True)[:, :count, None]  # then inner nodes, in rows of fewer leaves
     path_BPD = trees.paths(tree).gather(1, leaf_BP.expand(-1, -1, tree.levels + 1)).clamp(min=0)
     return path_BPD, tree.ancestor.gather(1, leaf_BP.expand(-1, -1, tree.size)).long().argmax(dim=1)
 
