@@ -2,6 +2,7 @@
 nodes.
 """
 
+import random
 from types import SimpleNamespace as Bag
 
 import pytest
@@ -87,6 +88,7 @@ def test_a_tree_follows_matches_and_candidates():
     assert max(node.depth for node in tree) <= 3
     small = one.grow(nodes=2, depth=3)
     assert tokens(small) == tokens(tree)[:2]
+    assert one.widen(nodes=32, depth=3) == tree, "a tree may grow in steps"
 
 
 def test_a_chain_has_one_node_a_level():
@@ -245,6 +247,18 @@ def test_the_policy_finds_the_best_size():
     for seconds in (lambda n: 1.0, lambda n: 1 + 0.02 * n, lambda n: 1 + 0.3 * (n > 1) + 0.05 * n, lambda n: float(n)):
         best = min((seconds(n) + 0.003) / expected[n - 1] for n in SIZES if n <= 33)
         assert drafted(AdaptiveLength(), seconds, expected)[0] < 1.04 * best
+
+
+def test_a_machine_that_stands_still_now_and_then_ends_no_drafts():
+    """The costs of a batch of eight on a CPU, where a draft gains little. One pass in thirty takes six times as long."""
+    seconds = {1: 1.0, 2: 1.12, 3: 1.23, 4: 1.33, 6: 1.6, 8: 1.85}
+    expected = [1.0, 1.27, 1.41, 1.53, 1.6, 1.65, 1.7, 1.74, *(1.74 + 0.02 * n for n in range(25))]
+    slow, rounds = random.Random(3), 600
+
+    def stalling(n):
+        return seconds.get(n, 0.9 + 0.12 * n) * (6 if slow.random() < 1 / 30 else 1)
+
+    assert drafted(AdaptiveLength(), stalling, expected, rounds)[1] > 0.9 * rounds
 
 
 def test_two_rows_that_cost_more_than_eight_are_found():

@@ -143,7 +143,9 @@ class RowContext:
         self.index, self.prompt = TextIndex(), len(prompt)
         self.ids = self.index.ids
         self.tree: list[Node] = []
-        self.heap: list[tuple[float, int, int, int]] = []  # (-reach, order, parent, token) of what the tree may get next
+        self.heap: list[
+            tuple[float, int, int, int]
+        ] = []  # (-reach, order, parent, token) of what the tree may get next
         self._append(prompt)
 
     def extend(self, output: Sequence[int]) -> None:
@@ -332,7 +334,11 @@ class ContextDrafter(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         memory: Memory = state.memory
         memory.receive()
-        rows, chain, nodes = [memory.rows[row] for row in state.rows], not self.traits.trees, min(FIRST_NODES, self.nodes)
+        rows, chain, nodes = (
+            [memory.rows[row] for row in state.rows],
+            not self.traits.trees,
+            min(FIRST_NODES, self.nodes),
+        )
         for row, context in zip(state.rows, rows):
             context.extend(state.tokens[row])
             context.grow(nodes, depth, chain)

@@ -36,9 +36,8 @@ WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97  # of acceptance, a round
 MEMORY = 10  # measurements that the seconds of a size are averaged over
 OUTLIER, STALLED = 1.5, 3.0  # times the known seconds; more counts as so much. The second for a first measurement
-OPTIMISM = 0.95  # of the interpolated seconds of a size that was not measured, so that it is tried
-SLOPE = 0.5  # of what a node costs between the largest measured sizes, for each node beyond them
-REACH = 4  # times the largest measured size: larger ones are not tried yet
+OPTIMISM = 0.95  # of the seconds on the line through measured sizes, so that a size that was not measured is tried
+REACH = 2  # times the largest measured size: larger ones are not tried yet
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0
 MISSES = 2 / 3  # share of a narrower structure's misses that are expected of a wider one before it was drafted
 GAIN, DOUBTED_GAIN = 1.02, 1.06  # over plain decoding that a draft must promise; the second after drafts did not pay
@@ -85,13 +84,14 @@ class CostTable:
         i = bisect_left(known, size)
         if i == 0:
             return self.seconds[known[0]] if known else 0.0
-        beyond = i == len(known)
-        if beyond and i < 3:  # the step from one node to two says nothing about the next ones
-            return self.seconds[known[-1]]
-        low, high = known[-2:] if beyond else known[i - 1 : i + 1]
+        if i == len(known):
+            if i < 3:  # the step from one node to two says nothing about the next ones
+                return self.seconds[known[-1]]
+            i -= 1
+        low, high = known[i - 1 : i + 1]
         first, last = self.seconds[low], self.seconds[high]
-        slope = (last - first) / (high - low)
-        return last + SLOPE * max(slope, 0.0) * (size - high) if beyond else OPTIMISM * (first + slope * (size - low))
+        seconds = OPTIMISM * (first + (last - first) * (size - low) / (high - low))
+        return max(seconds, last) if size > high else seconds
 
     def padded(self, size: int) -> int:
         """The cheapest measured size that holds `size`, itself unless another costs clearly less."""
@@ -390,7 +390,9 @@ class AdaptiveLength(DraftLengthPolicy):
         levels, committed, _ = trace.rounds[-1]
         if levels:
             usual = costs.passes.at(trace.nodes) + costs.draft(trace.structure).at(levels)
-            known = costs.passes.counts.get(trace.nodes, 0) > 1  # then a machine that stood still costs the draft nothing
+            known = (
+                costs.passes.counts.get(trace.nodes, 0) > 1
+            )  # then a machine that stood still costs the draft nothing
             seconds = usual if known else min(seconds, 2 * usual)
             costs.dearest = max(costs.dearest, seconds)
             spent = seconds - costs.step * sum(committed) / len(committed)
