@@ -102,7 +102,7 @@ def test_auto_is_the_same_everywhere(folder, tmp_path):
     argv = ["train", "drafter", "--target", home, "--data", home / "data.jsonl", "--out", home / "drafter"]
     assert main([*map(str, argv), "--answers", "own", "--steps", "2", "--rows", "2"]) == 0
     model, _ = loading.load(str(home))
-    assert default_drafter(model)[0] == home / "drafter"
+    assert default_drafter(model)[0] == f"{home / 'drafter'}:copies=true"
     hook = visspec.speculative()
     model.generate(torch.arange(5, 25)[None], max_new_tokens=3, custom_generate=hook)
     found = [visspec.accelerate(model), Accelerated.from_pretrained(home), hook.fast]
