@@ -285,6 +285,7 @@ def test_pace_asks_within_limits(data, levels):
             rounds=[],
             requested=0,
             structure=OWN,
+            counted=False,
             context=data.draw(st.sampled_from([0, 40, 5000])),
         )
         state = Bag(budget=budget, rows=[0], trace=trace)

@@ -108,10 +108,10 @@ def test_auto_is_the_same_everywhere(folder, tmp_path):
     found = [visspec.accelerate(model), Accelerated.from_pretrained(home), hook.fast]
     found.append(arguments.load(caption.Options(model=str(home), image=[]))[0])
     found.append(arguments.load(serve.Options(model=str(home)))[0])
-    assert [type(fast.drafter).__name__ for fast in found] == ["EagleDrafter"] * len(found)
+    assert [type(fast.drafter).__name__ for fast in found] == ["MergedDrafter"] * len(found)
     short = ["--max-new-tokens", "2", "--count", "1", "--json", str(tmp_path / "b")]
     assert main(["bench", "text", "--model", str(home), *short]) == 0
-    assert str(home / "drafter") in {row["name"] for row in json.loads((tmp_path / "b").read_text())["rows"]}
+    assert f"{home / 'drafter'}:copies=true" in {row["name"] for row in json.loads((tmp_path / "b").read_text())["rows"]}
 
 
 def test_bench_text(folder, tmp_path):
