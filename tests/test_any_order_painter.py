@@ -169,14 +169,6 @@ def test_batch_of_masks(pipe, picture):
     assert torch.equal(pipe(TEXTS, picture, masks[0], seed=[3, 4]).tokens[0], together.tokens[0])
 
 
-def test_every_image_has_the_picture_of_its_prompt(pipe, picture):
-    pictures, mask = [picture, picture.transpose(Image.Transpose.ROTATE_90)], masked()
-    out = pipe(TEXTS[:2], pictures, mask, seed=3, num_images_per_prompt=2, batch_size=3)
-    assert out.prompts == [TEXTS[0], TEXTS[0], TEXTS[1], TEXTS[1]]
-    for made, before in zip(out.images, [pictures[0], pictures[0], pictures[1], pictures[1]], strict=True):
-        assert (np.asarray(made)[mask == 0] == np.asarray(before)[mask == 0]).all()
-
-
 def test_interrupted_rows_keep_their_pictures(pipe, picture):
     """The second of two rows is finished when the call ends, the first is not."""
 
@@ -201,17 +193,6 @@ def test_codes_are_pictures_too(pipe):
     shown = pipe(TEXTS[1], first.images[0], masked(), seed=4, output_type="pt").images[0]
     whole = pipe.family.pixels(first.tokens[0][None], pipe.family.layout())[0]
     assert torch.equal(shown[:, masked() == 0], whole[:, masked() == 0])
-
-
-def test_an_ended_call_leaves_nothing_behind(pipe, picture):
-    def end(pipeline, number, count, given):
-        pipeline.interrupt = True
-
-    before = pipe(TEXTS[0], seed=3).tokens[0]
-    whole = masked(0, 0, PIXELS, PIXELS)
-    assert pipe(TEXTS[0], picture, whole, seed=3, callback_on_step_end=end).images == []
-    assert torch.equal(pipe(TEXTS[0], seed=3).tokens[0], before)
-    assert torch.equal(pipe(TEXTS[0], picture, whole, seed=3).tokens[0], before)
 
 
 BAD = [
@@ -292,15 +273,3 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
     expected = gpt_reference(tensors, torch.cat([first, pairs])[None], turn[at], 4, 2)[:, 1::2]
     found = distributions(model, model.prefix(torch.tensor([3])), codes[None], order[None])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-
-
-@torch.no_grad()
-def test_training_laws_are_those_that_are_drawn_from(pipe):
-    """Teacher-forced laws of a drawn picture, words padded, equal those of the loop."""
-    order = list(halton(SIDE, SIDE))
-    out = pipe(TEXTS[0], seed=1, guidance_scale=1.0, temperature=0.0)
-    batch = pipe.processor(text=TEXTS[:1], generation_mode="image", return_tensors="pt", padding=True)
-    words, real = pipe.model.features(batch["input_ids"], batch["attention_mask"].bool())
-    codes = out.tokens[0][order][None]
-    logits = distributions(pipe.model.net, pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
-    assert torch.equal(logits.argmax(-1), codes)

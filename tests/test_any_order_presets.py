@@ -2,10 +2,8 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.test_any_order_painter import TEXTS, fresh, pipe  # noqa: F401
 from tests.tiny_images import painter_processor
@@ -74,38 +72,3 @@ def test_the_included_painter_draws_in_fewer_passes(painter):
         fast = painter(text, seed=1, **preset.method)
         assert torch.equal(plain.tokens[0], fast.tokens[0]) and fast.stats[0].faults == 0
         assert fast.passes[0].max() + 1 < 60 < plain.passes[0].max() + 1 == 64
-
-
-@shipped
-@pytest.mark.parametrize("from_codes", [True, False])
-def test_the_included_painter_leaves_what_is_black(painter, from_codes):
-    """Pixels and codes: of a picture given as codes, and of one given as pixels, which is coded whole."""
-    first = painter("a photo of a penguin", seed=1)
-    mask = np.zeros((64, 64), np.uint8)
-    mask[20:41, 17:46] = 255
-    given = first.tokens[0].view(8, 8) if from_codes else first.images[0]
-    out = painter("a photo of an octopus", given, Image.fromarray(mask), seed=2)
-    again = torch.zeros(8, 8, dtype=torch.bool)
-    again[2:6, 2:6] = True
-    again = again.flatten()
-    pixels = torch.from_numpy(np.asarray(first.images[0])).permute(2, 0, 1)[None] / 255
-    own = first.tokens[0] if from_codes else painter.family.encode(pixels)[0]
-    assert torch.equal(out.tokens[0][~again], own[~again]) and (out.tokens[0][again] != own[again]).any()
-    made, before = np.asarray(out.images[0]), np.asarray(first.images[0])
-    assert (made[mask == 0] == before[mask == 0]).all() and (made[mask > 0] != before[mask > 0]).any()
-    assert out.stats[0].tokens == 16 and out.stats[0].rounds <= 16
-
-
-@shipped
-def test_the_command_line_paints_into_files(painter, tmp_path):
-    first = painter("a photo of a penguin", seed=1).images[0]
-    mask = np.zeros((64, 64), np.uint8)
-    mask[:, 32:] = 255
-    first.save(tmp_path / "first.png")
-    Image.fromarray(mask).save(tmp_path / "mask.png")
-    text = "a photo of an octopus on a smooth blue ground"
-    argv = ["generate", text, "--model", "painter-any-order", "--preset", "assd"]
-    argv += ["--image", str(tmp_path / "first.png"), "--mask", str(tmp_path / "mask.png"), "-o", str(tmp_path / "out")]
-    assert main(argv) == 0
-    made = np.asarray(Image.open(tmp_path / "out" / "00000.png"))
-    assert (made[:, :32] == np.asarray(first)[:, :32]).all() and (made[:, 32:] != np.asarray(first)[:, 32:]).any()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
@@ -26,7 +25,6 @@ from visspec.api import saving
 from visspec.api.images import ImagePipeline
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of, prompt_of
-from visspec.models.image_codes.target import Family
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import State
 
@@ -141,18 +139,6 @@ def test_negative_prompts_that_are_refused(monkeypatch):
     ):
         with one_sentence(re.escape(start)):
             caller(text, negative_prompt=negative, output_type="latent", **more)
-
-
-def test_a_family_of_ones_own_without_negative_prompts_is_told():
-    class Own(Family):
-        name = "own"
-
-        def prompt(self, texts, guided, layout=None):
-            return len(texts)
-
-    family = Own()
-    assert prompt_of(family, ["a"], True, None) == 1
-    assert refused(lambda: prompt_of(family, ["a"], True, None, ["b"])).startswith("negative_prompt: got 'b', expected")
 
 
 def test_unknown_negative_words_warn(pipe):
@@ -344,25 +330,12 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     assert text.startswith("checkpoint: visspec.json has 16777218 bytes, expected at most")
 
 
-def test_presets_can_be_saved():
-    for preset in registry.presets("codes").values():
-        assert saving.portable_name("drafter", preset.drafter) == preset.drafter
-        assert saving.portable_name("acceptance", preset.acceptance) == preset.acceptance
-        assert preset.order is None or saving.portable_name("order", preset.order) == preset.order
-
-
 def test_the_order_is_kept(pipe, tmp_path):
     for order in (None, "islands", "islands:audit=false"):
         ImagePipeline(**pipe.components | {"order": order, "parts": None}).save_pretrained(tmp_path)
         assert saving.read(str(tmp_path), {})["order"] == order
     with pytest.raises(ValueError, match=r"^order: got 'spiral', expected a name of `visspec list orders`, such as "):
         saving._named("order", tmp_path, "spiral")
-
-
-def test_a_pipeline_from_another_ones_components(pipe):
-    other = ImagePipeline(**pipe.components)
-    assert other.model is pipe.model and other.components == pipe.components
-    assert set(pipe.components) <= set(inspect.signature(ImagePipeline).parameters)
 
 
 # --- the logger -------------------------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import tiny_images
 from tests.doubles import one_sentence
 from visspec import registry
-from visspec.api import grid, requests
+from visspec.api import grid
 from visspec.api.images import ImagePipeline
 from visspec.cli import main as cli
 from visspec.io import included
@@ -69,18 +68,6 @@ def test_output_types(pipe):
     assert both == [(2, 48, 48, 3), (2, 3, 48, 48)]
     assert np.abs(np.asarray(kinds["pil"], float) / 255 - kinds["np"]).max() < 0.003
     assert torch.allclose(torch.from_numpy(kinds["np"]).permute(2, 0, 1), kinds["pt"])
-
-
-def test_generators_and_seeds():
-    assert requests.seeds(None, np.int64(4), 2) == [4, 5]
-    assert requests.seeds(None, 4, 3) == [4, 5, 6] and requests.seeds(None, [9, 1], 2) == [9, 1]
-    a, b = (requests.seeds(torch.Generator().manual_seed(1), None, 2) for _ in range(2))
-    assert a == b and a[0] != a[1]
-    assert requests.seeds([torch.Generator().manual_seed(1)], None, 1) == requests.seeds(
-        [torch.Generator().manual_seed(1)], None, 1
-    )
-    with pytest.raises(ValueError, match=r"^seed: got 2 entries, expected 3"):
-        requests.seeds(None, [1, 2], 3)
 
 
 RAGGED = {"drafter": "jacobi:redraw=maximal,window=8", "acceptance": "rejection", "seed": 0}
@@ -142,13 +129,6 @@ def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch)
     with one_sentence(f"^{re.escape(words)}") as error:
         pipe(**({"prompt": PROMPTS[0]} | change))
     assert "expected" in str(error.value)
-
-
-@pytest.mark.parametrize("tokenizer_of", [lambda p: p, lambda p: p.tokenizer])
-def test_unknown_words(tokenizer_of):
-    known = tokenizer_of(tiny_images.emu3_processor())
-    assert requests.unknown_words(known, ["a red cube", "a moose on a  red moose", ""]) == ["moose"]
-    assert requests.unknown_words(known, [""]) == [] and requests.unknown_words(None, ["a moose"]) == []
 
 
 def test_a_prompt_with_words_the_model_never_saw_warns(folder):
