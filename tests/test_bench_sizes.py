@@ -139,3 +139,8 @@ def test_bad_arguments_are_refused(argv, said, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "sizes", *argv])
     assert said in capsys.readouterr().err
+
+
+def test_one_token_has_no_decoding(capsys):
+    assert main(["bench", "sizes", "--tiny", "--max-new-tokens", "1"]) == 2
+    assert "max_new_tokens: got 1, expected at least 2" in capsys.readouterr().err

@@ -250,6 +250,17 @@ def test_caption_about_record(pictures, tmp_path, capsys):
     }  # fmt: skip
 
 
+def test_a_file_that_may_not_be_read_is_not_called_broken(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "locked.png"
+    Image.new("RGB", (8, 8)).save(path)
+    path.chmod(0)
+    if os.access(path, os.R_OK):  # as root, who may read everything
+        path = "/proc/self/mem"
+        assert "/proc/self/mem could not be read (Input/output error)" in refused(capsys, "caption", path)
+    else:
+        assert "locked.png could not be read (Permission denied)" in refused(capsys, "caption", path)
+
+
 def test_the_embedded_captioner_says_once_what_it_knows(pictures, tmp_path, capsys):
     rng = np.random.default_rng(0)
     photos = []
