@@ -62,3 +62,13 @@ def pipe(folder):
     from visspec import ImagePipeline
 
     return ImagePipeline.from_pretrained(str(folder))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of the hub, which is not asked."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"

@@ -121,14 +121,9 @@ def words(text: str) -> list[str]:
     return re.findall(r"\w+|[.,]", text)
 
 
-@pytest.mark.parametrize(
-    "name, world, least, shortest",
-    [("captioner", "shapes", 0.95, 55), ("captioner-small", "shapes", 0.5, 55), ("captioner-emoji", "emoji", 0.85, 25)],
-)
-def test_captioners_say_what_is_there(name, world, least, shortest):
-    if not included.present(name):
-        pytest.skip("weights not in this tree")
-    folder, scenes = included.folder(name), included.scenes(world)
+@pytest.mark.skipif(not included.present("captioner-small"), reason="weights not in this tree")
+def test_the_small_captioner_says_half_of_what_is_there():
+    folder, scenes = included.folder("captioner-small"), included.scenes("shapes")
     processor = transformers.AutoProcessor.from_pretrained(folder)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(folder).float().eval()
     assert not model.generation_config.do_sample and model.generation_config.eos_token_id is not None
@@ -137,8 +132,7 @@ def test_captioners_say_what_is_there(name, world, least, shortest):
     found = [words(text) for text in processor.batch_decode(new, skip_special_tokens=True)]
     captions = [row["caption"].split() for row in scenes.rows[:4]]
     alike = [SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(found, captions)]
-    assert sum(alike) / len(alike) >= least
-    assert min(map(len, found)) >= shortest
+    assert sum(alike) / len(alike) >= 0.5 and min(map(len, found)) >= 55
 
 
 @pytest.mark.parametrize("world", demo.WORLDS)
