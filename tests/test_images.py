@@ -21,6 +21,7 @@ from visspec.api.images import ImagePipeline
 from visspec.cli import main as cli
 from visspec.io import included
 from visspec.models.jacobi.drafter import Jacobi
+from visspec.toys.world.detector import ShapeDetector
 
 PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars", "a photo of a circle"]
 TOKENS = 36
@@ -184,6 +185,7 @@ def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch)
 def test_the_bench_and_its_report(folder, tmp_path, capsys, monkeypatch):
     few = included.scenes().prompts()[:4]
     monkeypatch.setattr(type(included.scenes()), "prompts", lambda self: few)
+    monkeypatch.setattr(ShapeDetector, "_explain", lambda *_: None)  # a random painter's noise takes it seconds
     record, page = tmp_path / "bench.json", tmp_path / "report.html"
     near = "near=jacobi:redraw=maximal,window=6/lantern:k=10,delta=0.2"
 

@@ -27,6 +27,7 @@ from visspec.io import included
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import Raster, RejectedRegions
 from visspec.loop.setup import DecodingSetup
+from visspec.toys.world.detector import ShapeDetector
 
 SEEDS = {"plain": "none/exact", "window": "jacobi:window=6/exact", "coins": "jacobi:redraw=maximal,window=6/rejection",
          "loose": "none/typical"}  # fmt: skip
@@ -65,6 +66,7 @@ def image_record(tmp_path_factory):
         scenes = included.scenes()
         few = scenes.prompts()[:6]
         patch.setattr(type(scenes), "prompts", lambda self: few)
+        patch.setattr(ShapeDetector, "_explain", lambda *_: None)  # a random painter's noise takes it seconds
         texts = [p["prompt"] for p in few[:2]]
         record = bench_image.bench(pipe, texts, SEEDS, {}, warmup=1)
         judges = by_detector(scenes, 2)
