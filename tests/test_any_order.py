@@ -173,16 +173,6 @@ def test_tree_laws_are_path_laws(condition):
         state.position = state.position + 3
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("levels", [1, 3, 64])
-def test_passes_are_never_more_than_codes(seed, levels):
-    """The prefill is a pass that gives a code; a round is one pass and gives at least one."""
-    for rule in ("exact", "rejection"):
-        _, state = draw("class", [0], Ahead(levels), rule, temperature=1.0, order=ORDERS["spread"], seed=seed)
-        assert 1 + len(state.trace.rounds) <= PLACES and not state.trace.calls
-        assert sum(r.committed[0] for r in state.trace.rounds) == PLACES - 1
-
-
 def test_independent_codes_are_all_accepted():
     """16 codes are a prefill and rounds of 5 and 1."""
     model = copy.deepcopy(network())

@@ -13,14 +13,14 @@ from tests.tiny_images import janus, prompts
 from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
-from visspec.loop.decode import apply_verdict, decode, open_request
+from visspec.loop.decode import decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.distilled.drafter import DistilledDrafter, context_elements
 from visspec.models.distilled.head import GUESSED, KNOWN
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
-from visspec.types import FREE, Request, Sampling, Verdict
+from visspec.types import FREE, Request, Sampling
 
 SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
 
@@ -113,34 +113,6 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
         watch.remove()
     assert torch.equal(logits["vain"], logits["nothing"]) and torch.equal(logits["padding"], logits["nothing"])
     assert (logits["last"] != logits["nothing"]).flatten(1).any(dim=1).all()
-
-
-@torch.inference_mode()
-def test_select_and_budget():
-    ids, attention = prompts(3)
-    used, made = drafter(), request(ids, attention)
-    state, scores = open_request(ImageAR(family(), features=False), Rejection(), made)
-    used.start(state, scores)
-    known = state.memory
-    stored, numbers = known.stored.clone(), known.noise.window(40).clone()
-    draft = used.propose(state, 4)
-    verdict = Verdict(torch.tensor([[0, 1, -1], [0, -1, -1], [0, 1, 2]]), torch.tensor([2, 1, 3]), state.pending)
-    outcome = apply_verdict(state, draft, scores, verdict)
-    used.observe(state, draft, scores, verdict, outcome)
-    for b, count in enumerate((2, 1, 3)):
-        assert torch.equal(known.noise.window(8)[b], numbers[b, count : count + 8])
-        fresh = (known.stored[:, :, b] != stored[:, :, b]).flatten(0, 2).any(dim=0).any(dim=-1)
-        assert fresh[7 : 7 + count].all() and not fresh[:7].any() and not fresh[7 + 3 :].any()
-    stored = known.stored.clone()
-    used.select(state, [0, 2])
-    assert torch.equal(known.stored, stored[:, :, [0, 2]]) and torch.equal(known.prompt, attention[[0, 2]])
-    assert torch.equal(known.noise.window(1)[1], numbers[2, 3:4])
-    state.rows, state.pending = [0, 2], state.pending[[0, 2]]
-    for row, length in ((0, 13), (2, 15)):
-        state.tokens[row][:] = [1] * length
-    assert used.propose(state, 9).levels == 2  # of 16 codes 3 are left, of which one is the rule's own
-    state.tokens[0][:] = [1] * 15
-    assert used.propose(state, 9).levels == 0
 
 
 @torch.inference_mode()

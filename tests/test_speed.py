@@ -6,7 +6,6 @@ import random
 import pytest
 import scipy.stats
 
-from visspec.cli import bench_caption as bench
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.paired import ArmRun
 from visspec.types import Round
@@ -153,14 +152,3 @@ def test_reached_is_the_n_of_acceptance_by_depth():
     found = speed.acceptance(runs)
     assert found["reached_by_depth"] == [3, 2, 1]
     assert found["acceptance_by_depth"] == pytest.approx([2 / 3, 1 / 2, 1.0])
-
-
-def test_texts_are_the_first_rows_in_pieces():
-    class Words:
-        def decode(self, ids, skip_special_tokens):
-            return " ".join("abcdefgh"[i] for i in ids)
-
-    runs = [ArmRun(1.0, [[0, 1], [2]], origin=[["plain", "drafted"], ["bonus"]]) for _ in range(bench.TEXTS)]
-    found = bench.texts(runs, Words())
-    assert len(found) == bench.TEXTS
-    assert found[:2] == [[("a", "plain"), (" b", "drafted")], [("c", "bonus")]]
