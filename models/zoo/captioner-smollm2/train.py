@@ -62,7 +62,8 @@ def turns(scene, rng, kind):
 
 def conversation(number, processor, texts):
     """A text and an image, or None. Steps of detailed captions, and of brief ones and questions, take turns."""
-    rng, scene, chat, row = random.Random(number), scene_from_seed(number), [], number % ROWS
+    rng, scene, row = random.Random(number), scene_from_seed(number), number % ROWS
+    chat: list[dict] = []
     if number // ROWS % 2 and row == 0:
         return rng.choice(texts), None
     for request, answer in turns(scene, rng, "detailed" if number // ROWS % 2 else "brief" if row < 5 else "questions"):
@@ -131,7 +132,7 @@ def main():
     groups = [{"params": [*projector.requires_grad_(True).parameters()], "lr": 1e-3}, {"params": adapter, "lr": 8e-4}]
     steps, optimizer = int(sys.argv[1]), torch.optim.AdamW(groups, weight_decay=0)
     optimizers = optimizer, transformers.get_linear_schedule_with_warmup(optimizer, 5, steps)
-    options = {"max_steps": steps, "per_device_train_batch_size": ROWS, "bf16": True, "use_cpu": True}
+    options: dict = {"max_steps": steps, "per_device_train_batch_size": ROWS, "bf16": True, "use_cpu": True}
     options |= {"logging_steps": 5, "save_strategy": "no", "report_to": [], "remove_unused_columns": False}
     arguments = transformers.TrainingArguments(**options, train_sampling_strategy="sequential")
     data, batches = range(ROWS, ROWS + steps * ROWS), partial(collate, processor, texts)
