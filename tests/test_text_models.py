@@ -111,7 +111,8 @@ def test_auto_is_the_same_everywhere(folder, tmp_path):
     assert [type(fast.drafter).__name__ for fast in found] == ["MergedDrafter"] * len(found)
     short = ["--max-new-tokens", "2", "--count", "1", "--json", str(tmp_path / "b")]
     assert main(["bench", "text", "--model", str(home), *short]) == 0
-    assert f"{home / 'drafter'}:copies=true" in {row["name"] for row in json.loads((tmp_path / "b").read_text())["rows"]}
+    rows = json.loads((tmp_path / "b").read_text())["rows"]
+    assert f"{home / 'drafter'}:copies=true" in {row["name"] for row in rows}
 
 
 def test_bench_text(folder, tmp_path):
