@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from visspec.distributions import Maps
 from visspec.loop.output import ScaleBuffer
+from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.cache import ScaleCache
@@ -90,16 +92,18 @@ class ScaleImages(Family):
 
     codec: the autoencoder, needed to draw. ramp: guidance by scale, "linear" or "constant"; default, as published.
     refiner, handover: a model for the scales from number `handover` on (CoDe). budget: tokens to keep in the cache by
-    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate.
+    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate. settings: a
+    generation_config in place of a folder's.
     """
 
     draws = "maps"
+    running = False
     default_drafter, default_rule, default_ramp = "none", "scales", "linear"
     autoencoder: tuple[type, str]  # its class, and what it is in words
 
     def __init__(
         self,
-        model: NextScale,
+        model: NextScale | OwnImageModel,
         processor: Callable[..., Any] | None = None,
         codec: ScaleVAE | None = None,
         per_scale: ScaleSettings | None = None,
@@ -107,7 +111,11 @@ class ScaleImages(Family):
         refiner: NextScale | None = None,
         handover: int | None = None,
         budget: CacheBudget | None = None,
+        settings: GenerationConfig | None = None,
     ):
+        model, codec, guidance = unpack(model, codec, settings)
+        if guidance is not None:
+            self.default_guidance = guidance
         ramp = self.default_ramp if ramp is None else ramp
         if ramp not in RAMPS:
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
@@ -193,13 +201,7 @@ def check_alike(name: str, other: NextScale, model: NextScale) -> None:
 class ScaleTarget(Target):
     """`ScaleImages` as a target of the loop. Drafts are chains of scales."""
 
-    def __init__(self, family: ScaleImages, features: bool = False, compiles: bool = False):
-        if compiles:
-            raise ValueError("compile: got True, expected False: passes of next-scale models are not compiled")
-        if features:
-            raise ValueError(
-                "drafter: got one that reads hidden states, expected one that reads none: next-scale models keep none"
-            )
+    def __init__(self, family: ScaleImages):
         self.family, self.model, self.scales = family, family.model, family.scales
         self.capabilities = Capabilities(
             trees=False, vocab=family.codes, distribution=Maps, scales=family.sizes, **declared_distribution(family)
@@ -211,7 +213,6 @@ class ScaleTarget(Target):
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """`request.inputs` is the family's prompt. Scores: distributions (B, 1) of the first scale."""
-        check(request, self.family)
         prompt = request.inputs
         first = self.family.refiner if self.family.handover == 0 else None
         reading = self.reading(prompt, request.sampling, first or self.model)
@@ -285,16 +286,6 @@ def declared_distribution(family: ScaleImages) -> dict[str, Any]:
     if family.budget is not None and not family.budget.whole(family.scales):
         return {"guarantee": "approximate", "declared": "the model with a part of its cache"}
     return {}
-
-
-def check(request: Request, family: ScaleImages) -> None:
-    """Raises ValueError for what a next-scale model can't draw, before any pass. Synchronises once."""
-    count = len(family.scales)
-    request.inputs.check(len(request.prompt), family.model)
-    if request.max_new_tokens > count:
-        raise ValueError(f"max_new_tokens: got {request.max_new_tokens}, expected at most the image's {count} scales")
-    if request.sampling.processors:
-        raise ValueError("logits_processor: got one, expected none: a scale's codes have no order to be processed in")
 
 
 ScaleImages.target = ScaleTarget
