@@ -196,10 +196,7 @@ def present(name: str) -> bool:
 def check(what: str, name: str) -> Path:
     """The folder of an included model. Raises ValueError if this installation lacks its weights."""
     if not present(name):
-        raise ValueError(
-            f"{what}: got {name!r}, whose weights are not in this installation, expected them in {folder(name)}; the"
-            f" repository has them in models/zoo"
-        )
+        raise ValueError(f"{what}: the weights of {name!r} are not in {folder(name)}, the repository has them")
     return folder(name)
 
 
