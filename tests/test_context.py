@@ -87,6 +87,7 @@ def test_a_tree_follows_matches_and_candidates():
     assert max(node.depth for node in tree) <= 3
     small = one.grow(nodes=2, depth=3)
     assert tokens(small) == tokens(tree)[:2]
+    assert one.widen(nodes=32, depth=3) == tree, "a tree may grow in steps"
 
 
 def test_a_chain_has_one_node_a_level():
@@ -245,6 +246,18 @@ def test_the_policy_finds_the_best_size():
     for seconds in (lambda n: 1.0, lambda n: 1 + 0.02 * n, lambda n: 1 + 0.3 * (n > 1) + 0.05 * n, lambda n: float(n)):
         best = min((seconds(n) + 0.003) / expected[n - 1] for n in SIZES if n <= 33)
         assert drafted(AdaptiveLength(), seconds, expected)[0] < 1.04 * best
+
+
+def test_sizes_that_cannot_pay_are_not_tried():
+    """The costs of a batch of eight on a CPU, where three nodes pay and sixteen cost three plain passes."""
+    tried = set()
+
+    def seconds(n):
+        tried.add(n)
+        return 0.87 + 0.13 * n
+
+    expected = [1.0, 1.27, 1.41, 1.53, 1.6, 1.65, 1.7, 1.74, *(1.74 + 0.03 * n for n in range(25))]
+    assert drafted(AdaptiveLength(), seconds, expected, rounds=600)[1] > 580 and max(tried) <= 8
 
 
 def test_two_rows_that_cost_more_than_eight_are_found():

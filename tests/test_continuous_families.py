@@ -136,6 +136,15 @@ def test_nextstep_in_the_pipeline(folder):
             pipe("tea", **{"height": 8, "width": 12} | change)
 
 
+def test_nextstep_batch_changes_no_bit(folder):
+    model = layouts_nextstep.load_nextstep(folder / "nextstep", normalised=True).to(torch.bfloat16)
+    parts = {"autoencoder": layouts_nextstep.load_nextstep_vae(folder / "vae"), "plan": flow_schedule_v11(STEPS)}
+    pipe = ImagePipeline(model, Words(), parts=parts, batch_invariant=True)
+    options = {"height": 8, "width": 12, "output_type": "latent"}
+    out = pipe(["a cat", "tea"], seed=[1, 2], **options)
+    assert torch.equal(pipe("tea", seed=2, **options).tokens[0], out.tokens[1])
+
+
 @pytest.mark.parametrize("guidance", [1.0, 2.0])
 def test_mar_in_the_pipeline(folder, guidance):
     parts = {"autoencoder": layouts_mar.load_mar_vae(folder / "kl16.safetensors"), "plan": PLAN}

@@ -3,6 +3,7 @@
 Logits are compared bit for bit. The control shows that they differ without the mode.
 """
 
+import contextlib
 import functools
 
 import pytest
@@ -14,8 +15,10 @@ import visspec
 from tests import tiny
 from tests.doubles import one_sentence
 from visspec.models.attention.draft_attention import folded_attention
+from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.models.runner.widths import REFERENCE, PassWidths
+from visspec.models.runner.widths import REFERENCE, FixedSums, PassWidths
+from visspec.models.scales.reading import ConditionState
 
 NEW = 40
 LENGTHS = (5, 33, 12, 58)
@@ -112,6 +115,17 @@ def test_stream_in_any_order(drafter, slots):
     assert found == expected
 
 
+def test_rules_whose_tokens_depend_on_drafts():
+    """They take one row at a time, and drafts of a fixed length."""
+    quick = visspec.accelerate(model(), "ngram", acceptance="typical", batch_invariant=True, debug=True)
+    expected = [tokens for tokens, _ in answers(quick, **SAMPLED)]
+    entries = [{"input_ids": ids, "seed": 7} for ids in prompts()]
+    found = sorted(quick.stream(entries, slots=3, max_new_tokens=NEW, **SAMPLED), key=lambda answer: answer.id)
+    assert [answer.tokens for answer in found] == expected
+    with one_sentence("batch_invariant: got 4 rows for the rule Typical"):
+        answers(quick, *batch(), **SAMPLED)
+
+
 @pytest.mark.parametrize("name", ("llava", "qwen2_vl", "gemma3"))
 def test_pictures(name):
     """They are encoded one request at a time: in a stream, not in a batch."""
@@ -168,15 +182,43 @@ def test_refused_options(options, match):
         visspec.accelerate(model(), None, batch_invariant=True, **options)
 
 
-@pytest.mark.parametrize(("family", "match"), [("gemma2", "eager"), ("qwen3_moe", "experts")])
-def test_refused_models(family, match):
-    if family == "gemma2":
-        refused = tiny.gemma2()
-    else:
+def refused_model(kind):
+    if kind == "eager":
+        return tiny.gemma2()
+    if kind == "quantised":
+        found = tiny.llama()
+        found.is_quantized = True  # as transformers marks them
+        return found
+    if kind == "experts":
         more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
-        refused = tiny.built(tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig(**tiny.TEXT, **more))
-    with one_sentence(f"batch_invariant: .*{match}"):
-        visspec.accelerate(refused.to(torch.bfloat16), None, batch_invariant=True)
+        return tiny.built(tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig(**tiny.TEXT, **more))
+    kinds = ["conv", "full_attention"]
+    return tiny.built(tf.Lfm2ForCausalLM, tf.Lfm2Config(**tiny.TEXT, layer_types=kinds, conv_L_cache=3))
+
+
+@pytest.mark.parametrize("kind", ["eager", "experts", "quantised", "keep a state"])
+def test_refused_models(kind):
+    with one_sentence(f"batch_invariant: .*{kind}"):
+        visspec.accelerate(refused_model(kind).to(torch.bfloat16), None, batch_invariant=True)
+
+
+def test_sliding_windows():
+    """Prompts beyond a block of keys, of which all but the window's are masked."""
+    config = tf.MistralConfig(**tiny.TEXT | {"max_position_embeddings": 1024}, sliding_window=8)
+    slides = tiny.built(tf.MistralForCausalLM, config).to(torch.bfloat16)
+    plain, quick = (visspec.accelerate(slides, one, batch_invariant=True, debug=True) for one in (None, "ngram"))
+    rows = [torch.randint(*tiny.TEXT_IDS, (1, n), generator=torch.Generator().manual_seed(n)) for n in (600, 20)]
+    expected = [plain.run(input_ids=ids, max_new_tokens=NEW, do_sample=False).state.tokens[0] for ids in rows]
+    found = quick.stream([{"input_ids": ids} for ids in rows], slots=2, max_new_tokens=NEW, do_sample=False)
+    assert [answer.tokens for answer in sorted(found, key=lambda answer: answer.id)] == expected
+
+
+def test_no_prefix_is_kept():
+    kept = PrefixCache()
+    entries = [{"input_ids": prompts()[3], "id": n} for n in range(3)]
+    found = list(fast("none").stream(entries, slots=1, max_new_tokens=4, do_sample=False, prefix_cache=kept))
+    assert all(answer.tokens == found[0].tokens for answer in found) and kept.hits == 0
+    assert "batch_invariant" in kept.refused
 
 
 def test_padding_behind_a_prompt_is_refused():
@@ -187,18 +229,61 @@ def test_padding_behind_a_prompt_is_refused():
         fast("none").generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
 
 
+def pictures(pipe, texts, seeds, drafter=None, **options):
+    images = pipe(texts, seed=seeds, drafter=drafter, output_type="latent", **options).images
+    return [torch.as_tensor(image).tolist() for image in images]
+
+
+def painter(name, **options):
+    pipe = visspec.ImagePipeline.from_pretrained(name, dtype="bfloat16", debug=True, **options)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def test_pictures_of_codes():
     texts = ["a photo of a blue square left of a green circle", "two yellow triangles"]
-    pipe = visspec.ImagePipeline.from_pretrained("painter", dtype="bfloat16", batch_invariant=True, debug=True)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = painter("painter", batch_invariant=True)
+    alone = [pictures(pipe, [text], [seed])[0] for seed, text in enumerate(texts)]
+    assert [pictures(pipe, [text], [seed], "jacobi")[0] for seed, text in enumerate(texts)] == alone
+    assert pictures(pipe, texts, [0, 1], "jacobi") == pictures(pipe, texts, [0, 1]) == alone
 
-    def codes(texts, seeds, drafter):
-        images = pipe(texts, seed=seeds, drafter=drafter, output_type="latent").images
-        return [torch.as_tensor(image).tolist() for image in images]
 
-    alone = [codes([text], [seed], None)[0] for seed, text in enumerate(texts)]
-    assert [codes([text], [seed], "jacobi")[0] for seed, text in enumerate(texts)] == alone
-    assert codes(texts, [0, 1], "jacobi") == codes(texts, [0, 1], None) == alone
+def test_pictures_of_maps():
+    texts = ["a photo of a pig", "a photo of a llama on a smooth grey ground", "a photo of an octopus"]
+    pipe = painter("painter-var", batch_invariant=True)
+    alone = [pictures(pipe, [text], [seed])[0] for seed, text in enumerate(texts)]
+    assert [pictures(pipe, [text], [seed], "var")[0] for seed, text in enumerate(texts)] == alone
+    assert pictures(pipe, texts, [0, 1, 2], "var") == alone
+
+
+@pytest.mark.parametrize("sums, same", [(FixedSums(), True), (contextlib.nullcontext(), False)])
+def test_scales_together_and_apart(sums, same):
+    """Logits of a pass over several scales and images, and of passes over one each."""
+    family = painter("painter-var").family
+    sizes, generator = family.scales.sizes, torch.Generator().manual_seed(0)
+    value_BNS = torch.randint(family.codes, (3, len(sizes) - 1, max(sizes)), generator=generator)
+
+    def logits(rows, step):
+        reading = ConditionState(family.model, family.codec.quantize, torch.tensor(rows), len(rows))
+        found = [part for group in reading.read() for part in group.logits]
+        for part in value_BNS[rows].split(step, dim=1):
+            found += [each for group in reading.read(part) for each in group.logits]
+            reading.keep([part.shape[1]] * len(rows))
+        return found
+
+    with sums, torch.inference_mode():
+        together, alone = logits([0, 1, 2], 3), [logits([row], 1) for row in range(3)]
+    apart = [torch.cat(each) for each in zip(*alone, strict=True)]
+    assert all(map(torch.equal, together, apart)) == same
+
+
+def test_relaxed_rules_and_batches():
+    """What they accept depends on drafts, so each picture is drawn by itself."""
+    texts = ["a photo of a blue square left of a green circle", "two yellow triangles"]
+    pipe = painter("painter", batch_invariant=True)
+    options = {"drafter": "jacobi", "acceptance": "lantern"}
+    alone = [pictures(pipe, [text], [seed], **options)[0] for seed, text in enumerate(texts)]
+    assert pictures(pipe, texts, [0, 1], **options) == alone
 
 
 def test_refused_pipelines():

@@ -73,6 +73,17 @@ def test_drafter_head_calls(pipe, written):
     assert trace.calls["head"] > 0 and stats.guarantee == "exact for the declared target"
 
 
+@pytest.mark.parametrize("invariant, drafted", [(True, False), (True, True), (False, True)])
+def test_batch_changes_no_bit(written, drafted, invariant):
+    """With `batch_invariant`, in bfloat16; without it, it does."""
+    pipe = ImagePipeline.from_pretrained(written / "painter", dtype="bfloat16", batch_invariant=invariant)
+    drafter = SmallMAR.from_pretrained(written / "drafter", pipe.model) if drafted else None
+    options = {"drafter": drafter, "output_type": "latent"}
+    alone = [pipe(text, seed=seed, **options).tokens[0] for seed, text in enumerate(PROMPTS)]
+    together = pipe(PROMPTS, seed=[0, 1, 2], **options).tokens
+    assert all(map(torch.equal, together, alone)) == invariant
+
+
 def test_presets_have_the_drafter_of_the_painter():
     assert registry.preset("coupled", "vectors").drafter == "mar"
     known = ImagePipeline.from_pretrained("painter-mar")

@@ -394,7 +394,7 @@ class Target:
         """Compute each row as it is alone, whatever runs beside it (`models.runner.widths`). Called once, before any
         request. Raises ValueError if the target doesn't support it.
         """
-        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or codes in raster order")
+        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order")
 
     @property
     def device(self) -> torch.device:
@@ -552,6 +552,11 @@ class RuleTraits:
     whole_images: bool = False  # can verify all positions of a drafted image at once
     distribution: type[Distribution] = Categorical  # of the nodes it verifies
     whole_chains: bool = False  # what it accepts depends on drafts behind: they have to be drawn afresh in each round
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the tokens of a seed do not depend on drafts."""
+        return self.guarantee == "exact" and not self.judges_draws
 
 
 class Acceptance(Generic[NoiseT]):

@@ -50,6 +50,7 @@ MOST_CANDIDATES = 1 << 17  # tokens and pairs of them with candidates, about 40 
 LONG = 3  # tokens; a match of so many leaves little to the candidates
 DEPTHS = 4  # that rates tell apart; deeper levels share the last one
 FORGET, WEIGHT = 0.998, 4.0  # of rates: forgetting, and the weight of the prior in observations
+FIRST_NODES = 4  # a tree grows to so many nodes, and on only while more may pay
 LEAST = 0.008  # probability below which no node is drafted
 MATCH_PRIOR = (0.9, 0.85, 0.7, 0.5, 0.35, 0.15)  # of the newest occurrence, by length; older ones have 0.8 of it
 PAIR_PRIOR = (0.5, 0.12, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # of candidates after two tokens, by rank
@@ -142,6 +143,9 @@ class RowContext:
         self.index, self.prompt = TextIndex(), len(prompt)
         self.ids = self.index.ids
         self.tree: list[Node] = []
+        self.heap: list[
+            tuple[float, int, int, int]
+        ] = []  # (-reach, order, parent, token) of what the tree may get next
         self._append(prompt)
 
     def extend(self, output: Sequence[int]) -> None:
@@ -168,9 +172,13 @@ class RowContext:
 
     def grow(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
         """The tree (or chain) of at most `nodes` nodes with the highest probabilities of acceptance, its root first."""
-        self.tree = [Node(self.ids[-1], -1, 0, 1.0, self.matches())]
-        heap: list[tuple[float, int, int, int]] = []  # (-reach, order, parent, token)
-        self._propose(0, heap)
+        self.tree, self.heap = [Node(self.ids[-1], -1, 0, 1.0, self.matches())], []
+        self._propose(0, self.heap)
+        return self.widen(nodes, depth, chain)
+
+    def widen(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
+        """The newest tree, grown on to at most `nodes` nodes."""
+        heap = self.heap
         while heap and len(self.tree) <= nodes:
             reach, _, parent, token = heapq.heappop(heap)
             if chain:
@@ -326,14 +334,25 @@ class ContextDrafter(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         memory: Memory = state.memory
         memory.receive()
-        grown = []
-        for row in state.rows:
-            memory.rows[row].extend(state.tokens[row])
-            grown.append(memory.rows[row].grow(self.nodes, depth, not self.traits.trees))
-        reaches = zip_longest(*([node.reach for node in tree[1:]] for tree in grown), fillvalue=0.0)
-        size = state.worth(list(accumulate((sum(reach) / len(grown) for reach in reaches), initial=1.0)))
-        memory.size = size
-        return _draft(state.pending, [tree[:size] for tree in grown])
+        rows, chain, nodes = (
+            [memory.rows[row] for row in state.rows],
+            not self.traits.trees,
+            min(FIRST_NODES, self.nodes),
+        )
+        for row, context in zip(state.rows, rows):
+            context.extend(state.tokens[row])
+            context.grow(nodes, depth, chain)
+        while True:
+            reaches = zip_longest(*([node.reach for node in row.tree[1:]] for row in rows), fillvalue=0.0)
+            gains = [sum(reach) / len(rows) for reach in reaches]
+            more = self.nodes - nodes if any(row.heap for row in rows) else 0
+            gains += more * gains[-1:]  # further nodes are worth no more than the last one
+            memory.size = state.worth(list(accumulate(gains, initial=1.0)))
+            if memory.size <= nodes + 1 or not more:
+                return _draft(state.pending, [row.tree[: memory.size] for row in rows])
+            nodes = min(2 * nodes, self.nodes)
+            for row in rows:
+                row.widen(nodes, depth, chain)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         memory: Memory = state.memory

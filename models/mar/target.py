@@ -166,6 +166,9 @@ class MARTarget(Target):
     def device(self) -> torch.device:
         return self.model.device
 
+    def fix_widths(self) -> None:
+        """Images are drawn one at a time then, and drafts keep the distribution, not the vectors."""
+
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """`request.inputs` is a `ClassPrompt`. Scores: distributions (B, 1) of the first tokens."""
         state = self.open_state(request)

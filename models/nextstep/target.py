@@ -99,6 +99,9 @@ class NextStepTarget(ImageAR):
             self.capabilities, trees=False, distribution=Denoising, steps=family.steps, size=family.size, codebook=None
         )
 
+    def fix_widths(self) -> None:
+        """Images are drawn one at a time then, and drafts keep the distribution, not the vectors."""
+
     def _open_buffer(self, request: Request) -> tuple[Tensor, VectorBuffer]:
         self.family.check_sampling(request.sampling)
         rows = len(request.inputs.ids)

@@ -27,14 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from visspec import tree as trees
+from visspec.cache import additive
 from visspec.models.attention.draft_attention import folded_attention
 from visspec.types import Draft
 
 STEP = 128  # slots
 REFERENCE = 16  # rows whose results others are compared with
 WIDER = 64  # rows that a pass is padded with at most, for each row of the batch
+TOGETHER = (128, 64, 32)  # rows or queries that `FixedSums` computes together, where they agree with `REFERENCE`
 OUTPUTS = 2048  # columns of a product that are compared on a CPU, where random numbers take time
 BLOCK = 4 * STEP  # keys of a CPU's block
 EXTENTS = (STEP, 3 * STEP, BLOCK, BLOCK + STEP)  # at which numbers of queries are compared
@@ -48,10 +51,16 @@ class PassWidths:
 
     Args:
         modules: The networks that a pass goes through.
-        heads: Key heads, query heads per key head and head size of its attention.
+        heads: Key heads, query heads per key head and head size of its attention; None where it has none.
     """
 
-    def __init__(self, modules: list[nn.Module], heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        modules: list[nn.Module],
+        heads: tuple[int, int, int] | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         parts = [part for root in modules for part in root.modules()]
         linear = {(*shape, part.bias is not None) for part in parts if (shape := _shape(part)) is not None}
         self.products, self.heads, self.dtype, self.device = sorted(linear), heads, dtype, device
@@ -107,11 +116,14 @@ class PassWidths:
         return all(self._compare((*shape, rows), (*shape, REFERENCE), _product) for shape in self.products)
 
     def _attends(self, nodes: int) -> bool:
+        if self.heads is None:
+            return True
         sizes = [(*self.heads, extent - REFERENCE, extent) for extent in EXTENTS]
         return all(self._compare((*each, nodes), (*each, REFERENCE), _attention) for each in sizes)
 
     def _splits(self, extent: int) -> bool:
         """Whether sums over keys are split as those of the next whole block are."""
+        assert self.heads is not None
         seen, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
         sizes = [(*self.heads, seen, each, REFERENCE) for each in (extent, whole)]
         return self._compare(sizes[0], sizes[1], _attention)
@@ -127,6 +139,67 @@ class PassWidths:
             found = function(of, self.dtype, self.device)
             _known[key] = torch.equal(found, _tiled(_known[*where, same], len(found)))
         return _known[key]
+
+
+class FixedSums(TorchFunctionMode):
+    """A context in which linear layers and attention sum alike, however many rows, queries and keys a pass has. For
+    networks of our own, whose layers differ in rows: each is cut and padded by itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[Hashable, PassWidths] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            func = self._linear
+        elif func is F.scaled_dot_product_attention:
+            func = self._attention
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        outer, inner = weight.shape
+        widths = self._widths(x, (inner, outer, False, bias is not None), None)
+        rows = x.reshape(-1, inner)
+        size = _size(len(rows), widths._agrees)
+        parts = []
+        for part in rows.split(size):
+            padded = F.pad(part, (0, 0, 0, size - len(part)))
+            parts.append(F.linear(padded[None], weight, bias)[0, : len(part)])
+        return torch.cat(parts).view(*x.shape[:-1], outer)
+
+    def _attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """Queries (R, H, Q, E), keys (R, H, S, E), mask (R|1, 1, Q|1, S) bool."""
+        count, slots = query.shape[2], key.shape[2]
+        widths = self._widths(query, None, (query.shape[1], 1, query.shape[3]))
+        more = widths.extent(slots) - slots
+        seen = query.new_ones(1, 1, 1, slots, dtype=torch.bool) if attn_mask is None else attn_mask
+        mask = additive(F.pad(seen, (0, more)), query.dtype).expand(-1, -1, count, -1)
+        key, value = (F.pad(x, (0, 0, 0, more)) for x in (key, value))
+        size, parts = _size(count, widths._attends), []
+        for part, own in zip(query.split(size, dim=2), mask.split(size, dim=2)):
+            padding = (0, 0, 0, size - part.shape[2])
+            padded, own = F.pad(part, padding), F.pad(own, padding)
+            parts.append(F.scaled_dot_product_attention(padded, key, value, attn_mask=own, scale=scale))
+        return torch.cat(parts, dim=2)[:, :, :count]
+
+    def _widths(
+        self, x: Tensor, product: tuple[int, int, bool, bool] | None, heads: tuple[int, int, int] | None
+    ) -> PassWidths:
+        """Widths of one product, or of attention with these heads."""
+        key = x.dtype, x.device, product, heads
+        if key not in self._found:
+            self._found[key] = PassWidths([], heads, x.dtype, x.device)
+            self._found[key].products = [product] if product else []
+        return self._found[key]
+
+
+def _size(count: int, agrees: Callable[[int], bool]) -> int:
+    """How many of `count` rows are computed together."""
+    with torch.inference_mode():
+        return next((n for n in TOGETHER if n < 2 * count and agrees(n)), REFERENCE)
 
 
 def _shape(module: nn.Module) -> tuple[int, int, bool] | None:

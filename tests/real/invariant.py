@@ -3,6 +3,8 @@
     make real
     OMP_NUM_THREADS=1 python -P tests/real/invariant.py real/smollm2 --out answers.jsonl
     python -P tests/real/invariant.py real/smollm2 --costs
+    python -P tests/real/invariant.py captioner --out captions.jsonl --arms "none, alone" "vispec, stream 8"
+    python -P tests/real/invariant.py painter-var
 
 Every answer is appended to a file. A run that is killed goes on there; its streams
 and batches then hold other requests.
@@ -16,11 +18,14 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import visspec
-from visspec.api.captions import prepare
+from visspec.api.captions import PROMPT, prepare
+from visspec.api.loading import load
 from visspec.cli import bench_text
+from visspec.toys.table import HELD_OUT
 
 # drafter, how it runs, and marks; answers are compared with those of the first arm of the same marks.
 # off: a control without the mode
@@ -36,6 +41,38 @@ def inputs_of(model, tokenizer, count):
     prompts = bench_text.read_prompts(None) + bench_text.read_prompts(None, "train")
     step = max(len(prompts) // count, 1)
     return [prepare(tokenizer, [[]], prompt.text, model) for prompt in prompts[::step][:count]]
+
+
+def captioner(name, count):
+    """An included captioner, and its inputs for held-out pictures."""
+    model, processor = load(name, dtype="bfloat16")
+    folder = HELD_OUT / ("emoji" if name.endswith("emoji") else "shapes")
+    images = [Image.open(file).convert("RGB") for file in sorted(folder.glob("*.png"))[:count]]
+    return model, [prepare(processor, [image], PROMPT, model) for image in images]
+
+
+def drawn(pipe, texts, size, drafter):
+    options = {"drafter": drafter, "output_type": "latent", "batch_size": size}
+    return [torch.as_tensor(image) for image in pipe(texts, seed=list(range(len(texts))), **options).images]
+
+
+def painted(name, count):
+    """Pictures that are the same with drafts, and in batches of four, as alone, with and without the mode."""
+    world = HELD_OUT / ("emoji" if name.endswith("emoji") else "shapes")
+    lines = (world / "prompts.jsonl").read_text().splitlines()
+    for invariant in (True, False):
+        pipe = visspec.ImagePipeline.from_pretrained(name, dtype="bfloat16", batch_invariant=invariant)
+        pipe.set_progress_bar_config(disable=True)
+        texts = list(pipe.family.labels) or [json.loads(line)["prompt"] for line in lines]
+        texts = texts[:: max(len(texts) // count, 1)][:count]
+        drafter = {"maps": "var", "vectors": "mar"}.get(pipe.family.draws, "jacobi")
+        alone = drawn(pipe, texts, 1, None)
+        arms = {f"{drafter}, alone": drawn(pipe, texts, 1, drafter), "none, batch 4": drawn(pipe, texts, 4, None)}
+        arms[f"{drafter}, batch 4"] = drawn(pipe, texts, 4, drafter)
+        for arm, found in arms.items():
+            own = arms[f"{drafter}, alone"] if pipe.family.draws == "vectors" and drafter in arm else alone
+            same = sum(map(torch.equal, found, own))
+            print(f"{name}, mode {'on' if invariant else 'off'}, {arm}: {same} of {len(found)} equal", flush=True)
 
 
 def answers(model, inputs, arm, new, todo):
@@ -90,11 +127,19 @@ def main():
     parser.add_argument("--costs", action="store_true", help="time it on an otherwise idle machine (4 minutes at most)")
     parser.add_argument("--arms", nargs="+", default=ARMS, help="a drafter and how it runs (default: %(default)s)")
     parser.add_argument("--count", type=int, default=96)
+    parser.add_argument("--limit", type=int, help="answers of an arm at most (default: all)")
     parser.add_argument("--new", type=int, default=128)
     asked = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(asked.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16).eval()
-    inputs = inputs_of(model, tokenizer, asked.count)
+    name = str(asked.model)
+    if name.startswith("painter"):
+        painted(name, asked.count)
+        return
+    if name.startswith("captioner"):
+        model, inputs = captioner(name, asked.count)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(asked.model, padding_side="left")
+        model = AutoModelForCausalLM.from_pretrained(asked.model, dtype=torch.bfloat16).eval()
+        inputs = inputs_of(model, tokenizer, asked.count)
     if asked.costs:
         costs(model, inputs, min(asked.new, 64))
         return
@@ -104,7 +149,9 @@ def main():
         found.setdefault(arm, {})[number] = tokens
     for arm in asked.arms:
         known = found.setdefault(arm, {})
-        for number, tokens in answers(model, inputs, arm, asked.new, [n for n in range(len(inputs)) if n not in known]):
+        order = sorted(range(len(inputs)), key=lambda n: n * 37 % len(inputs))  # some of each kind first
+        todo = [n for n in order if n not in known][: max((asked.limit or len(inputs)) - len(known), 0)]
+        for number, tokens in answers(model, inputs, arm, asked.new, todo):
             known[number] = tokens
             with asked.out.open("a") as file:
                 print(json.dumps([arm, number, tokens]), file=file)

@@ -226,16 +226,19 @@ class Accelerated:
                 target.layer_subset.check()
             return target
 
+        rule, length = own_rule(options.acceptance), options.length
+        if options.batch_invariant and length is None and not rule.traits.keeps_tokens:
+            length = "fixed"  # measured lengths would depend on what runs beside
         with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
             drafter, name = registry.drafter(options.drafter, model)
             return build_setup(
                 drafter,
                 name,
-                own_rule(options.acceptance),
+                rule,
                 model,
                 make_target,
                 levels=options.levels,
-                length=registry.length(options.length),
+                length=registry.length(length),
                 compile=options.compile,
                 graphs=False if options.batch_invariant else options.graphs,
                 debug=options.debug,
@@ -306,7 +309,9 @@ class Accelerated:
         queueing.check(setup, slots, ahead, options)
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
         builder = queueing.RequestBuilder(self.model, setup, options, prefixes)
-        ahead = 1 if setup.target.widths is not None else ahead or slots
+        if setup.target.widths is not None:
+            ahead, slots = 1, slots if setup.rule.traits.keeps_tokens else 1
+        ahead = ahead or slots
         return queueing.answers(builder, prompts, slots, ahead, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
@@ -334,6 +339,11 @@ class _Run:
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         request.media, request.copies = self.media, generation_config.num_return_sequences or 1
         if not request.sampling.greedy:
+            if target.widths is not None and len(input_ids) > 1 and not setup.rule.traits.keeps_tokens:
+                raise ValueError(
+                    f"batch_invariant: got {len(input_ids)} rows for the rule {type(setup.rule).__name__}, whose tokens"
+                    " depend on drafts, expected one row a call, or stream()"
+                )
             request.generators = requests.generators(self.generator, self.seed, input_ids)
         if self.streamer is not None:
             request.on_tokens = requests.streaming(self.streamer, input_ids)

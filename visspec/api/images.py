@@ -69,9 +69,9 @@ class ImagePipeline:
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
     default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs, debug: as
-    in `visspec.accelerate`. batch_invariant: as there, for codes in raster order. preset: a published method by name
-    (`visspec list presets`), or a file that `visspec tune`
-    wrote; arguments given beside it win. Raises ValueError if the parts are incompatible.
+    in `visspec.accelerate`. batch_invariant: as there, in raster order; vectors and what relaxed rules accept are drawn
+    one image at a time then. preset: a published method by name (`visspec list presets`), or a file that
+    `visspec tune` wrote; arguments given beside it win. Raises ValueError if the parts are incompatible.
     """
 
     model: Any
@@ -305,7 +305,11 @@ class ImagePipeline:
         if family.no_pixels and request.output_type != "latent":
             raise ValueError(f"output_type: got {request.output_type!r}, expected 'latent': {family.no_pixels}")
         negatives = image_call.negatives_of(request.negative_prompt, texts, sampling.guidance, family)
-        size, each = request.batch_size, request.each(texts)
+        order = self.order if request.order is None else request.order
+        drafter = self.drafter if request.drafter is ... else request.drafter
+        setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
+        by_itself = self.batch_invariant and not setup.rule.traits.keeps_tokens  # as drafts change what is drawn
+        size, each = 1 if by_itself else request.batch_size, request.each(texts)
         parts = [slice(start, start + size) for start in range(0, len(each), size)]
         of_each = None if negatives is None else request.each(negatives)
         prompts = [
@@ -314,9 +318,6 @@ class ImagePipeline:
         ]
         image_call.warn_of_words(self.processor, prompt=texts, negative_prompt=negatives or [])
         seeds = requests.seeds(request.generator, request.seed, len(each), "an image")
-        order = self.order if request.order is None else request.order
-        drafter = self.drafter if request.drafter is ... else request.drafter
-        setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
         if isinstance(setup.order, VisitOrder):
             setup.order.places(*layout.grid)
         copies = request.num_images_per_prompt

@@ -27,6 +27,7 @@ from visspec.loop.setup import DecodingSetup
 
 Item = TypeVar("Item")
 PARTS = 3  # of what a stream is measured on; its ratio is the median over them
+PART_GROUPS = 3  # of slots, in a part: rows have to enter while others run
 Cell = str | Callable[[Mapping[str, Any]], str]  # of a column: a format of a row's fields, "{tau:.2f}", or a function
 
 
@@ -149,19 +150,19 @@ def throughput(
 
     Args:
         fast: An accelerated model that has not decoded any of them.
-        groups: Inputs, one by one, in groups of as many as there are slots. They are measured in `PARTS`
-            parts, each once, because drafters remember answers.
+        groups: Inputs, one by one, in groups of as many as there are slots. They are measured in up to `PARTS`
+            parts of several groups, each once, because drafters remember answers.
         batches: The same as a batch for each group, as (index, inputs).
         warm: Batches of others.
     """
-    slots, model = len(groups[0]), cast(Any, fast.model)
+    slots, model, parts = len(groups[0]), cast(Any, fast.model), min(PARTS, max(len(groups) // PART_GROUPS, 1))
     list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
     arms: dict[str, Callable[[int], Any]] = {
-        "stream": lambda part: list(fast.stream(chain(*groups[part::PARTS]), slots=slots, **options)),
-        "transformers": lambda part: [model.generate(**inputs, **options) for _, inputs in batches[part::PARTS]],
+        "stream": lambda part: list(fast.stream(chain(*groups[part::parts]), slots=slots, **options)),
+        "transformers": lambda part: [model.generate(**inputs, **options) for _, inputs in batches[part::parts]],
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}
-    for part, order in turns(list(arms), min(PARTS, len(groups))):
+    for part, order in turns(list(arms), parts):
         for name in order:
             seconds[name].append(seconds_of(partial(arms[name], part), waiter(fast.model.device))[0])
     ratio = statistics.median(slow / quick for slow, quick in zip(seconds["transformers"], seconds["stream"]))

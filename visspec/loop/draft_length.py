@@ -36,8 +36,8 @@ WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
 FORGET = 0.97  # of acceptance, a round
 MEMORY = 10  # measurements that the seconds of a size are averaged over
 OUTLIER, STALLED = 1.5, 3.0  # times the known seconds; more counts as so much. The second for a first measurement
-OPTIMISM = 0.95  # of the interpolated seconds of a size that was not measured, so that it is tried
-REACH = 4  # times the largest measured size: larger ones are not tried yet
+OPTIMISM = 0.95  # of the seconds on the line through measured sizes, so that a size that was not measured is tried
+REACH = 2  # times the largest measured size: larger ones are not tried yet
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0
 MISSES = 2 / 3  # share of a narrower structure's misses that are expected of a wider one before it was drafted
 GAIN, DOUBTED_GAIN = 1.02, 1.06  # over plain decoding that a draft must promise; the second after drafts did not pay
@@ -82,11 +82,16 @@ class CostTable:
             return self.seconds[size]
         known = sorted(self.seconds)
         i = bisect_left(known, size)
-        near = [(n, self.seconds[n]) for n in known[max(i - 1, 0) : i + 1]]
-        if len(near) < 2 or i == len(known):
-            return near[-1][1] if near else 0.0
-        (low, first), (high, last) = near
-        return OPTIMISM * (first + (last - first) * (size - low) / (high - low))
+        if i == 0:
+            return self.seconds[known[0]] if known else 0.0
+        if i == len(known):
+            if i < 3:  # the step from one node to two says nothing about the next ones
+                return self.seconds[known[-1]]
+            i -= 1
+        low, high = known[i - 1 : i + 1]
+        first, last = self.seconds[low], self.seconds[high]
+        seconds = OPTIMISM * (first + (last - first) * (size - low) / (high - low))
+        return max(seconds, last) if size > high else seconds
 
     def padded(self, size: int) -> int:
         """The cheapest measured size that holds `size`, itself unless another costs clearly less."""
@@ -327,10 +332,6 @@ class AdaptiveLength(DraftLengthPolicy):
                 found = expected[min(size, len(expected)) - 1] / (passes.at(size) + beside)
                 if found > speed:
                     best, speed = size, found
-            costs.vain = costs.vain + 1 if best == 1 else 0
-            if costs.vain >= VAIN:
-                costs.vain = 0
-                self._rest(costs)
             return best
 
     def pad(self, state: State, nodes: int) -> int:
@@ -355,6 +356,11 @@ class AdaptiveLength(DraftLengthPolicy):
         if warm:
             self._charge(trace, costs, verified + beside, beside)
             self.elapsed += verified + beside
+        if self.counts_nodes and trace.requested:
+            costs.vain = 0 if levels else costs.vain + 1
+            if costs.vain >= VAIN:
+                costs.vain = 0
+                self._rest(costs)
         if not levels:
             return
         if not self.counts_nodes:
@@ -384,7 +390,10 @@ class AdaptiveLength(DraftLengthPolicy):
         levels, committed, _ = trace.rounds[-1]
         if levels:
             usual = costs.passes.at(trace.nodes) + costs.draft(trace.structure).at(levels)
-            seconds = min(seconds, (2 if trace.nodes in costs.passes.counts else REACH) * usual)
+            known = (
+                costs.passes.counts.get(trace.nodes, 0) > 1
+            )  # then a machine that stood still costs the draft nothing
+            seconds = usual if known else min(seconds, 2 * usual)
             costs.dearest = max(costs.dearest, seconds)
             spent = seconds - costs.step * sum(committed) / len(committed)
         elif trace.requested:  # nothing was found
