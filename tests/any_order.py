@@ -31,42 +31,6 @@ def distributions(model, prefix_BPd, codes_BT, order_BT, attention_BP=None):
     return model.head(hidden.last_hidden_state[:, prefix::2])
 
 
-class Toy:
-    """A joint law of codes, (V,) * L in raster order, as an any-order model that is consistent between orders."""
-
-    def __init__(self, joint: torch.Tensor, order):
-        self.length, self.vocab = joint.dim(), joint.shape[0]
-        self.joint = joint.permute(*order)
-
-    def distribution(self, context, rank):
-        """The law of the code at a rank given those at the first ranks."""
-        rest = self.joint[tuple(context)]
-        at = rank - len(context)
-        marginal = rest.sum([d for d in range(rest.dim()) if d != at]) if rest.dim() > 1 else rest
-        return marginal / marginal.sum()
-
-    def p(self, context):
-        return self.distribution(context, len(context))
-
-    def ahead(self, context, levels):
-        """(levels, V) logits of the codes after the next one; beyond the end, of the last one."""
-        if len(context) >= self.length:
-            return torch.zeros(levels, self.vocab, dtype=torch.float64)
-        ranks = [min(len(context) + 1 + level, self.length - 1) for level in range(levels)]
-        return torch.stack([self.distribution(context, rank).log() for rank in ranks])
-
-
-def potts(rows, columns, vocab, strength):
-    """Codes on a grid: equal neighbours are exp(strength) times as likely as different ones."""
-    place = list(itertools.product(range(rows), range(columns)))
-    energy = torch.zeros((vocab,) * len(place), dtype=torch.float64)
-    same = torch.eye(vocab, dtype=torch.float64) * strength
-    for (a, one), (b, two) in itertools.combinations(enumerate(place), 2):
-        if abs(one[0] - two[0]) + abs(one[1] - two[1]) == 1:
-            energy = energy + same.view([vocab if d in (a, b) else 1 for d in range(len(place))])
-    return energy.exp() / energy.exp().sum()
-
-
 class Said:
     """Noise that gives these values, and reports the law that they are draws from."""
 

@@ -2,24 +2,11 @@
 
 import gc
 import os
-from importlib.util import find_spec
 
 import pytest
 import torch
 from hypothesis import settings
 
-NEED_TOYS = """
-eval/test_emoji.py eval/test_fid.py eval/test_geneval.py eval/test_world.py
-test_any_order_painter.py test_any_order_presets.py
-test_caption_records.py test_cli.py test_cli_eval.py
-test_distilled.py test_drafter_contract.py test_eagle.py test_generate_inpainting.py test_held_out.py
-test_dry_run.py test_habits_stream.py test_included.py
-test_mar_painter.py test_notebooks.py test_package.py test_painter.py
-test_painter_folders.py test_ray.py
-test_scale_painter.py test_serve.py test_train.py test_train_processes.py
-test_tune.py test_verdict.py test_world.py
-""".split()  # files that need the included models or their worlds: left out where `visspec/toys` is deleted
-collect_ignore = NEED_TOYS if find_spec("visspec.toys") is None else []
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -75,3 +62,13 @@ def pipe(folder):
     from visspec import ImagePipeline
 
     return ImagePipeline.from_pretrained(str(folder))
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache of the hub, which is not asked."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"

@@ -12,7 +12,7 @@ import torch
 
 import visspec
 from tests import tiny_images
-from tests.any_order import Toy, distributions, potts, process
+from tests.any_order import distributions, process
 from tests.distributions import chi_square, output_law, total_variation, verdicts
 from tests.doubles import one_sentence
 from tests.tiny import model_of
@@ -138,11 +138,6 @@ def test_greedy_is_what_the_network_says_alone(name, condition, kind):
         assert any("drafted" in origin for origin in state.trace.origin)
 
 
-def test_orders_are_different_laws():
-    drawn = {name: tuple(reference("class", 0, name)) for name in ORDERS}
-    assert len(set(drawn.values())) == 3
-
-
 def opened(condition, rows, order, ahead=0):
     target = RandARTarget(family(condition), ahead=ahead)
     request = asked(condition, rows, Sampling(guidance=3.0), order=order)
@@ -177,16 +172,6 @@ def test_tree_laws_are_path_laws(condition):
         state.position = state.position + 3
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("levels", [1, 3, 64])
-def test_passes_are_never_more_than_codes(seed, levels):
-    """The prefill is a pass that gives a code; a round is one pass and gives at least one."""
-    for rule in ("exact", "rejection"):
-        _, state = draw("class", [0], Ahead(levels), rule, temperature=1.0, order=ORDERS["spread"], seed=seed)
-        assert 1 + len(state.trace.rounds) <= PLACES and not state.trace.calls
-        assert sum(r.committed[0] for r in state.trace.rounds) == PLACES - 1
-
-
 def test_independent_codes_are_all_accepted():
     """16 codes are a prefill and rounds of 5 and 1."""
     model = copy.deepcopy(network())
@@ -203,7 +188,7 @@ def test_independent_codes_are_all_accepted():
 # --- the law, by enumeration ------------------------------------------------------------------------------------------
 
 
-class Net(Toy):
+class Net:
     """The laws that a target's own pass gives after every prefix of an order, V = 4, L = 4."""
 
     def __init__(self, order, levels):
@@ -300,21 +285,6 @@ def test_drawn_images_have_the_enumerated_law(rule):
     assert chi_square(counts, distribution.transpose(1, 2).contiguous()) < 1e-6
 
 
-def test_passes_a_code_on_the_toy():
-    """Four codes of four colours on a grid, neighbours alike 1.65 times as likely: at equal law, 0.551 of a pass a code
-    in raster order and 0.544 spread, where two passes, 0.5, are the least for four codes.
-    """
-    joint = potts(2, 2, 4, 0.5)
-    found = {}
-    for name, order in (("raster", (0, 1, 2, 3)), ("spread", spread(2, 2))):
-        toy = Toy(joint, order)
-        distribution, passes = process(toy, 3)
-        assert total_variation(distribution, joint.permute(*order)) < 1e-12
-        found[name] = passes / 4
-    assert found == pytest.approx({"raster": 0.5507, "spread": 0.5445}, abs=1e-4)
-    assert process(Toy(potts(2, 2, 4, 0.0), spread(2, 2)), 3)[1] / 4 == pytest.approx(0.5)
-
-
 # --- orders -----------------------------------------------------------------------------------------------------------
 
 
@@ -374,10 +344,3 @@ def test_any_order_refusals():
     ):  # fmt: skip
         with one_sentence(words):
             call()
-
-
-def test_the_pace_may_ask_for_less():
-    request = asked("class", [0], Sampling(1.0, guidance=3.0), order=ORDERS["halton"])
-    setup = paired_of(family(), Ahead(6))
-    state = setup.order.decode(setup.target, setup.drafter, setup.rule, request, FixedLength(2))
-    assert max(r.levels for r in state.trace.rounds) == 2 and state.trace.faults == 0

@@ -1,5 +1,6 @@
 """The any-order painter: its folder, the pipeline's habits, inpainting, and published weights."""
 
+import json
 import re
 
 import numpy as np
@@ -14,8 +15,11 @@ from tests.doubles import one_sentence
 from tests.layouts import gpt_reference, turn_by_hand
 from tests.test_any_order import network
 from tests.tiny_images import painter_processor
-from visspec import ImagePipeline
+from visspec import ImagePipeline, registry
+from visspec.api import saving
 from visspec.api.image_call import ORIGINS
+from visspec.cli import bench_image
+from visspec.cli.main import main
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
@@ -169,14 +173,6 @@ def test_batch_of_masks(pipe, picture):
     assert torch.equal(pipe(TEXTS, picture, masks[0], seed=[3, 4]).tokens[0], together.tokens[0])
 
 
-def test_every_image_has_the_picture_of_its_prompt(pipe, picture):
-    pictures, mask = [picture, picture.transpose(Image.Transpose.ROTATE_90)], masked()
-    out = pipe(TEXTS[:2], pictures, mask, seed=3, num_images_per_prompt=2, batch_size=3)
-    assert out.prompts == [TEXTS[0], TEXTS[0], TEXTS[1], TEXTS[1]]
-    for made, before in zip(out.images, [pictures[0], pictures[0], pictures[1], pictures[1]], strict=True):
-        assert (np.asarray(made)[mask == 0] == np.asarray(before)[mask == 0]).all()
-
-
 def test_interrupted_rows_keep_their_pictures(pipe, picture):
     """The second of two rows is finished when the call ends, the first is not."""
 
@@ -201,17 +197,6 @@ def test_codes_are_pictures_too(pipe):
     shown = pipe(TEXTS[1], first.images[0], masked(), seed=4, output_type="pt").images[0]
     whole = pipe.family.pixels(first.tokens[0][None], pipe.family.layout())[0]
     assert torch.equal(shown[:, masked() == 0], whole[:, masked() == 0])
-
-
-def test_an_ended_call_leaves_nothing_behind(pipe, picture):
-    def end(pipeline, number, count, given):
-        pipeline.interrupt = True
-
-    before = pipe(TEXTS[0], seed=3).tokens[0]
-    whole = masked(0, 0, PIXELS, PIXELS)
-    assert pipe(TEXTS[0], picture, whole, seed=3, callback_on_step_end=end).images == []
-    assert torch.equal(pipe(TEXTS[0], seed=3).tokens[0], before)
-    assert torch.equal(pipe(TEXTS[0], picture, whole, seed=3).tokens[0], before)
 
 
 BAD = [
@@ -294,13 +279,65 @@ def test_published_laws_are_those_of_the_formula(tmp_path):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
 
 
-@torch.no_grad()
-def test_training_laws_are_those_that_are_drawn_from(pipe):
-    """Teacher-forced laws of a drawn picture, words padded, equal those of the loop."""
-    order = list(halton(SIDE, SIDE))
-    out = pipe(TEXTS[0], seed=1, guidance_scale=1.0, temperature=0.0)
-    batch = pipe.processor(text=TEXTS[:1], generation_mode="image", return_tensors="pt", padding=True)
-    words, real = pipe.model.features(batch["input_ids"], batch["attention_mask"].bool())
-    codes = out.tokens[0][order][None]
-    logits = distributions(pipe.model.net, pipe.model.net.prefix(words), codes, torch.tensor([order]), real)
-    assert torch.equal(logits.argmax(-1), codes)
+# --- presets, and the included painter --------------------------------------------------------------------------------
+
+SHIPPED = registry.CHECKPOINTS / "painter-any-order" / "config.json"
+PRESETS = registry.presets("any order").keys() - registry.presets("codes").keys()
+shipped = pytest.mark.skipif(not SHIPPED.is_file(), reason="the any-order painter is not in this checkout")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_preset_equals_plain_decoding(pipe, name):
+    preset = registry.preset(name, "any order")
+    plain = pipe(TEXTS, seed=2, drafter="none", acceptance="exact", order=preset.order)
+    fast = pipe(TEXTS, seed=2, **preset.method)
+    for one, two in zip(plain.tokens, fast.tokens):
+        assert torch.equal(one, two)
+    assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
+    assert not preset.drafter.startswith("ahead") or fast.stats[0].rounds < plain.stats[0].rounds
+    assert saving.portable_name("order", preset.order) == preset.order and preset.source
+
+
+def test_other_painters_refuse_them():
+    made = ImagePipeline.from_pretrained("painter")
+    for name in PRESETS:
+        with pytest.raises(ValueError, match="any-order models"):
+            made.setup(**registry.preset(name, "any order").method)
+
+
+def test_bench_image_any_order(tmp_path, capsys):
+    """The order of plain decoding is the family's own, halton; codes in another order have another joint law."""
+    folder, record = tmp_path / "painter", tmp_path / "r.json"
+    ImagePipeline(fresh(), painter_processor()).save_pretrained(folder)
+    argv = ["bench", "image", "--model", str(folder), "--count", "1", "--json", str(record), "--world", "shapes"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
+    assert {"plain", "gumbel", *PRESETS} <= set(rows) and "left out: distilled" in said
+    assert rows["gumbel"]["promises_tokens"] and rows["gumbel"]["identical"] == 1
+    assert not any(rows[name]["promises_tokens"] for name in PRESETS)
+    assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in PRESETS)
+    assert bench_image.parse_method("assd", "any order")[1] == "ahead:levels=4/exact/spread"
+
+
+# --- the included painter ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def painter():
+    return ImagePipeline.from_pretrained("painter-any-order")
+
+
+@shipped
+def test_the_included_painter_draws_in_fewer_passes(painter):
+    """Its files are weights, a card and where they are from; images are those of plain decoding in the order."""
+    folder = SHIPPED.parent
+    assert {path.name for path in folder.iterdir()} >= {"README.md", "provenance.json", "model.safetensors"}
+    assert (folder / "model.safetensors").stat().st_size < 12e6
+    text = "a photo of a penguin"
+    for name in ("assd", "assd-raster"):
+        preset = registry.preset(name, "any order")
+        plain = painter(text, seed=1, drafter="none", order=preset.order)
+        fast = painter(text, seed=1, **preset.method)
+        assert torch.equal(plain.tokens[0], fast.tokens[0]) and fast.stats[0].faults == 0
+        assert fast.passes[0].max() + 1 < 60 < plain.passes[0].max() + 1 == 64

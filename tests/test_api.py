@@ -52,14 +52,14 @@ def assert_same(inputs, shape, **options):
 # --- where to stop ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 5, 11, 23])
+@pytest.mark.parametrize("at", [0, 2, 11, 23])
 def test_end_of_sequence_anywhere(one, at):
     """Also as the very first token, inside an accepted block, as the bonus, and at the limit."""
     answer = stock("llava", "one")[0]
     assert_same(one, "one", **GREEDY, eos_token_id=answer[at])
 
 
-@pytest.mark.parametrize("at", [0, 1, 4, 9, 20])
+@pytest.mark.parametrize("at", [0, 4, 20])
 def test_rows_end_at_different_times(ragged, at):
     answers = stock("llava", "ragged")
     ends = [answers[0][at], answers[1][(at * 7) % NEW], answers[2][at // 2]]
@@ -88,7 +88,7 @@ class Ends(tf.StoppingCriteria):
         return input_ids[:, -1] % self.divisor == 0
 
 
-@pytest.mark.parametrize("divisor", [2, 5, 11, 17])
+@pytest.mark.parametrize("divisor", [2, 11])
 @pytest.mark.parametrize("shape", ["one", "ragged"])
 def test_stopping_criteria_cut_after_the_first_stop(shape, divisor):
     inputs = prompt("llava", shapes("llava")[shape])

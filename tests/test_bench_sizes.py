@@ -5,12 +5,9 @@ import json
 import pytest
 import torch
 
-from visspec import tree as trees
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
-from visspec.eval.bench.oracle import Oracle, erring
 from visspec.models.attention import masks, ragged
-from visspec.types import Request
 
 OPTIONS = "--tiny --prompt 12 --max-new-tokens 72 --repeats 1 --dtype float32 --levels 5".split()
 COMMON = {
@@ -97,13 +94,6 @@ def test_a_gpu_gets_times(monkeypatch):
     assert [column.header for column in view.columns][-3:] == ["ms a token", "pass, ms", "host"]
 
 
-def test_proportions_are_those_of_the_model():
-    heads = {name: (size.heads, size.keys) for name, size in bench_sizes.SIZES.items()}
-    assert heads["qwen2.5-vl-7b"] == (28, 4) and heads["llava-1.6-7b"] == (32, 32)
-    config = tiny(heads=14).model.config
-    assert (config.num_attention_heads, config.num_key_value_heads) == (14, 2)
-
-
 def test_sizes_are_those_of_the_models():
     found = {}
     for name, size in bench_sizes.SIZES.items():
@@ -116,21 +106,6 @@ def test_sizes_are_those_of_the_models():
     )
 
 
-def test_what_the_host_has_issued_is_not_waited_for():
-    waits, clock = [], iter(range(100))
-    times = bench_sizes.issue_times(lambda _: next(clock), lambda: waits.append(next(clock)), repeats=3)
-    assert len(times) == 3 and max(times) < 1e-2
-    assert waits == [0, 2, 4]  # in front of each call only
-
-
-def test_the_oracle_errs_as_often_as_it_is_told():
-    answer = torch.randint(50, (4, 2000), generator=torch.Generator().manual_seed(0))
-    for acceptance in (0.0, 0.25, 0.8, 1.0):
-        drafts = erring(answer, acceptance, 50, seed=3)
-        assert abs(float((drafts == answer).float().mean()) - acceptance) < 0.02
-        assert 0 <= int(drafts.min()) and int(drafts.max()) < 50
-
-
 def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
     """The next id mostly follows whatever a node attends to; its law does not."""
     assert tiny().passes()["law_error"] < 1e-4
@@ -138,18 +113,6 @@ def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
     blind = lambda self, tree, length: self.additive(torch.ones(1, tree.size, length + tree.size, dtype=bool), 7)  # noqa: E731
     monkeypatch.setattr(masks.Masks, "_shared_mask", blind)
     assert case.passes()["law_error"] > 1e-2
-
-
-def test_drafts_of_rows_that_are_apart_are_of_their_own_place():
-    case = tiny()
-    options = {"attention_mask": torch.ones_like(case.ids(0)), "use_cache": True}
-    with torch.inference_mode():
-        state, _ = case.plain.target.prefill(Request(options, case.ids(0), 40))
-    answer = case.answer(0)
-    state.tokens[0][:], state.tokens[1][:] = answer[0, :3].tolist(), answer[1, :6].tolist()
-    state.pending = torch.stack([answer[0, 2], answer[1, 5]])
-    draft = Oracle(erring(answer, 1.0, 128)).propose(state, 4)
-    assert draft.tree is trees.chain(4) and draft.value.tolist() == [answer[0, 2:7].tolist(), answer[1, 5:10].tolist()]
 
 
 def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):

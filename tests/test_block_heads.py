@@ -22,7 +22,6 @@ from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting.structure import Chain, StopCriteria
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.sampling import Uniform
-from visspec.train import losses
 from visspec.train.capture import capture
 from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
@@ -74,24 +73,6 @@ def test_confidence_ends_chains(markov, confidence):
     del drafter._laws
     _, state, _ = begun(whole := dspark(markov=markov), model_of("llava"), inputs, NEW)
     assert torch.equal(whole.propose(state, 4).value, draft.value)
-
-
-def test_thresholds_of_a_random_head_end_some_chains():
-    found = set()
-    for confidence in (0.1, 0.3, 0.6):
-        fast = visspec.accelerate(model_of("llava"), dspark().shaped(confidence=confidence), adaptive=False)
-        inputs = prompt("llava", shapes("llava")["ragged"])
-        fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=1)
-        found |= {r.levels for r in fast.last_state.trace.rounds}
-    assert {1, 2} <= found
-
-
-def test_a_rule_that_judges_draws_takes_what_a_head_leaves():
-    inputs = prompt("llava", shapes("llava")["ragged"])
-    drafter = dspark().shaped(confidence=0.3)
-    fast = visspec.accelerate(model_of("llava"), drafter, acceptance="rejection", adaptive=False)
-    fast.generate(**inputs, max_new_tokens=NEW, do_sample=True, seed=1)
-    assert fast.last_stats.faults == 0
 
 
 class Expecting(Stopping):
@@ -183,14 +164,6 @@ def test_selector_loss():
     p = lesson.logits.gather(-1, ids).softmax(-1)
     each = -(p * scores.log_softmax(-1)).sum(-1)
     torch.testing.assert_close(found[1] - found[0], 2 * (each * weight).sum() / weight.sum())
-
-
-def test_the_loss_is_least_where_the_rate_is_told():
-    q, p = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
-    rate = torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1)
-    told = losses.confidence(rate.logit(), q, p)
-    assert (told < losses.confidence(rate.logit() + 0.1, q, p)).all()
-    assert (told < losses.confidence(rate.logit() - 0.1, q, p)).all()
 
 
 # --- structure and length of blocks -----------------------------------------------------------------------------------

@@ -78,13 +78,6 @@ def test_the_fused_pass_is_the_module(name, masked):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@torch.inference_mode()
-def test_in_half_precision_it_is_near():
-    module = network().to(torch.bfloat16)
-    for want, got in zip(*(passes(run, module, (6, 2), False) for run in (module, BlockPass(module)))):
-        assert got.dtype == torch.bfloat16 and (got - want).abs().max() < 0.1 * want.abs().max()
-
-
 def test_what_is_not_to_be_fused(monkeypatch):
     assert foldable(network()) and foldable(network(selector=True))
     hooked, wrapped, packed, dynamic, mixed = (network() for _ in range(5))

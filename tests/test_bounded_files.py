@@ -9,10 +9,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import ProcessorMixin
 
-import visspec
 from tests.doubles import one_sentence
 from tests.tiny import model_of
-from visspec.api import captions, loading, saving
+from visspec.api import captions, loading
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.var.model import VARImageConfig
 
@@ -72,11 +71,3 @@ def test_maps_of_any_size_are_refused():
     ):
         with one_sentence("scales: got .* codes in .* maps, expected 1..1048576"):
             make()
-
-
-def test_many_drafters_are_refused(tmp_path):
-    (tmp_path / saving.FILE).write_text(json.dumps({"drafter": ["ngram"] * 100_000}))
-    with one_sentence("drafter of .* is .*expected a name"):
-        saving.drafter_of(tmp_path)
-    with one_sentence("drafter of .* is .*expected a name"):
-        visspec.api.accelerate.Accelerated.from_pretrained(tmp_path)

@@ -320,21 +320,6 @@ def test_a_member_of_any_size_is_not_read_whole(folder, tmp_path):
     assert after.error is None and after.image == (folder / "scene0.png").read_bytes()
 
 
-def test_a_source_that_breaks_off_is_an_error_record(monkeypatch, tmp_path):
-    table = tmp_path / "t.jsonl"
-    table.write_text('{"image": "a"}\n' * 3)
-
-    def broken(entry, name, folder):
-        if name.endswith(":3"):
-            raise OSError(5, "Input/output error")
-        return sources.Record(name)
-
-    monkeypatch.setattr(sources, "of_entry", broken)
-    *whole, last = sources.records([table])
-    assert [r.id for r in whole] == [f"{table}:1", f"{table}:2"]
-    assert last.id == str(table) and "can't be read behind row 2 ([Errno 5]" in last.error
-
-
 def test_rows_of_parquet(tmp_path):
     """Ids where none are given, values that Python has none for, and more rows than are written at once."""
     arrow = pytest.importorskip("pyarrow")
@@ -567,16 +552,3 @@ def test_caption_memory_is_flat(tmp_path, little):
     last = [size for count, size in seen if 9000 <= count < 10_000]
     print(f"MB at records 3000-4000: {max(first) / 1e3:.1f}, 9000-10000: {max(last) / 1e3:.1f}")
     assert max(last) <= 1.03 * max(first)
-
-
-def test_large_images_are_refused_in_threads(tmp_path, monkeypatch):
-    path = tmp_path / "big.png"
-    Image.new("RGB", (40, 40)).save(path)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-    from visspec.io.images import open_image
-
-    def look(_):
-        with pytest.raises(ValueError, match="more pixels than the limit"):
-            open_image(path)
-
-    assert len(list(prefetch_map(look, range(20), 4, 8))) == 20

@@ -133,9 +133,3 @@ def test_missing_package_is_named(tmp_path, capsys, monkeypatch):
     expected = "is not installed, expected it (pip install 'visspec[eval]')"
     assert f"kid: torch_fidelity {expected}" in refused(capsys, "kid", tmp_path, tmp_path)
     assert "generated: got" in refused(capsys, "fid", tmp_path / "none", tmp_path)  # does not need it
-
-
-def test_scenes_are_distinct():
-    """Control: pictures of two seeds differ, so that equal scores mean equal folders."""
-    one, two = included.scenes("shapes").images(2)
-    assert one.tobytes() != two.tobytes()

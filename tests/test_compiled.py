@@ -17,9 +17,7 @@ import visspec
 from tests.doubles import Hostile, fast, new_tokens, stock
 from tests.test_threads import together
 from tests.tiny import FAMILIES, gemma3, llama, llava, model_of, prompt, qwen2_5_vl, shapes
-from visspec.cache import SlotCache
-from visspec.models.attention.masks import laid
-from visspec.models.eagle import layer, levels
+from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.runner import compiled
 
@@ -224,36 +222,6 @@ def test_the_stock_arm_compiles_its_steps_and_no_prompt(monkeypatch):
     assert torch.equal(found, model.generate(**inputs, **GREEDY)) and len(made) == 1
 
 
-def test_view_shares_parameters():
-    model = model_of("llava")
-    decoder, called = model.get_decoder(), []
-
-    def forward(*args, **kwargs):
-        called.append(kwargs["inputs_embeds"].shape)
-        return decoder.forward(*args, **kwargs)
-
-    view = compiled.view(model, decoder, forward)
-    inputs = prompt("llava", shapes("llava")["one"])
-    with torch.no_grad():
-        assert torch.equal(view(**inputs).logits, model(**inputs).logits)
-    assert len(called) == 1 and type(view) is type(model)
-    theirs = dict(view.named_parameters())
-    assert all(theirs[name] is parameter for name, parameter in model.named_parameters())
-    assert compiled.view(model, llama(seed=18).model, forward) is None
-
-
-def test_rows_and_masks_of_steady_passes():
-    """Rows of one length are apart, and masks of one shape have one layout."""
-    slots = SlotCache(2)
-    for steady, lengths, apart in ((False, [5, 5], False), (True, [5, 5], True), (True, [5], False)):
-        slots.steady, slots.lengths = steady, lengths
-        assert slots.apart == apart
-    buffer = torch.randn(2, 1, 9, 64)
-    views = [buffer[:1, :, :4, 3:30], buffer[:1, :, :4, 7:34], buffer[:1, :, :4, :27].clone()]
-    assert len({(m.stride(), m.storage_offset()) for m in (laid(view, steady=True) for view in views)}) == 1
-    assert laid(views[0], steady=False) is views[0]
-
-
 def drafted(fast, inputs, **options) -> tuple:
     result = fast.run(**inputs, **options)
     return result.state.tokens, [(r.levels, r.committed) for r in result.state.trace.rounds], result.state.trace.faults
@@ -288,27 +256,6 @@ def test_compiled_levels_equal_eager(options, levels, monkeypatch):
         monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
     check_levels(model, features(model, **{k: v for k, v in options.items() if k != "table"}), levels)
-
-
-def test_two_level_calls_equal_one(monkeypatch):
-    model, calls = model_of("llava"), []
-    quick = visspec.accelerate(model, features(model), adaptive=False, levels=8, compile=True)
-    chains, quick.target.passes = quick.drafter.passes, None
-
-    def call(*given):
-        before = [x.clone() if isinstance(x, torch.Tensor) else x for x in given]
-        calls.append((before, chains.levels(*given)))
-        return calls[-1][1]
-
-    chains.call, chains.ready = call, {False, True}
-    quick.run(**prompt("llava", shapes("llava")["ragged"]), **GREEDY)
-    (given, (ids, *_)), (then, (more, feature, rows)) = calls[:2]
-    given[2] = torch.cat([given[2], then[2]], dim=1)
-    monkeypatch.setattr(levels, "GROUP", 8)
-    with torch.inference_mode():
-        found = chains.levels(*given)
-    assert torch.equal(found[0], torch.cat([ids, more], dim=1)) and torch.equal(found[2], rows)
-    torch.testing.assert_close(found[1], feature)
 
 
 PUBLISHED = [  # forms of published heads
@@ -386,16 +333,6 @@ def test_drafter_compile_failure_warns_once(monkeypatch):
     check_said_once(monkeypatch, broken, said, model, features(model), inputs, drafted, whole=False)
 
 
-def test_folded_anew_a_drafter_compiles_anew():
-    drafter = features(model_of("llava"))
-    drafter.compile()
-    first = drafter.passes
-    drafter.compile()
-    assert drafter.passes is first
-    drafter.refresh()
-    assert drafter.passes is not first and drafter.passes.layer is drafter.layer
-
-
 @pytest.mark.parametrize("run", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_small_model_is_compiled_too(run):
     model, small = (llama(seed=seed, num_hidden_layers=1) for seed in (21, 22))
@@ -406,24 +343,6 @@ def test_a_small_model_is_compiled_too(run):
     eager, inputs = visspec.accelerate(model, small, adaptive=False), ids_of(9)
     assert drafted(quick, inputs, **GREEDY) == drafted(eager, inputs, **GREEDY)
     assert [(p.graphs, p.late) for p in quick.setup.passes] == [(2, 0), (2, 0)]
-
-
-def test_form_changes_with_modules():
-    model = llama(seed=23)
-    decoder = model.model
-    seen = [compiled.form(decoder)]
-    decoder.layers[0].mlp.up_proj = copy.deepcopy(decoder.layers[0].mlp.up_proj)
-    seen.append(compiled.form(decoder))
-    decoder.layers[1].self_attn.train()
-    seen.append(compiled.form(decoder))
-    decoder.norm.to(torch.bfloat16)
-    seen.append(compiled.form(decoder))
-    assert len(set(seen)) == 4 and compiled.form(decoder) == seen[-1]
-    handle = decoder.register_forward_hook(lambda *args: None)
-    assert compiled.form(decoder) == seen[-1]  # called outside the graph
-    handle.remove()
-    decoder.norm.register_forward_hook(lambda *args: None)
-    assert compiled.form(decoder) != seen[-1]
 
 
 def test_targets_of_one_pipeline_share_their_graphs(pipe):

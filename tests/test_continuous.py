@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from visspec import tree as trees
 from visspec.accept import denoise
@@ -341,30 +340,6 @@ def test_the_published_ratio_fails_with_other_deviations():
 # --- figures of the documentation -------------------------------------------------------------------------------------
 
 
-def test_acceptance_is_near_the_bound():
-    """16 dimensions, 100 steps, drafts 0.026 deviations away in each: against 1 - TV, and against coupling the last
-    step alone behind shared noise.
-    """
-    count, size, steps, away = 2000, 16, 100, 0.026
-    head = Gaussian(schedule(steps), size)
-    factor, deviation = head.exact()
-    centre = torch.zeros(count, 1, size)
-    noise = Together(count, steps, size, candidates=(1, 1), positions=2)
-    path = head.distribution(centre + away * deviation / factor).sample(*noise.numbers(1)[:2])
-    drafted = denoise.DraftTrajectories(path.points, path.mean, path.log_sigma, torch.ones(count, dtype=torch.bool))
-    bound = 2 * stats.norm.cdf(-away * size**0.5 / 2)
-    rates = []
-    for window in (1, 8):
-        _, equal = denoise.run(head.distribution(centre), noise.numbers(1), drafted, 1, window, merge=steps)
-        rates.append(float(equal.float().mean()) / bound)
-    assert rates[0] > 0.93 and rates[1] > 0.87
-    below = Trajectory.chain([path])
-    draft = trees.chain_draft(torch.zeros(count, size), path.points[:, None, -1], below)
-    scores = Scores(head.distribution(torch.zeros(count, 2, size)))
-    last_only = float((Surrogate(tries=1)(draft, scores, noise).length - 1).float().mean())
-    assert rates[0] * bound > 4 * last_only
-
-
 def mixture(sch, size, deviation=0.3):
     signal, noise = sch.signal.float(), sch.noise.float()
     centres = torch.randn(8, size, generator=torch.Generator().manual_seed(0))
@@ -441,51 +416,6 @@ def test_a_forecast_is_its_steps_one_by_one():
         torch.testing.assert_close(found[k], x, atol=1e-5, rtol=1e-4)
     frozen = denoise.SPREADS.index(0.0)
     assert bool((ahead.of_x[frozen] == 0).all()) and bool((ahead.of_mean[frozen] == 1).all())
-
-
-def test_forecast_reads_the_path_alone():
-    """Later ones were made of random numbers that the next pass uses again."""
-    steps = schedule(40).steps
-    numbers = torch.Generator().manual_seed(0)
-    before, value = torch.randn(2, 3, 6, 4, generator=numbers)
-    zero = torch.zeros(3, dtype=torch.long)
-    errors = torch.zeros(3, len(denoise.SPREADS))
-    chains = denoise.ActiveTrajectories(zero, before[:, 0], zero.bool(), before[:, 0], zero, errors, zero + 6)
-    place, moved = torch.arange(6), torch.tensor([[1], [3], [6]])
-    index = place.expand(3, 6) + 5
-    found = denoise.update_forecast(steps, chains, index, before, value, moved, place)
-    later = (place >= moved)[..., None].float()
-    other = denoise.update_forecast(steps, chains, index, before + later, value - later, moved, place)
-    for one, two in zip(found, other):
-        assert torch.equal(one, two)
-    assert bool((found[2][0] == 0).all()) and bool((found[2][1:] > 0).all())
-
-
-class Largest(TorchDispatchMode):
-    """Size of the largest tensor that is gathered under it."""
-
-    size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.index.Tensor:
-            self.size = max(self.size, made.numel())
-        return made
-
-
-def test_forecast_gathers_one_window():
-    """The coefficients of a whole window are 32 x 32 numbers a chain."""
-    count, steps, width = 40, schedule(60).steps, 2
-    denoise.forecast(steps)
-    zero = torch.zeros(count, dtype=torch.long)
-    chains = denoise.ActiveTrajectories(
-        zero, torch.zeros(count, 1), zero.bool(), torch.zeros(count, 1), zero, torch.zeros(count, 7), zero + width
-    )
-    numbers = Together(count, 60, 1).numbers(1)
-    index = torch.arange(width).expand(count, width)
-    with Largest() as made:
-        denoise.proposals(steps, chains, index, numbers, None, index == width - 1, 0)
-    assert 0 < made.size <= count * width * width
 
 
 # --- chains -----------------------------------------------------------------------------------------------------------

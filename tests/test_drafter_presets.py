@@ -19,17 +19,14 @@ from visspec.api.drafter_presets import focused_state, frequent, of_preset
 from visspec.api.train_drafter import Prompts, request_of
 from visspec.api.training_data import Reader, TrainingData
 from visspec.loop.decode import open_request
-from visspec.models.block.diffusion_trained import DiffusionConfig
-from visspec.models.block.trained import DECAY, BlockConfig, BlockDrafter
+from visspec.models.block.trained import DECAY, BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.static_tree import EAGLE
-from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.head import LowRank
 from visspec.presets import RECIPES
 from visspec.testing import check_drafter
 from visspec.train.capture import capture
-from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
 
 NEW = 12
@@ -79,22 +76,6 @@ def test_preset_trains_and_is_exact(data, tmp_path, name):
     assert json.loads((tmp_path / "out" / "provenance.json").read_text())["preset"] == name
     fast = check_drafter(drafter, model, prompt("llava", shapes("llava")["ragged"]))
     assert max(r.levels for r in fast.last_state.trace.rounds) > 1
-
-
-def test_eagle_is_validated_with_its_own_tree(data, tmp_path, monkeypatch):
-    seen = []
-
-    def measured(drafter, before=train_drafter.TextValidation.__call__):
-        seen.append(drafter.drafter.paths)
-        return before(drafter)
-
-    monkeypatch.setattr(train_drafter.TextValidation, "__call__", measured)
-    for resume in (False, True):
-        train_drafter.run("x", data[0], tmp_path / "out", preset="eagle", **TINY, resume=resume)
-    drafter = train_drafter.fresh_or_resumed(
-        model_of("llava"), tmp_path / "out", True, 0, EagleDrafter, RECIPES["eagle"].draft
-    )
-    assert seen == [EAGLE] and drafter.paths == EAGLE
 
 
 def test_a_twentieth_of_the_data_is_kept_for_validation(data, tmp_path, monkeypatch):
@@ -291,24 +272,6 @@ def test_block_drafter_export(tmp_path, form, more):
         BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")
 
 
-def test_small_vocabulary_loss():
-    model = model_of("llava")
-    drafter = EagleDrafter.for_model(model, **of_preset("eagle3", model, {"draft_vocab": 30})[0])
-    drafter.keep(torch.arange(10, 40))
-    target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
-    inputs = prompt("llava", ["4 i 5", "9 i 3"])
-    lesson = capture(target, visspec.Exact(), request_of(model, inputs, temperature=1.0, max_new_tokens=30, seed=1))
-    loss, _ = Step(drafter, TrainingOptions(unroll=1, opening=1.0))(lesson, "soft_ce")
-    (states, mask, _), *_ = drafter.rollout(lesson, 1)
-    logits = drafter.trained_logits(states, lesson.ids)
-    chosen = lesson.logits.argmax(-1)
-    counted = mask & (chosen >= 10) & (chosen < 40)
-    assert 0 < counted.sum() < mask.sum()
-    p = lesson.logits[..., 10:40].softmax(-1)
-    want = -(p * logits.log_softmax(-1)).sum(-1)[counted].mean()
-    torch.testing.assert_close(loss, want)
-
-
 def test_ids_are_the_most_frequent_of_the_answers():
     model = model_of("llava")
     target = HFDecoder(model, (-1,), embeddings=True)
@@ -372,14 +335,6 @@ def test_layers_are_a_quarter_of_the_targets_or_as_asked():
     for preset in ("dflash", "deer"):
         assert of_preset(preset, model, {})[0]["layers"] == 2
         assert of_preset(preset, model, {"layers": 5})[0]["layers"] == 5
-
-
-def test_the_table_names_fields_that_exist():
-    configs = {"eagle": EagleConfig, "block-head": BlockConfig, "diffusion-lm": DiffusionConfig}
-    for preset in map(registry.recipe, TRAINED):
-        fields = set(configs[preset.kind].__dataclass_fields__)
-        assert set(preset.network) <= fields and set(preset.plan) <= set(TrainingOptions.__dataclass_fields__)
-        assert set(preset.draft) <= {"width", "nodes", "tree"} and preset.source and preset.sees
 
 
 @pytest.mark.parametrize("sharp", [0, 1, 2])

@@ -1,7 +1,6 @@
 """The feature drafter: state after ragged rounds, identity, coupling, trees, images, checkpoints and their refusals."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +15,8 @@ from visspec.loop.decode import open_request, retire
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.models.eagle.feature_drafting import staggered_attention
-from visspec.models.eagle.head import turns_at
 from visspec.models.eagle.layer import FeatureMemory
-from visspec.models.eagle.sequence import layer_inputs, plan, slots_of
+from visspec.models.eagle.sequence import plan
 from visspec.models.layers import rotations
 
 CASES = [("llava", "several", 3), ("llava", "ragged", 1), ("qwen2_5_vl", "ragged", 2), ("llama", "ragged", 0)]
@@ -107,42 +104,6 @@ def test_image_latents_reach_drafts():
     torch.testing.assert_close(blind, blind_other)
 
 
-def test_layout_of_runs_padding_and_positions():
-    image = frozenset({90})
-    ids = torch.tensor([[0, 0, 1, 5, 90, 90, 90, 6, 90, 90, 7], [1, 5, 6, 7, 8, 9, 9, 9, 9, 9, 9]])
-    real = torch.tensor([[False, False, *[True] * 9], [True] * 11])
-    layout = plan(ids, real, image, 2, "latents", 0)
-    assert layout.runs == [(0, 4, 7), (0, 8, 10)]
-    row, index, real_RS = slots_of(layout, torch.device("cpu"))
-    assert index.tolist() == [[4, 5, 6], [8, 9, 9]] and row.tolist() == [[0], [0]]
-    assert real_RS.tolist() == [[True] * 3, [True, True, False]]
-    assert layout.lengths == [7, 10]
-    assert layout.slot[0, :7].tolist() == [2, 3, 5, 6, 7, 8, 9]  # latents at the last slots of their runs
-    assert layout.latent[0, :7].tolist() == [0, 0, 1, 2, 0, 3, 4]
-    assert layout.image[0, :7].tolist() == [0, 0, 1, 1, 1, 2, 2]
-    assert layout.last_image.tolist() == [2, 0]
-    blind = plan(ids, real, image, 0, "none", 0)
-    assert blind.slot[0, :3].tolist() == [2, 3, 7] and blind.runs == []
-
-
-def test_rotary_rows_follow_the_sections():
-    table = torch.arange(50 * 4).reshape(50, 4)
-    position = torch.tensor([[[3]], [[10]], [[20]]])
-    assert turns_at(table, position, (2, 1, 1), False)[0, 0].tolist() == [12, 13, 42, 83]
-    model = model_of("qwen2_5_vl")
-    for heads, section in ((4, (2, 1, 1)), (2, (4, 2, 2)), (8, (2, 0, 0))):  # of the sizes 8, 16 and 4
-        assert EagleDrafter.config_for(model, heads=heads).mrope_section == section
-
-
-def test_every_latent_enters_where_the_layout_says():
-    index = torch.tensor([[0, 1, 2, 0], [3, 0, 0, 1]])
-    layout = SimpleNamespace(latent=index, image=torch.zeros_like(index))
-    head = SimpleNamespace(join=lambda embed, feature, image: embed + feature)
-    embed, feature, latents = torch.randn(2, 4, 5), torch.randn(2, 4, 5), torch.randn(4, 5)
-    found = layer_inputs(head, layout, embed, feature, latents, torch.zeros(1, 5))
-    assert torch.equal(found, torch.where(index[..., None] > 0, latents[index], embed + feature))
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize(("name", "shape", "latents"), CASES)
 def test_a_short_chain_is_the_beginning_of_a_longer_one(name, shape, latents):
@@ -199,16 +160,6 @@ def test_prompts_longer_than_the_table_of_rotations_grow_it():
         torch.testing.assert_close(turn[0, 1], expected)
 
 
-def test_a_memory_with_room_stays_where_it_is():
-    memory = FeatureMemory(2, [3])
-    memory.write_prompt(torch.randn(1, 3, 4, 8), [3])
-    slots, kept = memory.kv.shape[1], memory.kv
-    memory.reserve(slots)
-    assert memory.kv is kept
-    memory.reserve(slots + 1)
-    assert memory.kv.shape[1] > slots and torch.equal(memory.kv[:, :slots], kept)
-
-
 @torch.inference_mode()
 def test_laws_in_float64():
     found = []
@@ -223,17 +174,6 @@ def test_laws_in_float64():
     assert len(found[0]) == len(found[1]) == 4 and drafter.layer.qkv.dtype == torch.float64
     for single, double in zip(*found):
         torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-3)
-
-
-def test_staggered_attention_is_that_of_the_chain():
-    torch.manual_seed(0)
-    keys, values = ([torch.randn(1, 6, 2, 4) for _ in range(3)] for _ in range(2))
-    query = torch.randn(1, 6, 2, 4)
-    out = staggered_attention(query, keys=keys, values=values)[0, 4].view(2, 4)
-    seen = [(0, 0), (0, 1), (0, 2), (1, 3), (2, 4)]  # true features up to t - 2, then one of each later step
-    key, value = (torch.stack([x[i][0, t] for i, t in seen]) for x in (keys, values))
-    weight = torch.softmax(torch.einsum("he,she->hs", query[0, 4], key) / 2.0, dim=-1)
-    torch.testing.assert_close(out, torch.einsum("hs,she->he", weight, value))
 
 
 def test_folded_weights_say_what_the_network_says(monkeypatch):

@@ -296,18 +296,6 @@ def test_a_bad_law_takes_no_other_with_it():
     assert torch.equal(distribution.p, torch.where(lawful[..., None], 0.25, 0.0).expand(2, 4, 4))
 
 
-@pytest.mark.parametrize("kind", BAD_LAWS)
-def test_sampling_goes_on_as_without_the_draft(kind):
-    """With uniform numbers: a node without a law is not drafted, and every token stays possible."""
-    inputs = prompt("llava", shapes("llava")["ragged"])
-    drafter = Spoilt(stock("llava", "ragged"), BAD_LAWS[kind], samples=True)
-    model = fast("llava", drafter, acceptance="rejection")
-    with pytest.warns(RuntimeWarning, match="drafter"):
-        output = new_tokens(model.generate(**inputs, **SAMPLE, top_k=4), inputs)
-    assert model.last_stats.faults > 0
-    assert all(0 <= t < VOCAB for row in output for t in row)
-
-
 @pytest.mark.parametrize("stage", ["start", "propose", "observe"])
 def test_sampling_with_a_broken_drafter_is_plain_sampling(stage):
     inputs = prompt("llava", shapes("llava")["ragged"])

@@ -3,8 +3,6 @@
 Shapes: B rows, H query heads, K key heads, N nodes, S slots, E head size.
 """
 
-import threading
-
 import pytest
 import torch
 import transformers as tf
@@ -24,7 +22,6 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
 from visspec.models.attention import draft_attention, masks
 from visspec.models.attention.draft_attention import NAME, switched
-from visspec.models.decoder import probe
 from visspec.models.decoder.target import HFDecoder
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
@@ -131,14 +128,6 @@ def test_more_than_a_softmax_goes_to_stock():
         ENTRY(module, query, key, key, mask, softcap=30.0, visspec=rows)
 
 
-def test_without_the_probe_it_folds_too(calls):
-    probe._answers.clear()
-    inputs, expected = prompt("llama", ["9"]), stock("llama", "one")
-    model = llama(rms_norm_eps=1.3e-6)
-    visspec.accelerate(model, None, probe=False).generate(**inputs, **GREEDY)
-    assert calls["folded"] and len(expected) == 1
-
-
 def test_a_model_that_is_not_wrapped_never_sees_our_attention(monkeypatch):
     """Two models in one process: `sdpa` stays transformers' own, and ours is called by passes of the wrapped one."""
     seen, wrapped, other = [], model_of("llama"), llama()
@@ -217,24 +206,6 @@ def test_models_without_the_keyword_take_the_4d_mask(kind, calls):
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected and not calls["folded"]
 
 
-def test_stock_generate_in_another_thread_is_not_disturbed():
-    model, inputs = model_of("llama"), prompt("llama", shapes("llama")["ragged"])
-    expected, found, ended = stock("llama", "ragged"), [], threading.Event()
-
-    def decode() -> None:
-        while not ended.is_set():
-            found.append(new_tokens(model.generate(**inputs, **GREEDY), inputs))
-
-    thread = threading.Thread(target=decode)
-    thread.start()
-    accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
-    while len(found) < 3 and thread.is_alive():
-        assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
-    ended.set()
-    thread.join()
-    assert len(found) >= 3 and all(one == expected for one in found)
-
-
 @settings(max_examples=60)
 @given(st.data())
 def test_a_kept_mask_equals_a_new_one(data):
@@ -295,16 +266,6 @@ def test_the_store_is_allocated_once(monkeypatch):
     inputs = prompt("llama", ["9"])
     fast("llama", None).generate(**inputs, max_new_tokens=300, do_sample=False)
     assert not grown and len(sizes) == 4 and 310 <= sizes[0] <= 310 + 129
-
-
-def test_a_store_of_unknown_end_grows_by_half():
-    cache, sizes = SlotCache(1), set()
-    for _ in range(40):
-        cache.open(50, "cpu")
-        cache.write(0, torch.zeros(1, 1, 50, 1), torch.zeros(1, 1, 50, 1))
-        cache.commit([list(range(50))])
-        sizes.add(cache.keys[0].shape[2])
-    assert len(sizes) <= 8
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 3), (4, 8)])

@@ -55,13 +55,6 @@ def draw(rule, spec, temperature=1.0, rows=(0, 1, 2)):
     return state.tokens, {name: meter.tolist() for name, meter in state.meters.items()}, len(state.trace.rounds)
 
 
-@pytest.mark.filterwarnings("error")
-def test_on_a_cpu_the_rule_runs_as_it_is():
-    rule = GraphedRule(Cool(omega=1.5))
-    assert draw(rule, TREE) == draw(Cool(omega=1.5), TREE)
-    assert not rule.recordings and not rule.shared
-
-
 @pytest.mark.parametrize("rule, spec, temperature", [
     ("exact", CHAIN, 1.0), ("exact", CHAIN, 0.0), ("rejection", TREE, 1.0), ("lantern:k=5,delta=0.4", TREE, 1.0),
     ("lantern:k=5,delta=0.4", CHAIN, 0.0), ("grouped:group=3", f"{CHAIN},redraw=maximal", 1.0),

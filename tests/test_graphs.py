@@ -307,13 +307,6 @@ def test_few_stores_and_recordings_are_kept(standin, monkeypatch):
     assert recorder.graphs > 4
 
 
-def test_capacities_and_buckets():
-    assert [buffer_pool.capacity(rows) for rows in (1, 2, 3, 5, 8, 9, 17)] == [1, 2, 4, 8, 8, 16, 24]
-    found = [buffer_pool.buckets(most) for most in (4096, 300, 8)]
-    assert found == [[256, 512, 1024, 2048, 4096], [256, 512], [256]]
-    assert buffer_pool.buckets(None)[-1] == buffer_pool.buckets(1 << 20)[-1] == buffer_pool.LARGEST
-
-
 def test_short_requests(standin, monkeypatch):
     monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 8)
     model = llama(seed=9)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import transformers as tf
-from huggingface_hub import constants
 
 from tests import tiny_images as tiny
 from tests.doubles import one_sentence
@@ -54,17 +53,10 @@ def repository(hub, name: str):
     return folder
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
-
-
 @pytest.mark.parametrize("name", IDS)
-def test_hub_ids_draw(name, hub, tmp_path):
+def test_hub_ids_draw(name, cache, tmp_path):
     save, prompt, size = IDS[name]
-    save(repository(hub, name))
+    save(repository(cache, name))
     parts = {"style": PromptStyle("{}", guidance=3.0, size=64)} if save is anole else {}  # fewer codes
     pipe = ImagePipeline.from_pretrained(name, parts=parts)
     found = pipe(prompt, seed=0, output_type="latent", **size).tokens[0]
@@ -78,8 +70,8 @@ def test_hub_ids_draw(name, hub, tmp_path):
     ("deepseek-ai/Janus-Pro-1B", "multi_modality", "deepseek-community/Janus-Pro-1B"),
     ("BAAI/Emu3-Gen", "Emu3", "BAAI/Emu3-Gen-hf"),
 ])  # fmt: skip
-def test_hub_ids_in_their_authors_form_name_another(name, kind, instead, hub, capsys):
-    folder = repository(hub, name)
+def test_hub_ids_in_their_authors_form_name_another(name, kind, instead, cache, capsys):
+    folder = repository(cache, name)
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
     with one_sentence(f"authors' form. Use {instead}"):
         ImagePipeline.from_pretrained(str(folder))

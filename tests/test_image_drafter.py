@@ -232,13 +232,6 @@ def test_a_stop_bounds_the_next_draft_and_is_not_for_windows():
         drafter({"window": 4}).shaped(entropy=1.0)
 
 
-def test_a_place_is_told_by_its_row_and_column():
-    head = drafter().head
-    places, columns = head.places(), head.config.columns
-    assert len(places) == head.config.places and not places[0].any()
-    assert torch.equal(places[columns + 2], head.row.weight[1] + head.column.weight[2])
-
-
 SHIPPED = registry.CHECKPOINTS / "painter-eagle" / "config.json"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import re
@@ -344,25 +343,12 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     assert text.startswith("checkpoint: visspec.json has 16777218 bytes, expected at most")
 
 
-def test_presets_can_be_saved():
-    for preset in registry.presets("codes").values():
-        assert saving.portable_name("drafter", preset.drafter) == preset.drafter
-        assert saving.portable_name("acceptance", preset.acceptance) == preset.acceptance
-        assert preset.order is None or saving.portable_name("order", preset.order) == preset.order
-
-
 def test_the_order_is_kept(pipe, tmp_path):
     for order in (None, "islands", "islands:audit=false"):
         ImagePipeline(**pipe.components | {"order": order, "parts": None}).save_pretrained(tmp_path)
         assert saving.read(str(tmp_path), {})["order"] == order
     with pytest.raises(ValueError, match=r"^order: got 'spiral', expected a name of `visspec list orders`, such as "):
         saving._named("order", tmp_path, "spiral")
-
-
-def test_a_pipeline_from_another_ones_components(pipe):
-    other = ImagePipeline(**pipe.components)
-    assert other.model is pipe.model and other.components == pipe.components
-    assert set(pipe.components) <= set(inspect.signature(ImagePipeline).parameters)
 
 
 # --- the logger -------------------------------------------------------------------------------------------------------

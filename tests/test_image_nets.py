@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import DynamicCache
 
 from tests.doubles import one_sentence
 from tests.layouts import (
@@ -69,18 +68,6 @@ def plain(model, condition, tokens):
 
 
 @torch.no_grad()
-def test_a_cache_changes_nothing(model):
-    condition, tokens = conditions(model), torch.randint(24, (2, 9))
-    expected, first = plain(model, condition, tokens), model.config.prefix
-    cache = DynamicCache()
-    hidden = [model(model.prefix(condition), None, None, cache).last_hidden_state]
-    for start, end in ((0, 1), (1, 5), (5, 9)):  # one code, then several under the default mask
-        place = torch.arange(first + start, first + end)[None]
-        hidden.append(model(model.embed(tokens[:, start:end]), place, None, cache).last_hidden_state)
-    torch.testing.assert_close(model.head(torch.cat(hidden, dim=1)), expected, **TOL)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("kind", ["additive", "bool"])
 def test_a_tree_equals_each_path_alone_also_after_commit(model, kind):
     """Seven draft nodes of two rows with unlike lengths, in the same slot cache and mask as stock decoders."""
@@ -114,29 +101,6 @@ def test_a_tree_equals_each_path_alone_also_after_commit(model, kind):
         cache.slots.commit([paths[6], paths[4]])
         kept = [torch.cat([kept[0], draft[0, paths[6]]]), torch.cat([kept[1], draft[1, paths[4]]])]
         draft = torch.randint(24, (2, 7))
-
-
-def test_rotations_depend_on_differences_of_coordinates_only():
-    grid, size, prefix = 5, 16, 2
-    table = llamagen.turns(prefix, grid, size, 10000.0)
-    assert table.shape == (prefix + 2 * grid * grid, size // 2)
-    query, key = torch.randn(2, size)
-
-    def logit(at, other):
-        turn = table[[prefix + at[0] * grid + at[1], prefix + other[0] * grid + other[1]]]
-        a, b = llamagen.rotate(torch.stack([query, key])[None, :, None], turn[None])[0, :, 0]
-        return a @ b
-
-    for shift in ((0, 1), (2, 0), (2, 3)):
-        near = logit((2, 1), (1, 0))
-        moved = logit((2 + shift[0], 1 + shift[1]), (1 + shift[0], shift[1]))
-        torch.testing.assert_close(near, moved, **TOL)
-    assert not torch.isclose(logit((1, 0), (0, 0)), logit((0, 1), (0, 0)))  # rows and columns are told apart
-    # row-major: the code below is one grid width away, its row turned by one and its column by none
-    below = (table[prefix + grid] / table[prefix]).angle()
-    torch.testing.assert_close(below[4:], torch.zeros(4))
-    torch.testing.assert_close(below[:4], 10000.0 ** (-torch.arange(4) / 4))
-    assert not table[:prefix].any(), "queries and keys of the prefix are zero, as published"
 
 
 def test_prefixes_and_their_refusals(model):

@@ -166,7 +166,7 @@ def test_positions_end_with_the_model():
 
 def test_widths_agree_with_many_rows():
     linear = nn.Linear(200, 72, bias=False, dtype=torch.float32)
-    widths = PassWidths([linear], (2, 3, 16), torch.float32, torch.device("cpu"))
+    widths = PassWidths([linear], [(2, 3, 16)], torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(200, 200, generator=generator)
     expected = torch.cat([linear(part) for part in x.split(REFERENCE)])
@@ -200,6 +200,18 @@ def refused_model(kind):
 def test_refused_models(kind):
     with one_sentence(f"batch_invariant: .*{kind}"):
         visspec.accelerate(refused_model(kind).to(torch.bfloat16), None, batch_invariant=True)
+
+
+def test_layers_with_heads_of_several_sizes():
+    """Gemma 4's, whose configuration has no size of all layers."""
+    kinds = ["sliding_attention", "full_attention"]
+    more = {"global_head_dim": 16, "layer_types": kinds, "sliding_window": 8, "hidden_size_per_layer_input": 0}
+    config = tf.Gemma4TextConfig(**tiny.TEXT | more | {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": 96})
+    gemma4 = tiny.built(tf.Gemma4ForCausalLM, config).to(torch.bfloat16)
+    plain, quick = (visspec.accelerate(gemma4, one, batch_invariant=True, debug=True) for one in (None, "ngram"))
+    options = {"input_ids": prompts()[1], "max_new_tokens": NEW, "do_sample": False}
+    assert quick.run(**options).state.tokens == plain.run(**options).state.tokens
+    assert sorted(size for _, _, size in plain.setup.target.widths.heads) == [8, 16]
 
 
 def test_sliding_windows():
@@ -296,7 +308,7 @@ def test_refused_pipelines():
 
 def test_longer_neighbors_change_no_bit_of_attention():
     """Sums over 256 keys are split otherwise than those over more: such a pass reads more."""
-    widths = PassWidths([], (2, 3, 16), torch.bfloat16, torch.device("cpu"))
+    widths = PassWidths([], [(2, 3, 16)], torch.bfloat16, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(1, 6, 4, 16, generator=generator)
     key, value = torch.randn(2, 1, 2, 1200, 16, generator=generator)

@@ -252,13 +252,6 @@ def test_other_rules_draft_too(name, rule, tmp_path):
         assert pipe.last_output.stats[0].tau > 1
 
 
-def test_without_guidance_there_is_one_stream(tmp_path):
-    pipe, folder = pipeline("anole"), published("anole", tmp_path / "d")
-    plain = pipe(TEXTS, drafter=None, output_type="latent", guidance_scale=1.0, temperature=0.0).tokens
-    found = pipe(TEXTS, drafter=folder, acceptance="exact", output_type="latent", guidance_scale=1.0, temperature=0.0)
-    assert all(a.equal(b) for a, b in zip(plain, found.tokens)) and pipe.last_state.trace.faults == 0
-
-
 # --- a target ---------------------------------------------------------------------------------------------------------
 
 

@@ -233,16 +233,6 @@ def latest_read(tree):
     ]
 
 
-def test_no_two_classes_share_a_name():
-    """Commands aside, each of which has its own `Options`."""
-    places = {}
-    for file, parts in sources():
-        if parts[:1] != ["cli"]:
-            for name in facts_of(file).classes:
-                places.setdefault(name, []).append(".".join(parts))
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
-
-
 def test_results_travel_as_values():
     found = []
     for file, _ in sources():

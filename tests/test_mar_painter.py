@@ -161,13 +161,6 @@ def test_its_own_drafts_are_kept(pipe):
     assert drawn(pipe, PROMPTS[:2], drafter=own, acceptance="surrogate").stats[0].tau > 3.9
 
 
-def test_calls_are_counted(pipe):
-    out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=1")
-    assert out.traces[0].calls == {"head": 16 * 4}
-    out = drawn(pipe, PROMPTS[:1], acceptance="coupled:window=4")
-    assert 16 <= out.traces[0].calls["head"] < 16 * 4
-
-
 @pytest.mark.parametrize("name", registry.presets("vectors"))
 def test_a_preset_draws(pipe, drafter, name):
     preset = registry.preset(name, "vectors")

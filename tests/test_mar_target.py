@@ -11,7 +11,7 @@ from visspec import tree as trees
 from visspec.accept.coupled import Coupled
 from visspec.accept.surrogate import Surrogate
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
+from visspec.loop.draft_length import FixedLength
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
 from visspec.models.mar.parallel import ParallelMAR
@@ -183,17 +183,6 @@ def test_the_first_tokens_can_be_left_undrafted(model, target):
     state = decode(target, drafter, ruled(target), request([1]), FixedLength(2))
     assert [r.levels for r in state.trace.rounds] == [0, 0, 0, 0, 2, 0]
     assert [r.committed for r in state.trace.rounds] == [[1], [1], [1], [1], [3], [1]]
-
-
-def test_a_drafter_follows_rounds_without_drafts(model, target):
-    class Uneven(DraftLengthPolicy):
-        def depth(self, state):
-            return (0, 2, 0, 1)[len(state.trace.rounds) % 4]
-
-    state = decode(target, SmallMAR(MARImages(model, plan=PLAN)), ruled(target), request([1, 3]), Uneven(2))
-    assert [r.committed for r in state.trace.rounds] == [[1, 1], [3, 3], [1, 1], [2, 2], [1, 1]]
-    order, index = state.request.inputs.order[:, :8], torch.arange(2)[:, None]
-    assert torch.equal(state.memory.values[:, :8], images(state)[index, order])  # it has seen all that was drawn
 
 
 @pytest.mark.parametrize("rule", [Coupled, Surrogate])

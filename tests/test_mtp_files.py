@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests import test_recurrent as hybrids
-from tests.doubles import new_tokens, one_sentence
+from tests.doubles import one_sentence
 from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, model_of, packed_pixels
 from visspec.api.accelerate import default_drafter
 from visspec.models.decoder import mtp, mtp_layer
@@ -205,20 +205,6 @@ def test_drafts_against_description(name, reloaded):
         features_Ld, embeds_Ld = scores.features[b, real_L], scores.aux["embeddings"][b, real_L]
         expected = expected_logits(model, run, features_Ld, embeds_Ld, places_PBL[:, b, real_L], pending[b], 4)
         torch.testing.assert_close(logits_BNV[b], expected, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "glm_ocr"])
-def test_rows_enter_a_running_batch(name, reloaded):
-    model = reloaded(name)
-    single = [inputs_of(name, (n,), images=(count,), seed=n) for n, count in ((9, 1), (4, 2), (2, 1), (6, 0))[:3]]
-    text = hybrids.prompt("qwen3_5", (6,))
-    single, limits = [*single, text], (NEW, 5, 9, 14)
-    fast = visspec.accelerate(model, "mtp", adaptive=False)
-    expected = [
-        new_tokens(model.generate(**p, max_new_tokens=n, do_sample=False), p)[0] for p, n in zip(single, limits)
-    ]
-    found = {a.id: a for a in fast.stream([p | {"max_new_tokens": n} for p, n in zip(single, limits)], slots=2)}
-    assert [found[i].tokens for i in range(4)] == expected and not fast.setup.drafter.warned
 
 
 def test_hub_cache(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from visspec.accept.local import Local, spread
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.orders import RejectedRegions, islands
-from visspec.loop.out_of_order import OutOfOrderDecoder, decode_wavefront
+from visspec.loop.out_of_order import decode_wavefront
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting import checkpoint as feature_checkpoint
 from visspec.models.image_codes.target import ImageAR, ImageLayout
@@ -368,19 +368,6 @@ def test_one_place_a_row_of_an_island():
     assert passes.tolist() == [[1, 2, 3, 4], [2, 1, 4, 5], [3, 1, 5, 6], [4, 5, 6, 7]]
 
 
-def test_canvas_caches_final_tokens(monkeypatch):
-    """After the last pass only what was decided in it is not in the cache."""
-    kept = []
-    monkeypatch.setattr(
-        OutOfOrderDecoder, "finish", lambda self, do=OutOfOrderDecoder.finish: (kept.append(self), do(self))
-    )
-    run(RejectedRegions(Local(1.1, window=2), Draft(), audit=False), kind=Lined)
-    decoder = kept[0]
-    for b in range(3):
-        missing = [t for t in range(decoder.total) if not decoder.cached[b][t]]
-        assert missing == [decoder.total - 2, decoder.total - 1]  # the last code and the grammar behind it
-
-
 def test_a_broken_drafter_costs_speed_only():
     class Broken(Draft):
         def __init__(self, result):
@@ -444,13 +431,6 @@ def test_local_in_the_ordinary_loop(temperature, kind):
 
 
 # --- the low-resolution sibling ---------------------------------------------------------------------------------------
-
-
-def test_a_right_draft_is_taken_whole(monkeypatch):
-    expected, low, target = plain().tokens, drafter(window=5), ImageAR(family())
-    monkeypatch.setattr(low, "sketch", lambda state: torch.tensor(expected)[state.rows])
-    state = decode(target, SafeDrafter(low, target.capabilities), Exact(), request(), FixedLength(5))
-    assert state.tokens == expected and [r.levels for r in state.trace.rounds] == [5, 5, 2]
 
 
 def test_the_small_image_is_the_siblings_own():

@@ -41,8 +41,7 @@ def test_processors_know_every_prompt(name, world):
 
 
 @pytest.mark.parametrize("name, world, every, least", [
-    ("painter", "shapes", 32, 7), ("painter-emoji", "emoji", 40, 2),
-    pytest.param("painter", "shapes", 16, 15, marks=pytest.mark.nightly),
+    ("painter", "shapes", 32, 7), pytest.param("painter", "shapes", 16, 15, marks=pytest.mark.nightly),
     pytest.param("painter-emoji", "emoji", 20, 4, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_painters_draw_what_they_are_asked_for(name, world, every, least):

@@ -170,19 +170,6 @@ def test_growing_keeps_the_best(rows, width, levels, nodes, seed):
         assert found == {(b,), *best}
 
 
-def test_parent_before_equal_child():
-    tree_builder = trees.TreeBuilder(torch.zeros(1, dtype=torch.long), 2)
-    for token in (2, 4, 1):
-        tree_builder.grow(
-            torch.full((1, tree_builder.frontier_total.shape[1], 5), float("-inf")).index_fill(
-                2, torch.tensor(token), 0.0
-            )
-        )
-    for nodes, tokens in ((1, [0, 2]), (2, [0, 2, 4]), (3, [0, 2, 4, 1])):
-        draft = tree_builder.finish(nodes)
-        assert draft.value[0].tolist() == tokens and draft.tree.parent[0].tolist() == list(range(-1, nodes))
-
-
 @settings(max_examples=60)
 @given(data=st.data(), rows=st.integers(1, 3), layers=st.integers(1, 2))
 def test_slot_cache_equals_lists(data, rows, layers):

@@ -486,16 +486,6 @@ def test_state_conventions(tmp_path, caplog, changes, asked, read, warned):
 # --- hub ids ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """A cache of the hub, which is not asked."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
-
-
 def cached(hub, name, data, tensors):
     """A repository as huggingface_hub stores it: links into `blobs`."""
     root = hub / f"models--{name.replace('/', '--')}"

@@ -4,7 +4,6 @@
 Shapes: B rows, H query heads, K key heads, N nodes, S slots, E head size.
 """
 
-import threading
 import warnings
 from types import SimpleNamespace
 
@@ -277,15 +276,6 @@ def test_models_that_take_another_road(make, name, why, on):
     assert backend.name == name and why in (None, backend.why)
 
 
-def test_layers_that_keep_a_state_take_the_mask(on):
-    on(ragged.VARLEN)
-    decoder, text = model_of("llama").get_decoder(), tf.LlamaConfig(**TEXT, attn_implementation="sdpa")
-    chosen = lambda: ragged.choose(decoder, text, "sdpa", torch.float32, torch.device("cpu"))  # noqa: E731
-    assert chosen().name == ragged.VARLEN
-    text.layer_types = ["linear_attention", "full_attention"]
-    assert chosen().why == "layers that do not attend to all keys"
-
-
 class Own(tf.models.llama.modeling_llama.LlamaAttention):
     """Attention that hands no keywords on."""
 
@@ -382,45 +372,6 @@ def test_more_than_softmax(on):
             found, _ = draft_attention.draft_attention(module, *given, None, visspec=layout, **more)
         wanted, _ = sdpa_attention_forward(module, *given, mask[:rows], **more)
         assert torch.equal(found, wanted) and backend.name == ragged.MASK
-
-
-def test_single_node():
-    """transformers' own functions are at their best without a mask."""
-    slots = SlotCache(2)
-    for backend, nothing in ((ragged.TREE, True), (ragged.MASK, False)):
-        made = masks.Masks(torch.float32, groups=2, backend=ragged.Backend(backend, 2))
-        slots.lengths, slots.padding = [4, 4], None
-        single, pair = trees.chain(0), trees.chain(1)
-        given = lambda tree, made=made: made(slots, tree, slots.open(tree.size, "cpu"))["attention_mask"]  # noqa: E731
-        assert (given(single) is None) == nothing
-        assert given(pair) is not None
-        slots.lengths = [4, 3]
-        assert given(single) is not None
-        slots.lengths, slots.padding = [4, 4], torch.tensor([[False, True, True, True], [True] * 4])
-        assert given(single) is not None
-        slots.padding, slots.steady = None, True
-        assert given(single).shape[-1] == 5
-        slots.steady = False
-
-
-def test_two_threads_tell_different_passes(on):
-    on(ragged.VARLEN)
-    model, found = model_of("llama"), []
-    rows = shapes("llama")
-    expected = {shape: stock("llama", shape) for shape in ("one", "ragged")}
-
-    def decode(shape):
-        inputs = prompt("llama", rows[shape])
-        accelerated = visspec.accelerate(model, Oracle(expected[shape]), adaptive=False)
-        for _ in range(3):
-            found.append((shape, new_tokens(accelerated.generate(**inputs, **GREEDY), inputs)))
-
-    threads = [threading.Thread(target=decode, args=(shape,)) for shape in expected]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6 and all(tokens == expected[shape] for shape, tokens in found)
 
 
 def test_the_road_of_a_device(monkeypatch):

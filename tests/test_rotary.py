@@ -43,16 +43,6 @@ def test_frequencies_follow_each_node(kind, shape):
     assert fast.last_stats.tau > 1.7
 
 
-def test_optional_buffer():
-    """torch keeps None for it, and there is nothing to copy."""
-    inputs = prompt("llama", PROMPTS["crossing"])
-    model = MAKE["dynamic"]()
-    expected = new_tokens(MAKE["dynamic"]().generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
-    model.model.rotary_emb.register_buffer("scales", None)
-    fast = visspec.accelerate(model, "ngram", adaptive=False)
-    assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
-
-
 @pytest.mark.parametrize("new", [NEW, LIMIT - 13], ids=["crossing", "ending on the limit"])
 @pytest.mark.parametrize("kind", MAKE)
 def test_request_between_passes(kind, new):

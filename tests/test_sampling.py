@@ -14,7 +14,7 @@ from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
 from visspec import ranking
 from visspec import tree as trees
 from visspec.api.processors import at_any_prefix
-from visspec.distributions import Categorical, draw, residual
+from visspec.distributions import draw, residual
 from visspec.sampling import Gumbel, Uniform, process, warp
 from visspec.types import NodeProcessor, Request, Sampling
 
@@ -252,17 +252,6 @@ def test_warp_equals_transformers(monkeypatch):
         expected = TopPLogitsWarper(p)(None, expected) if p < 1 else expected
         assert torch.equal(warp(logits, Sampling(temperature, k, p)), expected)
     assert torch.equal(warp(logits, Sampling()), logits)
-
-
-def test_noise_by_position():
-    noise = Gumbel([torch.Generator().manual_seed(seed) for seed in (1, 2)], 5)
-    ahead, logits = noise.window(20), torch.randn(2, 3, 4)
-    for level in (0, 3, 17):
-        assert torch.equal(noise.perturb(logits, level), logits + ahead[:, level, None, :4])
-        drawn, _ = noise.draft(Categorical(logits[:, 0]), level)
-        assert torch.equal(drawn, (logits[:, 0] + ahead[:, level, :4]).argmax(dim=-1))
-    noise.advance([2, 19])
-    assert torch.equal(noise.window(1)[:, 0], torch.stack([ahead[0, 2], ahead[1, 19]]))
 
 
 @pytest.mark.parametrize("noise", [Uniform, Gumbel])

@@ -12,7 +12,7 @@ from tests.doubles import one_sentence
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_assistants import prompt as text_prompt
 from tests.test_eagle_heads import make
-from tests.test_published import cache, cached, eagle_3, saved, speculators_dflash, z_lab  # noqa: F401
+from tests.test_published import cached, eagle_3, saved, speculators_dflash, z_lab
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
 from visspec.cli.arguments import ModelOptions, load
@@ -118,7 +118,7 @@ def test_settings_of_others_are_not_believed(tmp_path, change, sentence):
 
 
 @pytest.fixture
-def hub(cache, monkeypatch):  # noqa: F811
+def hub(cache, monkeypatch):
     """A hub whose repositories are put into the cache."""
     import huggingface_hub
 
@@ -162,7 +162,7 @@ def test_push_accelerated(hub):
     same(fast, visspec.Accelerated.from_pretrained("me/fast-llava", adaptive=False), inputs)
 
 
-def test_hub_drafter_saved(hub, cache, tmp_path):  # noqa: F811
+def test_hub_drafter_saved(hub, cache, tmp_path):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
     cached(cache, "someone/head", *eagle_3())
     fast = visspec.accelerate(model, "someone/head", adaptive=False)

@@ -147,14 +147,6 @@ def test_attention_pooling():
     torch.testing.assert_close(found, torch.tensor([0.3, 0.5, 0.5]))
 
 
-def test_windows_are_centres_of_patches():
-    assert centres((2, 2), 16) == (0, 1, 2, 3)
-    assert centres((8, 8), 16) == tuple(i * 8 + j for i in (1, 3, 5, 7) for j in (1, 3, 5, 7))
-    for grid in ((6, 6), (3, 9), (1, 40), (13, 13)):
-        found = centres(grid, 16)
-        assert len(set(found)) == len(found) <= 16 and max(found) < grid[0] * grid[1]
-
-
 @torch.no_grad()
 def test_selectivity_is_that_of_the_attention(model):
     """With all earlier tokens counted, the two shares are one together; and by hand at one place."""

@@ -1,8 +1,5 @@
 """The next-scale painter: its folder and classes; refiner, drafter and budget by name; the bench."""
 
-import json
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -207,17 +204,3 @@ def test_presets_of_scales_on_the_command_line(included, tmp_path, capsys):
         assert len(list((tmp_path / preset).glob("*.png"))) == 1
     assert main(["generate", "a red", "--model", "painter-var", "--out", str(tmp_path)]) != 0
     assert f"prompt: got 'a red', expected one of the {len(labels)} classes" in capsys.readouterr().err
-
-
-@shipped
-def test_the_bench_of_the_shipped_pair(included, tmp_path, monkeypatch):
-    file = tmp_path / "record.json"
-    command = ["bench", "image", "--model", "painter-var", "--count", "1", "--quality", "2", "--json", str(file)]
-    monkeypatch.setattr(sys, "argv", ["visspec", *command])
-    assert main([*command, "--method", "plain", "--method", "code", "--method", "repaired"]) == 0
-    record = json.loads(file.read_text())
-    rows = {row["name"]: row for row in record["rows"]}
-    assert list(rows) == ["plain", "repaired", "code"]
-    for row in rows.values():
-        assert row["cache_bytes"] > 0 and row["fd"] > 0 and row["fd_ratio"] > 0 and row["quality_n"] == 2
-    assert rows["plain"]["fd_ratio"] == 1.0

@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 
+from tests.distributions import chi_square
 from tests.doubles import generators, one_sentence
 from tests.test_var_nets import TINY, Published
 from visspec import ImagePipeline
@@ -17,7 +17,7 @@ from visspec import tree as trees
 from visspec.accept.scales import Repaired
 from visspec.accept.scales import Scales as Exact
 from visspec.loop.decode import decode
-from visspec.loop.draft_length import DraftLengthPolicy, FixedLength
+from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.scales.reading import ConditionState
@@ -177,19 +177,6 @@ def test_drafted_equals_plain(model, sampling):
     assert len(far.trace.rounds) <= 3
 
 
-def test_a_drafter_follows_rounds_of_any_depth(model):
-    class Uneven(DraftLengthPolicy):
-        def depth(self, state):
-            return (0, 2, 1)[len(state.trace.rounds) % 3]
-
-    target, sampling, classes = ScaleTarget(VARImages(model, codec=vae())), Sampling(1.0), [1, 4, 0, 2]
-    for small in (model, moved(model, 0.003), network(7)):
-        drafter = SmallVAR(small)
-        drafter.attach(target.family)
-        state = decode(target, drafter, ruled(target), request(classes, sampling), Uneven(2))
-        assert torch.equal(images(state), images(plain(target, classes, sampling)))
-
-
 TOY = ScaleSizes(((1, 1), (1, 2), (1, 2)))
 
 
@@ -220,16 +207,6 @@ def counted(state, codes):
     return torch.bincount(place, minlength=codes ** found.shape[1]).double()
 
 
-def fits(counts, distribution):
-    """p-value of Pearson's test, rare cells put together."""
-    wanted = distribution / distribution.sum() * counts.sum()
-    rare = wanted < 5
-    seen = torch.cat([counts[~rare], counts[rare].sum()[None]])
-    expected = torch.cat([wanted[~rare], wanted[rare].sum()[None]])
-    keep = expected > 0
-    return scipy.stats.chisquare(seen[keep].numpy(), expected[keep].numpy()).pvalue
-
-
 @torch.no_grad()
 def test_drafted_law():
     """Of repaired scales; those under the target's own noise are the scales of plain decoding."""
@@ -237,8 +214,8 @@ def test_drafted_law():
     target = ScaleTarget(VARImages(large, codec=vae(3)))
     state = drafted(target, small, [1] * 6000, Sampling(1.0), levels=2, rule=Repaired(), scales=3)
     counts = counted(state, 3)
-    assert fits(counts, joint(large, large, TOY, 3, 3)) > 1e-3
-    assert fits(counts, joint(small, small, TOY, 3, 3)) < 1e-6, "the test sees a wrong law"
+    assert chi_square(counts, joint(large, large, TOY, 3, 3)) > 1e-3
+    assert chi_square(counts, joint(small, small, TOY, 3, 3)) < 1e-6, "the test sees a wrong law"
     gained = [count for r in state.trace.rounds for count in r.committed]
     assert {1, 2} <= set(gained) and state.trace.faults == 0
 
@@ -304,8 +281,8 @@ def test_composition_law():
     target = composed(large, small, 1, codes=4)
     counts = counted(plain(target, [1] * 12000, Sampling(1.0), scales=2), 4)
     declared, model = joint(large, small, toy, 4, 1), joint(large, large, toy, 4, 2)
-    assert fits(counts, declared) > 1e-3 and declared.shape == (1024,)
-    assert fits(counts, model) < 1e-6, "the composition is not the model"
+    assert chi_square(counts, declared) > 1e-3 and declared.shape == (1024,)
+    assert chi_square(counts, model) < 1e-6, "the composition is not the model"
     assert 0.5 * float((declared - model).abs().sum()) > 0.05  # total variation
 
 

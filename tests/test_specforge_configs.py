@@ -153,7 +153,7 @@ DISTINCT = {  # of those that are the same when they are small, the last
 }
 
 
-KINDS = {(CONFIGS[name]["architectures"][0], *CONFIGS[name]): name for name in DISTINCT.values()}.values()  # by keys
+KINDS = {CONFIGS[name]["architectures"][0]: name for name in DISTINCT.values()}.values()
 
 
 @torch.no_grad()

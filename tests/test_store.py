@@ -1,14 +1,11 @@
 """Answers of the target that are kept on disk, for later trainings."""
 
-import random
-import shutil
 from dataclasses import fields
 
 import pytest
 import torch
 
 import visspec
-from tests.children import forked, of_tests
 from tests.test_train import prompts
 from tests.tiny import model_of
 from tests.training_processes import pictures, run_of
@@ -99,27 +96,3 @@ def test_bad_input_is_a_sentence(home, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with refused(r"got 0\.0 GB to write, expected at most the 0\.0 free"):
         run_of(home, "out", store=home / "full", overwrite=True)
-
-
-@pytest.mark.nightly
-def test_thirty_killed_runs(home):
-    run_of(home, "whole", save_every=1)
-    chance, ends, rounds = random.Random(0), {"killed": 0, "full": 0}, 0
-    largest = max(path.stat().st_size for path in home.rglob("*.safetensors"))
-    while ends["killed"] < 20 or ends["full"] < 10:
-        full = chance.random() < 0.3
-        limit = chance.randrange(100, largest) if full else None
-        process = forked(of_tests("training_processes", f"stored(Path({str(home)!r}), {limit})"), home / "said")
-        process.join(None if full else chance.uniform(0.1, 4))
-        if process.is_alive():
-            process.kill()
-            process.join()
-        if not (home / "done").exists():
-            ends["full" if full else "killed"] += 1
-            continue
-        rounds += 1
-        assert weights(home / "out") == weights(home / "whole")
-        for name in ("out", "store", "done"):
-            path = home / name
-            path.unlink() if name == "done" else shutil.rmtree(path)
-    assert rounds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -16,16 +15,12 @@ from tests import tiny_images
 from tests.doubles import Grower, drafted, stock
 from tests.tiny import llama, llava, model_of, prompt, shapes
 from visspec import tree as trees
-from visspec.accept import codebook
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.api.images import ImagePipeline
 from visspec.distributions import Categorical
-from visspec.models.attention.hooks import DecoderRecorder
-from visspec.models.attention.masks import Masks
 from visspec.models.decoder import probe
-from visspec.models.eagle import feature_drafting
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.types import Scores
@@ -263,18 +258,6 @@ def test_one_replay_at_a_time(hurried):
     assert len(rule.recordings) == 1
 
 
-def test_watch_ends_in_decoder():
-    """Torch has then listed its hook as one to call, and forgotten that it takes keywords."""
-    model = llama()
-    watch = DecoderRecorder(model.get_decoder())
-    ends = model.get_decoder().register_forward_pre_hook(lambda *_: watch.__exit__())
-    watch.__enter__()
-    watch.caller = -1  # another thread's
-    model(input_ids=torch.tensor([[5, 6]]))
-    ends.remove()
-    assert not watch.seen
-
-
 @pytest.mark.parametrize("learned", [False, True], ids=["ngram", "features"])
 def test_probe_beside_other_threads(learned, hurried):
     """What is asked of a model when it is wrapped leaves alone what goes on in it."""
@@ -295,89 +278,3 @@ def test_probe_beside_other_threads(learned, hurried):
     together([call, call, ask, call] * 8)
     assert {name: id(p) for name, p in model.named_parameters()} == weights
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def test_hooks_are_put_up_one_at_a_time(monkeypatch):
-    decoder, inside, most = llama().get_decoder(), [], []
-    register = decoder.register_forward_hook
-
-    def slow(hook):
-        inside.append(1)
-        time.sleep(0.005)
-        most.append(len(inside))
-        inside.pop()
-        return register(hook)
-
-    monkeypatch.setattr(decoder, "register_forward_hook", slow)
-
-    def watch():
-        with DecoderRecorder(decoder):
-            pass
-
-    together([watch] * THREADS)
-    assert set(most) == {1} and not decoder._forward_hooks and not decoder._forward_pre_hooks
-
-
-def test_rotations_never_shrink(monkeypatch):
-    """A thread that needs fewer must not take away what another has just made."""
-    drafter = EagleDrafter.for_model(model_of("llama"))
-    make, asked = feature_drafting.turns, []
-
-    def slow(config, length, *rest):
-        asked.append(length)
-        if len(asked) == 1:
-            others.start()
-            others.join(0.2)
-        return make(config, length, *rest)
-
-    monkeypatch.setattr(feature_drafting, "turns", slow)
-    others = threading.Thread(target=drafter._turns_to, args=(2000,))
-    drafter._turns_to(300)
-    others.join()
-    assert drafter._turns.shape[0] == 4000 and not drafter._turns.is_inference()
-
-
-def test_codebook_tables_grow(monkeypatch):
-    codes = [torch.randn(9, 3, generator=torch.Generator().manual_seed(s)) for s in range(3)]
-    expected = [codebook.neighbours(c, 2, 9) for c in codes[:2]]
-    compare = torch.equal
-
-    def interrupted(a, b):
-        monkeypatch.setattr(torch, "equal", compare)
-        codebook.neighbours(codes[2], 2, 9)
-        return compare(a, b)
-
-    monkeypatch.setattr(torch, "equal", interrupted)
-    assert codebook.neighbours(codes[1], 2, 9) is expected[1]
-
-
-def test_what_nobody_changed_is_not_put_back():
-    """A moment without its parts would be enough for another thread's pass to fail."""
-
-    class Hooks(dict):
-        def clear(self):
-            pytest.fail("emptied")
-
-        __setitem__ = update = clear
-
-    model = llama()
-    model._forward_hooks = Hooks()
-    with probe.restore_after(model):
-        model.extra = 1
-    assert not hasattr(model, "extra") and isinstance(model._forward_hooks, Hooks)
-
-
-def test_masks_added_by_other_threads():
-    masks, tree = Masks(torch.float32), trees.chain(3)
-
-    class Busy:
-        """A mask at which another thread comes in between."""
-
-        shape = (1, 1, 1, 0)
-
-        def numel(self):
-            masks._bias[-len(masks._bias)] = (tree, torch.zeros(1))
-            return 1
-
-    masks._bias = {0: (tree, Busy()), 1: (tree, torch.zeros(1))}
-    assert masks._shared_mask(tree, 5).shape[-1] == 5 + tree.size

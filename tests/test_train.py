@@ -121,15 +121,6 @@ def test_answers_shown(tmp_path, capsys, monkeypatch):
     assert any(re.search(r"1/12 steps .* loss=\d+\.\d+, agreed=", line) for line in others)
 
 
-def test_no_folded_weights(tmp_path):
-    drafter, run = trainer(tmp_path, validate_every=6)
-    borrowed, layers = [*drafter.embed.parameters()], [drafter.layer]
-    run.validate = lambda: layers.append(drafter.layer) or {}  # as a draft does
-    run.run(lambda record: layers.append(borrowed if borrowed[0].requires_grad else drafter._layer))
-    assert [layer is not None for layer in layers] == [True, *2 * ([False] * 5 + [True, False])]
-    assert all(p.requires_grad for p in borrowed) and not drafter.head.training
-
-
 def test_resume_is_exact(tmp_path):
     whole, run = trainer(tmp_path / "whole")
     run.run()

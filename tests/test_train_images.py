@@ -54,7 +54,7 @@ def weights(folder):
 
 
 @pytest.mark.parametrize("preset, name", [
-    pytest.param(preset, name, marks=[pytest.mark.nightly] * (preset == "distilled" and name in ("emu3", "glm_image")))
+    pytest.param(preset, name, marks=[pytest.mark.nightly] * (name == "glm_image" or preset + name == "distilledemu3"))
     for preset in ("image-eagle", "distilled") for name in TARGETS
 ])  # fmt: skip
 def test_train_and_draw(texts, tmp_path, name, preset):

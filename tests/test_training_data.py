@@ -2,9 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -350,29 +347,3 @@ def test_a_run_says_how_much_of_the_data_it_sees(home):
         "target's answers"
     )
     assert train_drafter.steps_of(4096, options, 1) == 2048 and train_drafter.steps_of(4096, options, 2) == 1024
-
-
-# --- memory -----------------------------------------------------------------------------------------------------------
-
-READ = """
-import sys, torch
-from visspec.api.training_data import Reader, TrainingData
-data = TrainingData(sys.argv[1])
-reader = Reader(data)
-for n in data.shuffle(torch.arange(len(data)), 0).tolist():
-    item, (image,) = reader(n)
-    assert image.size == (8, 8)
-print(next(line for line in open("/proc/self/status") if "VmHWM" in line).split()[1])  # ru_maxrss may be the parent's
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system has no /proc")
-def test_memory_does_not_grow_with_the_data(tmp_path):
-    """Peak of a process that reads every image of a tar once in a seeded order: 100,000 of them against 1,000."""
-    tiny, peaks = picture(), []
-    for count in (1000, 100_000):
-        file = tar_of(tmp_path / f"{count}.tar", {f"{n:06d}.png": tiny for n in range(count)})
-        command = [sys.executable, "-P", "-c", READ, str(file)]
-        peaks.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-    assert peaks[1] < 1.03 * peaks[0], peaks

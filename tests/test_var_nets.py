@@ -11,7 +11,6 @@ from safetensors.torch import save_file
 
 from tests.doubles import one_sentence
 from tests.layouts import KLFormulas, affine, conv, filled, resnet, within
-from visspec.io.convert_checkpoint import convert
 from visspec.models.scales.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.scales.reading import ConditionState
 from visspec.models.var import layout as layouts_var
@@ -262,14 +261,6 @@ def test_published_sizes():
     names = vq_names(MultiScaleShape())
     sizes = sum(math.prod(s) for name, s in names.items() if "ema" not in name)
     assert sizes == sum(p.numel() for p in vae.parameters())
-
-
-def test_pickles_are_converted(tmp_path):
-    torch.save(published(SMALL), tmp_path / "var_d16.pth")
-    with one_sentence("holds pickled weights"):
-        layouts_var.load_var(tmp_path / "var_d16.pth")
-    convert(tmp_path / "var_d16.pth", tmp_path / "var.safetensors")
-    assert layouts_var.load_var(tmp_path / "var.safetensors").config.scales == SMALL.scales
 
 
 def test_bad_transformer(tmp_path):

@@ -1,6 +1,5 @@
 """What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off, resumed."""
 
-import resource
 from pathlib import Path
 
 import torch
@@ -46,14 +45,6 @@ def run_of(home: Path, name: str, **options) -> list[dict]:
     sizes = {"steps": 8, "rows": 2, "max_new_tokens": 8, "group": 1, "reuse": 2, "unroll": 2, "image_latents": 0}
     saving = {"save_every": 4, "validate_every": 4, "warm_up": 0.125}
     return train_drafter.run("x", home / "data", home / name, **sizes | saving | options)
-
-
-def stored(home: Path, limit: int | None) -> None:
-    """A run with a store, resumed where it was; no file can grow beyond so many bytes."""
-    if limit is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    run_of(home, "out", save_every=1, store=home / "store", resume=True)
-    (home / "done").touch()
 
 
 def main(parallel: str, home: Path) -> None:

@@ -34,9 +34,9 @@ BY_ROW = "batch_invariant: got {}, expected {}, as prompts are read one at a tim
 def pass_widths(target: HFDecoder) -> PassWidths:
     """The widths of a model's passes. Raises ValueError for models whose rows can't be computed alike."""
     model, text, decoder = target.model, target.model.config.get_text_config(), target.decoder
-    heads = text.num_attention_heads
-    keys = heads // target.masks.groups
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads, groups = text.num_attention_heads, target.masks.groups
+    sizes = {size for part in decoder.modules() if isinstance(size := getattr(part, "head_dim", None), int)}
+    sizes = sizes or {getattr(text, "head_dim", None) or text.hidden_size // heads}
     reasons = {
         "layers that keep a state": target.states,
         "rotary frequencies that depend on the longest row": target.rotary,
@@ -47,7 +47,8 @@ def pass_widths(target: HFDecoder) -> PassWidths:
     if why := next((why for why, found in reasons.items() if found), None):
         raise ValueError(REFUSED.format(type(model).__name__, why))
     parts = [decoder, model.get_output_embeddings()]
-    widths = PassWidths(parts, (keys, target.masks.groups, size), target.masks.dtype, target.device)
+    shapes = [(heads // groups, groups, size) for size in sorted(sizes)]
+    widths = PassWidths(parts, shapes, target.masks.dtype, target.device)
     if target.device.type != "meta":
         widths.nodes(1, 1)
     return widths

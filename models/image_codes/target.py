@@ -380,7 +380,7 @@ class ImageAR(RunningTarget):
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         parts = [self.family.decoder, *(self.family.mlp_head or ()), *([] if head is None else [head])]
         shape = heads // self.masks.groups, self.masks.groups, size
-        self.widths = PassWidths(parts, shape, self.masks.dtype, self.device)
+        self.widths = PassWidths(parts, [shape], self.masks.dtype, self.device)
         self.widths.nodes(1, 1)
 
     def prefill(self, request: Request) -> tuple[State, Scores]:

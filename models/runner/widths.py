@@ -51,13 +51,13 @@ class PassWidths:
 
     Args:
         modules: The networks that a pass goes through.
-        heads: Key heads, query heads per key head and head size of its attention; None where it has none.
+        heads: Key heads, query heads per key head and head size of its attention, of each kind of layer.
     """
 
     def __init__(
         self,
         modules: list[nn.Module],
-        heads: tuple[int, int, int] | None,
+        heads: list[tuple[int, int, int]],
         dtype: torch.dtype,
         device: torch.device,
     ):
@@ -116,17 +116,16 @@ class PassWidths:
         return all(self._compare((*shape, rows), (*shape, REFERENCE), _product) for shape in self.products)
 
     def _attends(self, nodes: int) -> bool:
-        if self.heads is None:
-            return True
-        sizes = [(*self.heads, extent - REFERENCE, extent) for extent in EXTENTS]
+        sizes = [(*heads, extent - REFERENCE, extent) for heads in self.heads for extent in EXTENTS]
         return all(self._compare((*each, nodes), (*each, REFERENCE), _attention) for each in sizes)
 
     def _splits(self, extent: int) -> bool:
         """Whether sums over keys are split as those of the next whole block are."""
-        assert self.heads is not None
         seen, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
-        sizes = [(*self.heads, seen, each, REFERENCE) for each in (extent, whole)]
-        return self._compare(sizes[0], sizes[1], _attention)
+        return all(
+            self._compare((*heads, seen, extent, REFERENCE), (*heads, seen, whole, REFERENCE), _attention)
+            for heads in self.heads
+        )
 
     def _compare(self, of: tuple[int, ...], same: tuple[int, ...], function: Callable[..., Tensor]) -> bool:
         """Whether two sizes give the same; the last of each is a number of rows."""
@@ -159,7 +158,7 @@ class FixedSums(TorchFunctionMode):
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         outer, inner = weight.shape
-        widths = self._widths(x, (inner, outer, False, bias is not None), None)
+        widths = self._widths(x, (inner, outer, False, bias is not None))
         rows = x.reshape(-1, inner)
         size = _size(len(rows), widths._agrees)
         parts = []
@@ -173,7 +172,7 @@ class FixedSums(TorchFunctionMode):
     ) -> Tensor:
         """Queries (R, H, Q, E), keys (R, H, S, E), mask (R|1, 1, Q|1, S) bool."""
         count, slots = query.shape[2], key.shape[2]
-        widths = self._widths(query, None, (query.shape[1], 1, query.shape[3]))
+        widths = self._widths(query, heads=(query.shape[1], 1, query.shape[3]))
         more = widths.extent(slots) - slots
         seen = query.new_ones(1, 1, 1, slots, dtype=torch.bool) if attn_mask is None else attn_mask
         mask = additive(F.pad(seen, (0, more)), query.dtype).expand(-1, -1, count, -1)
@@ -186,12 +185,15 @@ class FixedSums(TorchFunctionMode):
         return torch.cat(parts, dim=2)[:, :, :count]
 
     def _widths(
-        self, x: Tensor, product: tuple[int, int, bool, bool] | None, heads: tuple[int, int, int] | None
+        self,
+        x: Tensor,
+        product: tuple[int, int, bool, bool] | None = None,
+        heads: tuple[int, int, int] | None = None,
     ) -> PassWidths:
         """Widths of one product, or of attention with these heads."""
         key = x.dtype, x.device, product, heads
         if key not in self._found:
-            self._found[key] = PassWidths([], heads, x.dtype, x.device)
+            self._found[key] = PassWidths([], [heads] if heads else [], x.dtype, x.device)
             self._found[key].products = [product] if product else []
         return self._found[key]
 

@@ -10,12 +10,10 @@ from PIL import Image
 from tests import tiny_clip
 from visspec.eval.metrics.detection import Detection, DetectionResult
 from visspec.eval.metrics.detectors import (
-    COCO_CLASSES,
     ClipColours,
     Mask2Former,
     MMDetMask2Former,
     OwlV2,
-    box_of,
     cut_out,
 )
 from visspec.eval.metrics.geneval import evaluate_image
@@ -77,22 +75,6 @@ def test_mask2former_masks_and_scores():
         Mask2Former(FakeSegmenter(), None, "fake", ["a", "b"])
 
 
-def test_mask2former_tiny():
-    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
-
-    sizes = dict.fromkeys(("hidden_dim", "feature_size", "mask_feature_size"), 32) | {"dim_feedforward": 16}
-    sizes |= {"encoder_layers": 1, "encoder_feedforward_dim": 16, "decoder_layers": 2, "num_attention_heads": 2}
-    stages = swin("stage1", "stage2", "stage3", "stage4")
-    config = Mask2FormerConfig(backbone_config=stages, num_queries=5, num_labels=80, **sizes)
-    torch.manual_seed(0)
-    model = Mask2FormerForUniversalSegmentation(config)
-    detector = Mask2Former(model, Mask2FormerImageProcessor(size={"height": 64, "width": 64}), "tiny")
-    detector.scores = (0.0, 0.0)
-    found = detector.detect(IMAGE, ["dog"])
-    assert found.detections and all(inside(d, IMAGE) and d.mask.shape == (48, 80) for d in found.detections)
-    assert {d.label for d in found.detections} <= set(COCO_CLASSES)
-
-
 # --- open vocabulary ---
 
 
@@ -136,16 +118,6 @@ def test_mmdet_adapter_checks_the_hash_and_swaps_channels(tmp_path: Path):
 
 
 # --- colours ---
-
-
-def test_cut_out_is_grey_outside_the_mask_and_cut_to_the_box():
-    image = Image.new("RGB", (20, 10), (255, 0, 0))
-    mask = np.zeros((10, 20), bool)
-    mask[2:6, 5:9] = True
-    mask[2, 5] = False
-    out = np.asarray(cut_out(image, Detection("dog", 1.0, box_of(mask), mask)))
-    assert out.shape == (4, 4, 3) and tuple(out[0, 0]) == (153, 153, 153) and tuple(out[1, 1]) == (255, 0, 0)
-    assert cut_out(image, Detection("dog", 1.0, (3.2, 3.2, 3.3, 3.3))).size == (1, 1)
 
 
 def test_clip_colours_run_on_a_tiny_random_model(tmp_path: Path):

@@ -11,9 +11,8 @@ from visspec.eval.metrics.geneval import judge, select_detections
 from visspec.io import included
 from visspec.toys.world.emoji import atlas
 from visspec.toys.world.emoji.detector import EmojiDetector
-from visspec.toys.world.emoji.prompts import scene_of
-from visspec.toys.world.emoji.render import ground, render, stamp
-from visspec.toys.world.emoji.scene import GROUNDS, SIZES, EmojiScene, scene_from_seed
+from visspec.toys.world.emoji.render import render
+from visspec.toys.world.emoji.scene import SIZES, EmojiScene, scene_from_seed
 from visspec.toys.world.scene import GRID, RADIUS
 from visspec.toys.world.scene import scene_from_seed as shapes_from_seed
 
@@ -34,31 +33,6 @@ def test_atlas_has_distinct_pictures_and_plain_names():
     assert pictures.shape == (819, atlas.TILE, atlas.TILE, 4) and 0.05 < pictures[..., 3].mean((1, 2)).min()
     assert "SIL OPEN FONT LICENSE Version 1.1" in (atlas.FOLDER / "OFL.txt").read_text()
     assert (atlas.FOLDER / atlas.IMAGE).stat().st_size < 4e6
-
-
-# --- scenes and pixels ---
-
-
-@pytest.mark.parametrize("kind", GROUNDS)
-def test_grounds_have_their_tint_and_their_texture(kind):
-    first, again = (ground(kind, "green", 96, np.random.default_rng(3)) for _ in range(2))
-    assert np.array_equal(first, again) and first.mean((0, 1)).argmax() == 1
-    grain = np.abs(first[1:, 1:] - first[:-1, 1:] - first[1:, :-1] + first[:-1, :-1]).mean()
-    assert (grain > 5) == (kind in ("grainy", "rough"))
-
-
-def test_stamp_position_and_turn():
-    pixels, left, top = stamp("rocket", 50.5, 30.25, 24, 0)
-    rows, columns = np.indices(pixels.shape[:2]) + 0.5
-    weight = pixels[..., 3] / pixels[..., 3].sum()
-    full = atlas.premultiplied_tiles()[atlas.names().index("rocket")][..., 3]
-    at = np.indices(full.shape) + 0.5
-    centre = (at * full).sum((1, 2)) / full.sum() / atlas.TILE - 0.5
-    found = np.array([(weight * rows).sum() + top - 30.25, (weight * columns).sum() + left - 50.5])
-    assert np.abs(found - 24 * centre).max() < 0.2
-    turned, x, y = stamp("ladder", 0, 0, 40, 15)
-    upper = turned[: -y - 8]
-    assert (upper[..., 3] * (np.arange(turned.shape[1]) + x)).sum() > 0  # what was on top went to the right
 
 
 # --- scenes by seed ---
@@ -82,15 +56,6 @@ def test_scenes_are_legal_and_repeatable(name, seed):
         assert left < thing.x - reach and thing.x + reach < left + 1 / GRID
         assert top < thing.y - reach and thing.y + reach < top + 1 / GRID
         assert abs(size - sizes[thing.size]) <= most and scene.at(thing.cell) is thing
-
-
-@pytest.mark.parametrize("name", ["emoji", "animals"])
-def test_scenes_show_the_animal_and_the_ground_of_the_prompt(name):
-    rng = np.random.default_rng(1)
-    for row in included.scenes(name).prompts():
-        scene = scene_of(row, rng)
-        assert [picture.name for picture in scene.things] == [row["include"][0]["class"]]
-        assert "ground" not in row or [scene.ground, scene.tint] == row["ground"]
 
 
 # --- detector ---

@@ -14,7 +14,7 @@ from visspec import tree as trees
 from visspec.api import requests
 from visspec.cli import bench_caption as bench
 from visspec.eval.bench import equality
-from visspec.eval.bench.equality import Gap, Tiers, divergence, first_divergence, forced_logits, in_words
+from visspec.eval.bench.equality import Gap, Tiers, divergence, forced_logits, in_words
 from visspec.models.decoder.target import HFDecoder
 from visspec.types import Draft
 
@@ -41,14 +41,6 @@ def case(name: str, dtype: torch.dtype, ties: float = 0.0):
 
 
 # --- by hand ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "plain, other, expected",
-    [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1, 2], [1], 1), ([1], [1, 2], 1), ([], [], None), ([5], [6], 0)],
-)
-def test_first_divergence(plain, other, expected):
-    assert first_divergence(plain, other) == expected
 
 
 def test_margin_at_the_divergence_is_that_of_the_two_tokens():
@@ -92,14 +84,6 @@ def test_verdicts(changes, benign, words):
     assert record["benign"] is benign and words in in_words(record)
     assert (record["identical"], record["compared"]) == (1, 2)
     assert record["tier"] == ("token-exact" if changes.get("dtype") else "teacher-forced")
-
-
-def test_equal_outputs_need_no_forcing_in_float32():
-    tiers = Tiers(torch.float32)
-    tiers.add([[1, 2]], [[1, 2]])
-    record = tiers.record()
-    assert record["benign"] is True and record["gap"] is None
-    assert in_words(record) == "1 of 1 prompts equal plain decoding in float32"
 
 
 # --- models ----------------------------------------------------------------------------------------------------------

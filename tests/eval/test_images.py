@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from visspec.io.images import image_files, iter_images, natural_key, open_image
+from visspec.io.images import image_files, iter_images, open_image
 
 
 @pytest.fixture
@@ -50,7 +50,3 @@ def test_folder_is_in_natural_order_and_lists_what_is_broken(tmp_path: Path, pic
     opened = [path.name for path, _ in iter_images(files, broken)]
     assert opened == ["img1.png", "img2.png", "img10.png"]
     assert [path.name for path, _ in broken] == ["img3.png"] and "img3.png" in broken[0][1]
-
-
-def test_natural_key_mixes_digits_and_letters():
-    assert sorted(["b", "a10", "a9", "10", "9"], key=natural_key) == ["9", "10", "a9", "a10", "b"]

@@ -27,6 +27,7 @@ from visspec.io import included
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import Raster, RejectedRegions
 from visspec.loop.setup import DecodingSetup
+from visspec.toys.world.detector import ShapeDetector
 
 SEEDS = {"plain": "none/exact", "window": "jacobi:window=6/exact", "coins": "jacobi:redraw=maximal,window=6/rejection",
          "loose": "none/typical"}  # fmt: skip
@@ -65,6 +66,7 @@ def image_record(tmp_path_factory):
         scenes = included.scenes()
         few = scenes.prompts()[:6]
         patch.setattr(type(scenes), "prompts", lambda self: few)
+        patch.setattr(ShapeDetector, "_explain", lambda *_: None)  # a random painter's noise takes it seconds
         texts = [p["prompt"] for p in few[:2]]
         record = bench_image.bench(pipe, texts, SEEDS, {}, warmup=1)
         judges = by_detector(scenes, 2)
@@ -178,11 +180,3 @@ def test_the_interval_of_a_mean_of_shares():
     assert (one[1] - one[0]) / (two[1] - two[0]) == pytest.approx(2**0.5)
     low, high = intervals.of_mean_share([(4, 4)] * 6)
     assert high == 1.0 and 0.75 < low < 1.0
-
-
-def test_the_interval_of_a_mean_of_shares_covers():
-    """Tasks of 0.6, 0.8 and 0.95 with 20 pictures each: 95 % of 400 samples, at least 91."""
-    rng = np.random.default_rng(0)
-    truth = np.array([0.6, 0.8, 0.95])
-    found = [intervals.of_mean_share([(int(h), 20) for h in rng.binomial(20, truth)]) for _ in range(400)]
-    assert 0.91 <= np.mean([low <= truth.mean() <= high for low, high in found]) <= 0.99

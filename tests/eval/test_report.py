@@ -270,17 +270,6 @@ def test_wilson(hits, n):
     assert wilson(hits, n) == pytest.approx((expected.low, expected.high), abs=1e-4)
 
 
-def test_bars_are_in_proportion_and_depths_few_are_grey():
-    drawing = figures.bars([figures.Bar("a", 1.0, None, 64, "x"), figures.Bar("b", 4.0, (3.5, 4.5), 64, "x")], "times")
-    assert re.findall(r"<title>(\w)", drawing) == ["b", "a"]
-    wide, narrow = (float(width) for width in re.findall(r'width="([\d.]+)" height="11', drawing))
-    assert wide / narrow == pytest.approx(4, rel=0.01)
-    drawing = figures.depth_bars([1.0, 0.5], [20, 19])
-    assert re.findall(r'height="([\d.]+)" style="fill:(var\(--\w+\))"', drawing) == [
-        ("100.0", figures.BLUE), ("50.0", figures.GREY),
-    ]  # fmt: skip
-
-
 # --- colours and layout -----------------------------------------------------------------------------------------------
 
 
@@ -307,15 +296,6 @@ def test_every_colour_of_text_can_be_read_in_both_palettes():
         assert min(contrast(colour, palette["page"]) for colour in text) >= 4.5
     lightness = [0.3 * r + 0.59 * g + 0.11 * b for r, g, b in (figures.rgb(i / 20) for i in range(21))]
     assert lightness == sorted(lightness), "the map must read without colour"
-
-
-def test_pages_share_the_palette(tmp_path):
-    for name in ("demo", "captions", "training", "report"):
-        source, _, _ = rendering.environment().loader.get_source(rendering.environment(), f"{name}.html.j2")
-        assert '{% include "palette.css.j2" %}' in source and "color:{{" not in source
-    values = {"sections": [], "summary": "", "picture": "data:image/png;base64,", "width": 900}
-    rendering.write_page(tmp_path / "demo.html", "demo", values)
-    assert "width: 900px; max-width: none" in (tmp_path / "demo.html").read_text()
 
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from visspec.kernels import accept, accept_tree, neighbour_mass
+from visspec.kernels import accept, accept_tree
 
 POINTS = [{}, {"relaxed": True}, {"near": "delta"}, {"near": "lam"}]
 KINDS = [*POINTS, *({"drawn": True} | kind for kind in POINTS)]
@@ -92,20 +92,6 @@ def test_neighbour_outside_vocabulary(drawn, kind):
             assert_row(outputs, b, accept.reference(**row(case, b)))
 
 
-def test_neighbours_equal_mass():
-    """For the first child of each node: later ones borrow from what is left."""
-    case = accept.random_case(3, rows=6, nodes=9, near="lam")
-    table, lam = case.pop("neighbours"), case.pop("lam")
-    B, N, V = case["p"].shape
-    law_row = (case["parent"].clamp_min(0) + torch.arange(B).unsqueeze(1) * N).flatten()
-    mass = neighbour_mass(case["p"].view(B * N, V), case["tokens"].flatten(), table, lam=lam, row=law_row).view(B, N)
-    for branch in (1, 9):
-        apart = accept_tree(**case, mass=mass, branch=branch)
-        together = accept_tree(**case, neighbours=table, lam=lam, branch=branch)
-        assert all(torch.equal(a, b) for a, b in zip(apart[:3], together[:3])) or branch == 9
-        assert torch.allclose(apart[3], together[3], atol=1e-5) == (branch == 1)
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_log_laws_decide_as_their_softmax(kind):
     """Only the laws of nodes that are reached are worked out: the others may hold anything."""
@@ -119,30 +105,6 @@ def test_log_laws_decide_as_their_softmax(kind):
         unseen.scatter_(1, wanted[0].clamp(min=0), False)
         poisoned = scores.masked_fill(unseen[..., None], float("nan"))
         assert all(torch.equal(a, b) for a, b in zip(accept_tree(**{**case, "p": poisoned}, scores=True), wanted))
-
-
-@pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
-def test_codes_lend_once(drawn):
-    """Siblings 1 and 2 of laws by hand: 2 finds neither the codes that 1 could borrow from nor, as a point mass, 1."""
-    p, q = torch.tensor([0.1, 0.1, 0.1, 0.115, 0.585]), torch.tensor([0.0, 0.4, 0.6, 0.0, 0.0])
-    table = torch.tensor([[1, 2], [0, 3], [0, 3], [1, 2], [1, 2]])
-    for second in ([0, 4], [3, 0], [1, 3], [4, 3]):
-        table[2] = torch.tensor(second)
-        case = {"tokens": torch.tensor([[0, 1, 2]]), "parent": torch.tensor([-1, 0, 0]), "p": p.expand(1, 3, 5)}
-        case["q"] = q.expand(1, 3, 5) if drawn else None
-        uniforms, draw = torch.tensor([[0.0, 0.999, 0.999]]), torch.zeros(1)
-        # delta = 0.15: node 1 borrows 0.1 from code 0; code 3 would pass the bound and is still free.
-        drift = float(accept_tree(**case, uniforms=uniforms, draw=draw, neighbours=table, delta=0.15)[3])
-        rest = (p - q).clamp(min=0) if drawn else p.index_fill(0, torch.tensor(1), 0.0)
-        rest = rest / rest.sum()
-        one, two = (0.4, 0.6) if drawn else (1.0, 1.0)
-        exact, lent = min(1.0, float(rest[2]) / two), 0.0
-        for y in second:
-            weight = 0.0 if y == 0 else float(rest[y])
-            if lent + weight > 0.15:
-                break
-            lent += weight
-        assert drift == pytest.approx(0.1 / one + min(1.0 - exact, lent / two), abs=1e-6)
 
 
 @pytest.mark.parametrize(

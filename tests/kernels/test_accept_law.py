@@ -144,26 +144,3 @@ def test_law_below_accepted_node():
             tokens[:, keep], torch.tensor([[-1, 0, 0]]), p[:, keep], None, uniforms[:, keep], draw
         )
         assert torch.equal(path[path > 0][1:], keep[inner[inner > 0]]) and torch.equal(following, second)
-
-
-def test_relaxed_acceptance_gains_what_it_drifts():
-    """The identity of one draft: acceptance = 1 - TV(p, q) + TV(output, p); drift estimates the last term."""
-    g = torch.Generator().manual_seed(2)
-    p, q = (torch.randn(2, 4, generator=g, dtype=torch.float64) * 1.5).softmax(-1)
-    mass = torch.rand(4, generator=g, dtype=torch.float64) * 0.2
-    parent, distributions, drafts = torch.tensor([-1, 0]), torch.stack((p, p)), torch.stack((q, q))
-    tokens, meter = torch.tensor([[0, x] for x in range(4)]), []
-
-    def verify(tokens, parent, p, q, uniforms, draw):
-        extra = torch.stack((torch.zeros(len(draw)), mass[tokens[:, 1]]), 1)
-        out = accept_tree(tokens, parent, p, q, uniforms, draw, mass=extra)
-        meter.append(out[3].view(4, -1)[:, 0].double())
-        return out
-
-    distribution = q @ first_token_law(verify, tokens, parent, distributions, drafts.expand(4, 2, 4))
-    accepted = (q * ((p + mass) / q).clamp_max(1)).sum()
-    drift = q @ meter[0]
-    moved = (distribution - p).abs().sum() / 2
-    assert moved > 1e-3
-    assert abs(accepted - (torch.minimum(p, q).sum() + moved)) < 1e-12
-    assert abs(drift - moved) < 1e-6  # the meter is reported in fp32

@@ -1,13 +1,9 @@
 """The package: lazy, usable without Triton, never a top-level name; its kernels compile for a GPU that is not here."""
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-from visspec import kernels
 
 
 def in_a_fresh_process(code):
@@ -29,25 +25,6 @@ def test_the_operators_work_without_triton():
         "print(kernels.guided_warp(torch.zeros(1, 4)).tolist(), 'kernels' in sys.modules)"
     )
     assert out.strip() == "[[0.25, 0.25, 0.25, 0.25]] False"
-
-
-def test_no_function_hides_behind_its_file():
-    from importlib import import_module
-
-    for name in kernels.FILES:
-        import_module(f"visspec.kernels.{name}")
-    functions = [name for name in kernels.__all__ if name != "FILES"]
-    assert all(callable(getattr(kernels, name)) for name in functions) and not set(functions) & set(kernels.FILES)
-    with pytest.raises(AttributeError, match="no_such_kernel"):
-        _ = kernels.no_such_kernel
-
-
-def test_type_checker_names():
-    """Tools that read the source see the imports, programs the table."""
-    tree = ast.parse(Path(kernels.__file__).read_text())
-    guarded = [node for block in tree.body if isinstance(block, ast.If) for node in block.body]
-    imported = {alias.asname: node.module for node in guarded for alias in node.names}
-    assert imported == {name: f"visspec.kernels.{home}" for name, home in kernels._HOME.items()}
 
 
 COMPILE = """
