@@ -47,7 +47,7 @@ def reference(
     masses = []
     for r, x in enumerate(token.tolist()):
         law = p[r if row is None else int(row[r])].tolist()
-        bound = law[x] * (as_float32(lam) - 1.0) if delta is None else as_float32(delta)  # an fp32 number
+        bound = law[x] * (as_float32(lam or 1.0) - 1.0) if delta is None else as_float32(delta)  # an fp32 number
         masses.append(reference_prefix(law, neighbours[x].tolist(), bound)[0])
     return torch.tensor(masses, dtype=torch.float64, device=p.device)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig
 
-from visspec.models.folders import unpack
+from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 from visspec.models.image_codes.text_features import NO_ENCODER
@@ -37,18 +37,18 @@ class LlamaGenImages(Family):
 
     def __init__(
         self,
-        model: LlamaGen | LlamaGenImageModel,
+        model: LlamaGen | OwnImageModel,
         processor: Callable[[list[str]], tuple[Tensor, Tensor]] | None = None,
         codec: Any = None,
         settings: GenerationConfig | None = None,
     ):
-        model, codec, guidance = unpack(model, codec, settings)
-        self.model = self.decoder = model
-        self.processor, self.codec, self.codes = processor, codec, model.config.codes
+        net, codec, guidance = unpack(model, codec, settings)
+        self.model = self.decoder = net
+        self.processor, self.codec, self.codes = processor, codec, net.config.codes
         self.codebook = None if codec is None else codec.codebook.float()
         self.factor = FACTOR if codec is None else codec.factor
-        self.guided = model.guided
-        usual = GUIDANCE[model.config.condition] if model.guided else 1.0
+        self.guided = net.guided
+        usual = GUIDANCE[net.config.condition] if net.guided else 1.0
         self.default_guidance = usual if guidance is None else guidance
         if codec is None:
             self.no_pixels = "no codec was given, parts={'codec': load_llamagen_vq(FILE)} of models.codecs.vq_layout"

@@ -88,21 +88,21 @@ class MARImages(VectorFamily):
             raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
         if isinstance(model, MARImageModel):
             plan, self.labels = plan or model.schedule(denoising_steps), tuple(model.config.labels)
-        model, autoencoder, guidance = unpack(model, autoencoder, settings)
-        self.model = self.decoder = model
+        net, autoencoder, guidance = unpack(model, autoencoder, settings)
+        self.model = self.decoder = net
         self.processor, self.autoencoder, self.scale = processor, autoencoder, scale
-        self.chains = HeadDistributions(model.head, plan or schedule(STEPS, learned=model.head.learned))
+        self.chains = HeadDistributions(net.head, plan or schedule(STEPS, learned=net.head.learned))
         self.steps = self.chains.steps
-        self.default_guidance = GUIDANCE.get(model.config.width, 1.0) if guidance is None else guidance
-        self.side = math.isqrt(model.config.tokens)
+        self.default_guidance = GUIDANCE.get(net.config.width, 1.0) if guidance is None else guidance
+        self.side = math.isqrt(net.config.tokens)
         self.factor = 16
         if autoencoder is None:
             self.no_pixels = "no autoencoder was given (visspec.models.mar.layout.load_mar_vae)"
             return
-        self.patch = math.isqrt(model.config.size // autoencoder.config.latent_channels)
-        if autoencoder.config.latent_channels * self.patch**2 != model.config.size:
+        self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
+        if autoencoder.config.latent_channels * self.patch**2 != net.config.size:
             found = autoencoder.config.latent_channels
-            raise ValueError(f"autoencoder: got {found} channels, expected those of tokens of {model.config.size}")
+            raise ValueError(f"autoencoder: got {found} channels, expected those of tokens of {net.config.size}")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:

@@ -51,19 +51,19 @@ class NextStepImages(VectorFamily):
         plan: Schedule | None = None,
         settings: GenerationConfig | None = None,
     ):
-        model, autoencoder, guidance = unpack(model, autoencoder, settings)
-        self.model, self.decoder, self.processor, self.autoencoder = model, model.model, processor, autoencoder
+        net, autoencoder, guidance = unpack(model, autoencoder, settings)
+        self.model, self.decoder, self.processor, self.autoencoder = net, net.model, processor, autoencoder
         self.default_guidance = GUIDANCE if guidance is None else guidance
-        plan = plan or (flow_schedule(STEPS) if model.normalised else flow_schedule_v11(STEPS_V11))
-        self.chains = HeadDistributions(model.head, plan)
-        self.steps, self.size, self.patch = self.chains.steps, model.config.size, model.config.patch
+        plan = plan or (flow_schedule(STEPS) if net.normalised else flow_schedule_v11(STEPS_V11))
+        self.chains = HeadDistributions(net.head, plan)
+        self.steps, self.size, self.patch = self.chains.steps, net.config.size, net.config.patch
         self.factor = 8 * self.patch
         if autoencoder is None:
             self.no_pixels = "no autoencoder was given (visspec.models.nextstep.layout.load_nextstep_vae)"
             return
         channels = autoencoder.config.latent_channels
-        if channels != model.config.channels:
-            raise ValueError(f"autoencoder: got {channels} channels, expected the model's {model.config.channels}")
+        if channels != net.config.channels:
+            raise ValueError(f"autoencoder: got {channels} channels, expected the model's {net.config.channels}")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:

@@ -44,11 +44,11 @@ class RandARImages(LlamaGenImages):
     draws = "any order"
     default_drafter, default_order = "ahead", "halton"
     running = False
-    load = staticmethod(RandARClassModel.read)
+    load: Any = staticmethod(RandARClassModel.read)
     model: RandAR
 
     def make_target(self, traits: DrafterTraits, compile: bool) -> Target:
-        target = super().make_target(traits, compile)
+        target: Any = super().make_target(traits, compile)
         target.ahead = traits.ahead
         return target
 

@@ -115,33 +115,33 @@ class ScaleImages(Family):
         budget: CacheBudget | None = None,
         settings: GenerationConfig | None = None,
     ):
-        model, codec, guidance = unpack(model, codec, settings)
+        net, vae, guidance = unpack(model, codec, settings)
         if guidance is not None:
             self.default_guidance = guidance
         ramp = self.default_ramp if ramp is None else ramp
         if ramp not in RAMPS:
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
-        if codec is None or not isinstance(codec, self.autoencoder[0]):
-            raise ValueError(f"codec: got {type(codec).__name__}, expected {self.autoencoder[1]}")
-        self.model = model
-        self.codec = codec
+        if not isinstance(vae, self.autoencoder[0]):
+            raise ValueError(f"codec: got {type(vae).__name__}, expected {self.autoencoder[1]}")
+        self.model = net
+        self.codec = vae
         self.processor = processor
         self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
-        self.scales, self.codes = model.config.scales, model.config.codes
-        self.sizes = tuple(size * codec.quantize.each for size in self.scales.sizes)  # codes of each map
+        self.scales, self.codes = net.config.scales, net.config.codes
+        self.sizes = tuple(size * self.codec.quantize.each for size in self.scales.sizes)  # codes of each map
         self.per_scale.check(len(self.scales))
-        check_codec(model, codec)
+        check_codec(net, self.codec)
         if (refiner is None) != (handover is None):
             raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither")
         if refiner is not None and handover is not None:
-            check_alike("refiner", refiner, model)
+            check_alike("refiner", refiner, net)
             if not 0 <= handover <= len(self.scales):
                 raise ValueError(f"handover: got {handover}, expected 0..{len(self.scales)}, the scales of the model")
         if budget is not None:
             if refiner is not None:
                 raise ValueError("budget: got one beside a refiner, expected one of the two")
-            budget.check(self.scales, model.config.depth)
+            budget.check(self.scales, net.config.depth)
 
     @property
     def plain(self) -> bool:

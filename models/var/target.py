@@ -69,11 +69,13 @@ class VARImages(ScaleImages):
         budget: CacheBudget | float | None = None,
         settings: GenerationConfig | None = None,
     ):
+        refined: Any = refiner
+        kept: Any = budget
         if isinstance(model, VARImageModel):
-            refiner, self.labels = small(refiner, model), tuple(model.config.labels)
+            refined, self.labels = small(refiner, model), tuple(model.config.labels)
             if budget is not None and not isinstance(budget, CacheBudget):
-                budget = calibrate_budget(model, float(budget))
-        super().__init__(model, processor, codec, per_scale, ramp, refiner, handover, budget, settings)
+                kept = calibrate_budget(model, float(budget))
+        super().__init__(model, processor, codec, per_scale, ramp, refined, handover, kept, settings)
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
