@@ -213,7 +213,8 @@ def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -
         return read_preset(name, model)
     entry, known = find("preset", str(name)), presets(needs)
     if name not in known:
-        raise ValueError(f"preset: {name!r} is for models of {entry.needs}, expected {', '.join(known)} for {needs}")
+        others = f"expected one for {needs}, {', '.join(known)}"
+        raise ValueError(f"preset: got {name!r}, which is for models of {entry.needs}, {others}")
     return known[str(name)]
 
 

@@ -292,7 +292,9 @@ def resolve_device(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device: this torch can't use {device!r} ({checkpoint.first_line(error)})") from None
+        raise ValueError(
+            f"device: got {device!r}, which this torch can't use ({checkpoint.first_line(error)})"
+        ) from None
     return device
 
 
