@@ -203,7 +203,7 @@ def _kind(spec: str, trust_remote_code: bool) -> Any:
 def located(spec: str) -> tuple[str, bool]:
     """The folder of an included model, what else is named as it was written; and whether it is on this machine."""
     shipped = registry.included_folder(spec)
-    where = str(shipped) if shipped.is_relative_to(included.FOLDER) else spec
+    where = spec if shipped == Path(spec) else str(shipped)
     return where, included.check_model(where)
 
 
