@@ -200,10 +200,7 @@ def check(what: str, name: str) -> Path:
     weights.
     """
     if not present(name):
-        raise ValueError(
-            f"{what}: got {name!r}, whose weights are not in this installation, expected them in {folder(name)}; the"
-            f" repository has them in models/zoo"
-        )
+        raise ValueError(f"{what}: the weights of {name!r} are not in {folder(name)}, the repository has them")
     if name in table().models and (parts := table().models[name].parts):
         from visspec.io.assembly import assemble  # which imports torch
 
