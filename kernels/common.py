@@ -124,7 +124,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
     sizes = tensor.shape
-    if len(sizes) != len(shape) or any(map(_differs, shape, sizes)):
+    if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes)):
         wanted = tuple("any" if size is None else size for size in shape)
         require(False, name, f"shape {tuple(sizes)}", f"shape {wanted}")
     if device is not None and tensor.device != device:
@@ -146,10 +146,6 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
 def in_range(ids: np.ndarray, count: int) -> bool:
     """Whether all ids of an array are in [0, count), in one pass: as unsigned numbers, negative ids are huge."""
     return np.maximum.reduce(ids.view(UNSIGNED[ids.dtype.itemsize]), axis=None, initial=0) < count
-
-
-def _differs(want: int | None, size: int) -> bool:
-    return want is not None and want != size
 
 
 def sortable(score: Tensor, index: Tensor) -> Tensor:

@@ -1,14 +1,8 @@
 """Mass of the group a drafted token belongs to, the relaxation of GSD (grouped speculative decoding, ICCV 2025).
 
-A drafted x is accepted with probability min(1, p(C)/q(C)), C the group of x:
-
-    static    C = the tokens with the cluster id of x (a partition of the codebook)
-    dynamic   sort by p, largest first (equal values by index); C = x and the `group // 2` ranks on each side of it,
-              without those whose p differs from p(x) by more than `max_gap`
-              or whose embedding lies farther than `max_distance` from that of x
-
-Windows of ranks are not a partition, so the dynamic ratio may be below the exact one: pass
-mass = q(x) p(C)/q(C) - p(x) to `accept_tree`, which clamps it. R rows, V vocabulary, F features.
+A drafted x is accepted with probability min(1, p(C)/q(C)), C the group of x: with tokens sorted by p, largest first
+(equal values by index), x and the `group // 2` ranks on each side of it. Such windows are not a partition, so the ratio
+may be below the exact one: pass mass = q(x) p(C)/q(C) - p(x) to `accept_tree`, which clamps it. R rows, V vocabulary.
 """
 
 import torch
@@ -19,9 +13,7 @@ from visspec.kernels.common import (
     INTS,
     LOW,
     BenchCase,
-    as_float32,
     check_ids,
-    check_number,
     check_tensor,
     jit,
     next_power_of_2,
@@ -32,67 +24,24 @@ from visspec.kernels.common import (
 )
 
 
-def reference(
-    p: Tensor,
-    q: Tensor | None,
-    token: Tensor,
-    clusters: Tensor | None = None,
-    group: int = 0,
-    max_gap: float | None = None,
-    embedding: Tensor | None = None,
-    max_distance: float | None = None,
-) -> Tensor:
+def reference(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> Tensor:
     """The definition: (R, 2) fp64, the mass of the group under p and under q (1 for a point mass)."""
     masses = []
     for r, x in enumerate(token.tolist()):
         law = p[r].double().tolist()
-        if clusters is not None:
-            members = [v for v in range(len(law)) if int(clusters[v]) == int(clusters[x])]
-        else:
-            order = sorted(range(len(law)), key=lambda v: (-law[v], v))
-            rank, half = order.index(x), group // 2
-            members = order[max(0, rank - half) : rank + half + 1]
-            if max_gap is not None:
-                members = [v for v in members if abs(law[v] - law[x]) <= as_float32(max_gap)]
-            if embedding is not None:
-                far = (embedding.double() - embedding[x].double()).square().sum(1).tolist()
-                members = [v for v in members if v == x or far[v] <= _reach(max_distance)]
+        order = sorted(range(len(law)), key=lambda v: (-law[v], v))
+        rank, half = order.index(x), group // 2
+        members = order[max(0, rank - half) : rank + half + 1]
         masses.append((sum(law[v] for v in members), 1.0 if q is None else float(q[r].double()[members].sum())))
     return torch.tensor(masses, dtype=torch.float64, device=p.device)
 
 
-def _reach(max_distance):
-    """The largest squared distance inside the group, as the fp32 number passed to a kernel."""
-    return as_float32(max_distance**2)
-
-
-def grouped_mass_torch(
-    p: Tensor,
-    q: Tensor | None,
-    token: Tensor,
-    clusters: Tensor | None,
-    group: int,
-    max_gap: float | None,
-    embedding: Tensor | None,
-    max_distance: float | None,
-) -> tuple[Tensor, Tensor]:
+def grouped_mass_torch(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """The CPU path; returns (p_mass, q_mass), each (R,) fp32."""
     check_ids("token", token, p.shape[1])
-    if clusters is not None:
-        member = clusters == clusters[token].unsqueeze(1)
-        laws = (p, q)
-    else:
-        ids, member = _window(p, token, min(group // 2, p.shape[1] - 1))
-        if max_gap is not None:
-            here = p.gather(1, token.unsqueeze(1)).double()
-            member &= (p.gather(1, ids).double() - here).abs() <= max_gap
-        if embedding is not None:
-            far = (embedding[ids].double() - embedding[token].double().unsqueeze(1)).square().sum(2)
-            member &= (far <= _reach(max_distance)) | (ids == token.unsqueeze(1))
-        laws = (p.gather(1, ids), None if q is None else q.gather(1, ids))
-    one = torch.ones(token.shape[0], device=p.device)
-    in_p, in_q = (one if law is None else (law.double() * member).sum(1).float() for law in laws)
-    return in_p, in_q
+    ids, member = _window(p, token, min(group // 2, p.shape[1] - 1))
+    in_p, in_q = ((law.gather(1, ids).double() * member).sum(1).float() for law in (p, p if q is None else q))
+    return in_p, torch.ones_like(in_q) if q is None else in_q
 
 
 def _window(p, token, half):
@@ -109,28 +58,7 @@ def _window(p, token, half):
 
 
 @jit()
-def _cluster_kernel(p, q, token, clusters, p_mass, q_mass, V, BLOCK_V: tl.constexpr):
-    """One program per row: sum over the tokens with the cluster id of x; an x outside the vocabulary has none."""
-    r = tl.program_id(0).to(tl.int64)
-    x = tl.load(token + r).to(tl.int64)
-    known = (x >= 0) & (x < V)
-    own = tl.where(known, tl.load(clusters + tl.where(known, x, 0)), -1)
-    in_p = tl.full((), 0.0, tl.float64)
-    in_q = tl.full((), 0.0, tl.float64)
-    for start in range(0, V, BLOCK_V):
-        at = start + tl.arange(0, BLOCK_V)
-        member = (tl.load(clusters + at, mask=at < V, other=-1) == own) & (at < V)
-        in_p += tl.sum(tl.load(p + r * V + at, mask=member, other=0.0).to(tl.float64), 0)
-        in_q += tl.sum(tl.load(q + r * V + at, mask=member, other=0.0).to(tl.float64), 0)
-    tl.store(p_mass + r, in_p.to(tl.float32))
-    tl.store(q_mass + r, in_q.to(tl.float32))
-
-
-@jit()
-def _window_kernel(
-    p, q, token, embedding, p_mass, q_mass, V, F, half, max_gap, reach,
-    GAP: tl.constexpr, NEAR: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_F: tl.constexpr,
-):  # fmt: skip
+def _window_kernel(p, q, token, p_mass, q_mass, V, half, BLOCK_V: tl.constexpr):
     """One program per row: step to the next rank above and below, `half` times each; a step is one scan of the
     distribution.
     """
@@ -141,7 +69,6 @@ def _window_kernel(
     here = tl.load(p + r * V + x).to(tl.float64)
     in_p = here
     in_q = tl.load(q + r * V + x).to(tl.float64)
-    lanes = tl.arange(0, BLOCK_F)
     for side in range(2):
         upward = side == 0
         value = here.to(tl.float32)
@@ -170,36 +97,20 @@ def _window_kernel(
             found = best_at >= 0
             value = tl.where(found, best, value)
             index = tl.where(found, best_at, index)
-            keep = found
-            if GAP:
-                keep = keep & (tl.abs(value.to(tl.float64) - here) <= max_gap)
-            if NEAR:
-                a = tl.load(embedding + x * F + lanes, mask=lanes < F, other=0.0).to(tl.float64)
-                b = tl.load(embedding + index.to(tl.int64) * F + lanes, mask=lanes < F, other=0.0).to(tl.float64)
-                keep = keep & (tl.sum((a - b) * (a - b), 0) <= reach)
-            in_p += tl.where(keep, value.to(tl.float64), 0.0)
-            in_q += tl.where(keep, tl.load(q + r * V + index).to(tl.float64), 0.0)
+            in_p += tl.where(found, value.to(tl.float64), 0.0)
+            in_q += tl.where(found, tl.load(q + r * V + index).to(tl.float64), 0.0)
             step = tl.where(found, step + 1, half)
     tl.store(p_mass + r, tl.where(known, in_p, 0.0).to(tl.float32))
     tl.store(q_mass + r, tl.where(known, in_q, 0.0).to(tl.float32))
 
 
-def grouped_mass_triton(p, q, token, clusters, group, max_gap, embedding, max_distance):
+def grouped_mass_triton(p, q, token, group):
     R, V = p.shape
     p, token = p.contiguous(), token.contiguous()
     second = p if q is None else q.contiguous()
     masses = [torch.empty(R, dtype=torch.float32, device=p.device) for _ in range(2)]
     block = min(4096, next_power_of_2(V))
-    if clusters is not None:
-        _cluster_kernel[(R,)](p, second, token, clusters.contiguous(), *masses, V, BLOCK_V=block, num_warps=8)
-    else:
-        table = p if embedding is None else embedding.contiguous()
-        F = 1 if embedding is None else embedding.shape[1]
-        _window_kernel[(R,)](
-            p, second, token, table, *masses, V, F, group // 2, 0.0 if max_gap is None else max_gap,
-            0.0 if max_distance is None else _reach(max_distance),
-            GAP=max_gap is not None, NEAR=embedding is not None, BLOCK_V=block, BLOCK_F=next_power_of_2(F), num_warps=8,
-        )  # fmt: skip
+    _window_kernel[(R,)](p, second, token, *masses, V, group // 2, BLOCK_V=block, num_warps=8)
     return masses[0], torch.ones_like(masses[1]) if q is None else masses[1]
 
 
@@ -211,64 +122,33 @@ _grouped_mass_op = operator(
 )
 
 
-def grouped_mass(
-    p: Tensor,
-    q: Tensor | None,
-    token: Tensor,
-    clusters: Tensor | None = None,
-    group: int | None = None,
-    max_gap: float | None = None,
-    embedding: Tensor | None = None,
-    max_distance: float | None = None,
-) -> tuple[Tensor, Tensor]:
+def grouped_mass(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Masses of the group of each token under p and q: two (R,) fp32 tensors.
 
-    p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int. Static groups: clusters (V,) int of
-    non-negative ids. Dynamic: group >= 0 ranks around x, max_gap in probability, embedding (V, F) with max_distance
-    (not squared). Raises ValueError or TypeError naming the argument; on a CPU also for token ids out of range, which
-    CUDA returns masses of 0 for them.
+    p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int; group >= 0 ranks around x. Raises
+    ValueError or TypeError naming the argument; on a CPU also for token ids out of range, for which CUDA returns masses
+    of 0.
     """
     check_tensor("p", p, (None, None), FLOATS)
     R, V = p.shape
     check_tensor("token", token, (R,), INTS, p.device)
     if q is not None:
         check_tensor("q", q, (R, V), FLOATS, p.device)
-    require(
-        (clusters is None) != (group is None), "group", f"{group} with clusters given or not", "exactly one of them"
-    )
-    if clusters is not None:
-        check_tensor("clusters", clusters, (V,), INTS, p.device)
-    require(group is None or group >= 0, "group", group, "a number of ranks of at least 0")
-    require((embedding is None) == (max_distance is None), "max_distance", max_distance, "a number with embedding only")
-    if max_gap is not None:
-        check_number("max_gap", max_gap, 0)
-        max_gap = as_float32(max_gap)
-    if embedding is not None and max_distance is not None:
-        check_tensor("embedding", embedding, (V, None), FLOATS, p.device)
-        check_number("max_distance", max_distance, 0)
-        max_distance = float(max_distance)
-    return _grouped_mass_op(p, q, token, clusters, int(group or 0), max_gap, embedding, max_distance)
+    require(group >= 0, "group", group, "a number of ranks of at least 0")
+    return _grouped_mass_op(p, q, token, group)
 
 
-def random_case(seed, rows=4, vocabulary=29, static=False, drawn=True, near=False, ties=False, **rule):
+def random_case(seed, rows=4, vocabulary=29, group=4, drawn=True, ties=False):
     """Arguments of `grouped_mass` for the tests; with ties, distributions with many equal entries."""
     g = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, rows, vocabulary, generator=g)
-    p = (p.round() if ties else p).softmax(-1)
-    case = {"p": p, "q": q.softmax(-1) if drawn else None, "token": torch.randint(vocabulary, (rows,), generator=g)}
-    if static:
-        case["clusters"] = torch.randint(5, (vocabulary,), generator=g)
-    if near:
-        case.update(embedding=torch.randn(vocabulary, 3, generator=g), max_distance=1.5)
-    return {**case, **rule}
+    p, token = (p.round() if ties else p).softmax(-1), torch.randint(vocabulary, (rows,), generator=g)
+    return {"p": p, "q": q.softmax(-1) if drawn else None, "token": token, "group": group}
 
 
 CASES = [
-    {"static": True},
-    {"static": True, "drawn": False},
     {"group": 6},
     {"group": 7, "ties": True, "drawn": False},
-    {"group": 10, "max_gap": 0.03, "near": True},
     {"group": 60, "vocabulary": 17},
 ]
 

@@ -47,14 +47,9 @@ def reference(
     masses = []
     for r, x in enumerate(token.tolist()):
         law = p[r if row is None else int(row[r])].tolist()
-        masses.append(reference_mass(law, x, neighbours[x].tolist(), delta, lam))
+        bound = law[x] * (as_float32(lam or 1.0) - 1.0) if delta is None else as_float32(delta)  # an fp32 number
+        masses.append(reference_prefix(law, neighbours[x].tolist(), bound)[0])
     return torch.tensor(masses, dtype=torch.float64, device=p.device)
-
-
-def reference_mass(law, x, near, delta, lam):
-    """The definition for one token, on lists. The bounds are fp32 numbers; an id outside has no mass."""
-    bound = law[x] * (as_float32(lam) - 1.0) if delta is None else as_float32(delta)
-    return reference_prefix(law, near, bound)[0]
 
 
 def reference_prefix(law: list[float], near: list[int], bound: float) -> tuple[float, int]:

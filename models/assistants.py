@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
-from visspec.io.checkpoint import first_line, shorten
+from visspec.io.checkpoint import shorten
 from visspec.models.block import drafter as dflash
 from visspec.models.block.diffusion import DiffusionModel, denoises
 from visspec.models.decoder.shared_cache import SharedCache, shares_cache
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting.published_config import list_of
-from visspec.models.layers import check_layers
+from visspec.models.layers import check_layers, load_exactly
 from visspec.types import Drafter
 
 
@@ -35,13 +33,7 @@ def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> 
 
 
 def load_assistant(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
-    """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device."""
-    spec: Any = read(folder, data, model.dtype)
-    return assistant(spec.to(model.device).eval(), model, **options)
-
-
-def read(folder: Path, data: dict, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a folder.
+    """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device.
 
     Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
     """
@@ -51,19 +43,5 @@ def read(folder: Path, data: dict, dtype: torch.dtype) -> PreTrainedModel:
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         found = shorten(named[0]) if named else "no architectures"
         raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it would report of the tensors is said below, in one sentence
-    try:
-        both = kind.from_pretrained(
-            str(folder), dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"drafter: {folder} could not be loaded, {first_line(error)}") from None
-    finally:
-        logging.set_verbosity(verbosity)
-    spec, info = cast(tuple[PreTrainedModel, dict], both)
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(what):
-            says = f"{what.replace('_', ' ')} ({sorted(map(str, info[what]))[0]})"
-            raise ValueError(f"drafter: {folder} has {says}, expected exactly its tensors")
-    return spec
+    spec = load_exactly(kind, "drafter", folder, dtype=model.dtype, local_files_only=True)
+    return assistant(spec.to(model.device).eval(), model, **options)

@@ -37,6 +37,11 @@ class OwnImageModel(PreTrainedModel):
     class_conditional = False  # whether prompts are names, which no processor reads
     text_features = 0  # numbers of a word from the text encoder that the model needs; 0: it needs none
 
+    @property
+    def image_codec(self) -> Any:
+        """What turns codes into pictures."""
+        return getattr(self, "codec", None)
+
     @classmethod
     def of(cls, entries: dict[str, Any], settings: dict[str, Any], **parts: nn.Module) -> Self:
         """A model of loaded parts, by their names in it. entries: of its configuration; settings: of
@@ -72,9 +77,7 @@ class OwnImageModel(PreTrainedModel):
         assert configuration is not None
         entries = read_json(where, "config.json")
         if entries.get("model_type") != configuration.model_type:
-            raise ValueError(
-                f"model_type: got {entries.get('model_type')!r} in {where}, expected {configuration.model_type!r}"
-            )
+            raise ValueError(f"model_type: got {entries.get('model_type')!r}, expected {configuration.model_type!r}")
         try:
             with torch.device("meta"):
                 check_shapes(cls(configuration.from_dict(entries)), read_shapes(where), where)
@@ -86,3 +89,16 @@ class OwnImageModel(PreTrainedModel):
             model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))
         model.name_or_path = model.config._name_or_path = str(folder)
         return model.eval()
+
+
+def unpack(model: Any, codec: Any, settings: GenerationConfig | None = None) -> tuple[Any, Any, float | None]:
+    """The network, the codec and the guidance scale of a folder's model; those given and None of a bare network.
+
+    Args:
+        codec: In place of the model's, if not None.
+        settings: A generation_config in place of the model's.
+    """
+    if not isinstance(model, OwnImageModel):
+        return model, codec, None
+    own = model.image_codec if codec is None else codec
+    return getattr(model, model.base_model_prefix), own, model.guidance(settings)

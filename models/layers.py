@@ -6,11 +6,17 @@ Shapes: B rows, T elements, H heads, E head size, P positions, C = E / 2 channel
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from visspec.io.checkpoint import first_line
 
 TINY = 1e-6
 MOST_LAYERS = 1 << 14  # maximum number of layers of a target
@@ -38,6 +44,33 @@ def check_layers(config: dict, where: object) -> None:
             check_layers(value, where)
         elif "layer" in str(name) and type(value) is int and value > MOST_LAYERS:
             raise ValueError(f"{name}: got {value} in {where}, expected at most {MOST_LAYERS}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers reports errors only."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def load_exactly(kind: Any, argument: str, where: object, **options: Any) -> Any:
+    """A model of transformers with exactly the tensors of a folder or hub id; else ValueError, with the argument."""
+    try:
+        with quiet():  # what it would report of the tensors is said below, in one sentence
+            model, info = kind.from_pretrained(str(where), use_safetensors=True, output_loading_info=True, **options)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of whichever library checks the part that is wrong
+        raise ValueError(f"{argument}: {where} could not be loaded, {first_line(error)}") from None
+    for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info.get(keys):
+            name = sorted(map(str, info[keys]))[0]
+            raise ValueError(f"{argument}: {where} has {keys.replace('_', ' ')} ({name}), expected the model's own")
+    return model
 
 
 def same_table(a: Tensor, b: Tensor, atol: float) -> bool:

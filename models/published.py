@@ -77,9 +77,7 @@ def _speculators(folder: Path, data: dict) -> str:
     kind = data["speculators_model_type"]
     algorithm = object_of(data.get("speculators_config")).get("algorithm", kind)
     if not isinstance(kind, str) or kind not in SPECULATORS:
-        raise ValueError(
-            f"drafter: speculators_model_type of {folder} is {shorten(kind)}, expected one of {', '.join(SPECULATORS)}"
-        )
+        raise ValueError(f"drafter: speculators_model_type of {folder} is {shorten(kind)}, expected {[*SPECULATORS]}")
     if algorithm != kind:
         raise ValueError(f"drafter: algorithm of {folder} is {shorten(algorithm)}, expected {kind!r} as its type says")
     return kind

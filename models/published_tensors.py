@@ -101,14 +101,10 @@ class Weights(dict[str, Tensor]):
         """The shape of a required tensor, which determines the configuration."""
         if name not in self:
             some = ", ".join(sorted(self.published.values())[:SHOWN])
-            raise ValueError(
-                f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...), expected another layout"
-            )
+            raise ValueError(f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...)")
         if self[name].dim() != dimensions:
             found = tuple(self[name].shape)
-            raise ValueError(
-                f"checkpoint: tensor {name!r} of {self.where} has shape {found}, expected {dimensions} dimensions"
-            )
+            raise ValueError(f"checkpoint: tensor {name!r} of {self.where} has shape {found}, expected {dimensions}-D")
         return tuple(self[name].shape)
 
     def count(self, prefix: str) -> int:

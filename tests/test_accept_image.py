@@ -31,19 +31,19 @@ def bound(rule, capabilities=IMAGE):
     return rule
 
 
-def rules(delta, lam, group, clusters, omega) -> dict:
+def rules(delta, lam, group, omega) -> dict:
     return {
         "lantern": Lantern(k=3, delta=delta), "lantern_plus": LanternPlus(k=3, lam=lam), "cool": Cool(omega=omega),
-        "grouped": Grouped(group=group), "static": Grouped(clusters=clusters),
+        "grouped": Grouped(group=group),
     }  # fmt: skip
 
 
 def relaxed() -> dict:
-    return rules(0.25, 2.5, 3, 3, 1.5)  # float32 can hold them, so that laws may be compared in float64
+    return rules(0.25, 2.5, 3, 1.5)  # float32 can hold them, so that laws may be compared in float64
 
 
 def limits() -> dict:
-    return rules(0.0, 1.0, 1, K, 1.0)
+    return rules(0.0, 1.0, 1, 1.0)
 
 
 def distributions(seed: int, sharpness: float = 1.5):
@@ -66,7 +66,6 @@ def by_definition(name, rule, p, q):
     """f of every code, written from the papers' formulas."""
     f = []
     near = codebook.neighbours(CODES, 3, K).tolist()
-    labels = codebook.clusters(CODES, 3, K)
     order = p.argsort(descending=True).tolist()
     for x in range(K):
         px, qx = float(p[x]), 1.0 if q is None else float(q[x])
@@ -77,9 +76,9 @@ def by_definition(name, rule, p, q):
                     break
                 total += float(p[y])
             ratio = (px + total) / qx
-        elif name in ("grouped", "static"):
+        elif name == "grouped":
             rank = order.index(x)
-            group = order[max(rank - 1, 0) : rank + 2] if name == "grouped" else (labels == labels[x]).nonzero()[:, 0]
+            group = order[max(rank - 1, 0) : rank + 2]
             ratio = float(p[group].sum()) / (1.0 if q is None else float(q[group].sum()))
         else:
             ratio = 1.5 * px / qx
@@ -112,7 +111,7 @@ def meters(rule, p, q):
 def test_law_and_meters_are_those_of_the_formula(name, drawn):
     rule = bound(relaxed()[name])
     p, q = distributions(4)
-    tolerance = 1e-6 if name in ("grouped", "static") else 1e-12  # group masses come in float32
+    tolerance = 1e-6 if name == "grouped" else 1e-12  # group masses come in float32
     f = by_definition(name, rule, p, q if drawn else None)
     _, exact, rest = every_child(rule, p, q if drawn else None)
     assert (f > exact + 1e-3).any()
@@ -302,26 +301,16 @@ def test_grammar_ids():
     table = codebook.neighbours(CODES, 3, vocab)
     assert table[:K].max() < K and table[K:].tolist() == [[K] * 3, [K + 1] * 3]
     assert codebook.neighbours(CODES.clone(), 3, vocab) is table
-    labels = codebook.clusters(CODES, 3, vocab)
-    assert labels[K:].tolist() == [3, 4]
     logits = torch.zeros(1, 3, vocab)
     logits[:, 0, :K], logits[:, 1, K + 1] = -torch.inf, -torch.inf
     logits[:, 0, K + 1] = -torch.inf  # the layout wants id K first
     wide = Capabilities(vocab=vocab, codebook=CODES)
-    for rule in (*relaxed().values(), Grouped(group=3, max_distance=0.5)):
+    for rule in relaxed().values():
         bound(rule, wide)
         for x, length in ((K, 2), (K + 1, 1)):
             draft, low = drafted(torch.tensor([[0, x]]), CHAIN), torch.zeros(1, 2)
             verdict = rule.judge(draft, logits[:, :2].softmax(-1), low, low[:, 0])
             assert verdict.length.item() == length and verdict.drift.item() == 0 and verdict.displacement.item() == 0
-
-
-def test_clusters_find_what_is_apart():
-    g = torch.Generator().manual_seed(0)
-    codes = torch.randn(3, 2, generator=g).mul(20).repeat_interleave(5, 0) + torch.randn(15, 2, generator=g) * 0.1
-    labels = codebook.clusters(codes, 3, 15).view(3, 5)
-    assert (labels == labels[:, :1]).all() and len(set(labels[:, 0].tolist())) == 3
-    assert codebook.clusters(CODES, K, K).tolist() == list(range(K)), "as many as codes leave each alone"
 
 
 def test_without_a_codebook_nothing_is_displaced():
@@ -331,27 +320,21 @@ def test_without_a_codebook_nothing_is_displaced():
     assert rule(draft, scores, seeded(rule)).displacement is None
 
 
-@pytest.mark.parametrize("rule", [Grouped(group=3), bound(Grouped(clusters=3))], ids=["ranks", "clusters"])
-def test_nodes_without_a_law_borrow_nothing(rule):
+def test_nodes_without_a_law_borrow_nothing():
+    rule = Grouped(group=3)
     p, q = distributions(3)
     draft = drafted(torch.tensor([[0, 1, 2]]), tree.chain(2), torch.stack([0 * q, q, 0 * q])[None])
     mass = rule.mass(draft, p.expand(1, 3, K))
     assert mass[0, ::2].tolist() == [0.0, 0.0] and mass[0, 1] != 0
 
 
-def test_a_gap_of_nothing_leaves_the_code_alone():
-    draft, scores = random_round(CHAIN, False)
-    lone, wide = (Grouped(group=5, max_gap=gap).mass(draft, scores.distribution.p)[:, 1:] for gap in (0.0, None))
-    assert lone.abs().max() == 0 < wide.min()
-
-
 def test_pairings_are_refused_before_any_step():
     text = Capabilities(vocab=K)
-    for rule in (Lantern(), LanternPlus(), Grouped(clusters=3), Grouped(max_distance=1.0), Local()):
+    for rule in (Lantern(), LanternPlus(), Local()):
         with pytest.raises(ValueError, match="codebook"):
             rule.bind(text)
-    for rule, name in ((Lantern(k=K), "k"), (LanternPlus(k=K), "k"), (Grouped(clusters=K + 1), "clusters")):
-        with pytest.raises(ValueError, match=rf"{name}: got {K}?.*expected at most"):
+    for rule in (Lantern(k=K), LanternPlus(k=K)):
+        with pytest.raises(ValueError, match=rf"k: got {K}?.*expected at most"):
             rule.bind(IMAGE)
 
 

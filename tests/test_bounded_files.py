@@ -1,7 +1,6 @@
 """Files that ask for unbounded work, or that libraries fail on, are refused with one message."""
 
 import json
-import sys
 import time
 from types import SimpleNamespace
 
@@ -24,26 +23,14 @@ class Templated(ProcessorMixin):
         self.chat_template, self.tokenizer = template, SimpleNamespace(special_tokens_map={})
 
 
-LOOPS = "{% for a in range(9999) %}" * 6 + "." + "{% endfor %}" * 6
-
-
 @pytest.mark.parametrize(("template", "why"), [
     ("{{ ''.__class__.__mro__ }}", "access to attribute"), ("{{ range(10000000) }}", "Range too big"),
-    ("{{ messages.nothing.more }}", "no attribute 'nothing'"), (LOOPS, "it ran more than"),
-    (LOOPS.replace("range(9999)", "'" + "x" * 999 + "'"), "it ran more than"),
-], ids=["attribute", "range", "undefined", "loops", "loops over a text"])  # fmt: skip
-def test_chat_templates_that_fail_or_go_on(template, why, monkeypatch):
-    monkeypatch.setattr(captions, "MOST_LINES", 10_000)
-    with pytest.raises(ValueError, match="^chat_template: got an error of the processor's template .*" + why) as error:
+    ("{{ messages.nothing.more }}", "no attribute 'nothing'"),
+], ids=["attribute", "range", "undefined"])  # fmt: skip
+def test_chat_templates_that_fail(template, why):
+    with pytest.raises(ValueError, match="^chat_template: the processor's template failed .*" + why) as error:
         captions.chat_text(Templated(template), MESSAGES)
     assert "\n" not in str(error.value)
-
-
-def test_a_plain_template_is_rendered_and_no_trace_is_left():
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content[0].text }}{% endfor %}"
-    before = sys.gettrace()
-    assert captions.chat_text(Templated(template), MESSAGES * 500) == "user: what ?" * 500
-    assert sys.gettrace() is before
 
 
 def written(folder, config, tensors):
@@ -82,5 +69,5 @@ def test_maps_of_any_size_are_refused():
         lambda: VARImageConfig(grids=[[10**6, 10**6]]),
         lambda: ScaleSizes(tuple((1024, 1000) for _ in range(5))),
     ):
-        with one_sentence("scales: got .* codes in .* maps, expected at most 1048576"):
+        with one_sentence("scales: got .* codes in .* maps, expected 1..1048576"):
             make()

@@ -407,7 +407,7 @@ def test_a_prompt_with_marks_of_images_is_named(folder, little):
     model, processor = load(str(little))
     captions = Captions(accelerate(model, None), processor, do_sample=False, max_new_tokens=4)
     (made,) = captions([sources.Record("odd", folder / "scene0.png", "<image> and <image> ?")])
-    said = "prompt: got '<image> and <image> ?' with 3 <image> for 1 image, expected none in the text itself"
+    said = "prompt: got '<image> and <image> ?' with 3 <image> for 1 image, expected none in it"
     assert made.error == f"odd: {said}"
 
 

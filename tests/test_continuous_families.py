@@ -120,15 +120,6 @@ def test_nodes_of_nextstep_have_the_laws_of_their_paths(images):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("guidance,guided", [(2.0, False), (1.0, True)])
-def test_guidance_without_its_rows_is_refused_before_any_pass(images, guidance, guided, monkeypatch):
-    monkeypatch.setattr(images.decoder, "forward", None)
-    prompt = images.prompt(["a cat", "tea"], guided, layout := images.layout(8, 12))
-    request = Request(prompt, prompt.ids, layout.positions, Sampling(1.0, guidance=guidance))
-    with one_sentence(rf"^guidance: got {guidance} and . rows of inputs for 2 prompts"):
-        NextStepTarget(images).prefill(request)
-
-
 def test_nextstep_in_the_pipeline(folder):
     model = layouts_nextstep.load_nextstep(folder / "nextstep", normalised=True)
     parts = {"autoencoder": layouts_nextstep.load_nextstep_vae(folder / "vae"), "plan": flow_schedule_v11(STEPS)}

@@ -203,7 +203,6 @@ def test_what_does_not_fit_mar_is_refused(published, tmp_path):
         (published | {"head.weight": torch.zeros(1)}, 4, r"unknown tensor 'head\.weight'"),
         (published | {"fake_latent": torch.full((1, 32), float("nan"))}, 4, "not finite"),
         (published, None, "heads: .* width 32, expected heads="),
-        (published, 5, "heads: got 5, expected a divisor of the width 32"),
     ):
         save_file(changed, file)
         with one_sentence(words):
@@ -299,7 +298,6 @@ def test_what_does_not_fit_nextstep_is_refused(tmp_path):
     for words, more, config in (
         ("unknown tensor 'layers.0.self_attn.o_proj.bias'", bias, {}),
         ("has no 'boi'", {}, {"boi": None}), ("has no 'latent_patch_size'", {}, {"latent_patch_size": None}),
-        ("size: got 16, expected a multiple of 3 x 3", {}, {"latent_patch_size": 3}),
         ("has no tensor 'gen_pos_embed'", {}, {"use_gen_pos_embed": True}),
         ("has shape", {}, {"num_attention_heads": 5}),
     ):  # fmt: skip
@@ -356,15 +354,3 @@ def test_flow_schedules(count, shift):
         deviation = math.sqrt(sigma / (1 - (grid[-2] if sigma == 1 else sigma))) * 0.8
         mean = noise * (1 - after) + value * after - deviation**2 * (after - t) / (2 * sigma) * noise
         check(second, i, t, mean, deviation * math.sqrt(after - t))
-
-
-@pytest.mark.parametrize("make, words", [
-    (lambda: flow.flow_schedule(1), "steps: got 1, expected at least 2"),
-    (lambda: flow.flow_schedule_v11(1), "steps: got 1, expected at least 2"),
-    (lambda: flow.flow_schedule(9, shift=0.0), "shift: got 0.0, expected a finite number above 0"),
-    (lambda: flow.flow_schedule(9, last=1.0), "last: got 1.0, expected the size of the last step"),
-    (lambda: flow.flow_schedule_v11(9, level=0.0), "level: got 0.0, expected a finite number above 0"),
-])  # fmt: skip
-def test_settings_that_give_no_chain_are_refused(make, words):
-    with one_sentence(words):
-        make()

@@ -75,7 +75,7 @@ def test_hub_ids_in_their_authors_form_name_another(name, kind, instead, cache, 
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
     with one_sentence(f"authors' form. Use {instead}"):
         ImagePipeline.from_pretrained(str(folder))
-    sentence = f"model: {name} is in its authors' form. Use {instead}, which is in transformers' form."
+    sentence = f"model: {name} is in its authors' form. Use {instead}, in transformers' form."
     for load in (ImagePipeline.from_pretrained, loading.load):
         with one_sentence(sentence):
             load(name)

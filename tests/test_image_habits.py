@@ -136,7 +136,7 @@ def test_negative_prompts_that_are_refused(monkeypatch):
         (pipe, "a", "b", {"guidance_scale": 1.0}, "negative_prompt: got 'b', expected None: without guidance"),
         (glm, "a", "b", {}, "negative_prompt: got 'b', expected None: glm_image has no unconditional"),
         (classes, "3", "b", {}, "negative_prompt: got 'b', expected a class number 0..9"),
-        (pipe, "a", "b" * 140, {}, "negative_prompt: got 142 tokens and an image of 16, expected at most 128"),
+        (pipe, "a", "b" * 140, {}, "negative_prompt: got 158 tokens with those of the image, expected at most 128"),
     ):
         with one_sentence(re.escape(start)):
             caller(text, negative_prompt=negative, output_type="latent", **more)
@@ -216,7 +216,7 @@ def test_what_a_callback_wants_changed_is_refused():
         text = refused(lambda: drawn()("a", callback_on_step_end=lambda *given: {change: torch.zeros(1)}))  # noqa: B023
         assert text.startswith(f"callback_on_step_end: got another {change!r} back, expected") and not drawn()._jobs
     text = refused(lambda: drawn()("a", callback_on_step_end_tensor_inputs=["timesteps"]))
-    assert text == "callback_on_step_end_tensor_inputs: got ['timesteps'], expected some of latents, tokens"
+    assert text == "callback_on_step_end_tensor_inputs: got ['timesteps'], expected latents, tokens"
 
 
 # --- saved pipelines --------------------------------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def without(name):
 
 REFUSED = {
     "family": ("anole", {}, None, "made for a target of family 'chameleon', got 'llamagen'"),
-    "size": ("llamagen", {"input_type": "t2i2"}, None, "'t2i2', expected that of images of 4 x 4 codes"),
+    "size": ("llamagen", {"input_type": "t2i2"}, None, "'t2i2', expected that of 4 x 4 codes"),
     "hidden": ("llamagen", {"hidden_size": 64}, None, "hidden size 64, got a model of 32"),
     "layers": ("llamagen", {"num_hidden_layers": 2}, None, "num_hidden_layers"),
     "missing": ("llamagen", {}, without("layers.0.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight"),

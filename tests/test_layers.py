@@ -56,6 +56,8 @@ TOP_LEVEL = len(LEVELS)  # the package itself
 def sources():
     for top in TOPS:
         for file in sorted((ROOT / top).rglob("*.py")):
+            if not (file.parent / "__init__.py").is_file():
+                continue  # a script, no module
             parts = file.relative_to(ROOT).with_suffix("").parts
             yield file, [p for p in (parts[1:] if top == "visspec" else parts) if p != "__init__"]
 

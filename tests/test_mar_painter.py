@@ -13,9 +13,9 @@ from visspec.cli import bench_image
 from visspec.distributions import Denoising, DenoisingSteps
 from visspec.io import included
 from visspec.models.mar.drafter import SmallMAR
-from visspec.models.mar.images import LabelledMARImages
 from visspec.models.mar.model import MARImageConfig, MARImageModel
 from visspec.models.mar.parallel import ParallelMAR
+from visspec.models.mar.target import MARImages
 
 SMALL = {  # an autoencoder
     "block_out_channels": (8, 8, 8, 8), "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -155,7 +155,7 @@ def test_a_row_does_not_depend_on_its_batch(pipe, drafter, rule, drafts):
 
 def test_its_own_drafts_are_kept(pipe):
     """A drafter that is the target itself: every vector is accepted."""
-    own = SmallMAR(LabelledMARImages(pipe.model))
+    own = SmallMAR(MARImages(pipe.model))
     out = drawn(pipe, PROMPTS[:2], drafter=own, acceptance="coupled:window=1")
     assert out.stats[0].tau > 3.9 and out.stats[0].faults == 0
     assert drawn(pipe, PROMPTS[:2], drafter=own, acceptance="surrogate").stats[0].tau > 3.9
@@ -185,7 +185,7 @@ def test_callbacks_see_vectors(pipe):
 
 
 def small(**sizes):
-    return {"drafter": SmallMAR(LabelledMARImages(fresh(**sizes)))}
+    return {"drafter": SmallMAR(MARImages(fresh(**sizes)))}
 
 
 REFUSED = [
@@ -195,7 +195,7 @@ REFUSED = [
     (lambda: {"acceptance": "exact"}, "acceptance: Exact judges Categorical"),
     (lambda: {"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical"),
     (lambda: {"drafter": "ngram"}, "drafter: ContextDrafter drafts for Categorical"),
-    (lambda: {"order": "islands"}, "order: got RejectedRegions, which is of Categorical distributions"),
+    (lambda: {"order": "islands"}, "order: got RejectedRegions for Categorical"),
     (lambda: {"acceptance": "coupled:window=0"}, "window: got 0"),
     (lambda: {"acceptance": "surrogate:tries=0"}, "tries: got 0"),
     (lambda: {"order": ParallelMAR(0)}, "iterations: got 0"),
@@ -203,7 +203,7 @@ REFUSED = [
     (lambda: {"order": ParallelMAR(4), **small()}, "drafter: got one beside the order parallel"),
     (lambda: small(denoising_steps=3), "drafter: got 3 denoising steps, expected 4"),
     (lambda: small(size=4),
-     "drafter: got 16 tokens of 4 numbers and 156 classes, expected the target's 16 of 8 and 156"),
+     "drafter: got 16 tokens of 4 numbers and 156 classes, expected 16 of 8 and 156"),
     (lambda: {"preset": "coupled"}, "drafter: got 'mar', which has to be trained, expected the folder"),
 ]  # fmt: skip
 
@@ -238,7 +238,7 @@ def test_a_drafter_that_fails_is_left_out(pipe):
     broken = fresh(seed=1)
     torch.nn.init.constant_(broken.mar.head.final_layer.linear.bias, float("nan"))
     with pytest.warns(RuntimeWarning, match="invalid"):
-        out = drawn(pipe, PROMPTS[:1], drafter=SmallMAR(LabelledMARImages(broken)))
+        out = drawn(pipe, PROMPTS[:1], drafter=SmallMAR(MARImages(broken)))
     assert out.stats[0].faults > 0 and bool(out.tokens[0].isfinite().all())
 
 

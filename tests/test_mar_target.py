@@ -1,13 +1,12 @@
 """MAR through the loop: laws of its nodes, whole images, drafts of a smaller network, and the parallel baseline."""
 
 import math
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.doubles import generators, one_sentence
+from tests.doubles import generators
 from visspec import tree as trees
 from visspec.accept.coupled import Coupled
 from visspec.accept.surrogate import Surrogate
@@ -15,12 +14,14 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
-from visspec.models.mar.target import PLAIN, ClassPrompt, MARImages, MARTarget, parallel, revealed_counts
+from visspec.models.mar.parallel import ParallelMAR
+from visspec.models.mar.target import ClassPrompt, MARImages, MARTarget, revealed_counts
 from visspec.models.vectors.diffusion_head import schedule
 from visspec.models.vectors.target import unpatchify
-from visspec.types import Draft, Request, Sampling
+from visspec.types import Draft, DrafterTraits, Request, Sampling
 
 TOKENS, SIZE, STEPS = 9, 4, 8
+PLAIN = Sampling(temperature=1.0)
 SMALL = MARConfig(32, 1, 4, head_width=24, head_depth=1, size=SIZE, tokens=TOKENS, buffer=3, classes=5)
 
 
@@ -141,12 +142,9 @@ def test_every_node_has_the_law_of_its_prefix(model, guidance, kind, predicts):
 def test_parallel_one_by_one_is_plain(target, guidance, temperature):
     sampling = Sampling(temperature, guidance=guidance)
     state = plain(target, [1, 4], sampling)
-    given, calls = generators(2), Counter()
-    prompt = ClassPrompt(torch.tensor([1, 4])).ordered(TOKENS, given)
-    found = parallel(target, prompt, ruled(target).make_noise(given, 0), TOKENS, sampling, calls)
-    torch.testing.assert_close(found, images(state), rtol=0, atol=1e-5)
-    assert calls == {"trunk": TOKENS, "head": TOKENS * STEPS}
-    assert state.trace.calls == {"head": TOKENS * STEPS}
+    found = ParallelMAR(TOKENS).decode(target, None, ruled(target), request([1, 4], sampling), None)
+    torch.testing.assert_close(images(found), images(state), rtol=0, atol=1e-5)
+    assert found.trace.calls == state.trace.calls == {"head": TOKENS * STEPS}
 
 
 def test_steps_reveal_tokens_as_published():
@@ -200,26 +198,6 @@ def test_what_is_known_is_what_was_drawn(rule):
     assert torch.equal(state.memory.values[:, : TOKENS - 1], drawn[rows, :-1])
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"classes": [5]}, "classes: got 5..5, expected numbers below 5"),
-        ({"classes": [-2]}, r"classes: got -2..-2, expected"),
-        ({"sampling": Sampling(0.0)}, "temperature: got 0, expected a positive number"),
-        ({"order": torch.zeros(1, TOKENS, dtype=torch.long)}, "order: got rows with a position twice"),
-        ({"order": torch.arange(4)[None]}, r"classes, order: got shapes \(1,\) and \(1, 4\)"),
-        ({"limit": TOKENS + 1}, "max_new_tokens: got 10, expected at most the image's 9 tokens"),
-    ],
-)
-def test_requests_refused(target, change, words):
-    asked = request(change.get("classes", [1]), change.get("sampling", Sampling(1.0)))
-    asked.max_new_tokens = change.get("limit", TOKENS)
-    if "order" in change:
-        asked.inputs = replace(asked.inputs, order=change["order"])
-    with one_sentence(words):
-        target.prefill(asked)
-
-
 def test_wrong_settings_are_refused(model, target):
     quiet = schedule(STEPS, learned=True, noisy=False)
     for said, make in (
@@ -228,11 +206,11 @@ def test_wrong_settings_are_refused(model, target):
         ("schedule: got other deviations than the head's", lambda: MARImages(model, plan=schedule(STEPS))),
         (r"iterations: got 10, expected 1\.\.9", lambda: revealed_counts(9, 10)),
         ("wait: got -1, expected", lambda: SmallMAR(target.family, wait=-1)),
-        ("drafter: got 9 tokens of 4 numbers .* expected the target's 9 of 3",
+        ("drafter: got 9 tokens of 4 numbers .* expected 9 of 3",
          lambda: SmallMAR(target.family).attach(MARImages(MAR(replace(SMALL, size=3))))),
         ("without noise in its last step", lambda: ruled(MARTarget(MARImages(model, plan=quiet)))),
-        ("tokens: got 8, expected a square", lambda: MARImages(MAR(replace(SMALL, tokens=8)))),
-        ("reads hidden states", lambda: MARTarget(target.family, features=True)),
+        ("temperature: got 0, expected", lambda: target.prefill(request([1], Sampling(0.0)))),
+        ("reads hidden states", lambda: target.family.make_target(DrafterTraits(feature_layers=(1,)), False)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             make()

@@ -72,7 +72,7 @@ MISTAKES = {
     "list drafterz": "expected one such as drafters",
     "tune": "tune: pass --model, and --images",
     "tune --model captioner": "tune: pass --model, and --images",
-    "tune --model painter --images x --prompts y": "(a model that captions) or --prompts (one of text, or one that",
+    "tune --model painter --images x --prompts y": "(for captions) or --prompts (for text or pictures)",
     "train drafter": "--out",
     "train drafter --target captioner --prompts {}/photo.txt --preset eagel --out {}/out": "such as eagle",
     "export {}/gone --form eagle --out {}/out": "gone",

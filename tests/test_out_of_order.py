@@ -454,9 +454,6 @@ def test_the_small_image_is_the_siblings_own():
     unguided, _ = target.prefill(request(0.0, 1.0))
     unguided.request.media = {"texts": ["2", "1", "0"]}
     assert torch.equal(low.small(state), low.small(unguided)) and not torch.equal(low.small(state), stock.flip(0))
-    state.request.media = {"texts": ["2"]}
-    with pytest.raises(ValueError, match="texts: got 1, expected 3"):
-        low.small(state)
 
 
 @torch.no_grad()
@@ -489,8 +486,6 @@ def test_learned_upsampler(tmp_path):
     assert logits.shape == (2, SIDE, SIDE, CODES)
     loaded = drafter(upsample=str(tmp_path))
     assert torch.equal(loaded.upsample_codes(small, (SIDE, SIDE)), logits.argmax(-1).flatten(1))
-    with pytest.raises(ValueError, match=r"upsample: got a grid of \(6, 6\), expected 2 times \(2, 2\)"):
-        loaded.upsample_codes(small, (6, 6))
     upsampler(tmp_path / "other", CODES + 1)
     with pytest.raises(ValueError, match=f"upsample: got an up-sampler of {CODES + 1} codes"):
         drafter(upsample=str(tmp_path / "other"))

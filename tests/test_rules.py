@@ -160,8 +160,8 @@ def test_greedy_needs_no_coins():
 @pytest.mark.parametrize("text", [
     "typicl", "typical:epsilon", "typical:epsilon=0", "typical:delta=0", "exact:k=3", "typical:k=1",
     "lantern:k=0", "lantern:k=1025", "lantern:delta=1", "lantern:delta=-0.1", "lantern:lam=2",
-    "lantern_plus:lam=0.5", "lantern_plus:k=0", "grouped:group=0", "grouped:clusters=0", "grouped:max_gap=-1",
-    "grouped:clusters=4,max_distance=1", "local:tau=-0.1", "local:radius=-1", "local:k=0",
+    "lantern_plus:lam=0.5", "lantern_plus:k=0", "grouped:group=0",
+    "local:tau=-0.1", "local:radius=-1", "local:k=0",
     "local:radii=2", "cool:omega=0.9", "cool:nu=1.5",
 ])  # fmt: skip
 def test_bad_rules_are_refused_in_a_sentence(text):

@@ -25,7 +25,7 @@ from visspec.models.scales.target import ScaleSettings, ScaleTarget
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.network import VAR, VARConfig
 from visspec.models.var.target import ScalePrompt, VARImages
-from visspec.types import Draft, Request, Sampling
+from visspec.types import Draft, DrafterTraits, Request, Sampling
 
 SIDES = (1, 2, 3, 4)
 SCALES = ScaleSizes.square(*SIDES)
@@ -287,11 +287,7 @@ def test_composition_law():
 
 
 def test_wrong_compositions_are_refused(model):
-    small, codec = network(3), vae()
-
-    def images(per_scale=None):
-        return VARImages(model, codec=codec, per_scale=per_scale)
-
+    small, family = network(3), VARImages(model, codec=vae())
     for words, make in (
         ("handover: got 5, expected 0..4", lambda: composed(model, small, 5)),
         ("handover: got None, expected a refiner and", lambda: composed(model, small, None)),
@@ -299,34 +295,17 @@ def test_wrong_compositions_are_refused(model):
         (r"refiner: got scales \[1, 4\], expected", lambda: composed(model, network(3, ScaleSizes.square(1, 2)), 1)),
         ("refiner: got codes 8, expected 16", lambda: composed(model, network(3, codes=8), 1)),
         ("drafter: got one beside a refiner", lambda: SmallVAR(small).attach(composed(model, small, 2).family)),
-        ("drafter: got codes 8, expected 16", lambda: SmallVAR(network(3, codes=8)).attach(images())),
+        ("drafter: got codes 8, expected 16", lambda: SmallVAR(network(3, codes=8)).attach(family)),
         ("codec: got NoneType, expected VAR's", lambda: VARImages(model)),
         ("codec: got 4 codes of 4, expected the model's 16", lambda: VARImages(model, codec=vae(4))),
         ("ramp: got 'cosine'", lambda: VARImages(model, codec=vae(), ramp="cosine")),
-        ("top_k: got 3 numbers, expected 4", lambda: images(ScaleSettings(top_k=(1, 2, 3)))),
-        ("top_p: got 2.0", lambda: images(ScaleSettings(top_p=(1.0, 2.0, 1.0, 1.0)))),
-        ("temperature: got 0 for a scale", lambda: images(ScaleSettings((0.0, 1.0, 1.0, 1.0)))),
-        ("reads hidden states", lambda: ScaleTarget(VARImages(model, codec=vae()), features=True)),
-        ("compile: got True", lambda: ScaleTarget(VARImages(model, codec=vae()), compiles=True)),
+        ("top_k: got 3 numbers, expected 4", lambda: VARImages(model, None, vae(), ScaleSettings(top_k=(1, 2, 3)))),
+        ("temperature: got 0 for a scale", lambda: VARImages(model, None, vae(), ScaleSettings((0.0, 1.0, 1.0, 1.0)))),
+        ("reads hidden states", lambda: family.make_target(DrafterTraits(feature_layers=(1,)), False)),
+        ("compile: got True", lambda: family.make_target(DrafterTraits(), True)),
     ):  # fmt: skip
         with one_sentence(words):
             make()
-
-
-def test_wrong_requests(model):
-    target = ScaleTarget(VARImages(model, codec=vae()))
-    more = request([1], Sampling(1.0), scales=5)
-    shaped = request([1], Sampling(1.0))
-    shaped.inputs = ScalePrompt(torch.tensor([1, 2]), torch.tensor([5]))
-    processed = request([1], Sampling(1.0, processors=(lambda ids, logits: logits,)))
-    for words, asked in (
-        (r"classes: got 5..6, expected 0..5", request([6], Sampling(1.0))),
-        ("max_new_tokens: got 5, expected at most the image's 4 scales", more),
-        (r"classes, against: got shapes \(2,\) and \(1,\)", shaped),
-        ("logits_processor: got one", processed),
-    ):
-        with one_sentence(words):
-            target.prefill(asked)
 
 
 # --- the pipeline -----------------------------------------------------------------------------------------------------
@@ -387,7 +366,7 @@ def test_var_refuses_what_it_can_not_draw(model):
         ({"negative_prompt": "a cat"}, "negative_prompt: got 'a cat', expected a class number 0..4"),
         ({"height": 64}, "height, width: got 64 x None, expected 8 x 8"),
         ({"acceptance": "exact"}, "Exact judges Categorical distributions, expected Maps"),
-        ({"order": "islands"}, "order: got RejectedRegions, which is of Categorical distributions, expected raster or"),
+        ({"order": "islands"}, "order: got RejectedRegions for Categorical, expected raster or"),
         ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical distributions, expected Maps"),
         ({"drafter": "ngram"}, "drafter: ContextDrafter drafts for Categorical distributions, expected Maps"),
     ):

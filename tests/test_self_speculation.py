@@ -125,13 +125,6 @@ def test_options_that_make_no_sense_are_refused():
 @pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "HrmTextForCausalLM"])
 def test_unskippable_models_refused(name):
     model = tiny_model(name)
-    with pytest.raises(ValueError, match=f"^drafter: got {name}, .*expected a decoder with a list of"):
+    with pytest.raises(ValueError, match=rf"^drafter: (the last layer of {name}|got {name})"):
         visspec.accelerate(model, "layers", probe=False).run(input_ids=torch.tensor([[5, 6, 7, 8]]), max_new_tokens=6)
     assert visspec.accelerate(model, "ngram", probe=False).drafter is not None
-
-
-def test_layers_that_a_target_lacks_are_refused():
-    target, *_ = opened("llama", ["9"])
-    for skip in ({0, 1}, {7}):
-        with pytest.raises(ValueError, match="skip: got layers"):
-            target.layer_subset(frozenset(skip))

@@ -94,5 +94,5 @@ def test_bad_input_is_a_sentence(home, monkeypatch):
     with refused("got .*/store, which holds something else"):
         run_of(home, "out", store=home / "store", overwrite=True)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with refused(r"got 0\.0 GB to write, expected at most the 0\.0 GB free in .*/full"):
+    with refused(r"got 0\.0 GB to write, expected at most the 0\.0 free"):
         run_of(home, "out", store=home / "full", overwrite=True)

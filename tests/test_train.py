@@ -299,7 +299,7 @@ def test_update_over_processes(tmp_path):
         both, apart = whole.lessons(step), [own.lessons(step) for own in ranks]
         assert [len(lessons) for lessons in apart] == [1, 1] and not torch.equal(both[0].ids, both[1].ids)
         assert all(torch.equal(a.ids, b.ids) for a, (b,) in zip(both, apart))
-    with one_sentence("accumulate: got 3 lessons of an update, expected a multiple of the 2 processes"):
+    with one_sentence("accumulate: got 3, expected a multiple of 2"):
         Trainer(*given, dataclasses.replace(whole.plan, accumulate=3), tmp_path, {}, None, Pair())
     plan = dataclasses.replace(whole.plan, accumulate=1)
     Trainer(*given, plan, tmp_path / "begun-by-two", {}, None, Pair()).save()

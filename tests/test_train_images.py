@@ -133,9 +133,7 @@ def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):
 def test_models_of_other_kinds_are_refused(texts, tmp_path, model, draws):
     pipe = TARGETS["janus"]()
     pipe.family.draws, pipe.family.name = draws, model
-    with pytest.raises(
-        ValueError, match=f"target: {model} draws {draws}. Only models that draw one code after another"
-    ):
+    with pytest.raises(ValueError, match=f"target: {model} draws {draws}, expected one that draws code after code"):
         training.run(pipe, tmp_path / "out", prompts=texts(model))
     assert not (tmp_path / "out").exists()
 

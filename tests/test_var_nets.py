@@ -279,25 +279,16 @@ def test_bad_transformer(tmp_path):
 
 def test_bad_autoencoder(tmp_path, vae_tensors):
     file = tmp_path / "vae.safetensors"
-    bare = {name: tensor for name, tensor in vae_tensors.items() if "quant_resi" not in name}
-    for words, changed in (
-        ("unknown tensor 'quantize.beta'", vae_tensors | {"quantize.beta": torch.zeros(1)}),
-        ("expected VAR's quantiser", bare),
-    ):
+    for words, changed in (("unknown tensor 'quantize.beta'", vae_tensors | {"quantize.beta": torch.zeros(1)}),):
         save_file(changed, file)
         with one_sentence(words):
             layouts_var.load_var_vae(file)
 
 
-def test_wrong_settings_are_refused(vae):
+def test_wrong_settings_are_refused():
     for words, make in (
         ("scales: got 0 codes in 0 maps", lambda: ScaleSizes(())),
         ("scales: got 1 codes in 2 maps", lambda: ScaleSizes.square(1, 0)),
-        (
-            r"codes: got shape \(1, 29\), expected \(B, 30\)",
-            lambda: vae.decode(torch.zeros(1, 29).long(), SMALL.scales),
-        ),
-        (r"pixels: got shape", lambda: vae.encode(torch.zeros(1, 3, 8, 10), SMALL.scales)),
     ):
         with one_sentence(words):
             make()

@@ -213,9 +213,8 @@ def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -
         return read_preset(name, model)
     entry, known = find("preset", str(name)), presets(needs)
     if name not in known:
-        raise ValueError(
-            f"preset: got {name!r}, which is for models of {entry.needs}, expected one for {needs}: {', '.join(known)}"
-        )
+        others = f"expected one for {needs}, {', '.join(known)}"
+        raise ValueError(f"preset: got {name!r}, which is for models of {entry.needs}, {others}")
     return known[str(name)]
 
 
@@ -272,10 +271,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
                 found := from_folder(beside, model, options, family), drafter_class(name)
             ):
                 return found, name
-            raise ValueError(
-                f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights, or one named"
-                " drafter in the model's folder"
-            )
+            raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights")
         name = own or name
     if name in shipped:
         folder = included.check("drafter", name)

@@ -214,6 +214,4 @@ def check(tree: Tree) -> None:
     agree = torch.equal(made.ancestor, tree.ancestor) and torch.equal(made.depth, tree.depth)
     in_line = not tree.chain or bool((tree.parent == index - 1).all())
     if not (agree and in_line and int(made.depth.max()) <= tree.levels):
-        raise ValueError(
-            "tree: got depths, ancestors, levels or chain that disagree with its parents: use visspec.tree"
-        )
+        raise ValueError("tree: got depths, ancestors, levels or chain that disagree with its parents")

@@ -372,21 +372,12 @@ class Capabilities:
         return len(self.steps), self.size
 
 
-class Passes(Protocol):
-    """Passes of a network that are compiled, or recorded as CUDA graphs (`models.runner`)."""
-
-    name: str
-    graphs: int  # that were made
-    late: int  # of them after a warm-up
-    refused: str  # why none is made any more
-
-
 class Target:
     """Base class of targets: the model to accelerate."""
 
     capabilities: Capabilities
-    passes: Passes | None = None  # compiled, if it has any
-    recorder: Passes | None = None  # recorded as CUDA graphs, if they are
+    passes: Any = None  # compiled ones (`models.runner`), if it has any
+    recorder: Any = None  # what records them as CUDA graphs, if they are
 
     def record(self, asked: bool | None) -> None:
         """Called once where passes may be recorded as CUDA graphs (None: where that pays), before any request; by
@@ -403,9 +394,7 @@ class Target:
         """Compute each row as it is alone, whatever runs beside it (`models.runner.widths`). Called once, before any
         request. Raises ValueError if the target doesn't support it.
         """
-        raise ValueError(
-            f"batch_invariant: got {type(self).__name__}, expected a model of text, or of images in raster order"
-        )
+        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order")
 
     @property
     def device(self) -> torch.device:
@@ -495,8 +484,8 @@ class Drafter:
     """
 
     traits = DrafterTraits()
-    passes: Passes | None = None  # its calls, compiled, if it has any
-    recorder: Passes | None = None  # its calls recorded as CUDA graphs, if they are
+    passes: Any = None  # its calls, compiled, if it has any
+    recorder: Any = None  # its calls recorded as CUDA graphs, if they are
     saved_as = ""  # "network": it writes its weights (`save_pretrained`); "model": they are those of a model it runs
 
     @property

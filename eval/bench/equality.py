@@ -35,10 +35,7 @@ def forced_logits(
 
     shape None feeds one token per pass. With a tree (shared by all rows) passes have that shape: the tokens are placed
     on its first longest path and are all kept; its other nodes repeat the token of their depth, and are dropped.
-    Raises ValueError for a row without tokens.
     """
-    if not tokens or not all(tokens):
-        raise ValueError(f"tokens: got rows of {[len(t) for t in tokens]} tokens, expected at least 1 in each")
     state, scores = target.prefill(replace(request, sampling=Sampling(), generators=None, stop=None, on_tokens=None))
     device = state.pending.device
     shape = trees.chain(0, str(device)) if shape is None else shape

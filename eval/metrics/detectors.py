@@ -110,43 +110,10 @@ class OwlV2(_ModelDetector):
         side = max(image.size)
         options = {"threshold": min(self.scores), "target_sizes": [(side, side)]}
         (result,) = self.processor.post_process_grounded_object_detection(self.model(**inputs), **options)
-        return boxes_found([classes[int(label)] for label in result["labels"]], result, image)
-
-
-class GroundingDino(_ModelDetector):
-    """Grounding DINO, queried with the prompt's classes as one sentence; its phrases are mapped back to classes."""
-
-    scores = (0.3, 0.35)
-    max_overlap = 0.7
-    text_threshold = 0.25
-
-    @torch.inference_mode()
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
-        """Instances of the given classes; phrases that match no class are dropped."""
-        text = " ".join(f"{name.lower()}." for name in classes)
-        inputs = self.processor(images=image, text=text, return_tensors="pt").to(self.device)
-        options = {"threshold": min(self.scores), "text_threshold": self.text_threshold}
-        (result,) = self.processor.post_process_grounded_object_detection(
-            self.model(**inputs), inputs["input_ids"], target_sizes=[image.size[::-1]], **options
-        )
-        labels = [phrase_to_class(phrase, classes) for phrase in result.get("text_labels", None) or result["labels"]]
-        return boxes_found(labels, result, image)
-
-
-def phrase_to_class(phrase: str, classes: Sequence[str]) -> str | None:
-    """The class that shares most of its words with a decoded phrase ("hot dog" for "hot"); None when none does."""
-    said = set(phrase.lower().replace(".", " ").split())
-    shares = [(len(said & (words := set(name.lower().split()))) / len(words | said), name) for name in classes]
-    share, name = max(shares, key=lambda pair: pair[0], default=(0.0, None))
-    return name if share > 0 else None
-
-
-def boxes_found(labels: Sequence[str | None], result: dict[str, torch.Tensor], image: Image.Image) -> DetectionResult:
-    """Scores and boxes of a processor's result, cut to the image, with these labels; those without one are left out."""
-    boxes = result["boxes"].clamp(min=0)
-    cut = boxes.minimum(boxes.new_tensor(image.size * 2)).tolist()
-    found = zip(labels, result["scores"].tolist(), cut)
-    return DetectionResult(tuple(Detection(label, score, tuple(box)) for label, score, box in found if label))
+        boxes = result["boxes"].clamp(min=0)
+        cut = boxes.minimum(boxes.new_tensor(image.size * 2)).tolist()
+        found = zip(result["labels"].tolist(), result["scores"].tolist(), cut)
+        return DetectionResult(tuple(Detection(classes[label], score, tuple(box)) for label, score, box in found))
 
 
 class MMDetMask2Former(_ModelDetector):

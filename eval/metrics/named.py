@@ -34,7 +34,6 @@ def clip(spec: str, device: str = "cpu") -> clipscore.ClipScorer:
 DETECTORS: dict[str, tuple[type, str]] = {  # name: class, transformers' class of the model
     "mask2former": (detectors.Mask2Former, "AutoModelForUniversalSegmentation"),
     "owlv2": (detectors.OwlV2, "AutoModelForZeroShotObjectDetection"),
-    "grounding-dino": (detectors.GroundingDino, "AutoModelForZeroShotObjectDetection"),
 }
 
 

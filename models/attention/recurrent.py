@@ -62,10 +62,7 @@ class RecurrentStateCheckpoints:
         """Raises ValueError unless the model keeps the states of all these layers here."""
         for index, layer in self.layers.items():
             if not any(layer.has_previous_state.values()):
-                raise ValueError(
-                    f"model: {type(model).__name__} keeps the state of its layer {index} elsewhere, expected it in the"
-                    " cache it was given (rejected tokens could not be undone)"
-                )
+                raise ValueError(f"model: {type(model).__name__} keeps the state of layer {index} outside of its cache")
 
     def _states(self) -> list[tuple[dict, int]]:
         """Where the tensors are: a dictionary of a layer, and a key."""

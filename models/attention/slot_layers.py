@@ -117,10 +117,7 @@ class SlotLayers(Cache):
         if not self.written and self.slots.length == 0:
             self.slots.open(width, "cpu")  # a prompt may take more slots than it has ids: images in front of it
         if width != self.slots.nodes:
-            raise ValueError(
-                f"model: got {width} keys from its layer {layer_idx} and {self.slots.nodes} from those before, expected"
-                " layers that attend to the same tokens (cross-attention can't be verified)"
-            )
+            raise ValueError(f"model: got {width} keys from its layer {layer_idx}, expected {self.slots.nodes}")
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self.slots, len(self.layers)))
         self.written[layer_idx] = len(self.written)

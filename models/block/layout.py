@@ -12,7 +12,7 @@ Domino), "transformers". DSpark is written as speculators'.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -78,13 +78,13 @@ def read(
         head = _sequential(folder, form, data, vocab, few, model)
         network = DFlash2Model if algorithm(form, data) == "dflash2" else MuseGlimmerAssistantModel
         assistant: Any = network(config)
+        own: Any = _own(form, shapes, config.hidden_size, few, vocab)
     if network is DFlash2Model and 0 < few < vocab:
         raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
-    skipped = {"speculators": OF_THE_TARGET, "deepspec": COPIES}.get(form, ())
-    own = {name for name in OWN_HEAD if form == "speculators" and name in shapes}
+    skipped = {"speculators": (*OF_THE_TARGET, *OWN_HEAD), "deepspec": COPIES}.get(form, ())
     bare = {name: name.removeprefix("logit_head.") for name in shapes}  # as early files of SpecForge wrap them
     walking = {name for name in shapes if head is not None and bare[name].startswith(sequential.PREFIXES)}
-    rest = shapes.keys() - own - walking - set(skipped)
+    rest = shapes.keys() - walking - set(skipped)
     names = {name: RENAMED.get(name, name) for name in shapes if name in rest}
     heads = {name: published_name(bare[name], sequential.PUBLISHED) for name in shapes if name in walking}
     stored = {own: name for name, own in (RENAMED | names | heads).items()}
@@ -95,21 +95,21 @@ def read(
     check_shapes(assistant, {wanted: tuple(shapes[name]) for name, wanted in names.items()}, folder, named)
     if head is not None:
         check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
-    _check_head(folder, own, shapes, config.hidden_size, few, vocab)
-    _check_copies(folder, form, shapes, config.hidden_size, vocab)
+    owned = own.state_dict().keys() & shapes.keys()
+    check_shapes(own, {name: tuple(shapes[name]) for name in owned}, folder)
     assistant = network(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = strip_prefix(read_tensors(folder), folder)
     load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
-    more = _head(folder, tensors, few, vocab, model) if "lm_head.weight" in own else {}
+    own = own.to_empty(device="cpu").to(model.dtype)
+    load_strictly(own, {name: tensors[name] for name in owned}, folder)
+    more = _fields(folder, own.to(model.device), model, vocab)
     if head is not None:
         head = head.to_empty(device="cpu").to(model.dtype).eval()
         load_strictly(head, {wanted: tensors[name] for name, wanted in heads.items()}, folder, named)
         more["sequential"] = head.to(model.device)
         if isinstance(head, Spark):
             head.ids = more.get("ids")
-    if form == "deepspec":
-        more |= _copies(folder, tensors, model)
     return BlockModel(assistant.to(model.device), model, width, nodes, replace(block, **more))
 
 
@@ -174,10 +174,7 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     kinds = list_of(layer.get("layer_types")) or ["full_attention"] * count
     windows = layer.get("use_sliding_window") and "layer_types" not in layer
     if len(kinds) != count or any(kind not in KINDS for kind in kinds) or windows:
-        raise ValueError(
-            f"drafter: layer_types of {folder} is {shorten(layer.get('layer_types'))}, expected {count} of"
-            f" {', '.join(KINDS)}"
-        )
+        raise ValueError(f"drafter: layer_types of {folder} is {shorten(kinds)}, expected {count} {', '.join(KINDS)}")
     return kinds
 
 
@@ -232,52 +229,29 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
     )
 
 
-# --- a vocabulary of its own ------------------------------------------------------------------------------------------
+# --- embeddings and heads of its own ----------------------------------------------------------------------------------
 
 
-def _check_head(
-    folder: Path, own: set[str], shapes: Mapping[str, tuple[int, ...]], hidden: int, few: int, vocab: int
-) -> None:
-    """Raises ValueError unless the tensors of a vocabulary of its own are there, or none are."""
-    wanted: dict[str, tuple[int, ...]] = {"lm_head.weight": (few, hidden), "d2t": (few,), "t2d": (vocab,)}
-    for name in OWN_HEAD if 0 < few < vocab else sorted(own):
-        if name not in own:
-            raise ValueError(f"checkpoint: {folder} lacks tensor {name!r}, expected it for {few} of {vocab} ids")
-        if (found := tuple(shapes[name])) != wanted[name]:
-            raise ValueError(f"checkpoint: tensor {name!r} of {folder} has shape {found}, expected {wanted[name]}")
+def _own(form: str, names: Collection[str], hidden: int, few: int, vocab: int) -> nn.Module:
+    """What a checkpoint has of what others take from the target: a head and its ids, or DeepSpec's copies."""
+    own, some = nn.Module(), 0 < few < vocab
+    if form == "deepspec":
+        own.embed_tokens, own.lm_head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab, bias=False)
+    elif some or (form == "speculators" and "lm_head.weight" in names):
+        own.lm_head = nn.Linear(hidden, few, bias=False)
+    for name, count in (("d2t", few), ("t2d", vocab)) if some else ():
+        own.register_buffer(name, torch.zeros(count, dtype=torch.long))
+    return own
 
 
-def _head(folder: Path, tensors: Mapping[str, Tensor], few: int, vocab: int, model: PreTrainedModel) -> dict[str, Any]:
-    """The head and its ids as fields of `Block`."""
-    weight = tensors["lm_head.weight"]
-    head = nn.Linear(weight.shape[1], few, bias=False, dtype=model.dtype)
-    load_strictly(head, {"weight": weight}, folder)
-    found: dict[str, Any] = {"head": head.to(model.device)}
-    if few < vocab:
-        ids = tensors["d2t"] + torch.arange(few)
-        check_ids(folder, ids, tensors["t2d"], vocab)
-        found["ids"] = ids.to(model.device)
-    return found
-
-
-def _check_copies(folder: Path, form: str, shapes: Mapping[str, tuple[int, ...]], hidden: int, vocab: int) -> None:
-    """Raises ValueError unless DeepSpec's copies of what the target has are there."""
-    for name in COPIES if form == "deepspec" else ():
-        if (found := shapes.get(name)) is None or tuple(found) != (vocab, hidden):
-            raise ValueError(f"checkpoint: tensor {name!r} of {folder} has shape {found}, expected {(vocab, hidden)}")
-
-
-def _copies(folder: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Any]:
-    """Embeddings and head of its own, as fields of the variant, where they are not those of the target."""
-    found: dict[str, Any] = {}
-    targets = model.get_input_embeddings(), model.get_output_embeddings()
-    for name, field, target in zip(COPIES, ("embed", "head"), targets):
-        rows, size = tensors[name].shape
-        module: nn.Embedding | nn.Linear = (
-            nn.Embedding(rows, size) if field == "embed" else nn.Linear(size, rows, bias=False)
-        )
-        module = module.to(model.dtype)
-        load_strictly(module, {"weight": tensors[name]}, folder)
-        if not torch.equal(module.to(model.device).weight, target.weight[:rows]):
-            found[field] = module
+def _fields(folder: Path, own: Any, model: PreTrainedModel, vocab: int) -> dict[str, Any]:
+    """The same as fields of the variant; of copies, those that are not the target's."""
+    if hasattr(own, "embed_tokens"):
+        targets = {"embed": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+        copies = zip(targets.items(), (own.embed_tokens, own.lm_head))
+        return {name: mine for (name, its), mine in copies if not torch.equal(mine.weight, its.weight[:vocab])}
+    found: dict[str, Any] = {"head": own.lm_head} if hasattr(own, "lm_head") else {}
+    if hasattr(own, "d2t"):
+        found["ids"] = own.d2t + torch.arange(len(own.d2t), device=model.device)
+        check_ids(folder, found["ids"], own.t2d, vocab)
     return found

@@ -233,9 +233,7 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
         return Domino(vocab, table, said["gru_hidden_dim"], said["emb_dim"], prefix)
     rank, named = said.get("markov_rank", 256 if nested else 0) or 0, said.get("markov_head_type", KINDS[0])
     if rank and named not in KINDS:
-        raise ValueError(
-            f"drafter: markov_head_type of {folder} is {shorten(named)}, expected one of {', '.join(KINDS)}"
-        )
+        raise ValueError(f"drafter: markov_head_type of {folder} is {shorten(named)}, expected {', '.join(KINDS)}")
     has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
     beside = said.get("confidence_head_with_markov", nested)
     if has and beside and not rank:

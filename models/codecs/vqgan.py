@@ -94,8 +94,6 @@ class ImageCodec:
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels (B, height, width, 3) in [-1, 1] -> codes (B, T) int64: the nearest vectors of the codebook."""
-        if pixels.dim() != 4 or pixels.shape[1] % self.factor or pixels.shape[2] % self.factor:
-            raise ValueError(f"pixels: got shape {tuple(pixels.shape)}, expected sides in multiples of {self.factor}")
         latent = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype)).latents
         near = torch.cdist(latent.float().permute(0, 2, 3, 1).flatten(1, 2), self.codebook.float()[None])
         return near.argmin(-1)

@@ -68,14 +68,10 @@ class LayerSkip(Drafter):
 
     def attach(self, target: PreTrainedModel) -> None:
         if not isinstance(target, nn.Module):
-            raise ValueError(
-                f"drafter: got {type(target).__name__}, expected a text model, whose layers can be left out"
-            )
+            raise ValueError(f"drafter: got {type(target).__name__}, expected a text model with layers to leave out")
         depth = target.config.get_text_config().num_hidden_layers
         if self.exit >= depth > 0 or self.every == 1:
-            raise ValueError(
-                f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers to run"
-            )
+            raise ValueError(f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers")
         asked = [spaced_layers(depth, self.every)] if self.every else [frozenset(range(self.exit, depth))]
         skips = asked if self.every or self.exit else candidates(depth)
         self.choices = [SkipPlan(skip, 1.0 - len(skip) / depth) for skip in skips]

@@ -76,13 +76,11 @@ class MultiToken(Drafter):
         slides = "sliding_attention" in kinds
         self.window = int(heads.config.sliding_window or 0) if slides else 0
         self.heads = copy.copy(heads)  # shares all weights; takes masks as they are
-        self.heads.create_masks_for_mtp_layer = _no_mask
+        self.heads.create_masks_for_mtp_layer = lambda *_, **__: {}  # theirs is for one row
         self.repeats = getattr(heads, "repeats", False)
         self.count = (self.levels or LEVELS) if self.repeats else heads.num_mtp_layers
         if not self.repeats and self.levels not in (None, self.count):
-            raise ValueError(
-                f"levels: got {self.levels}, expected {self.count}, a level for each layer of the checkpoint"
-            )
+            raise ValueError(f"levels: got {self.levels}, expected {self.count}, the layers of the checkpoint")
         self.traits = DrafterTraits(levels=self.count, feature_layers=LAST, embeddings=self.repeats, joins=True)
 
     def start(self, state: State, scores: Scores) -> None:
@@ -228,8 +226,3 @@ class _Heads(PendingInputs):
             first_B1 = to_device([count - kept for count, kept in zip(counts, left)], ahead_BCd.device)[:, None]
             at_BA = (first_B1 + torch.arange(again, device=ahead_BCd.device)).clamp(max=ahead_BCd.shape[1] - 1)
             self.pending_inputs = [(gather_rows(ahead_BCd, at_BA), gather_rows(hidden_BCd, at_BA), left)]
-
-
-def _no_mask(*args: object, **kwargs: object) -> dict[str, Any]:
-    """In place of the heads' own masks, which are for one row: they are an argument."""
-    return {}

@@ -150,9 +150,7 @@ def _check_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], MtpLayer
     try:
         layer = MtpLayer(model)
     except (AttributeError, TypeError, LookupError) as error:
-        raise ValueError(
-            f"drafter: got {type(model).__name__}, expected a model whose decoder layer can be built alone ({error})"
-        ) from error
+        raise ValueError(f"drafter: the decoder layer of {type(model).__name__} can't be built ({error})") from error
     fused = _fuse_experts({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
     check_shapes(layer, {name: tuple(t.shape) for name, t in fused.items()}, folder, _naming(own))
     return folder, own, layer

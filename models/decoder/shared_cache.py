@@ -45,23 +45,18 @@ class SharedCache(Drafter):
         config, text = assistant.config, model.config.get_text_config()
         own, theirs = config.get_text_config(), describe(model)
         if config.backbone_hidden_size != text.hidden_size:
-            raise ValueError(
-                f"drafter: made for a hidden size of {config.backbone_hidden_size}, expected the target's"
-                f" {text.hidden_size}"
-            )
+            raise ValueError(f"drafter: hidden size of {config.backbone_hidden_size}, expected {text.hidden_size}")
         if own.vocab_size != theirs.vocab:
             raise ValueError(f"drafter: vocabulary of {own.vocab_size}, expected the target's {theirs.vocab}")
         self.layers = providers(text)
         if missing := set(own.layer_types) - set(self.layers):
-            raise ValueError(
-                f"drafter: reads layers of {', '.join(sorted(missing))}, expected kinds that the target has"
-                f" ({', '.join(sorted(self.layers))})"
-            )
+            kinds = ", ".join(sorted(missing))
+            raise ValueError(f"drafter: reads layers of {kinds}, expected kinds that {type(model).__name__} has")
         self.window, self.width, self.nodes = int(own.sliding_window or 0), width, nodes
         named = getattr(getattr(assistant, "generation_config", None), "num_assistant_tokens", None)
         self.traits = DrafterTraits(levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True)
         self.assistant = copy.copy(assistant)  # shares all weights; takes masks as they are
-        self.assistant.create_attention_masks = given_mask  # type: ignore[assignment]
+        vars(self.assistant)["create_attention_masks"] = lambda _, attention_mask, __: attention_mask
         self.embed = model.get_input_embeddings()
 
     def start(self, state: State, scores: Scores) -> None:
@@ -134,11 +129,6 @@ class SharedCache(Drafter):
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory = torch.cat([state.memory, other.memory[take]])
-
-
-def given_mask(inputs_embeds: Tensor, attention_mask: dict, shared_kv_states: dict) -> dict:
-    """In place of the assistant's own masks, which are for one row."""
-    return attention_mask
 
 
 def providers(text: PreTrainedConfig) -> dict[str, int]:

@@ -83,7 +83,8 @@ class HFDecoder(RunningTarget):
         self.decoder = model.get_decoder()
         self.cache_name: str = cache_argument(model.forward) or cache_argument(self.decoder.forward) or CACHE
         self._prepared_cache = cache_argument(model.prepare_inputs_for_generation) or CACHE
-        name, dtype = draft_attention.implementation(text), _dtype(self.decoder)
+        floating = (p.dtype for p in self.decoder.parameters() if p.is_floating_point())  # packed weights: integers
+        name, dtype = draft_attention.implementation(text), next(floating, torch.float32)
         wanted = attention or (None if check else ragged.MASK)
         backend = ragged.choose(self.decoder, text, name, dtype, self.device, wanted)
         shared = draft_attention.groups(self.decoder, check) if name == draft_attention.STOCK else 1
@@ -166,9 +167,7 @@ class HFDecoder(RunningTarget):
             output = self.model(**arguments, return_dict=True)
         positions = seen.get("position_ids")
         if dropped and (positions is None or positions.dim() == 3):  # where it goes on is unknown
-            raise ValueError(
-                f"model: {type(self.model).__name__} counts positions itself, expected one that takes position_ids"
-            )
+            raise ValueError(f"model: {type(self.model).__name__} counts positions itself, expected position_ids")
         cache.check_written(self.model, self.cached)
         cache.prompt = cache.slots.nodes
         cache.slots.commit([list(range(cache.prompt))] * rows)
@@ -205,14 +204,10 @@ class HFDecoder(RunningTarget):
         """Raises ValueError for unsupported requests, before any pass."""
         for name in CROSS_ATTENDED:
             if request.inputs.get(name) is not None:
-                raise ValueError(
-                    f"{name}: got states that every pass attends to, expected a model that reads images in the prompt"
-                )
+                raise ValueError(f"{name}: got states that every pass attends to, expected images in the prompt")
         attention = request.inputs.get("attention_mask")
         if not self.padding and attention is not None and not bool(attention.all()):
-            raise ValueError(
-                f"attention_mask: got padding, expected rows of one length for {type(self.model).__name__}"
-            )
+            raise ValueError(f"attention_mask: got padding, which {type(self.model).__name__} does not take")
         if not self.restarts:
             return
         longest = request.prompt.shape[1] + request.max_new_tokens - 1
@@ -413,17 +408,13 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
     attends = bool(kinds & {*ATTENDING, HYBRID})
     if strange or (states and not attends) or (getattr(model, "_is_stateful", False) and not states):
         found = ", ".join(sorted(strange or kinds - ATTENDING)) or "recurrent layers"
-        raise ValueError(
-            f"model: {name} has {found}, expected full or sliding attention (rejected tokens could not be undone)"
-        )
+        raise ValueError(f"model: {name} has {found}, expected full or sliding attention (drafts must be undone)")
     decoder = model.get_decoder()
     if cache_argument(decoder.forward) is None:
         raise ValueError(f"model: {name} keeps no cache of keys and values, expected one that does")
     attention = draft_attention.implementation(text)
     if attention not in ATTENTION_WITH_TREES:
-        raise ValueError(
-            f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager' (a draft needs its own mask)"
-        )
+        raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager', which take masks")
     if "position_ids" not in inspect.signature(decoder.forward).parameters or getattr(text, "alibi", False):
         raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
     deep = depth(model)
@@ -513,9 +504,3 @@ def driven(model: nn.Module) -> PreTrainedModel:
         if name in names and isinstance(child, GenerationMixin):
             return cast(PreTrainedModel, child)
     raise ValueError(f"model: {type(inner).__name__} has a generate of its own, expected transformers' loop")
-
-
-def _dtype(module: nn.Module) -> torch.dtype:
-    """Dtype of the floating-point weights; packed weights may be integers."""
-    floating = (p.dtype for p in module.parameters() if p.is_floating_point())
-    return next(floating, torch.float32)

@@ -153,9 +153,7 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
     strange, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
     if strange or missing:
         found = f"the unknown entry {shorten(strange[0])}" if strange else f"no entry {missing[0]!r}"
-        raise ValueError(
-            f"drafter: {CONFIG} of {folder} has {found}, expected the fields of {kind.config_class.__name__}"
-        )
+        raise ValueError(f"drafter: {CONFIG} of {folder} has {found}, expected {kind.config_class.__name__}")
     with sentence_of(folder):
         return kind.config_class(**data)
 

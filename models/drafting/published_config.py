@@ -82,9 +82,7 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     section, interleaved = given.pop("mrope_section", ()), bool(given.pop("mrope_interleaved", False))
     kind = "default" if kind == "mrope" else kind
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
-        raise ValueError(
-            f"drafter: rope_scaling of {folder} is {shorten(kind)}, expected {', '.join([*ROPE_SCALINGS, 'mrope'])}"
-        )
+        raise ValueError(f"drafter: rope_scaling of {folder} is {shorten(kind)}, expected {', '.join(ROPE_SCALINGS)}")
     if missing := sorted(name for name in ROPE_SCALINGS[kind] if name not in given):
         raise ValueError(f"drafter: rope_scaling of {folder} has no {missing[0]!r}, expected it for {kind!r}")
     factors = [*ROPE_SCALINGS[kind], *(name for name in OPTIONAL_FACTORS.get(kind, ()) if name in given)]

@@ -45,9 +45,7 @@ def parse(shape: str | int) -> tuple[int, ...]:
     for count in counts:
         room *= MOST_CHILDREN
         if not 0 < count <= room:
-            raise ValueError(
-                f"shape: got {shape!r}, expected nodes of each depth, like '4-6-6', {MOST_CHILDREN} a node"
-            )
+            raise ValueError(f"shape: got {shape!r}, expected nodes of each depth, at most {MOST_CHILDREN} a node")
         room = count
     return counts
 

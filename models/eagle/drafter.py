@@ -58,9 +58,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
         if 0 < config.draft_vocab < width:
-            raise ValueError(
-                f"width: got {width}, expected at most the {config.draft_vocab} ids that the head predicts"
-            )
+            raise ValueError(f"width: got {width}, expected at most the {config.draft_vocab} ids of the head")
         self.check_target(config, model)
         self.model = model
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -64,17 +64,11 @@ def check_form(config: EagleConfig, form: str) -> None:
             expected = ", ".join(map(str, known))
             raise ValueError(f"form: got a drafter with {name} {found} for {form!r}, expected {expected}")
     if form == "eagle3" and any(not 0 < i < config.target_layers for i in config.feature_layers):
-        raise ValueError(
-            f"form: got feature_layers {list(config.feature_layers)}, expected outputs of layers"
-            f" 0..{config.target_layers - 2}, as 'eagle3' counts them"
-        )
+        raise ValueError(f"form: got feature_layers {config.feature_layers}, expected 1..{config.target_layers - 1}")
     states = config.feature_layers
     apart = len(set(states)) == len(states)
     if form == "speculators" and not (apart and all(0 <= i < config.target_layers for i in states)):
-        raise ValueError(
-            f"form: got feature_layers {list(states)}, expected different states before one of the layers"
-            f" 0..{config.target_layers - 1}"
-        )
+        raise ValueError(f"form: got feature_layers {states}, expected different ones of 0..{config.target_layers - 1}")
 
 
 def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier: str | None) -> dict[str, Any]:

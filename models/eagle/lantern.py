@@ -149,10 +149,7 @@ def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], f
         raise ValueError(f"drafter: {folder} is made for a target of family {shorten(named)}, got {family.name!r}")
     rows = family.layout().grid[0]
     if named == "llamagen" and size is not None and GRIDS.get(str(size)) != rows:
-        raise ValueError(
-            f"drafter: input_type of {folder} is {shorten(size)}, expected that of images of {rows} x {rows} codes, of"
-            f" {', '.join(f'{name} ({side})' for name, side in GRIDS.items())}"
-        )
+        raise ValueError(f"drafter: input_type of {folder} is {shorten(size)}, expected that of {rows} x {rows} codes")
     with sentence_of(folder):
         return EagleConfig(
             **layer_fields(folder, data, shapes),

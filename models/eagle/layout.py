@@ -301,9 +301,7 @@ def _layers_option(value: Layers, depth: int) -> tuple[int, ...]:
     """Hidden states of the option `layers`: "2-14-29", one number, or a list."""
     parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
     if not parts or not all(str(part).isdecimal() for part in parts):
-        raise ValueError(
-            f"layers: got {shorten(value)}, expected numbers of hidden states such as 2-{depth // 2}-{depth - 3}"
-        )
+        raise ValueError(f"layers: got {shorten(value)}, expected hidden states such as 2-{depth // 2}-{depth - 3}")
     return check_wholes("layers", [int(part) for part in parts], 0, depth - 1)
 
 

@@ -48,8 +48,6 @@ class Emu3(Family):
         self.codes, self.grammar = len(codes), 4
         ends = [inner.vocabulary_mapping.eol_token_id]
         ends += [getattr(tokenizer, f"{name}_token_id", None) for name in ("eof", "eoi", "eos")]
-        if None in ends:
-            raise ValueError(f"processor: got {ends} as ends of row, frame, image and text, expected four token ids")
         self.vocabulary = Vocabulary(torch.cat([codes, torch.tensor(ends)]), self.codes)
         self.pad = tokenizer.pad_token_id or 0
         self.codebook = inner.vqmodel.quantize.embedding.weight.detach().float()

@@ -35,8 +35,6 @@ class GlmImage(Family):
 
     def __init__(self, model: PreTrainedModel, processor: Processor, diffusion: Callable[..., Any] | None = None):
         if diffusion is not None:
-            if not callable(diffusion):
-                raise ValueError(f"diffusion: got {diffusion!r}, expected diffusers' GlmImagePipeline")
             self.no_pixels = ""
         self.diffusion, config = diffusion, model.config
         self.model, self.processor, self.name = model, processor, config.model_type
@@ -51,10 +49,7 @@ class GlmImage(Family):
         usual: list[int] = [getattr(self.processor, name, 1024) for name in ("target_h", "target_w")]
         height, width = height or usual[0], width or usual[1]
         if height % FACTOR or width % FACTOR or not all(self._preview(height, width)):
-            raise ValueError(
-                f"height, width: got {height} x {width}, expected multiples of {FACTOR}, one at most"
-                f" {PREVIEW**2} times the other"
-            )
+            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {FACTOR}, not too narrow")
         return self.grids((height // FACTOR, width // FACTOR), self._preview(height, width))
 
     def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> ImageLayout:

@@ -77,11 +77,7 @@ class ChatPromptFamily(Family):
         if guided:
             rows = torch.cat([ids, self._without_words(ids) if negative is None else negative])
             attention = torch.cat([attention, attention if negative_attention is None else negative_attention])
-        return EncodedPrompt(ids, self.embed_prompt(rows), attention, tokens=rows)
-
-    def embed_prompt(self, ids: Tensor) -> Tensor:
-        """Ids of prompts (R, L) -> the decoder's inputs (R, L, d)."""
-        return self.model.get_input_embeddings()(ids)
+        return EncodedPrompt(ids, self.model.get_input_embeddings()(rows), attention, tokens=rows)
 
     def _without_words(self, ids: Tensor) -> Tensor:
         """The unconditional prompt, as stock `generate` makes it."""

@@ -157,13 +157,20 @@ class Family:
     default_drafter: str = "jacobi:window=12"  # with the rule, the preset "gumbel"
     default_rule: str = "exact"
     default_order: str | None = None
+    running: bool = True  # whether its target compiles passes and keeps hidden states
     recorder: GraphedForward | None = None  # of the decoder's passes, shared by its targets
     load: Callable[[Path, torch.dtype], Any] | None = None  # of folders with a network that transformers lacks
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
 
     def make_target(self, traits: DrafterTraits, compile: bool) -> Target:
-        """Its target, for a drafter with these traits."""
-        return self.target(self, bool(traits.feature_layers), compile)
+        """Its target, for a drafter with these traits. Raises ValueError for what the family does not support."""
+        if self.running:
+            return self.target(self, bool(traits.feature_layers), compile)
+        if compile:
+            raise ValueError(f"compile: got True, expected False: passes of {self.name} are not compiled")
+        if traits.feature_layers:
+            raise ValueError(f"drafter: got one that reads hidden states, of which {self.name} keeps none")
+        return self.target(self)
 
     def pixel_size(self) -> tuple[int, int]:
         """Height and width in pixels of an any-order family's images."""
@@ -235,9 +242,7 @@ class Family:
         room = getattr(self.decoder.config, "max_position_embeddings", None)
         needed = prompt.ids.shape[1] + layout.positions
         if room is not None and needed > room:
-            raise ValueError(
-                f"prompt: got {prompt.ids.shape[1]} tokens and an image of {layout.positions}, expected at most {room}"
-            )
+            raise ValueError(f"prompt: got {needed} tokens with those of the image, expected at most {room}")
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raises ValueError for settings that have no meaning for the model."""

@@ -183,7 +183,7 @@ class InfinityBlock(nn.Module):
         return x_RQC + self.ffn(norm(x_RQC) * (scale2 + 1) + shift2) * gamma2
 
 
-class Infinity(NextScale[Texts]):
+class Infinity(NextScale):
     """Logits of a scale's bits, two for each."""
 
     def __init__(self, config: InfinityConfig):
@@ -209,10 +209,7 @@ class Infinity(NextScale[Texts]):
         self.register_buffer("spot_L2", spots(config), persistent=False)
 
     def given(self, texts: Texts) -> TextConditions:
-        """Raises ValueError for texts that are longer than the model's."""
         length = texts.features.shape[1]
-        if length > self.config.longest:
-            raise ValueError(f"prompt: got {length} tokens, expected at most {self.config.longest}")
         real, none = texts.real.to(self.device)[:, None, None], texts.none.to(self.device)[:, None, None]
         features = torch.where(none, self.cfg_uncond[:length], texts.features.to(self.device, self.dtype))
         features = self.text_norm(features)

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig
 
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.image_codes.text_features import NO_ENCODER
 from visspec.models.infinity.model import InfinityImageModel
 from visspec.models.infinity.network import GUIDANCE, Texts
-from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.bsq import BSQVAE
-from visspec.models.scales.target import ScaleImages, ScaleSettings
+from visspec.models.scales.target import ScaleImages
 
 Features = tuple[Tensor, Tensor]  # (B, T, F), which are real (B, T) bool
 
@@ -64,23 +62,6 @@ class TextPrompt:
         )
         return Texts(features, real, torch.cat([given.none, self.none]))
 
-    def check(self, images: int, model: NextScale) -> None:
-        """Raises ValueError for other shapes, for texts without a token and for longer ones than the model takes."""
-        width, most = model.config.text, model.config.longest
-        for name, features, real in (
-            ("features", self.features, self.real),
-            ("against", self.against, self.against_real),
-        ):
-            if real.dim() != 2 or len(real) != images or features.shape != (*real.shape, width):
-                found = f"{tuple(features.shape)} and {tuple(real.shape)}"
-                raise ValueError(f"{name}: got shapes {found}, expected ({images}, T, {width}) and ({images}, T)")
-            if real.shape[1] > most:
-                raise ValueError(f"prompt: got {real.shape[1]} tokens, expected at most {most}")
-            if not bool(real.any(dim=1).all()):
-                raise ValueError(f"{name}: got a text without a token, expected at least one in each")
-        if self.none.shape != (images,):
-            raise ValueError(f"none: got shape {tuple(self.none.shape)}, expected ({images},)")
-
 
 def _wide(x: Tensor, most: int) -> Tensor:
     """(B, T, ...) padded to `most` tokens."""
@@ -97,6 +78,7 @@ class InfinityImages(ScaleImages):
 
     name = "infinity"
     default_guidance, default_ramp = GUIDANCE, "constant"
+    load = staticmethod(InfinityImageModel.read)
     autoencoder = BSQVAE, "Infinity's autoencoder (visspec.models.infinity.layout.load_infinity_vae)"
 
     def prompt(
@@ -118,24 +100,6 @@ class InfinityImages(ScaleImages):
         return features.to(self.model.device), real.to(self.model.device).bool()
 
     def check(self, prompt: Any, layout: ImageLayout, guidance: float) -> None:
-        prompt.check(len(prompt), self.model)
-
-
-class StoredInfinityImages(InfinityImages):
-    """`InfinityImageModel`, a folder with an Infinity and its autoencoder. settings: a generation_config in place of
-    the model's.
-    """
-
-    load = staticmethod(InfinityImageModel.read)
-
-    def __init__(
-        self,
-        model: InfinityImageModel,
-        processor: Any = None,
-        *,
-        settings: GenerationConfig | None = None,
-        per_scale: ScaleSettings | None = None,
-        ramp: str | None = None,
-    ):
-        super().__init__(model.net, processor, model.codec, per_scale, ramp)
-        self.default_guidance = model.guidance(settings)
+        for real in (prompt.real, prompt.against_real):
+            if real.shape[1] > self.model.config.longest:
+                raise ValueError(f"prompt: got {real.shape[1]} tokens, expected at most {self.model.config.longest}")

@@ -61,21 +61,14 @@ class Jacobi(Drafter):
     not supported with rules without their own random numbers (`exact`).
     """
 
-    def __init__(
-        self,
-        window: int = 16,
-        redraw: str = "auto",
-        start: str = "left",
-        nodes: int = 64,
-    ):
-        if window < 1:
-            raise ValueError(f"window: got {window}, expected at least 1")
+    def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left", nodes: int = 64):
+        for name, count in (("window", window), ("nodes", nodes)):
+            if count < 1:
+                raise ValueError(f"{name}: got {count}, expected at least 1")
         if redraw not in ("auto", *REDRAWS):
             raise ValueError(f"redraw: got {redraw!r}, expected one of auto, {', '.join(REDRAWS)}")
         if start not in STARTS:
             raise ValueError(f"start: got {start!r}, expected one of {', '.join(STARTS)}")
-        if nodes < 1:
-            raise ValueError(f"nodes: got {nodes}, expected at least 1")
         self.window, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
         samples = redraw in ("maximal", "independent")
         self.traits = DrafterTraits(levels=window, samples=samples, adaptive_depth=False, own_noise=True)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from diffusers import VQModel
 
+from visspec.models.codecs.vqgan import ImageCodec
 from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.llamagen.network import LlamaGen, LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
@@ -31,6 +32,10 @@ class LlamaGenImageModel(OwnImageModel):
         self.class_conditional = sizes.condition == "class"
         self.text_features = 0 if self.class_conditional else sizes.caption_width
         self.post_init()
+
+    @property
+    def image_codec(self) -> ImageCodec:
+        return ImageCodec(self.codec)
 
 
 class RandARClassConfig(LlamaGenImageConfig):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig
 
-from visspec.models.codecs.vqgan import ImageCodec
+from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 from visspec.models.image_codes.text_features import NO_ENCODER
@@ -28,20 +28,28 @@ class LlamaGenImages(Family):
     the learned "nothing".
 
     processor: for captions, texts -> features (B, P, F) and which are real (B, P), padded on the right as T5's encoder
-    gives them. codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`.
+    gives them. codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`, or a folder's own. settings: a
+    generation_config in place of a folder's.
     """
 
     name = "llamagen"
+    load = staticmethod(LlamaGenImageModel.read)
 
     def __init__(
-        self, model: LlamaGen, processor: Callable[[list[str]], tuple[Tensor, Tensor]] | None, codec: Any = None
+        self,
+        model: LlamaGen | OwnImageModel,
+        processor: Callable[[list[str]], tuple[Tensor, Tensor]] | None = None,
+        codec: Any = None,
+        settings: GenerationConfig | None = None,
     ):
-        self.model = self.decoder = model
-        self.processor, self.codec, self.codes = processor, codec, model.config.codes
+        net, codec, guidance = unpack(model, codec, settings)
+        self.model = self.decoder = net
+        self.processor, self.codec, self.codes = processor, codec, net.config.codes
         self.codebook = None if codec is None else codec.codebook.float()
         self.factor = FACTOR if codec is None else codec.factor
-        self.guided = model.guided
-        self.default_guidance = GUIDANCE[model.config.condition] if model.guided else 1.0
+        self.guided = net.guided
+        usual = GUIDANCE[net.config.condition] if net.guided else 1.0
+        self.default_guidance = usual if guidance is None else guidance
         if codec is None:
             self.no_pixels = "no codec was given, parts={'codec': load_llamagen_vq(FILE)} of models.codecs.vq_layout"
 
@@ -106,15 +114,3 @@ class LlamaGenImages(Family):
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.head(hidden)
-
-
-class StoredLlamaGenImages(LlamaGenImages):
-    """`LlamaGenImageModel`, a folder with a LlamaGen and its codec. settings: a generation_config in place of the
-    model's.
-    """
-
-    load = staticmethod(LlamaGenImageModel.read)
-
-    def __init__(self, model: LlamaGenImageModel, processor: Any = None, *, settings: GenerationConfig | None = None):
-        super().__init__(model.net, processor, ImageCodec(model.codec))
-        self.default_guidance = model.guidance(settings)

@@ -9,7 +9,6 @@ import torch
 
 from visspec import tree as trees
 from visspec.distributions import Denoising, Trajectory
-from visspec.models.mar.images import LabelledMARImages
 from visspec.models.mar.model import load
 from visspec.models.mar.target import DrawnVectors, MARImages, MARTarget
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -30,16 +29,14 @@ class SmallMAR(Drafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> SmallMAR:
         """Load a checkpoint folder, strictly; `options` as in the constructor. target: a model, for its device."""
-        return cls(LabelledMARImages(load(folder).to(target.device)), **options)
+        return cls(MARImages(load(folder).to(target.device)), **options)
 
     def attach(self, target: MARImages) -> None:
         """Raises ValueError unless the network's images have the tokens and steps of the drafter's."""
         ours, theirs = self.small.model.config, target.model.config
         if (ours.tokens, ours.size, ours.classes) != (theirs.tokens, theirs.size, theirs.classes):
             found = f"{ours.tokens} tokens of {ours.size} numbers and {ours.classes} classes"
-            raise ValueError(
-                f"drafter: got {found}, expected the target's {theirs.tokens} of {theirs.size} and {theirs.classes}"
-            )
+            raise ValueError(f"drafter: got {found}, expected {theirs.tokens} of {theirs.size} and {theirs.classes}")
         steps, wanted = (len(family.steps) for family in (self.small.family, target))
         if steps != wanted:
             raise ValueError(f"drafter: got {steps} denoising steps, expected {wanted} as the target has")

@@ -57,6 +57,10 @@ class MARImageModel(OwnImageModel):
             self.autoencoder = AutoencoderKL(**config.autoencoder)
         self.post_init()
 
+    @property
+    def image_codec(self) -> AutoencoderKL | None:
+        return None if self.config.autoencoder is None else self.autoencoder
+
     def schedule(self, steps: int | None = None) -> Schedule:
         """Steps of a token's chain, `denoising_steps` of them by default, with noise in the last."""
         plan = schedule(self.config.denoising_steps if steps is None else steps, learned=True)

@@ -36,10 +36,6 @@ class MARConfig:
     classes: int = 1000
     hidden: int | None = None  # of the blocks' MLPs; default 4 width
 
-    def __post_init__(self):
-        if self.width % self.heads:
-            raise ValueError(f"heads: got {self.heads}, expected a divisor of the width {self.width}")
-
 
 SIZES = {  # as published: diffusion heads as in the authors' evaluation commands
     "B": MARConfig(768, 12, 12, head_width=1024, head_depth=6),

@@ -22,8 +22,6 @@ class ParallelMAR(Order):
     distribution = Denoising
 
     def __init__(self, iterations: int = 16):
-        if iterations < 1:
-            raise ValueError(f"iterations: got {iterations}, expected at least 1")
         self.iterations = iterations
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:

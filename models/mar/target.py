@@ -18,11 +18,14 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
+from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
+from visspec.models.folders import unpack
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
+from visspec.models.mar.model import MARImageModel, load
 from visspec.models.mar.network import GUIDANCE, MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
@@ -30,7 +33,6 @@ from visspec.models.vectors.target import VectorFamily
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Draft, Request, Sampling, Scores, State, Target
 
-PLAIN = Sampling(temperature=1.0)
 SCALES = ("linear", "constant")  # guidance of a token by its number
 STEPS = 100  # of chains, in the published commands
 
@@ -50,11 +52,10 @@ class ClassPrompt:
         return torch.zeros_like(self.classes)[:, None]
 
     def ordered(self, tokens: int, generators: Sequence[torch.Generator] | None) -> ClassPrompt:
-        """With orders. Raises ValueError without generators for them."""
+        """With orders, drawn by the generators where there are none."""
         if self.order is not None:
             return self
-        if generators is None:
-            raise ValueError("generators: got None, expected one of each row, or the orders of its tokens")
+        assert generators is not None
         orders = [torch.randperm(tokens, generator=g, device=g.device) for g in generators]
         return ClassPrompt(self.classes, torch.stack([order.to(self.classes.device) for order in orders]))
 
@@ -63,39 +64,45 @@ class MARImages(VectorFamily):
     """Prompts are numbers of classes ("207") or their names. Tokens are vectors; `MARTarget` draws them in an order of
     the row's own.
 
-    plan: steps of chains; default, 100 of the published schedule, with noise in the last. scale: whether guidance grows
-    from nearly 1 by the number of known tokens ("linear", as in the published commands) or not. autoencoder:
-    `visspec.models.mar.layout.load_mar_vae`.
+    plan: steps of chains; default, a folder's, or 100 of the published schedule, with noise in the last. scale: whether
+    guidance grows from nearly 1 by the number of known tokens ("linear", as in the published commands) or not.
+    autoencoder: `visspec.models.mar.layout.load_mar_vae`, or a folder's. denoising_steps: of a vector, in place of a
+    folder's; fewer make another distribution, faster. settings: a generation_config in place of a folder's.
     """
 
     name = "mar"
+    running = False
+    load = staticmethod(load)
 
     def __init__(
         self,
-        model: MAR,
+        model: MAR | MARImageModel,
         processor: Callable[..., Any] | None = None,
         autoencoder: AutoencoderKL | None = None,
         plan: Schedule | None = None,
         scale: str = "linear",
+        denoising_steps: int | None = None,
+        settings: GenerationConfig | None = None,
     ):
         if scale not in SCALES:
             raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
-        self.model = self.decoder = model
+        if isinstance(model, MARImageModel):
+            plan, self.labels = plan or model.schedule(denoising_steps), tuple(model.config.labels)
+        net, autoencoder, guidance = unpack(model, autoencoder, settings)
+        self.model = self.decoder = net
         self.processor, self.autoencoder, self.scale = processor, autoencoder, scale
-        self.chains = HeadDistributions(model.head, plan or schedule(STEPS, learned=model.head.learned))
+        self.chains = HeadDistributions(net.head, plan or schedule(STEPS, learned=net.head.learned))
         self.steps = self.chains.steps
-        self.default_guidance = GUIDANCE.get(model.config.width, 1.0)
-        self.side = math.isqrt(model.config.tokens)
-        if self.side**2 != model.config.tokens:
-            raise ValueError(f"tokens: got {model.config.tokens}, expected a square of rows and columns")
+        self.default_guidance = GUIDANCE.get(net.config.width, 1.0) if guidance is None else guidance
+        self.side = math.isqrt(net.config.tokens)
         self.factor = 16
         if autoencoder is None:
             self.no_pixels = "no autoencoder was given (visspec.models.mar.layout.load_mar_vae)"
             return
-        self.patch = math.isqrt(model.config.size // autoencoder.config.latent_channels)
-        if autoencoder.config.latent_channels * self.patch**2 != model.config.size:
+        self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
+        if autoencoder.config.latent_channels * self.patch**2 != net.config.size:
             found = autoencoder.config.latent_channels
-            raise ValueError(f"autoencoder: got {found} channels, expected those of tokens of {model.config.size}")
+            raise ValueError(f"autoencoder: got {found} channels, expected those of tokens of {net.config.size}")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
@@ -150,11 +157,7 @@ class UnorderedBuffer(VectorBuffer):
 class MARTarget(Target):
     """`MARImages` as a target of the loop. Drafts are chains of vectors, in the order of the row."""
 
-    def __init__(self, family: MARImages, features: bool = False, compiles: bool = False):
-        if compiles:
-            raise ValueError("compile: got True, expected False: MAR's passes are not compiled")
-        if features:
-            raise ValueError("drafter: got one that reads hidden states, expected one that reads none: MAR keeps none")
+    def __init__(self, family: MARImages):
         self.family, self.model = family, family.model
         size = family.model.config.size
         self.capabilities = Capabilities(trees=False, distribution=Denoising, steps=family.steps, size=size)
@@ -175,7 +178,6 @@ class MARTarget(Target):
         """The state of a checked request before any pass."""
         self.family.check_sampling(request.sampling)
         prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
-        check(prompt, self.model, request)
         known = DrawnVectors.nothing(prompt, self.model.config.size)
         position = torch.full_like(prompt.classes, -1)  # the number of a node before the first token
         rows = list(range(len(position)))
@@ -229,22 +231,6 @@ class MARTarget(Target):
         )
 
 
-def check(prompt: ClassPrompt, model: MAR, request: Request) -> None:
-    """Raises ValueError for what MAR can't draw, before any pass. Synchronises once."""
-    tokens, rows = model.config.tokens, len(request.prompt)
-    assert prompt.order is not None
-    if prompt.order.shape != (rows, tokens) or prompt.classes.shape != (rows,):
-        found = f"{tuple(prompt.classes.shape)} and {tuple(prompt.order.shape)}"
-        raise ValueError(f"classes, order: got shapes {found}, expected {(rows,)} and {(rows, tokens)}")
-    if not bool((prompt.order.sort(dim=1).values == torch.arange(tokens, device=prompt.order.device)).all()):
-        raise ValueError(f"order: got rows with a position twice, expected orders of the {tokens} tokens")
-    low, high = prompt.classes.aminmax()
-    if int(low) < UNCONDITIONAL or int(high) >= model.config.classes:
-        raise ValueError(f"classes: got {int(low)}..{int(high)}, expected numbers below {model.config.classes}")
-    if request.max_new_tokens > tokens:
-        raise ValueError(f"max_new_tokens: got {request.max_new_tokens}, expected at most the image's {tokens} tokens")
-
-
 def conditions(
     model: MAR, known: DrawnVectors, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool
 ) -> Tensor:
@@ -290,33 +276,12 @@ def revealed_counts(tokens: int, iterations: int) -> list[int]:
     return [*known[1:], tokens]
 
 
-@torch.inference_mode()
-def parallel(
-    target: MARTarget,
-    prompt: ClassPrompt,
-    noise: Normals,
-    iterations: int = 64,
-    sampling: Sampling = PLAIN,
-    calls: Counter[str] | None = None,
-) -> Tensor:
-    """Tokens (B, T, d) in raster order as published MAR draws them: those of a step together, given earlier steps.
-
-    The baseline beside speculation: fewer steps of an image here, fewer of a chain by the target's schedule. With as
-    many iterations as tokens it is the target's plain decoding. noise: of the rows, after their orders. calls: counts
-    passes under "trunk" and "head".
-    """
-    known = DrawnVectors.nothing(prompt, target.capabilities.size)
-    calls = Counter() if calls is None else calls
-    for _ in revealing(target, known, noise, iterations, sampling, calls):
-        calls["trunk"] += 1
-    drawn_BTd = known.values[:, : target.model.config.tokens]
-    return torch.zeros_like(drawn_BTd).scatter(1, known.order[..., None].expand_as(drawn_BTd), drawn_BTd)
-
-
 def revealing(
     target: MARTarget, known: DrawnVectors, noise: Normals, iterations: int, sampling: Sampling, calls: Counter[str]
 ) -> Iterator[range]:
-    """The steps of `parallel`, which put tokens into `known`: after each of them the numbers of its tokens."""
+    """Draw as published MAR does, tokens of a step together given earlier steps, and put them into `known`: after each
+    step the numbers of its tokens. With as many iterations as tokens it is the target's plain decoding.
+    """
     rows, count = len(known.classes), 0
     for after in revealed_counts(target.model.config.tokens, iterations):
         number_BP = torch.arange(count, after, device=target.device).expand(rows, -1)

@@ -34,10 +34,6 @@ class NextStepConfig:
     image_start: int
     positions: int = 0
 
-    def __post_init__(self):
-        if self.size % self.patch**2:
-            raise ValueError(f"size: got {self.size}, expected a multiple of {self.patch} x {self.patch} latents")
-
     @property
     def channels(self) -> int:
         """Of the latents."""

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
 from visspec.loop.output import VectorBuffer
+from visspec.models.folders import unpack
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, ImageLayout, grid_of
 from visspec.models.nextstep.flow import flow_schedule, flow_schedule_v11
 from visspec.models.nextstep.model import NextStepImageModel
@@ -34,26 +35,35 @@ AREA = "<|image_area|>"
 
 class NextStepImages(VectorFamily):
     """processor: the model's tokenizer, padding on the left. autoencoder:
-    `visspec.models.nextstep.layout.load_nextstep_vae`. plan: steps of chains (`visspec.models.nextstep.flow`); default,
-    50 of the first release's sampler, with noise in the last.
+    `visspec.models.nextstep.layout.load_nextstep_vae`, or a folder's. plan: steps of chains
+    (`visspec.models.nextstep.flow`); default, those of the release's examples, with noise in the last. settings: a
+    generation_config in place of a folder's.
     """
 
     name = "nextstep"
-    default_guidance = GUIDANCE
+    load = staticmethod(NextStepImageModel.read)
 
     def __init__(
-        self, model: NextStep, processor: Callable[..., Any], autoencoder: Any = None, plan: Schedule | None = None
+        self,
+        model: NextStep | NextStepImageModel,
+        processor: Callable[..., Any],
+        autoencoder: Any = None,
+        plan: Schedule | None = None,
+        settings: GenerationConfig | None = None,
     ):
-        self.model, self.decoder, self.processor, self.autoencoder = model, model.model, processor, autoencoder
-        self.chains = HeadDistributions(model.head, plan or flow_schedule(STEPS))
-        self.steps, self.size, self.patch = self.chains.steps, model.config.size, model.config.patch
+        net, autoencoder, guidance = unpack(model, autoencoder, settings)
+        self.model, self.decoder, self.processor, self.autoencoder = net, net.model, processor, autoencoder
+        self.default_guidance = GUIDANCE if guidance is None else guidance
+        plan = plan or (flow_schedule(STEPS) if net.normalised else flow_schedule_v11(STEPS_V11))
+        self.chains = HeadDistributions(net.head, plan)
+        self.steps, self.size, self.patch = self.chains.steps, net.config.size, net.config.patch
         self.factor = 8 * self.patch
         if autoencoder is None:
             self.no_pixels = "no autoencoder was given (visspec.models.nextstep.layout.load_nextstep_vae)"
             return
         channels = autoencoder.config.latent_channels
-        if channels != model.config.channels:
-            raise ValueError(f"autoencoder: got {channels} channels, expected the model's {model.config.channels}")
+        if channels != net.config.channels:
+            raise ValueError(f"autoencoder: got {channels} channels, expected the model's {net.config.channels}")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
@@ -78,26 +88,6 @@ class NextStepImages(VectorFamily):
         return super().pixels(self.model.as_values(tokens), layout)
 
 
-class StoredNextStepImages(NextStepImages):
-    """`NextStepImageModel`, a folder with a NextStep-1 and its image tokenizer. settings: a generation_config in place
-    of the model's.
-    """
-
-    load = staticmethod(NextStepImageModel.read)
-
-    def __init__(
-        self,
-        model: NextStepImageModel,
-        processor: Callable[..., Any],
-        *,
-        settings: GenerationConfig | None = None,
-        plan: Schedule | None = None,
-    ):
-        own = None if model.net.normalised else flow_schedule_v11(STEPS_V11)
-        super().__init__(model.net, processor, model.codec, plan or own)
-        self.default_guidance = model.guidance(settings)
-
-
 class NextStepTarget(ImageAR):
     """`NextStepImages` as a target of the loop. Drafts are chains of vectors."""
 
@@ -114,13 +104,7 @@ class NextStepTarget(ImageAR):
 
     def _open_buffer(self, request: Request) -> tuple[Tensor, VectorBuffer]:
         self.family.check_sampling(request.sampling)
-        rows, guidance = len(request.inputs.ids), request.sampling.guidance
-        found, wanted = len(request.inputs.embeds), rows if guidance == 1.0 else 2 * rows
-        if found != wanted:
-            raise ValueError(
-                f"guidance: got {guidance} and {found} rows of inputs for {rows} prompts, expected {wanted}: an"
-                " unconditional one for each prompt under guidance, and else none"
-            )
+        rows = len(request.inputs.ids)
         return torch.zeros(rows, self.family.size, device=self.device), VectorBuffer(request, rows)
 
     def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:

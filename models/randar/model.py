@@ -69,6 +69,10 @@ class RandARImageModel(OwnImageModel):
         self.vqmodel = JanusVQVAE(config.vq_config)
         self.post_init()
 
+    @property
+    def image_codec(self) -> JanusCodec:
+        return JanusCodec(self.vqmodel)
+
     def features(self, ids_BL: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
         """Prompts padded on the left -> the condition (B, P, F), zero at padding, and which of it is real (B, P). Words
         are counted from the end of a prompt. Raises ValueError for prompts of more than P words.

@@ -28,12 +28,11 @@ from visspec import tree as trees
 from visspec.cache import SlotCache, to_device
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention.slot_layers import SlotLayers
-from visspec.models.codecs.vqgan import ImageCodec
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tree, _twice
 from visspec.models.llamagen.model import RandARClassModel
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
-from visspec.models.randar.model import JanusCodec, RandARImageModel, load
+from visspec.models.randar.model import RandARImageModel, load
 from visspec.sampling import warp
 from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, State, Target, Tree
 
@@ -44,10 +43,14 @@ class RandARImages(LlamaGenImages):
     name = "randar"
     draws = "any order"
     default_drafter, default_order = "ahead", "halton"
+    running = False
+    load: Any = staticmethod(RandARClassModel.read)
     model: RandAR
 
     def make_target(self, traits: DrafterTraits, compile: bool) -> Target:
-        return RandARTarget(self, bool(traits.feature_layers), compile, traits.ahead)
+        target: Any = super().make_target(traits, compile)
+        target.ahead = traits.ahead
+        return target
 
     @property
     def prefix(self) -> int:
@@ -65,23 +68,13 @@ class RandARImages(LlamaGenImages):
 
 
 class PromptedRandARImages(RandARImages):
-    """`RandARImageModel`, a folder with a RandAR and its VQ model, as a family: prompts are texts.
-
-    settings: a generation_config in place of the model's.
-    """
+    """`RandARImageModel`, a folder with a RandAR and its VQ model, as a family: prompts are texts."""
 
     load = staticmethod(load)
 
-    def __init__(
-        self,
-        model: RandARImageModel,
-        processor: Callable[..., Any] | None = None,
-        *,
-        settings: GenerationConfig | None = None,
-    ):
-        super().__init__(model.net, processor, JanusCodec(model.vqmodel))
+    def __init__(self, model: RandARImageModel, processor: Any = None, *, settings: GenerationConfig | None = None):
+        super().__init__(model, processor, settings=settings)
         self.image_model = model
-        self.default_guidance = model.guidance(settings)
 
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
         batch = self.require_processor()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
@@ -90,18 +83,6 @@ class PromptedRandARImages(RandARImages):
             return self.image_model.features(ids, real.bool())
         except ValueError as error:
             raise ValueError(str(error).replace("prompt", name, 1)) from None
-
-
-class StoredRandARImages(RandARImages):
-    """`RandARClassModel`, a folder with a RandAR of classes and its codec. settings: a generation_config in place of
-    the model's.
-    """
-
-    load = staticmethod(RandARClassModel.read)
-
-    def __init__(self, model: RandARClassModel, processor: Any = None, *, settings: GenerationConfig | None = None):
-        super().__init__(model.net, processor, ImageCodec(model.codec))
-        self.default_guidance = model.guidance(settings)
 
 
 class RankBuffer(TokenBuffer):
@@ -136,11 +117,7 @@ class RandARTarget(ImageAR):
 
     family: RandARImages
 
-    def __init__(self, family: RandARImages, features: bool = False, compile: bool = False, ahead: int = 0):
-        if compile:
-            raise ValueError("compile: got True, expected False: any-order passes are not compiled")
-        if features:
-            raise ValueError("drafter: got one that reads hidden states, expected one that reads none of any order")
+    def __init__(self, family: RandARImages, ahead: int = 0):
         super().__init__(family)
         self.ahead = ahead
         self.capabilities = replace(self.capabilities, any_order=True)
@@ -156,7 +133,6 @@ class RandARTarget(ImageAR):
         first codes that are drawn. Raises ValueError, before any pass, for an order or given codes that are not the
         image's.
         """
-        check(request, self.family)
         prompt: EncodedPrompt = request.inputs
         rows, copies = len(prompt.ids), len(prompt.embeds) // len(prompt.ids)
         output = RankBuffer(request, rows)
@@ -274,32 +250,6 @@ def asking(ahead: int) -> Callable[[Tree], Tree]:
         return Tree(parent, depth, seen, 2 * tree.levels + 1, chain=False)
 
     return derive
-
-
-def check(request: Request, family: RandARImages) -> None:
-    """Raises ValueError for what can't be drawn, before any pass."""
-    rows, columns = family.model.config.grid, family.model.config.grid
-    places, prompt = rows * columns, request.inputs
-    if request.grid != (rows, columns):
-        raise ValueError(f"grid: got {request.grid}, expected {(rows, columns)}, the model's")
-    if request.order is not None and sorted(request.order) != list(range(places)):
-        raise ValueError(f"order: got {len(request.order)} places, expected each of 0..{places - 1} once")
-    found, wanted = len(prompt.embeds), len(prompt.ids) * (1 if request.sampling.guidance == 1.0 else 2)
-    if found != wanted:
-        raise ValueError(f"guidance: got {request.sampling.guidance} and {found} rows of inputs, expected {wanted}")
-    if request.known is None:
-        free = [places]
-    else:
-        if request.known.shape != (len(prompt.ids), places):
-            raise ValueError(f"known: got shape {tuple(request.known.shape)}, expected {(len(prompt.ids), places)}")
-        low, high = (int(end) for end in request.known.aminmax())
-        if low < FREE or high >= family.codes:
-            raise ValueError(f"known: got {low}..{high}, expected codes 0..{family.codes - 1}, or {FREE} for none")
-        free = (request.known == FREE).sum(dim=1).tolist()
-    for row, count in enumerate(free):
-        most = request.of(row)[0].max_new_tokens if request.known is not None else request.max_new_tokens
-        if not 0 < most <= count:
-            raise ValueError(f"max_new_tokens: got {most}, expected 1..{count}, the places without a code")
 
 
 RandARImages.target = RandARTarget

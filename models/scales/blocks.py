@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sized
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from visspec.models.layers import Network
 
-GivenT = TypeVar("GivenT", bound=Sized)  # of R rows: numbers of classes, or texts
 EPSILON = 1e-6  # of layer norms
 
 
@@ -57,7 +56,7 @@ def norm(x: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPSILON)
 
 
-class NextScale(Network, Generic[GivenT]):
+class NextScale(Network):
     """Base class of networks that predict all codes of a scale at once, given the scales before it and a condition.
 
     A subclass has these, and `forward(x, given, attend, places)`.
@@ -69,6 +68,6 @@ class NextScale(Network, Generic[GivenT]):
     embed: Callable[..., Tensor]  # (x, begin)
     logits: Callable[..., Tensor]  # (hidden, given)
 
-    def given(self, condition: GivenT) -> Any:
+    def given(self, condition: Any) -> Any:
         """What the blocks are given of a condition of R rows."""
         raise NotImplementedError

@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.cache import to_device
-from visspec.models.scales.blocks import GivenT, NextScale
+from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import ScaleQuantizer
+
+Mark = tuple[list[int], Tensor]  # where a reading was: maps read of each image, and features
 
 
 class DistanceGroup(NamedTuple):
@@ -27,21 +29,12 @@ class DistanceGroup(NamedTuple):
     logits: list[Tensor]  # of each scale (R of these images, codes, V)
 
 
-class ReadingPosition(NamedTuple):
-    """Where a reading was."""
-
-    counts: list[int]
-    features: Tensor
-
-
 class ConditionState:
     """condition: of R rows, as the network takes it (`given`): VAR numbers of classes, Infinity texts. cache: empty;
     default for all scales.
     """
 
-    def __init__(
-        self, net: NextScale[GivenT], quantizer: ScaleQuantizer, condition: GivenT, images: int, cache: Any = None
-    ):
+    def __init__(self, net: NextScale, quantizer: ScaleQuantizer, condition: Any, images: int, cache: Any = None):
         self.net = net
         self.quantizer, self.scales = quantizer, net.config.scales
         self.given = self.net.given(condition)
@@ -100,13 +93,13 @@ class ConditionState:
         """The first maps of the latest pass are final, the others are as if they had been read by themselves."""
         self.count, self.after = [had + nodes for had in self.count], self.after[nodes:]
 
-    def mark(self) -> ReadingPosition:
-        return ReadingPosition(list(self.count), self.features)
+    def mark(self) -> Mark:
+        return list(self.count), self.features
 
-    def back(self, marks: list[ReadingPosition]) -> None:
+    def back(self, marks: list[Mark]) -> None:
         """To the mark of each image; what was read since is free."""
-        self.count = [mark.counts[b] for b, mark in enumerate(marks)]
-        self.features = torch.stack([mark.features[b] for b, mark in enumerate(marks)])
+        self.count = [counts[b] for b, (counts, _) in enumerate(marks)]
+        self.features = torch.stack([features[b] for b, (_, features) in enumerate(marks)])
 
     def select(self, images: list[int]) -> None:
         rows, device = self._rows(images), self.features.device
@@ -146,8 +139,6 @@ class ConditionState:
         made = [] if self.begun else [self.net.first(self.given)]
         if parts:
             made.append(self.net.embed(torch.cat(parts, dim=1), begin).repeat(copies, 1, 1))
-        if not made and images is None:
-            raise ValueError(f"value: got maps behind the last of {len(self.scales)} scales, expected one before")
         if not made:
             made = [self.net.pos_start.new_zeros(copies * len(features), 0, self.net.config.width)]
         return torch.cat(made, dim=1), len(parts) + (not self.begun)

@@ -24,9 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from visspec.distributions import Maps
 from visspec.loop.output import ScaleBuffer
+from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.runner.widths import FixedSums
 from visspec.models.scales.blocks import NextScale
@@ -92,16 +94,18 @@ class ScaleImages(Family):
 
     codec: the autoencoder, needed to draw. ramp: guidance by scale, "linear" or "constant"; default, as published.
     refiner, handover: a model for the scales from number `handover` on (CoDe). budget: tokens to keep in the cache by
-    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate.
+    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate. settings: a
+    generation_config in place of a folder's.
     """
 
     draws = "maps"
+    running = False
     default_drafter, default_rule, default_ramp = "none", "scales", "linear"
     autoencoder: tuple[type, str]  # its class, and what it is in words
 
     def __init__(
         self,
-        model: NextScale,
+        model: NextScale | OwnImageModel,
         processor: Callable[..., Any] | None = None,
         codec: ScaleVAE | None = None,
         per_scale: ScaleSettings | None = None,
@@ -109,31 +113,35 @@ class ScaleImages(Family):
         refiner: NextScale | None = None,
         handover: int | None = None,
         budget: CacheBudget | None = None,
+        settings: GenerationConfig | None = None,
     ):
+        net, vae, guidance = unpack(model, codec, settings)
+        if guidance is not None:
+            self.default_guidance = guidance
         ramp = self.default_ramp if ramp is None else ramp
         if ramp not in RAMPS:
             raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
-        if codec is None or not isinstance(codec, self.autoencoder[0]):
-            raise ValueError(f"codec: got {type(codec).__name__}, expected {self.autoencoder[1]}")
-        self.model = model
-        self.codec = codec
+        if not isinstance(vae, self.autoencoder[0]):
+            raise ValueError(f"codec: got {type(vae).__name__}, expected {self.autoencoder[1]}")
+        self.model = net
+        self.codec = vae
         self.processor = processor
         self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
-        self.scales, self.codes = model.config.scales, model.config.codes
-        self.sizes = tuple(size * codec.quantize.each for size in self.scales.sizes)  # codes of each map
+        self.scales, self.codes = net.config.scales, net.config.codes
+        self.sizes = tuple(size * self.codec.quantize.each for size in self.scales.sizes)  # codes of each map
         self.per_scale.check(len(self.scales))
-        check_codec(model, codec)
+        check_codec(net, self.codec)
         if (refiner is None) != (handover is None):
             raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither")
         if refiner is not None and handover is not None:
-            check_alike("refiner", refiner, model)
+            check_alike("refiner", refiner, net)
             if not 0 <= handover <= len(self.scales):
                 raise ValueError(f"handover: got {handover}, expected 0..{len(self.scales)}, the scales of the model")
         if budget is not None:
             if refiner is not None:
                 raise ValueError("budget: got one beside a refiner, expected one of the two")
-            budget.check(self.scales, model.config.depth)
+            budget.check(self.scales, net.config.depth)
 
     @property
     def plain(self) -> bool:
@@ -195,13 +203,7 @@ def check_alike(name: str, other: NextScale, model: NextScale) -> None:
 class ScaleTarget(Target):
     """`ScaleImages` as a target of the loop. Drafts are chains of scales."""
 
-    def __init__(self, family: ScaleImages, features: bool = False, compiles: bool = False):
-        if compiles:
-            raise ValueError("compile: got True, expected False: passes of next-scale models are not compiled")
-        if features:
-            raise ValueError(
-                "drafter: got one that reads hidden states, expected one that reads none: next-scale models keep none"
-            )
+    def __init__(self, family: ScaleImages):
         self.family, self.model, self.scales = family, family.model, family.scales
         self.capabilities = Capabilities(
             trees=False, vocab=family.codes, distribution=Maps, scales=family.sizes, **declared_distribution(family)
@@ -214,7 +216,6 @@ class ScaleTarget(Target):
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """`request.inputs` is the family's prompt. Scores: distributions (B, 1) of the first scale."""
-        check(request, self.family)
         prompt = request.inputs
         first = self.family.refiner if self.family.handover == 0 else None
         reading = self.reading(prompt, request.sampling, first or self.model)
@@ -293,16 +294,6 @@ def declared_distribution(family: ScaleImages) -> dict[str, Any]:
     if family.budget is not None and not family.budget.whole(family.scales):
         return {"guarantee": "approximate", "declared": "the model with a part of its cache"}
     return {}
-
-
-def check(request: Request, family: ScaleImages) -> None:
-    """Raises ValueError for what a next-scale model can't draw, before any pass. Synchronises once."""
-    count = len(family.scales)
-    request.inputs.check(len(request.prompt), family.model)
-    if request.max_new_tokens > count:
-        raise ValueError(f"max_new_tokens: got {request.max_new_tokens}, expected at most the image's {count} scales")
-    if request.sampling.processors:
-        raise ValueError("logits_processor: got one, expected none: a scale's codes have no order to be processed in")
 
 
 ScaleImages.target = ScaleTarget

@@ -17,7 +17,7 @@ from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Maps
 from visspec.models.scales.blocks import NextScale
-from visspec.models.scales.reading import ConditionState, ReadingPosition
+from visspec.models.scales.reading import ConditionState, Mark
 from visspec.models.scales.target import ScaleImages, check_alike
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
@@ -49,9 +49,7 @@ class SmallVAR(Drafter):
         """Raises ValueError unless both draw the same maps, and the target is a model by itself."""
         check_alike("drafter", self.small, target.model)
         if not target.plain:
-            raise ValueError(
-                "drafter: got one beside a refiner or a budget, expected none: one scale is drawn at a time"
-            )
+            raise ValueError("drafter: got one beside a refiner or a budget, which draw one scale at a time")
         self.family = target
 
     def start(self, state: State, scores: Scores) -> None:
@@ -126,7 +124,7 @@ class SmallVARState:
 
     reading: ConditionState
     unread: list[list[Tensor]]
-    marks: list[ReadingPosition] = field(default_factory=list)  # after each pass of the latest draft
+    marks: list[Mark] = field(default_factory=list)  # after each pass of the latest draft
 
 
 def _latest(distribution: Maps, node: list[int]) -> Maps:

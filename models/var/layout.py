@@ -18,15 +18,17 @@ from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, Sca
 from visspec.models.var.model import VARImageModel
 from visspec.models.var.network import GUIDANCE, VAR, VARConfig
 
-NOT_WEIGHTS = r"lvl_1L$|attn_bias_for_masking$"  # follow from the scales
+NOT_WEIGHTS = r"attn_bias_for_masking$"  # follows from the scales
 NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
 SMOOTH = "quantize.quant_resi.qresi_ls."
 
 
 def load_var(path: str | Path) -> VAR:
     """A VAR network from a .safetensors file or folder."""
-    weights = Weights.read(path)
-    return Weights(path, rename(weights, (), NOT_WEIGHTS)).load(VAR(config_of(weights)))
+    weights = Weights.read(path, dropped=NOT_WEIGHTS)
+    network = VAR(config_of(weights))
+    del weights["lvl_1L"]  # follows from the scales
+    return weights.load(network)
 
 
 def config_of(weights: Weights) -> VARConfig:
@@ -67,11 +69,8 @@ def shape_of(weights: Weights) -> MultiScaleShape:
     """Infer the shape of the autoencoder."""
     codes, size = weights.shape(CODEBOOK, 2)
     channels, steps, blocks = weights.encoder()
-    shared = weights.count(SMOOTH)
-    if not shared:
-        raise ValueError(f"checkpoint: {weights.where} has no tensor {SMOOTH + '0.weight'!r}, expected VAR's quantiser")
     kernel = weights.shape("quant_conv.weight", 4)[2]
-    return MultiScaleShape(codes, size, channels, steps, blocks, shared, kernel=kernel)
+    return MultiScaleShape(codes, size, channels, steps, blocks, weights.count(SMOOTH), kernel=kernel)
 
 
 def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

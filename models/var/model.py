@@ -68,6 +68,10 @@ class VARImageModel(OwnImageModel):
         self.autoencoder = MultiScaleVAE(config.shape)
         self.post_init()
 
+    @property
+    def image_codec(self) -> MultiScaleVAE:
+        return self.autoencoder
+
 
 def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> None:
     """Raises ValueError unless both models' codes mean the same."""

@@ -70,7 +70,7 @@ class VARBlock(nn.Module):
         return x_RQC + self.ffn(norm(x_RQC) * (scale2 + 1) + shift2) * gamma2
 
 
-class VAR(NextScale[Tensor]):
+class VAR(NextScale):
     """Logits of a scale's codes. The class number `classes` is none."""
 
     def __init__(self, config: VARConfig):

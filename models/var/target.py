@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
+from visspec.io import included
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
-from visspec.models.scales.blocks import NextScale
+from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.multiscale import MultiScaleVAE
-from visspec.models.scales.target import ScaleImages
-from visspec.models.var.network import GUIDANCE
+from visspec.models.scales.target import ScaleImages, ScaleSettings
+from visspec.models.var.model import VARImageModel, check_codebook, load
+from visspec.models.var.network import GUIDANCE, VAR
+
+CALIBRATED = 8  # images that selectivity is measured on
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,26 +44,38 @@ class ScalePrompt:
         """(R,), conditional rows first."""
         return torch.cat([self.classes, self.against]) if guided else self.classes
 
-    def check(self, images: int, model: NextScale) -> None:
-        """Raises ValueError for other shapes, or for numbers that are none of the model's classes."""
-        rows, none = (images,), model.config.classes
-        if self.classes.shape != rows or self.against.shape != rows:
-            found = f"{tuple(self.classes.shape)} and {tuple(self.against.shape)}"
-            raise ValueError(f"classes, against: got shapes {found}, expected {rows} twice")
-        low, high = torch.cat([self.classes, self.against]).aminmax()
-        if int(low) < 0 or int(high) > none:
-            raise ValueError(f"classes: got {int(low)}..{int(high)}, expected 0..{none}, the last for none")
-
 
 class VARImages(ScaleImages):
     """Prompts are numbers of classes ("207") or their names, negative ones too; an empty negative prompt is no class.
 
-    codec: `visspec.models.var.layout.load_var_vae`.
+    codec: `visspec.models.var.layout.load_var_vae`, or a folder's. Of a folder, refiner may be the name of an included
+    model, and budget the share of the cache that is kept on average, a number in (0, 1].
     """
 
     name = "var"
     default_guidance = GUIDANCE
     autoencoder = MultiScaleVAE, "VAR's autoencoder (visspec.models.var.layout.load_var_vae)"
+    load = staticmethod(load)
+
+    def __init__(
+        self,
+        model: VARImageModel | VAR,
+        processor: Callable[..., Any] | None = None,
+        codec: MultiScaleVAE | None = None,
+        per_scale: ScaleSettings | None = None,
+        ramp: str | None = None,
+        refiner: VARImageModel | VAR | str | None = None,
+        handover: int | None = None,
+        budget: CacheBudget | float | None = None,
+        settings: GenerationConfig | None = None,
+    ):
+        refined: Any = refiner
+        kept: Any = budget
+        if isinstance(model, VARImageModel):
+            refined, self.labels = small(refiner, model), tuple(model.config.labels)
+            if budget is not None and not isinstance(budget, CacheBudget):
+                kept = calibrate_budget(model, float(budget))
+        super().__init__(model, processor, codec, per_scale, ramp, refined, handover, kept, settings)
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
@@ -71,3 +89,35 @@ class VARImages(ScaleImages):
                 others = [negative[b] for b in worded]
                 against[worded] = class_numbers(others, count, "negative_prompt", self.labels)
         return ScalePrompt(classes.to(self.model.device), against.to(self.model.device))
+
+
+def small(other: VARImageModel | VAR | str | None, model: VARImageModel) -> Any:
+    """The network of a smaller model; of an included one by its name, or by its kind ("var") the one that is made for
+    the model, on the model's device and in its dtype.
+
+    No other folder is opened: a saved pipeline names its parts, and may come from anyone.
+    """
+    if isinstance(other, str):
+        name = included.made_for(other, model) or other
+        if name not in included.table().models:
+            raise ValueError(f"refiner: got {other!r}, expected a model or the name of an included one")
+        small: Any = load(included.check("refiner", name), model.dtype)
+        other = small.to(model.device)
+    if not isinstance(other, VARImageModel):
+        return other
+    check_codebook("refiner", other, model)
+    return other.var
+
+
+def calibrate_budget(model: VARImageModel, share: float) -> CacheBudget:
+    """A budget by selectivity, measured on a few images of classes from all over. Raises ValueError as `allot`, before
+    any is drawn for a share that is none.
+    """
+    net: VAR = model.var
+    if not 0 < share <= 1:
+        raise ValueError(f"budget: got {share}, expected a share in (0, 1]")
+    count = min(CALIBRATED, net.config.classes)
+    classes = torch.arange(count, device=net.device) * net.config.classes // count
+    found = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
+    window = next((side**2 for side in (4, 3, 2) if side**2 <= round(share * net.config.scales.begins[-2])), 1)
+    return CacheBudget.allot(found, net.config.scales, share, window)

@@ -83,8 +83,6 @@ class _Chains:
     ):
         self.distributions, self.guidance = distributions, guidance
         self.halves = 1 if guidance is None else 2
-        if len(condition) != self.halves * count:
-            raise ValueError(f"condition: got {len(condition)} rows, expected {self.halves} x {count}")
         head = distributions.head
         own = head.cond_embed(condition.to(head.cond_embed.weight.dtype))
         self.condition_GM1C = own.view(self.halves, count, 1, -1)

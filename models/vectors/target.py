@@ -34,9 +34,7 @@ class VectorFamily(Family):
         if sampling.greedy:
             raise ValueError("temperature: got 0, expected a positive number: a vector is a draw, none is likeliest")
         if sampling.temperature < COLDEST:
-            raise ValueError(
-                f"temperature: got {sampling.temperature}, expected at least {COLDEST}: chains need variance"
-            )
+            raise ValueError(f"temperature: got {sampling.temperature}, expected at least {COLDEST}")
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         if self.autoencoder is None:

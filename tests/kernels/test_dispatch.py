@@ -74,7 +74,6 @@ RULES = {  # each with the most that it dispatches, guidance and warp (5) includ
     "lantern": (partial(Lantern, k=20, delta=0.3), 17),
     "lantern_plus": (partial(LanternPlus, k=20, lam=9.0), 17),
     "grouped": (partial(Grouped, group=41), 37),
-    "clusters": (partial(Grouped, clusters=9), 37),
     "cool": (partial(Cool, omega=2.0), 26),
 }
 
@@ -261,11 +260,10 @@ def test_opcheck_of_the_other_operators():
     tree = attention.random_case(0)
     moves = commit.random_case(0)
     ancestors = growth.ancestors(tree["parent"])
-    blank = (None, 4, None, None, None)
     calls = [
         (ops.neighbour_mass, (near["p"], near["token"], near["neighbours"], 0.1, None, None)),
         (ops.guided_warp, (torch.randn(2, 9), torch.randn(2, 9), 2.0, 0.5, 3, 0.9, False)),
-        (ops.grouped_mass, (group["p"], group["q"], group["token"], *blank)),
+        (ops.grouped_mass, tuple(group.values())),
         (ops.commit_kv, tuple(moves.values())),
         (ops.ancestors, (tree["parent"], 4)),
         (ops.tree_attention, (tree["q"], tree["k"], tree["v"], tree["length"], ancestors, None, None)),

@@ -61,9 +61,7 @@ for V, top_p in ((4096, True), (16384, False)):
     assert spilled(built) == 0, (V, spilled(built))
 build(neighbours._neighbour_mass_kernel, "*fp32 *i64 *i32 *i64 *fp32 i32 i32 i32 fp32 fp32",
       ROW=True, LAM=True, BLOCK_K=128)
-build(groups._window_kernel, "*fp32 *fp32 *i64 *fp32 *fp32 *fp32 i32 i32 i32 fp32 fp32",
-      GAP=True, NEAR=True, BLOCK_V=1024, BLOCK_F=8)
-build(groups._cluster_kernel, "*fp32 *fp32 *i64 *i64 *fp32 *fp32 i32", BLOCK_V=1024)
+build(groups._window_kernel, "*fp32 *fp32 *i64 *fp32 *fp32 i32 i32", BLOCK_V=1024)
 moved = build(commit._commit_kernel, "*i64 *bf16 *i64 *i64 *i64 i32 i32 i64 i64 i64", "F stride_b stride_h stride_s",
               dict(num_warps=1), ALIGNED=True, BLOCK_D=8, BLOCK_F=128).asm["ptx"]
 assert "ld.global.v4" in moved and "st.global.v4" in moved and "global.b16" not in moved

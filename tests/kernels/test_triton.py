@@ -101,10 +101,9 @@ def test_ids_outside_the_vocabulary_have_no_mass():
     bad = torch.tensor([0, far, -far, 23, -1], device=DEVICE)
     assert neighbours.neighbour_mass_triton(**to_device({**near, "token": bad}), row=None)[1:].tolist() == [0.0] * 4
     assert neighbours.neighbour_mass_triton(**to_device(near), row=bad)[1:].tolist() == [0.0] * 4
-    for rule in ({"static": True}, {"group": 4}):
-        case = {"clusters": None, "group": 0, **groups.random_case(0, rows=5, vocabulary=23, **rule), "token": bad}
-        masses = groups.grouped_mass_triton(**to_device(case), max_gap=None, embedding=None, max_distance=None)
-        assert all(mass[0] > 0 and mass[1:].tolist() == [0.0] * 4 for mass in masses)
+    case = {**groups.random_case(0, rows=5, vocabulary=23), "token": bad}
+    masses = groups.grouped_mass_triton(**to_device(case))
+    assert all(mass[0] > 0 and mass[1:].tolist() == [0.0] * 4 for mass in masses)
 
 
 @pytest.mark.gpu
@@ -137,8 +136,7 @@ def test_neighbour_mass(case):
 @pytest.mark.parametrize("case", groups.CASES, ids=ids(groups.CASES))
 def test_grouped_mass(case):
     arguments = groups.random_case(0, **case)
-    blank = {"clusters": None, "group": 0, "max_gap": None, "embedding": None, "max_distance": None}
-    found = torch.stack(groups.grouped_mass_triton(**to_device({**blank, **arguments})), 1)
+    found = torch.stack(groups.grouped_mass_triton(**to_device(arguments)), 1)
     assert torch.allclose(found.cpu().double(), groups.reference(**arguments), atol=1e-6)
 
 

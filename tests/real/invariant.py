@@ -99,6 +99,8 @@ def answers(model, inputs, arm, new, todo):
             name: torch.cat([torch.nn.functional.pad(inputs[n][name], by) for n, by in zip(part, pad)])
             for name in ("input_ids", "attention_mask")
         }
+        if rows == 1:
+            some |= inputs[part[0]]  # pictures, too
         yield from zip(part, fast.run(**some, **options, **({"seed": part} if sampled else {})).state.tokens)
 
 
@@ -156,8 +158,9 @@ def main():
             with asked.out.open("a") as file:
                 print(json.dumps([arm, number, tokens]), file=file)
         plain = next(some for name, some in found.items() if name.split(", ")[2:] == arm.split(", ")[2:])
-        same = sum(tokens == plain.get(number) for number, tokens in known.items())
-        print(f"{arm}: {same} of {len(known)} equal, {sum(map(len, known.values()))} tokens", flush=True)
+        both = known.keys() & plain.keys()
+        same = sum(known[number] == plain[number] for number in both)
+        print(f"{arm}: {same} of {len(both)} equal, {sum(len(known[n]) for n in both)} tokens", flush=True)
 
 
 if __name__ == "__main__":

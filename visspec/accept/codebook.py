@@ -1,4 +1,4 @@
-"""Tables of a codebook for image rules: neighbours and clusters of its codes.
+"""Tables of a codebook for image rules: neighbours of its codes.
 
 K codes, E features, V vocabulary (V >= K: larger ids are grammar tokens, without neighbours), k neighbours.
 Tables are computed once per codebook, on its device, and the last few are cached.
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from visspec.types import Capabilities
 
-ROUNDS = 20  # of Lloyd's iteration, which changes little after about 12
 _tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # codebook, what was asked of it, the table
 
 
@@ -39,7 +38,8 @@ def neighbours(codebook_KE: Tensor, k: int, vocab: int) -> Tensor:
 
     def build() -> Tensor:
         near_Kk = nearest(codebook_KE.float(), k).int()
-        return torch.cat([near_Kk, _grammar(codebook_KE, vocab)[:, None].expand(-1, k).int()])
+        grammar = torch.arange(len(near_Kk), max(vocab, len(near_Kk)), device=near_Kk.device)
+        return torch.cat([near_Kk, grammar[:, None].expand(-1, k).int()])
 
     return _cached_on_device(codebook_KE, ("neighbours", k, vocab), build)
 
@@ -57,32 +57,6 @@ def nearest(codes_KE: Tensor, k: int, chunk: int = 256) -> Tensor:
         key[order[: len(rows)], rows] = torch.iinfo(torch.int64).max
         table[rows] = key.topk(k, dim=1, largest=False).values & 0xFFFFFFFF
     return table
-
-
-def clusters(codebook_KE: Tensor, count: int, vocab: int) -> Tensor:
-    """(V,) int64 cluster ids by Lloyd's iteration from `count` evenly spaced codes; a grammar id is its own cluster."""
-
-    def build() -> Tensor:
-        codes = codebook_KE.float()
-        centre = codes[torch.linspace(0, len(codes) - 1, count, device=codes.device).round().long()]
-        for _ in range(ROUNDS):
-            label_K = torch.cdist(codes, centre).argmin(dim=1)
-            size = torch.bincount(label_K, minlength=count)[:, None]
-            mean = torch.zeros_like(centre).index_add_(0, label_K, codes) / size.clamp(min=1)
-            centre = torch.where(size > 0, mean, centre)
-        return torch.cat([torch.cdist(codes, centre).argmin(dim=1), _grammar(codes, vocab) - len(codes) + count])
-
-    return _cached_on_device(codebook_KE, ("clusters", count, vocab), build)
-
-
-def pad_codebook(codebook_KE: Tensor, vocab: int) -> Tensor:
-    """(V, E) float32 code vectors; grammar ids have infinite distance to all codes."""
-    rest = codebook_KE.new_full((len(_grammar(codebook_KE, vocab)), codebook_KE.shape[1]), float("inf"))
-    return torch.cat([codebook_KE, rest]).float()
-
-
-def _grammar(codebook_KE: Tensor, vocab: int) -> Tensor:
-    return torch.arange(len(codebook_KE), max(vocab, len(codebook_KE)), device=codebook_KE.device)
 
 
 def _cached_on_device(codebook_KE: Tensor, what: tuple, build: Callable[[], Tensor]) -> Tensor:

@@ -43,10 +43,7 @@ class Coupled(Acceptance[Normals]):
     def bind(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
         if capabilities.steps is not None and not capabilities.steps.noisy:
-            raise ValueError(
-                "acceptance: got coupled for a target without noise in its last step, expected one with it"
-                " (last_noise=True), for no draft equals a draw without"
-            )
+            raise ValueError("acceptance: got coupled for a target without noise in its last step (last_noise=True)")
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
         steps = self.capabilities.steps

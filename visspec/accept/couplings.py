@@ -81,9 +81,5 @@ def candidate(draws: Tensor, index: Tensor) -> Tensor:
 
 def log_density(x: Tensor, mean: Tensor, log_sigma: Tensor) -> Tensor:
     """log N(x; mean, sigma^2) (...) up to a constant, deviations (..., 1 or d)."""
-    return -half_square(x, mean, log_sigma) - log_sigma.expand_as(mean).sum(dim=-1)
-
-
-def half_square(x: Tensor, mean: Tensor, log_sigma: Tensor) -> Tensor:
-    """Half the squared distance from the mean in deviations: (..., d) -> (...)."""
-    return ((x - mean) * (-log_sigma).exp()).square().sum(dim=-1) / 2
+    half = ((x - mean) * (-log_sigma).exp()).square().sum(dim=-1) / 2
+    return -half - log_sigma.expand_as(mean).sum(dim=-1)

@@ -412,9 +412,7 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
 def check_eager(batch_invariant: bool, compile: bool, graphs: bool | None) -> None:
     """Raises ValueError for options that exclude each other."""
     if batch_invariant and (compile or graphs):
-        raise ValueError(
-            f"batch_invariant: got {'compile' if compile else 'graphs'}=True beside it, expected eager passes"
-        )
+        raise ValueError(f"batch_invariant: got {'compile' if compile else 'graphs'}=True, expected eager passes")
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:

@@ -97,9 +97,7 @@ class ImageRequest:
                 raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
         if not set(self.callback_on_step_end_tensor_inputs) <= set(TENSORS):
             given = self.callback_on_step_end_tensor_inputs
-            raise ValueError(
-                f"callback_on_step_end_tensor_inputs: got {given!r}, expected some of {', '.join(TENSORS)}"
-            )
+            raise ValueError(f"callback_on_step_end_tensor_inputs: got {given!r}, expected {', '.join(TENSORS)}")
         if self.output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type: got {self.output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
         for name in ("height", "width"):
@@ -169,10 +167,7 @@ class ProgressCallback:
             handed = {"state": state, **tensors}
             back = asked.callback_on_step_end(self.pipeline, len(state.trace.rounds), self.tokens, dict(handed)) or {}
             if changed := [name for name, value in back.items() if value is not handed.get(name)]:
-                raise ValueError(
-                    f"callback_on_step_end: got another {changed[0]!r} back, expected it as it was handed: tokens that"
-                    " are drawn stay (`pipeline.interrupt` ends the call)"
-                )
+                raise ValueError(f"callback_on_step_end: got another {changed[0]!r} back, expected it unchanged")
         if self.job.interrupt:
             raise Interrupted
 

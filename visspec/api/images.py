@@ -387,9 +387,7 @@ class ImagePipeline:
         dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared
         own = options.pop("model", included.made_for("lowres", self.model))
         if own is None:
-            raise ValueError(
-                f"drafter: got {spec!r} for a model that none is included for, expected lowres:model=FOLDER"
-            )
+            raise ValueError(f"drafter: none is included for {spec!r} here, expected lowres:model=FOLDER")
         sibling = load_image_model(own, device=str(self.device), dtype=dtype)
         if "upsample" in options:
             upsampler = str(options["upsample"])

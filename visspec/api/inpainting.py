@@ -63,9 +63,7 @@ def picture_of(
     for name, given, other in (("image", image, mask), ("mask_image", mask, image)):
         if given is not None and family.draws != "any order":
             kind = type(given).__name__
-            raise ValueError(
-                f"{name}: got one ({kind}), expected none: images of {family.name} are drawn from texts alone"
-            )
+            raise ValueError(f"{name}: got one ({kind}), expected none: {family.name} draws from texts alone")
         if given is not None and other is None:
             missing = "mask_image" if name == "image" else "image"
             raise ValueError(f"{missing}: got None beside {name}, expected both: a picture, and white where to draw")
@@ -119,40 +117,36 @@ def _pixels(item: Picture, size: tuple[int, int], layout: ImageLayout, family: F
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("RGB"))
     if isinstance(item, Tensor) and item.dtype == torch.long:
-        codes = item.detach().cpu()
-        if codes.numel() != layout.grid[0] * layout.grid[1] or codes.dim() > 2:
-            raise ValueError(f"image: got codes of shape {tuple(codes.shape)}, expected {layout.grid}")
-        low, high = (int(end) for end in codes.aminmax())
-        if low < 0 or high >= family.codes:
-            raise ValueError(f"image: got codes {low}..{high}, expected 0..{family.codes - 1}")
-        return codes.flatten()
-    if isinstance(item, np.ndarray):
-        found = torch.from_numpy(np.array(item))
-        found = found.permute(2, 0, 1) if found.dim() == 3 else found
-        found = found / 255 if found.dtype == torch.uint8 else found
-    elif isinstance(item, Tensor):
-        found = item.detach().cpu()
-    else:
-        raise ValueError(f"image: got a {type(item).__name__}, expected {FROM}")
-    if found.dim() != 3 or found.shape[0] != 3 or not found.is_floating_point():
+        codes = item.detach().cpu().flatten()
+        if len(codes) != layout.grid[0] * layout.grid[1] or not bool(((codes >= 0) & (codes < family.codes)).all()):
+            raise ValueError(f"image: got codes {tuple(item.shape)}, expected {layout.grid} below {family.codes}")
+        return codes
+    found = _tensor("image", item)
+    if isinstance(item, np.ndarray) and found.dim() == 3:
+        found = found.permute(2, 0, 1)
+    if found.dim() != 3 or found.shape[0] != 3:
         raise ValueError(f"image: got shape {tuple(item.shape)} of {item.dtype}, expected {FROM}")
     if tuple(found.shape[1:]) != size:
         wanted = f"{size[0]} x {size[1]}, that of the model's images"
         raise ValueError(f"image: got a size of {found.shape[1]} x {found.shape[2]}, expected {wanted}")
-    darkest, brightest = (float(end) for end in found.aminmax())
-    if not (darkest >= 0 and brightest <= 1):
-        raise ValueError(f"image: got numbers from {darkest:.3g} to {brightest:.3g}, expected 0 to 1")
-    return found.float()
+    if not 0 <= float(found.min()) <= float(found.max()) <= 1:
+        raise ValueError(f"image: got numbers from {found.min():.3g} to {found.max():.3g}, expected 0 to 1")
+    return found
+
+
+def _tensor(name: str, item: Picture) -> Tensor:
+    """A picture's numbers on the CPU, those of bytes in 0..1."""
+    if not isinstance(item, (np.ndarray, Tensor)):
+        raise ValueError(f"{name}: got a {type(item).__name__}, expected {FROM}")
+    found = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
+    return found / 255 if found.dtype == torch.uint8 else found.float()
 
 
 def _white(item: Picture, size: tuple[int, int]) -> Tensor:
     """(1, height, width) bool: where a mask is white."""
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("L"))
-    if not isinstance(item, (np.ndarray, Tensor)):
-        raise ValueError(f"mask_image: got a {type(item).__name__}, expected a PIL image, an array or a tensor")
-    found = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
-    found = found / 255 if found.dtype == torch.uint8 else found.float()
+    found = _tensor("mask_image", item)
     if found.dim() == 3 and 1 in (found.shape[0], found.shape[-1]):
         found = found.squeeze(0 if found.shape[0] == 1 else -1)
     if tuple(found.shape) != size:

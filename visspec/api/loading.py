@@ -6,8 +6,6 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ from visspec import registry
 from visspec.api.sources import need
 from visspec.io import checkpoint, hub, included
 from visspec.models.image_codes import text_features
-from visspec.models.layers import check_layers
+from visspec.models.layers import check_layers, load_exactly, quiet
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -113,9 +111,7 @@ def _configuration(where: str) -> dict[str, Any]:
     config = checkpoint.read_json(Path(file).parent, "config.json")
     kind = str(config.get("model_type"))
     if kind in INSTEAD:
-        raise ValueError(
-            f"model: {where} is in its authors' form. Use {INSTEAD[kind]}, which is in transformers' form."
-        )
+        raise ValueError(f"model: {where} is in its authors' form. Use {INSTEAD[kind]}, in transformers' form.")
     if not ("auto_map" in config or kind in transformers.CONFIG_MAPPING or kind in registry.table("family")):
         raise ValueError(
             f"model: {where} is of the type {kind!r}, which transformers {transformers.__version__} does not know. A"
@@ -179,9 +175,7 @@ def without_weights(spec: str | None = None) -> Any:
             if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(where)
     except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(
-            f"target: {where} describes no model of transformers ({checkpoint.first_line(error)})"
-        ) from None
+        raise ValueError(f"target: {where} describes no model ({checkpoint.first_line(error)})") from None
     return model
 
 
@@ -209,19 +203,8 @@ def _kind(spec: str, trust_remote_code: bool) -> Any:
 def located(spec: str) -> tuple[str, bool]:
     """The folder of an included model, what else is named as it was written; and whether it is on this machine."""
     shipped = registry.included_folder(spec)
-    where = str(shipped) if shipped.is_relative_to(included.FOLDER) else spec
+    where = spec if shipped == Path(spec) else str(shipped)
     return where, included.check_model(where)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers reports errors only."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def torch_dtype(dtype: str | torch.dtype, usual: torch.dtype) -> torch.dtype:
@@ -269,21 +252,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     precision = torch.float32 if on_cpu and dtype == "auto" else dtype
     if local and not trust_remote_code:
         _check_size(Path(where), kind)
-    try:
-        with quiet():  # what it would report of the tensors is said below, in one sentence
-            model, info = kind.from_pretrained(
-                where, dtype=precision, use_safetensors=True, output_loading_info=True, **options, **spread
-            )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"model: {where} could not be loaded, {checkpoint.first_line(error)}") from None
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info.get(what):
-            name = sorted(map(str, info[what]))[0]
-            raise ValueError(
-                f"model: {where} has {what.replace('_', ' ')} ({name}), expected exactly the model's tensors"
-            )
+    model = load_exactly(kind, "model", where, dtype=precision, **options, **spread)
     logger.info("%s: loaded %s, %s, to %s", where, type(model).__name__, model.dtype, device)
     processor = transformers.AutoProcessor.from_pretrained(where, **options) if worded else None
     return (model if spread else model.to(device)).eval(), processor
@@ -311,10 +280,7 @@ def _check_size(folder: Path, kind: Any) -> None:
     wanted = sum(p.numel() for p in model.parameters())
     found = sum(math.prod(shape) for shape in checkpoint.read_shapes(folder).values())
     if wanted > MOST_MISSING * found:
-        raise ValueError(
-            f"model: config.json of {folder} describes {wanted:,} parameters, and its weights are {found:,} numbers,"
-            " expected those of the model"
-        )
+        raise ValueError(f"model: config.json of {folder} describes {wanted:,} parameters, its weights are {found:,}")
 
 
 def resolve_device(device: str) -> str:
@@ -327,7 +293,7 @@ def resolve_device(device: str) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device: got {device!r}, expected one that this torch can use ({checkpoint.first_line(error)})"
+            f"device: got {device!r}, which this torch can't use ({checkpoint.first_line(error)})"
         ) from None
     return device
 

@@ -212,10 +212,7 @@ def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
     try:
         return Copies(processor, start)
     except Exception as error:  # of copying, which calls anything
-        raise ValueError(
-            f"logits_processor: got {name(type(processor))}, which keeps state between calls, expected one that can be"
-            f" copied: {error}"
-        ) from error
+        raise ValueError(f"logits_processor: the state of {name(type(processor))} can't be copied: {error}") from error
 
 
 def keeps_state(processor: object) -> bool:

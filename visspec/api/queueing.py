@@ -40,9 +40,7 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
             " call `generate` for each prompt."
         )
     if isinstance(seed := options.get("seed"), (list, tuple)):
-        raise ValueError(
-            f"seed: got {len(seed)} seeds, expected one number, or the seed of each prompt in its arguments"
-        )
+        raise ValueError(f"seed: got {len(seed)} seeds, expected one, or each prompt's in its arguments")
     requests.check(options)
 
 

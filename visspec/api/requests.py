@@ -152,9 +152,7 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool, prompt: Tensor)
             numbers[name] = getattr(rest.pop(), name)
     for processor in rest:
         if hasattr(processor, "model"):
-            raise ValueError(
-                f"logits_processor: got {type(processor).__name__}, which runs a model of its own, expected none"
-            )
+            raise ValueError(f"logits_processor: got {type(processor).__name__}, which runs a model of its own")
     return Sampling(processors=tuple(at_any_prefix(processor, prompt) for processor in rest), **numbers)
 
 
@@ -179,14 +177,10 @@ def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
     if isinstance(given, (list, tuple)):
         if len(given) != count:
             raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each})")
-        return [_next(g) if isinstance(g, torch.Generator) else index(g) for g in given]
+        return [seeds(g, None, 1)[0] if isinstance(g, torch.Generator) else index(g) for g in given]
     if isinstance(given, torch.Generator):
         return torch.randint(2**62, (count,), generator=given, device=given.device).tolist()
     return [index(given) + i for i in range(count)]
-
-
-def _next(generator: torch.Generator) -> int:
-    return int(torch.randint(2**62, (), generator=generator, device=generator.device))
 
 
 def unknown_words(processor: Processor | Tokenizer | None, texts: Sequence[str]) -> list[str]:
@@ -222,11 +216,12 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
     sequences = torch.cat([input_ids, torch.tensor(new_tokens, device=input_ids.device)], dim=1)
     if not config.return_dict_in_generate:
         return sequences
+    cached = [state.cache.prompt + len(tokens) - 1 for tokens in state.tokens]
     parts: dict[str, Any] = {  # annotated there as other kinds of tensors and tuples than generate itself returns
         "sequences": sequences,
         "scores": _steps(state.output.distributions, longest) if state.request.keep_logits else None,
         "logits": _steps(state.output.raw, longest) if state.request.keep_raw else None,
-        CACHE: _cache(state) if state.request.keep_cache else None,
+        CACHE: state.cache.dynamic(cached) if state.request.keep_cache else None,
     }
     return GenerateDecoderOnlyOutput(**parts)
 
@@ -236,8 +231,3 @@ def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
     filler = torch.zeros_like(kept[0][0])
     at = [[row[t] if t < len(row) else filler for row in kept] for t in range(longest)]
     return tuple(torch.stack(step).float() for step in at)
-
-
-def _cache(state: State) -> DynamicCache | None:
-    """A transformers cache of prompts and outputs but their last token. None for a recurrent model."""
-    return state.cache.dynamic([state.cache.prompt + len(tokens) - 1 for tokens in state.tokens])

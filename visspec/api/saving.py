@@ -142,9 +142,7 @@ def _named(what: str, folder: Path, entry: Json) -> str | None:
     if what == "drafter" and isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
-            raise ValueError(
-                f"checkpoint: options of {folder / FILE} is {checkpoint.shorten(options)}, expected key=value,..."
-            )
+            raise ValueError(f"checkpoint: options of {folder / FILE} is {checkpoint.shorten(options)}")
         root = str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
         return f"{root}:{options}" if options else root
     if not isinstance(entry, str):
@@ -162,16 +160,10 @@ def _levels(entry: Json) -> int | None:
 
 def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(entry, dict) or not all(isinstance(part, str | None) for part in entry.values()):
-        raise ValueError(
-            f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected an object of texts and"
-            " nulls"
-        )
+        raise ValueError(f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected texts")
     parts = {**entry, **given}
     if lost := [name for name in entry if entry[name] is None and name not in given]:
-        raise ValueError(
-            f"parts: got no {lost[0]}, expected parts={{{lost[0]!r}: ...}}: {folder} was saved from a pipeline with"
-            " one, which is not in it"
-        )
+        raise ValueError(f"parts: got no {lost[0]}, which is not in {folder}, expected parts={{{lost[0]!r}: ...}}")
     return parts
 
 
@@ -217,10 +209,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         again, own = (_options(x) for x in (found, drafter))
         if other := [name for name in own if own[name] != again.get(name)]:
             shown = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
-            raise ValueError(
-                f"drafter: got {shown}, expected {again.get(other[0])}, as its weights alone give it back: options are"
-                " kept of drafters that are named"
-            )
+            raise ValueError(f"drafter: got {shown}, expected {again.get(other[0])} as its weights have it, or a name")
         return {"folder": DRAFTER}
     return _entry("drafter", drafter)
 
@@ -229,10 +218,7 @@ def _entry(what: str, thing: Component) -> str | None:
     """The entry of a rule, an order or a drafter without weights: the text that the user gave; None for no order."""
     if thing is None or isinstance(thing, str):
         return None if thing is None else portable_name(what, thing)
-    raise ValueError(
-        f"{what}: got a {type(thing).__name__}, expected its name with options, as `visspec list` has it, to write into"
-        f" {FILE}"
-    )
+    raise ValueError(f"{what}: got a {type(thing).__name__}, expected its name with options to write into {FILE}")
 
 
 def _options(drafter: Drafter) -> dict[str, Any]:
@@ -257,10 +243,7 @@ def portable_name(what: str, text: str) -> str:
         word = isinstance(value, str) and re.fullmatch(r"[\w+-]+", value)
         shipped = word and registry.included_folder(value) != Path(value)
         if isinstance(value, str) and not shipped and (not word or Path(value).exists()):
-            raise ValueError(
-                f"{option}: got {checkpoint.shorten(value)}, expected no path: a saved pipeline names no file outside"
-                " its own folder"
-            )
+            raise ValueError(f"{option}: got {checkpoint.shorten(value)}, expected no path outside of the folder")
     if what == "acceptance":
         registry.rule(text)
     return text

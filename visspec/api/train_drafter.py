@@ -135,10 +135,7 @@ class Prompts:
         inputs = prepare(self.processor, chats, media, self.model)
         length = inputs["input_ids"].shape[1]
         if self.context is not None and length + self.max_new_tokens > self.context:
-            raise ValueError(
-                f"got a prompt of {length} tokens and {self.max_new_tokens} new ones, expected at most {self.context},"
-                " the model's context"
-            )
+            raise ValueError(f"prompt of {length} tokens and {self.max_new_tokens} new ones exceed {self.context}")
         return inputs
 
     def answered(self, request: Request, items: list[Item]) -> AnsweredRequest:

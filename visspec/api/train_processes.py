@@ -26,9 +26,7 @@ def workers(parallel: str | None, device: str) -> SingleProcess:
         return SingleProcess(int(os.environ.get("RANK", "0")))  # the first one writes
     if world == 1:
         if parallel is not None:
-            raise ValueError(
-                f"parallel: got {parallel} in one process, expected several (torchrun --nproc-per-node 2 ...)"
-            )
+            raise ValueError(f"parallel: got {parallel} in one process, expected several (torchrun)")
         return SingleProcess()
     need("accelerate", f"{world} processes", EXTRA)
     return Workers(parallel == "fsdp", device)

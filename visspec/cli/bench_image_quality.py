@@ -76,10 +76,7 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"--reference: got {photos}, expected a folder of photographs ({error})") from None
     if count < 4 or len(texts) < 2:
-        raise ValueError(
-            f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2: FID compares"
-            " thousands with thousands"
-        )
+        raise ValueError(f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2")
     if count != len(texts):
         what = "a distance depends on both counts, so compare rows of one table only"
         print(f"visspec: {len(texts)} images of a method against {count} photographs; {what}", file=sys.stderr)

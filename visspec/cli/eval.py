@@ -177,14 +177,11 @@ def read_prompts(path: Path) -> list[Row]:
         (found,) = found or [[]]
         found = found.get("results", []) if isinstance(found, dict) else found
     good = isinstance(found, list) and all(isinstance(row, dict) for row in found)
-    rows = [row | {"image": _image(row)} for row in found if not row.get("error")] if good else []
+    named = [(row, Path(str(row.get("image") or row.get("path") or "")).name) for row in found] if good else []
+    rows = [row | {"image": name} for row, name in named if not row.get("error")]
     if not rows or not all(row["image"] and isinstance(row.get("prompt"), str) for row in rows):
         raise ValueError(f"--prompts: got {path}, expected rows of {{image, prompt}}")
     return [{k: v for k, v in row.items() if k not in ("path", "seed", "nfe")} for row in rows]
-
-
-def _image(row: Row) -> str:
-    return Path(str(row.get("image") or row.get("path") or "")).name
 
 
 METRICS: dict[str, tuple[type[MetricOptions], Callable[[Any], Row]]] = {

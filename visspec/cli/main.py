@@ -90,7 +90,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         if not self.command:
             return super().parse_known_args(args, namespace)
-        module = importlib.import_module(f"visspec.cli.{module_of(self.command)}")
+        name = "eval" if self.command.startswith("eval ") else self.command.replace(" ", "_")  # one file has several
+        module = importlib.import_module(f"visspec.cli.{name}")
         several = getattr(module, "OPTIONS", {})
         options = several[self.command] if several else getattr(module, "Options", NoOptions)
         add_options(self, options)
@@ -113,11 +114,6 @@ class Parser(argparse.ArgumentParser):
                 f"{name}: got {got}, expected {known if len(names) <= 8 else f'one such as {nearest(got, names)}'}"
             )
         self.exit(2, f"visspec: {message.removeprefix('argument ')}\n")
-
-
-def module_of(command: str) -> str:
-    """The file of a command: its own, or that of its group where one file has several."""
-    return "eval" if command.startswith("eval ") else command.replace(" ", "_")
 
 
 def parser() -> Parser:

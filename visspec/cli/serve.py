@@ -45,9 +45,7 @@ def run(arguments: Options) -> int:
     try:
         socket.create_server((arguments.host, arguments.port), family=family).close()
     except OSError as error:
-        raise ValueError(
-            f"--host, --port: can't listen on {arguments.host}, {arguments.port} ({error.strerror})"
-        ) from None
+        raise ValueError(f"--host, --port: can't listen on {arguments.host}, {arguments.port} ({error})") from None
     key, local = os.environ.get(KEY) or None, arguments.host in LOCAL
     fast, processor = load(arguments)
     pipe = None

@@ -54,9 +54,7 @@ class Options(BenchOptions, SamplingOptions, TargetOptions):
 
 def run(arguments: Options) -> None:
     if arguments.model is None or (arguments.images is None) == (arguments.prompts is None):
-        raise ValueError(
-            "tune: pass --model, and --images (a model that captions) or --prompts (one of text, or one that draws)"
-        )
+        raise ValueError("tune: pass --model, and --images (for captions) or --prompts (for text or pictures)")
     arguments.begin()
     texts = arguments.prompts is not None and loading.is_text_model(arguments.model, arguments.trust_remote_code)
     if arguments.prompts is not None and not texts:

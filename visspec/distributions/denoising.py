@@ -47,10 +47,7 @@ class DenoisingSteps:
             values = getattr(self, name)
             finite = values.is_meta or bool(values.isfinite().all())
             if values.shape != (size,) or not finite:
-                raise ValueError(
-                    f"{name}: got shape {tuple(values.shape)}, finite {finite}, expected"
-                    f" {size} finite numbers, one for each step"
-                )
+                raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected {size} finite numbers")
         if size == 0:
             raise ValueError("keep: got no steps, expected at least one")
 

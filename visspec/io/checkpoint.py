@@ -96,9 +96,7 @@ def weight_files(folder: Path) -> list[Path]:
     if index:
         named = read_json(folder, index[0]).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise ValueError(
-                f"checkpoint: weight_map of {folder / index[0]} is {shorten(named)}, expected an object of file names"
-            )
+            raise ValueError(f"checkpoint: weight_map of {folder / index[0]} is {shorten(named)}, expected file names")
         return [inside(folder, name) for name in sorted(set(named.values()))]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
@@ -160,9 +158,7 @@ def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, V
     """
     plain, averaged = weight_sets(tensors, where)
     if plain and averaged:
-        raise ValueError(
-            f"checkpoint: {where} holds averaged weights ({next(iter(averaged))!r}) beside others, expected one set"
-        )
+        raise ValueError(f"checkpoint: {where} has averaged weights ({next(iter(averaged))!r}) beside others")
     return plain or with_dots(averaged, {}, where)
 
 
@@ -196,10 +192,7 @@ def with_dots(averaged: Mapping[str, Value], plain: Iterable[str], where: str | 
         full = {name.removeprefix(start).replace(".", ""): name for name in plain if name.startswith(start)}
         if short.keys() <= full.keys():
             return {full[name]: tensor for name, tensor in short.items()}
-    raise ValueError(
-        f"checkpoint: {where} holds averaged weights by names without dots ({next(iter(short))!r}), expected a"
-        " file with the others too, which tell the names"
-    )
+    raise ValueError(f"checkpoint: {where} has averaged weights without dots ({next(iter(short))!r}) alone")
 
 
 def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
@@ -243,9 +236,7 @@ def check_shapes(
     missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if missing or extra:
         name, what = (missing[0], "lacks") if missing else (extra[0], "has the unknown")
-        raise ValueError(
-            f"checkpoint: {where} {what} tensor {named(name)!r}, expected exactly the module's {len(wanted)}"
-        )
+        raise ValueError(f"checkpoint: {where} {what} tensor {named(name)!r}, expected the module's {len(wanted)}")
     for name, found in shapes.items():
         if found != (expected := tuple(wanted[name].shape)):
             raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PACKAGE, TABLE = "visspec.toys", "visspec.toys.table"
 FOLDER = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
+PUBLISHED = FOLDER.parents[1] / "real"  # where `make real` stores weights
 NOT_ARCHITECTURE = {
     "dtype",
     "torch_dtype",
@@ -45,6 +46,7 @@ class IncludedModel:
     what: str
     kind: str = ""
     target: str = ""  # the name of the model that it is made for, if that is included
+    parts: tuple[str, ...] = ()  # a published language model (`make real`) and an included tower that it is built of
 
 
 @dataclass(frozen=True)
@@ -189,17 +191,20 @@ def _default(name: str) -> str:
 
 
 def present(name: str) -> bool:
-    """Whether this installation has the weights of an included model."""
+    """Whether this installation has an included model, or its own part of one that is put together."""
     return (folder(name) / "config.json").is_file()
 
 
 def check(what: str, name: str) -> Path:
-    """The folder of an included model. Raises ValueError if this installation lacks its weights."""
+    """The folder of an included model, put together if it has `parts`. Raises ValueError if this installation lacks its
+    weights.
+    """
     if not present(name):
-        raise ValueError(
-            f"{what}: got {name!r}, whose weights are not in this installation, expected them in {folder(name)}; the"
-            f" repository has them in models/zoo"
-        )
+        raise ValueError(f"{what}: the weights of {name!r} are not in {folder(name)}, the repository has them")
+    if name in table().models and (parts := table().models[name].parts):
+        from visspec.io.assembly import assemble  # which imports torch
+
+        return assemble(folder(name), PUBLISHED / parts[0], folder(parts[1]), PUBLISHED / name)
     return folder(name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 from typing_extensions import TypeVar
 
@@ -14,7 +14,7 @@ from visspec.distributions import Categorical
 from visspec.loop.draft_length import AdaptiveLength, DraftLengthPolicy, FixedLength
 from visspec.loop.orders import Raster, RejectedRegions
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Passes, Request, State, Target
+from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
 
 SHAPES = 64  # of drafts whose verdicts are recorded
 
@@ -34,7 +34,7 @@ class DecodingSetup(Generic[TargetT]):
     order: Order
 
     @property
-    def passes(self) -> list[Passes]:
+    def passes(self) -> list[Any]:
         """What was compiled or recorded, of the target and of the drafter."""
         found = [self.target.passes, self.target.recorder]
         if self.drafter is not None:
@@ -112,10 +112,7 @@ def build_setup(
         order = RejectedRegions() if traits.whole_images and rule.traits.whole_images else Raster()
     if not order.raster and target.capabilities.distribution is not order.distribution:
         kinds = order.distribution.__name__, target.capabilities.distribution.__name__
-        raise ValueError(
-            f"order: got {type(order).__name__}, which is of {kinds[0]} distributions,"
-            f" expected raster or one of {kinds[1]}"
-        )
+        raise ValueError(f"order: got {type(order).__name__} for {kinds[0]}, expected raster or one for {kinds[1]}")
     check_order(order, target)
     length_policy = (length or (AdaptiveLength if traits.adaptive_depth else FixedLength))(levels or traits.levels)
     if not traits.adaptive_depth and not isinstance(length_policy, FixedLength):
@@ -139,27 +136,24 @@ def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
     """Raises ValueError if the rule does not support the target's nodes or the drafter's drafts."""
     name, wanted = type(rule.inner).__name__, target.capabilities.distribution
     if (judged := rule.traits.distribution) is not wanted:
-        raise ValueError(
-            f"acceptance: {name} judges {judged.__name__} distributions, expected {wanted.__name__} as the target has"
-        )
+        raise ValueError(f"acceptance: {name} judges {judged.__name__} distributions, expected {wanted.__name__}")
     if drafter is None:
         return
     kind = type(drafter).__name__
-    if drafter.traits.trees and (rule.traits.chains_only or not target.capabilities.trees):
+    takes = target.capabilities
+    if drafter.traits.trees and (rule.traits.chains_only or not takes.trees):
         drafter.restrict_to_chains()
     if (drafted := drafter.traits.distribution) is not wanted:
         raise ValueError(f"drafter: {kind} drafts for {drafted.__name__} distributions, expected {wanted.__name__}")
-    if drafter.traits.partial and not target.capabilities.layers:
-        raise ValueError(f"drafter: {kind} runs layers of the target, expected one whose layers can be left out")
-    if drafter.traits.any_order and not target.capabilities.any_order:
-        raise ValueError(
-            f"drafter: {kind} drafts for any-order models, expected one for codes in raster order, or text"
-        )
-    if rule.traits.chains_only and drafter.traits.trees:
-        raise ValueError(f"drafter: {kind} drafts trees, expected chains for the rule {name}")
-    if drafter.traits.trees and not target.capabilities.trees:
-        raise ValueError(f"drafter: {kind} drafts trees, expected chains for a target that takes no others")
-    if rule.traits.whole_chains and drafter.traits.own_noise:
-        raise ValueError(f"drafter: {kind} draws by numbers that serve several rounds, expected others for {name}")
-    if drafter.traits.samples and not rule.traits.judges_draws:
-        raise ValueError(f"drafter: {kind} samples, expected point masses for the rule {name}")
+    traits, trees = drafter.traits, drafter.traits.trees
+    faults = {
+        "runs layers of the target, expected one whose layers can be left out": traits.partial and not takes.layers,
+        "drafts for any-order models, expected one for raster order, or text": traits.any_order and not takes.any_order,
+        f"drafts trees, expected chains for the rule {name}": trees and rule.traits.chains_only,
+        "drafts trees, expected chains for a target that takes no others": trees and not takes.trees,
+        f"draws by numbers that serve several rounds, expected others for {name}": traits.own_noise
+        and rule.traits.whole_chains,
+        f"samples, expected point masses for the rule {name}": traits.samples and not rule.traits.judges_draws,
+    }
+    for fault in (fault for fault, found in faults.items() if found):
+        raise ValueError(f"drafter: {kind} {fault}")

@@ -124,14 +124,11 @@ def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[s
     pieces, before = [], ""
     for end, kind in enumerate(origin, start=1):
         text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        pieces.append((added_text(before, text), kind))
+        pieces.append(
+            (text[len(before) if text.startswith(before) else len(before) - 1 :], kind)
+        )  # it may complete one
         before = text
     return pieces
-
-
-def added_text(before: str, text: str) -> str:
-    """What a token adds to a text, whose last character it may complete."""
-    return text[len(before) if text.startswith(before) else len(before) - 1 :]
 
 
 def html_spans(pieces: list[tuple[str, str]]) -> str:

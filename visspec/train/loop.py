@@ -162,10 +162,7 @@ class Trainer:
 
     def _check_accumulate(self) -> None:
         if self.accumulate % self.workers.world:
-            raise ValueError(
-                f"accumulate: got {self.accumulate} lessons of an update, expected a multiple of the"
-                f" {self.workers.world} processes"
-            )
+            raise ValueError(f"accumulate: got {self.accumulate}, expected a multiple of {self.workers.world}")
 
     @property
     def streams(self) -> range:

@@ -26,27 +26,17 @@ if TYPE_CHECKING:
 ELEMENTS = 1 << 24  # numbers of the logits of a chunk: 64 MB in float32
 
 
-def tv(q_logits: Tensor, p_logits: Tensor) -> Tensor:
-    """Total variation, half of sum |p - q|: (..., V) -> (...)."""
-    return _per_token(_tv, q_logits, p_logits)
-
-
-def kl(q_logits: Tensor, p_logits: Tensor) -> Tensor:
-    """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 contribute 0: (..., V) -> (...)."""
-    return _per_token(_kl, q_logits, p_logits)
-
-
-def soft_ce(q_logits: Tensor, p_logits: Tensor) -> Tensor:
-    """Cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
-    return _per_token(_soft_ce, q_logits, p_logits)
-
-
-def _per_token(formula: Callable[[Tensor, Tensor], Tensor], q_logits: Tensor, p_logits: Tensor) -> Tensor:
+def _per_token(formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     """A formula of both logits in float32 or more, fused by the compiler on a GPU. Only q gets a gradient."""
-    kind = torch.promote_types(q_logits.dtype, torch.float32)
-    q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
-    p = p.clone() if p.is_inference() else p  # compiled code saves it for the gradient
-    return (_compiled(formula) if q.is_cuda else formula)(q, p)
+
+    @functools.wraps(formula)
+    def loss(q_logits: Tensor, p_logits: Tensor) -> Tensor:
+        kind = torch.promote_types(q_logits.dtype, torch.float32)
+        q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
+        p = p.clone() if p.is_inference() else p  # compiled code saves it for the gradient
+        return (_compiled(formula) if q.is_cuda else formula)(q, p)
+
+    return loss
 
 
 @functools.cache
@@ -54,16 +44,22 @@ def _compiled(formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, 
     return torch.compile(formula, dynamic=True)
 
 
-def _tv(q: Tensor, p: Tensor) -> Tensor:
+@_per_token
+def tv(q: Tensor, p: Tensor) -> Tensor:
+    """Total variation, half of sum |p - q|: (..., V) -> (...)."""
     return (q.softmax(dim=-1) - p.softmax(dim=-1)).abs().sum(dim=-1) / 2
 
 
-def _kl(q: Tensor, p: Tensor) -> Tensor:
+@_per_token
+def kl(q: Tensor, p: Tensor) -> Tensor:
+    """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 contribute 0: (..., V) -> (...)."""
     log_p, log_q = p.log_softmax(dim=-1), q.log_softmax(dim=-1)
     return torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0).sum(dim=-1)
 
 
-def _soft_ce(q: Tensor, p: Tensor) -> Tensor:
+@_per_token
+def soft_ce(q: Tensor, p: Tensor) -> Tensor:
+    """Cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
     p = p.softmax(dim=-1)
     return -torch.where(p > 0, p * q.log_softmax(dim=-1), 0).sum(dim=-1)
 

@@ -81,10 +81,7 @@ class Store:
         there = sum(1 for _ in self.folder.glob("answers-*.safetensors"))
         free = shutil.disk_usage(self.folder).free
         if (wanted := size * max(requests - there, 0)) > free:
-            raise ValueError(
-                f"store: got {wanted / 1e9:,.1f} GB to write, expected at most the {free / 1e9:,.1f} GB free in"
-                f" {self.folder}"
-            )
+            raise ValueError(f"store: got {wanted / 1e9:,.1f} GB to write, expected at most the {free / 1e9:,.1f} free")
         return (
             f"{self.folder} keeps {size / rows / 1e6:,.2f} MB an answer, {size * requests / 1e9:,.2f} GB of"
             f" {requests * rows:,} answers in all"
