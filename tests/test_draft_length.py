@@ -40,7 +40,7 @@ def decoded(accepted, verify, draft, seed=0, tokens=TOKENS, noise=0.0, length_po
             gained += 1
         times = {"verify": verify(asked), "accept": 0.0, "draft": draft(asked) if asked else 0.0, "observe": observe}
         times = {k: v * random.uniform(1 - noise, 1 + noise) for k, v in times.items()}
-        more = {"context": 40, "requested": asked, "structure": OWN, "nodes": asked + 1}
+        more = {"context": 40, "requested": asked, "structure": OWN, "counted": False, "nodes": asked + 1}
         trace = Bag(rounds=[Round(asked, [gained], [gained <= asked])], latest=times, **more)
         length_policy.observe(trace)
         seconds, rounds, drafted, made = seconds + sum(times.values()), rounds + 1, drafted + (asked > 0), made + gained
@@ -197,7 +197,7 @@ def in_structures(rates, verify, seed=0, tokens=TOKENS, request=96, first=0.0, l
         late = first * (levels > 0 and structure not in {s for _, s in picks})
         times = {"verify": verify(structure.size(levels)), "draft": levels and DRAFTS[structure] * levels + late}
         times = {k: t * random.uniform(0.9, 1.1) for k, t in times.items()} | {"accept": 0.0, "observe": 0.0}
-        more = {"requested": levels, "structure": structure, "chain": [chain or gained]}
+        more = {"requested": levels, "counted": False, "structure": structure, "chain": [chain or gained]}
         more["nodes"] = structure.size(levels) + 1
         rounds = [Round(levels, [gained], [gained <= levels])]
         length_policy.observe(Bag(rounds=rounds, latest=times, context=40, **more))
@@ -269,7 +269,7 @@ def test_a_tree_tells_what_a_chain_is_worth():
     length_policy = AdaptiveLength(6)
     length_policy.structures = STRUCTURES
     times = dict.fromkeys(("verify", "accept", "draft", "observe"), 1.0)
-    more = {"context": 40, "requested": 6, "structure": TREE, "chain": [2], "nodes": 61}
+    more = {"context": 40, "requested": 6, "counted": False, "structure": TREE, "chain": [2], "nodes": 61}
     for _ in range(40):
         length_policy.observe(Bag(rounds=[Round(6, [5], [True])], latest=times, **more))
     assert length_policy.acceptance(CHAIN).rates()[:2] == pytest.approx([1.0, 0.0], abs=0.06)
@@ -326,7 +326,9 @@ def test_an_overdrawn_account_is_paid_by_plain_passes():
     costs.resting = 0
     assert length_policy.depth(state) > 0 and costs.doubted
     times = {"verify": 1.0, "accept": 0.0, "draft": 0.01, "observe": 0.0}
-    length_policy.observe(Bag(rounds=[Round(2, [3], [False])], latest=times, context=0, structure=OWN, nodes=3))
+    length_policy.observe(
+        Bag(rounds=[Round(2, [3], [False])], latest=times, context=0, structure=OWN, counted=False, nodes=3)
+    )
     assert length_policy.depth(state) > 0 and not costs.doubted, "a draft was accepted"
 
 

@@ -118,7 +118,7 @@ def test_ragged_pictures_exact(name, reloaded):
 def test_default_drafter(reloaded, caplog):
     caplog.set_level("INFO", logger="visspec.api.accelerate")
     assert visspec.accelerate(reloaded("qwen3_5")).setup.name == "mtp"
-    assert "drafter: mtp, because the model's files have such a layer" in caplog.text
+    assert "drafter: mtp:copies=true, because the model's files have such a layer" in caplog.text
     assert default_drafter(model_of("llava"))[0] == "context" and "nothing was made for the model" in caplog.text
 
 

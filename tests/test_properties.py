@@ -272,6 +272,7 @@ def test_pace_asks_within_limits(data, levels):
             rounds=[],
             requested=0,
             structure=OWN,
+            counted=False,
             context=data.draw(st.sampled_from([0, 40, 5000])),
         )
         state = Bag(budget=budget, rows=[0], trace=trace)
@@ -290,6 +291,6 @@ def test_pace_wherever_host_waits(where):
         levels = n % 5
         times = {"verify": 0.001, "accept": 0.001, "draft": 0.0001 * levels, "observe": 0.0}
         times[where] += 0.02 * levels  # a level costs ten plain passes: nothing drafted can pay
-        more = {"context": 0, "requested": levels, "structure": OWN, "nodes": levels + 1}
+        more = {"context": 0, "requested": levels, "structure": OWN, "counted": False, "nodes": levels + 1}
         pace.observe(Bag(latest=times, rounds=[Round(levels, [levels + 1], [False])], **more))
     assert pace.best(8) == (0, OWN)

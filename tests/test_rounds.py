@@ -139,7 +139,13 @@ def to_device(length_policy, rounds, verify=1e-3, draft=1e-4, context=0):
     verify, draft = (f if callable(f) else lambda levels, f=f: f for f in (verify, draft))
     for each in rounds:
         latest = {"verify": verify(each.levels), "accept": 0.0, "draft": draft(each.levels), "observe": 0.0}
-        more = {"context": context, "requested": each.levels, "structure": OWN, "nodes": each.levels + 1}
+        more = {
+            "context": context,
+            "requested": each.levels,
+            "structure": OWN,
+            "counted": False,
+            "nodes": each.levels + 1,
+        }
         length_policy.observe(Bag(rounds=[each], latest=latest, **more))
     return length_policy
 

@@ -102,16 +102,17 @@ def test_auto_is_the_same_everywhere(folder, tmp_path):
     argv = ["train", "drafter", "--target", home, "--data", home / "data.jsonl", "--out", home / "drafter"]
     assert main([*map(str, argv), "--answers", "own", "--steps", "2", "--rows", "2"]) == 0
     model, _ = loading.load(str(home))
-    assert default_drafter(model)[0] == home / "drafter"
+    assert default_drafter(model)[0] == f"{home / 'drafter'}:copies=true"
     hook = visspec.speculative()
     model.generate(torch.arange(5, 25)[None], max_new_tokens=3, custom_generate=hook)
     found = [visspec.accelerate(model), Accelerated.from_pretrained(home), hook.fast]
     found.append(arguments.load(caption.Options(model=str(home), image=[]))[0])
     found.append(arguments.load(serve.Options(model=str(home)))[0])
-    assert [type(fast.drafter).__name__ for fast in found] == ["EagleDrafter"] * len(found)
+    assert [type(fast.drafter).__name__ for fast in found] == ["MergedDrafter"] * len(found)
     short = ["--max-new-tokens", "2", "--count", "1", "--json", str(tmp_path / "b")]
     assert main(["bench", "text", "--model", str(home), *short]) == 0
-    assert str(home / "drafter") in {row["name"] for row in json.loads((tmp_path / "b").read_text())["rows"]}
+    rows = json.loads((tmp_path / "b").read_text())["rows"]
+    assert f"{home / 'drafter'}:copies=true" in {row["name"] for row in rows}
 
 
 def test_bench_text(folder, tmp_path):

@@ -126,7 +126,20 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 def split(spec: str) -> tuple[str, dict[str, Any]]:
     """A drafter's name, or a folder, and its options. The path of a folder may have a colon."""
-    return (spec, {}) if not is_named(spec.partition(":")[0]) and Path(spec).is_dir() else parse(spec)
+    if is_named(spec.partition(":")[0]):
+        return parse(spec)
+    folder, _, options = spec.rpartition(":")
+    if Path(folder).is_dir() and "=" in options and not Path(spec).is_dir():
+        return folder, parse(f"folder:{options}")[1]
+    return (spec, {}) if Path(spec).is_dir() else parse(spec)
+
+
+def joined(name: str | Path, options: dict[str, Any]) -> str:
+    """The inverse of `split`."""
+    tail = ",".join(
+        f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
+    )
+    return f"{name}:{tail}" if tail else str(name)
 
 
 def is_named(name: str) -> bool:
@@ -244,7 +257,10 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
 
 
 def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) -> tuple[Any, str]:
-    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`; `family` drives an image model."""
+    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`; `family` drives an image model.
+
+    A drafter by name or folder takes the option `copies`: it copies what text repeats (`models.lookup.merged`).
+    """
     if spec is None or spec == "none":
         return None, "none"
     if isinstance(spec, nn.Module):
@@ -252,6 +268,10 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     name, options = split(str(spec))
+    if options.pop("copies", False):
+        found, name = drafter(joined(name, options), model, family)
+        merges = not found.traits.counts_nodes  # the others copy anyway
+        return load("visspec.models.lookup.merged:MergedDrafter")(found) if merges else found, name
     known, shipped = table("drafter"), included.table().drafters
     if name in table("order"):
         raise ValueError(f"drafter: got {name!r}, which is an order of decoding, expected order={name!r}")

@@ -281,6 +281,7 @@ class Trace:
     nodes: int = 1  # of the latest pass, its root included
     requested: int = 0  # levels that the drafter was asked for in the latest round
     structure: Structure = OWN  # that it was asked for
+    counted: bool = False  # whether the latest draft was asked for by its nodes (`State.worth`), not by levels
     chain: list[int] = field(default_factory=list)  # tokens that first children alone would have committed, of each row
     context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
     memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
@@ -302,6 +303,7 @@ class State:
     target: Target | None = None  # for drafters that run its layers or read its keys and values
     # given the tokens that drafts of 1, 2, ... nodes (the root included) are expected to commit, how many nodes pay
     worth: Callable[[Sequence[float]], int] = len
+    offer: tuple[int, Structure] | None = None  # levels and structure where such nodes do not pay (`traits.copies`)
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
@@ -470,6 +472,9 @@ class DrafterTraits:
     partial: bool = False  # it runs some of the target's own layers (`Target.partial`)
     any_order: bool = False  # it drafts for any-order targets alone
     counts_nodes: bool = False  # it asks `State.worth` how many nodes of its draft pay
+    copies: int = (
+        0  # most levels of what it copies where text repeats, by nodes that pay; elsewhere it drafts `State.offer`
+    )
     own_noise: bool = False  # draws that it reports come from numbers of its own, which serve several rounds
     ahead: int = (
         0  # distributions of so many later codes after each node that it reads, of any-order targets: `aux["ahead"]`
@@ -589,7 +594,7 @@ class DraftLengthPolicy:
     """
 
     structures: Sequence[Structure] = (OWN,)  # that the drafter offers; the chosen one is `state.trace.structure`
-    counts_nodes = False  # whether the drafter asks `State.worth` how many nodes pay
+    counts_nodes, copies = False, 0  # the drafter's traits
 
     def __init__(self, levels: int = 8):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:

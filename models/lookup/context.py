@@ -38,7 +38,7 @@ from visspec.distributions import categorical
 from visspec.io.checkpoint import check_folder, read_tensors, write_folder
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import write_provenance
-from visspec.models.lookup.text_index import LENGTHS, MATCHES, Pointer, TextIndex
+from visspec.models.lookup.text_index import INDEXED, LENGTHS, MATCHES, Pointer, TextIndex
 from visspec.ranking import topk
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -136,10 +136,11 @@ class RowContext:
         prompt: The row's ids.
         shared: What is learned, by this row or by all.
         sources: Those of `SOURCES` that propose tokens.
+        shortest: Tokens of the shortest matches that are followed.
     """
 
-    def __init__(self, prompt: Sequence[int], shared: Shared, sources: Sequence[str] = SOURCES):
-        self.shared, self.sources, self.rates = shared, sources, shared.rates
+    def __init__(self, prompt: Sequence[int], shared: Shared, sources: Sequence[str] = SOURCES, shortest: int = 1):
+        self.shared, self.sources, self.rates, self.shortest = shared, sources, shared.rates, shortest
         self.index, self.prompt = TextIndex(), len(prompt)
         self.ids = self.index.ids
         self.tree: list[Node] = []
@@ -165,9 +166,9 @@ class RowContext:
 
     def matches(self) -> list[Pointer]:
         """The continuations of the longest matches, the newest first."""
-        found = self.index.matches(self.ids, 0) if "matches" in self.sources else []
+        found = self.index.matches(self.ids, 0, self.shortest) if "matches" in self.sources else []
         if "answers" in self.sources:
-            found += self.shared.answers.matches(self.ids[-LENGTHS[0] :], FIRST_ANSWER)
+            found += self.shared.answers.matches(self.ids[-LENGTHS[0] :], FIRST_ANSWER, self.shortest)
         return found
 
     def grow(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
@@ -280,6 +281,7 @@ class ContextDrafter(Drafter):
         shared: Whether rows and requests share what they learn. Rules that toss numbers of their own (`rejection` and
             the relaxed ones) never share it, since there the tokens of a seed depend on the draft.
         successors: (V, K) what the target ranks highest after each id (`models.lookup.successors`), best first.
+        shortest: Tokens of the shortest matches that are followed, at most 3.
     """
 
     def __init__(
@@ -289,14 +291,15 @@ class ContextDrafter(Drafter):
         sources: str = "+".join(SOURCES),
         shared: bool = True,
         successors: Tensor | None = None,
+        shortest: int = 1,
     ):
-        for name, value in (("nodes", nodes), ("levels", levels)):
+        for name, value in (("nodes", nodes), ("levels", levels), ("shortest", shortest)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         self.sources = tuple(sources.split("+"))
         if unknown := [name for name in self.sources if name not in SOURCES]:
             raise ValueError(f"sources: unknown {unknown[0]!r}. Choose from {', '.join(SOURCES)}, joined by '+'.")
-        self.nodes, self.levels, self.shared = nodes, levels, shared
+        self.nodes, self.levels, self.shared, self.shortest = nodes, levels, shared, min(shortest, INDEXED)
         self.traits = DrafterTraits(levels=levels, trees=True, joins=True, counts_nodes=True)
         self.common = Shared(successors=successors if "candidates" in self.sources else None)
         self.saved_as = "" if successors is None else "network"
@@ -326,7 +329,9 @@ class ContextDrafter(Drafter):
     def start(self, state: State, scores: Scores) -> None:
         shared = self.shared and (state.noise is None or not state.noise.samples)
         rows = [
-            RowContext(ids, self.common if shared else Shared(successors=self.common.successors), self.sources)
+            RowContext(
+                ids, self.common if shared else Shared(successors=self.common.successors), self.sources, self.shortest
+            )
             for ids in state.request.prompt.tolist()
         ]
         state.memory = Memory(rows)
@@ -334,25 +339,22 @@ class ContextDrafter(Drafter):
     def propose(self, state: State, depth: int) -> Draft:
         memory: Memory = state.memory
         memory.receive()
-        rows, chain, nodes = (
-            [memory.rows[row] for row in state.rows],
-            not self.traits.trees,
-            min(FIRST_NODES, self.nodes),
-        )
-        for row, context in zip(state.rows, rows):
+        contexts = [memory.rows[row] for row in state.rows]
+        nodes, chain = min(FIRST_NODES, self.nodes), not self.traits.trees
+        for row, context in zip(state.rows, contexts):
             context.extend(state.tokens[row])
             context.grow(nodes, depth, chain)
         while True:
-            reaches = zip_longest(*([node.reach for node in row.tree[1:]] for row in rows), fillvalue=0.0)
-            gains = [sum(reach) / len(rows) for reach in reaches]
-            more = self.nodes - nodes if any(row.heap for row in rows) else 0
+            reaches = zip_longest(*([node.reach for node in each.tree[1:]] for each in contexts), fillvalue=0.0)
+            gains = [sum(reach) / len(contexts) for reach in reaches]
+            more = self.nodes - nodes if any(each.heap for each in contexts) else 0
             gains += more * gains[-1:]  # further nodes are worth no more than the last one
             memory.size = state.worth(list(accumulate(gains, initial=1.0)))
             if memory.size <= nodes + 1 or not more:
-                return _draft(state.pending, [row.tree[: memory.size] for row in rows])
+                return _draft(state.pending, [each.tree[: memory.size] for each in contexts])
             nodes = min(2 * nodes, self.nodes)
-            for row in rows:
-                row.widen(nodes, depth, chain)
+            for context in contexts:
+                context.widen(nodes, depth, chain)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         memory: Memory = state.memory

@@ -32,14 +32,15 @@ class TextIndex:
                     del found[0]
             ids.append(token)
 
-    def matches(self, text: Sequence[int], first: int) -> list[Pointer]:
+    def matches(self, text: Sequence[int], first: int, shortest: int = 1) -> list[Pointer]:
         """The continuations of the longest matches of a text's end, and of these of the newest.
 
         Args:
             first: Number of the first rate.
+            shortest: Tokens of the shortest matches.
         """
         found: dict[int, int] = {}  # length by place
-        for n in range(min(INDEXED, len(text)), 0, -1):
+        for n in range(min(INDEXED, len(text)), shortest - 1, -1):
             for place in reversed(self.places.get(tuple(text[-n:]), ())):
                 if place not in found:
                     found[place] = n if n < INDEXED else self._length(text, place)

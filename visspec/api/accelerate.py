@@ -391,20 +391,24 @@ class Speculative:
 def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
     one in the folder `drafter` there, or the layer in its own files that predicts further tokens, or an included one
-    that is made for it; else "context", which needs no training. Nothing is fetched.
+    that is made for it, each with copies of what text repeats (`models.lookup.merged`); else "context", which needs no
+    training. Nothing is fetched.
     """
     folder = getattr(model, "name_or_path", None)
     found: DrafterSpec
+    trained: str | Path | None
     if found := saving.drafter_of(folder) if folder else None:
-        why = "the model's folder names it"
-    elif found := registry.own_drafter(cast(ConfiguredModel, model)):
+        trained, why = None, "the model's folder names it"
+    elif trained := registry.own_drafter(cast(ConfiguredModel, model)):
         why = "it is in the model's folder"
     elif mtp_layer.in_files(model):
-        found, why = "mtp", "the model's files have such a layer"
-    elif found := registry.included_drafter(model):
+        trained, why = "mtp", "the model's files have such a layer"
+    elif trained := registry.included_drafter(model):
         why = "it is made for the model"
     else:
         found, why = "context", "nothing was made for the model"
+    if trained:
+        found = registry.joined(trained, {"copies": True})
     logger.info("drafter: %s, because %s", found, why)
     return found, why
 

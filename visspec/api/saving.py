@@ -163,7 +163,7 @@ def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any
         raise ValueError(f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected texts")
     parts = {**entry, **given}
     if lost := [name for name in entry if entry[name] is None and name not in given]:
-        raise ValueError(f"parts: got no {lost[0]}, which is not in {folder}, expected parts={{{lost[0]!r}: ...}}")
+        raise ValueError(f"parts: got no {lost[0]}, expected parts={{{lost[0]!r}: ...}}: it is not in {folder}")
     return parts
 
 
@@ -196,7 +196,7 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         if str(options.get("tree", "")).endswith(".json"):
             raise ValueError(f"drafter: got tree={options['tree']}, expected no file outside of the folder")
         stays = {k: v for k, v in options.items() if k in registry.SHAPE or not isinstance(v, str)}
-        kept = ",".join(f"{key}={str(value).lower()}" for key, value in stays.items())
+        kept = registry.joined("", stays)[1:]
         return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}
     if isinstance(drafter, PreTrainedModel):
         drafter.save_pretrained(staged)

@@ -174,6 +174,7 @@ class Costs:
 
     passes: CostTable = field(default_factory=CostTable)  # by nodes, the root included
     drafts: dict[Structure, CostTable] = field(default_factory=dict)  # by levels: `draft` and `observe`
+    counted: CostTable = field(default_factory=CostTable)  # the same of drafts asked for by nodes, as one level
     resting: int = 0  # rounds left
     rest: int = FIRST_REST  # rounds of the next rest
     vain: int = 0  # rounds in turn in which no node paid
@@ -199,7 +200,8 @@ class Costs:
     def start(self) -> Costs:
         """What is known, as a start under other circumstances."""
         drafts = {structure: CostTable(table.seconds) for structure, table in self.drafts.items()}
-        return Costs(CostTable(self.passes.seconds), drafts, rounds=WARM_UP, next_probe=WARM_UP + FIRST_PROBE)
+        passes, counted = CostTable(self.passes.seconds), CostTable(self.counted.seconds)
+        return Costs(passes, drafts, counted, rounds=WARM_UP, next_probe=WARM_UP + FIRST_PROBE)
 
 
 class FixedLength(DraftLengthPolicy):
@@ -258,9 +260,16 @@ class AdaptiveLength(DraftLengthPolicy):
             return 0
         with self._lock:
             costs = self.at(len(state.rows), trace.context)
-            state.worth = partial(self._worth, costs)
+            state.worth, trace.counted = partial(self._worth, costs, 0.0), self.counts_nodes
             if not self._rests(costs):
-                trace.requested, trace.structure = (limit, OWN) if self.counts_nodes else self._choose(limit, costs)
+                if self.counts_nodes:
+                    trace.requested = limit
+                elif self.copies:
+                    speed, offered, structure = self._fastest(limit, costs)
+                    state.offer, state.worth = (offered, structure), partial(self._worth, costs, speed)
+                    trace.requested = max(limit, min(self.copies, state.budget - 1))
+                else:
+                    trace.requested, trace.structure = self._choose(limit, costs)
             trace.gave_up += costs.resting > 0
         return trace.requested
 
@@ -291,20 +300,24 @@ class AdaptiveLength(DraftLengthPolicy):
         """Nothing pays: rest, and twice as long the next time."""
         costs.resting, costs.doubted = costs.rest, True
         costs.rest = min(2 * costs.rest, LONGEST_REST)
+        for each in self.accepted.values():
+            each.fade()
 
     def _choose(self, limit: int, costs: Costs) -> tuple[int, Structure]:
         best, structure = self.best(limit, costs)
         if best == 0:
             self._rest(costs)
-            for each in self.accepted.values():
-                each.fade()
         return best, structure
 
     def best(self, limit: int, costs: Costs | None = None) -> tuple[int, Structure]:
         """The levels and the structure with the most expected tokens per second; (0, OWN) for plain decoding."""
+        _, levels, structure = self._fastest(limit, costs or self.at())
+        return levels, structure
+
+    def _fastest(self, limit: int, costs: Costs) -> tuple[float, int, Structure]:
+        """The expected tokens per second of the best levels and structure, and these; the first 0.0 while unknown."""
         if self.rounds <= WARM_UP:
-            return limit, self.structures[0]
-        costs = costs or self.at()
+            return 0.0, limit, self.structures[0]
         winner, speed = (0, OWN), (DOUBTED_GAIN if costs.doubted else GAIN) / costs.step
         for structure in self.structures:
             draft = costs.draft(structure)
@@ -313,19 +326,20 @@ class AdaptiveLength(DraftLengthPolicy):
                 rate = expected / max(costs.passes.at(nodes) + draft.at(d), 1e-9)
                 if rate > speed:
                     winner, speed = (d, structure), rate
-        return winner
+        return speed, *winner
 
-    def _worth(self, costs: Costs, expected: Sequence[float]) -> int:
-        """How many nodes pay, the root included; 1 for plain decoding.
+    def _worth(self, costs: Costs, offer: float, expected: Sequence[float]) -> int:
+        """How many nodes pay, the root included; 1 for plain decoding, or where drafts by levels are faster.
 
         Args:
+            offer: Tokens per second of drafts by levels.
             expected: Tokens that a pass over 1, 2, ... nodes is expected to commit.
         """
         with self._lock:
-            passes, beside = costs.passes, costs.draft(OWN).at(1)
+            passes, beside = costs.passes, costs.counted.at(1)
             if 1 not in passes.seconds:
                 return 1
-            best, speed = 1, GAIN * expected[0] / (passes.seconds[1] + beside)
+            best, speed = 1, max(GAIN * expected[0] / (passes.seconds[1] + beside), offer)
             for size in SIZES[1:]:
                 if size > min(REACH * max(passes.seconds), 2 * len(expected)):  # it may be padded to a cheaper size
                     break
@@ -356,14 +370,14 @@ class AdaptiveLength(DraftLengthPolicy):
         if warm:
             self._charge(trace, costs, verified + beside, beside)
             self.elapsed += verified + beside
-        if self.counts_nodes and trace.requested:
+        if (self.counts_nodes or self.copies) and trace.requested:
             costs.vain = 0 if levels else costs.vain + 1
             if costs.vain >= VAIN:
                 costs.vain = 0
                 self._rest(costs)
         if not levels:
             return
-        if not self.counts_nodes:
+        if not trace.counted:
             self.acceptance(structure).learn(levels, committed, had_rejection)
             if structure != self.structures[0]:  # a tree tells what a chain is worth
                 rejected = [r or c < g for r, c, g in zip(had_rejection, trace.chain, committed)]
@@ -374,11 +388,11 @@ class AdaptiveLength(DraftLengthPolicy):
     def _time(self, trace: Trace, costs: Costs, verified: float, beside: float, warm: bool) -> None:
         """Add the seconds of a round's pass, and those beside it, to the tables."""
         levels = trace.rounds[-1].levels
-        behind, costs.after_plain = costs.after_plain, not levels
-        if self.counts_nodes:
+        behind, costs.after_plain = costs.after_plain, not levels or trace.counted
+        if trace.counted:
             costs.passes.add(trace.nodes, verified, warm)
             if trace.requested:
-                costs.draft(OWN).add(1, beside, warm)
+                costs.counted.add(1, beside, warm)
         elif not levels:
             costs.passes.add(1, verified, warm)
         elif not behind:
@@ -389,7 +403,8 @@ class AdaptiveLength(DraftLengthPolicy):
         """Charge the account, which saves up some gains, with the seconds of a round."""
         levels, committed, _ = trace.rounds[-1]
         if levels:
-            usual = costs.passes.at(trace.nodes) + costs.draft(trace.structure).at(levels)
+            beside = costs.counted.at(1) if trace.counted else costs.draft(trace.structure).at(levels)
+            usual = costs.passes.at(trace.nodes) + beside
             known = (
                 costs.passes.counts.get(trace.nodes, 0) > 1
             )  # then a machine that stood still costs the draft nothing

@@ -119,7 +119,9 @@ def build_setup(
         kind = type(length_policy).__name__
         raise ValueError(f"length: got {kind} for {type(drafter).__name__}, expected 'fixed', as its drafts are")
     if drafter is not None:
-        length_policy.structures, length_policy.counts_nodes = drafter.structures, drafter.traits.counts_nodes
+        length_policy.structures = drafter.structures
+        length_policy.counts_nodes = traits.counts_nodes
+        length_policy.copies = min(traits.copies, levels or traits.copies)
     return DecodingSetup(target, guarded, name, rule, length_policy, order.bind(rule, guarded))
 
 

@@ -1,0 +1,69 @@
+"""A trained drafter merged with copies of what text repeats."""
+
+import pytest
+import torch
+
+import visspec
+from tests.doubles import Oracle
+from tests.tiny import model_of, prompt, shapes
+from visspec import registry
+from visspec.api import loading
+from visspec.api.captions import prepare
+from visspec.io import included
+from visspec.models.lookup.merged import MergedDrafter
+from visspec.testing import check_drafter
+
+SPEC = "vispec:copies=true"
+
+
+@pytest.fixture(scope="module")
+def captioner():
+    return loading.load("captioner", device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def inputs(captioner):
+    pictures = included.scenes("shapes").images(2)
+    return prepare(captioner[1], [[picture] for picture in pictures], "Describe the image.", captioner[0])
+
+
+def test_contract(captioner, inputs):
+    assert isinstance(check_drafter(SPEC, captioner[0], inputs, 24).drafter, MergedDrafter)
+
+
+def test_stream_equals_generate(captioner, inputs):
+    model, _ = captioner
+    rows = [{name: value[b : b + 1] for name, value in inputs.items()} for b in (0, 1, 0)]
+    fast = visspec.accelerate(model)
+    assert fast.length_policy.copies == 16, "the default of a model with a trained drafter copies, too"
+    answers = {answer.id: answer for answer in fast.stream(rows, slots=2, max_new_tokens=24, do_sample=False)}
+    for number, row in enumerate(rows):
+        expected = model.generate(**row, max_new_tokens=24, do_sample=False)[0, row["input_ids"].shape[1] :]
+        assert answers[number].error is None and answers[number].tokens == expected.tolist()
+
+
+def test_known_answers_are_copied(captioner, inputs):
+    """The second time, the trained drafter is not asked where the first answer is repeated."""
+    fast = visspec.accelerate(captioner[0], SPEC, length="fixed")
+    asked, propose = [], fast.drafter.trained.propose
+    fast.drafter.trained.propose = lambda state, depth: asked.append(depth) or propose(state, depth)
+    fast.run(**inputs, max_new_tokens=24, do_sample=False)
+    first = len(asked)
+    fast.run(**inputs, max_new_tokens=24, do_sample=False)
+    assert first > 0 and len(asked) == first
+
+
+def test_the_trained_drafter_is_asked_where_nothing_repeats():
+    model, inputs = model_of("llama"), prompt("llama", shapes("llama")["ragged"])
+    answers = model.generate(**inputs, max_new_tokens=16, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    fast = visspec.accelerate(model, MergedDrafter(Oracle(answers.tolist())))
+    result = fast.run(**inputs, max_new_tokens=16, do_sample=False)
+    assert torch.equal(result.output[:, -16:], answers) and result.stats.tau > 2
+
+
+def test_copies_of_drafters_that_copy_anyway(tmp_path):
+    model = model_of("llama")
+    assert not isinstance(registry.drafter("ngram:copies=true", model)[0], MergedDrafter)
+    (home := tmp_path / "a:b").mkdir()
+    assert registry.split(f"{home}:copies=true,width=2") == (str(home), {"copies": True, "width": 2})
+    assert registry.joined(home, {"copies": True, "width": 2}) == f"{home}:copies=true,width=2"
