@@ -96,6 +96,9 @@ def test_answer_across_cache_limit():
     assert ". " not in str(caught.value) and not passes
     expected = model.generate(**inputs, max_new_tokens=7, do_sample=False)
     assert torch.equal(fast.generate(**inputs, max_new_tokens=7, do_sample=False), expected)
+    behind, before = fast.stream([prompt("llama", ["19"]), inputs], slots=2, max_new_tokens=8, do_sample=False)
+    answers = {answer.id: answer for answer in (behind, before)}
+    assert answers[0].error is None and "behind a prompt of 10" in str(answers[1].error)  # as alone
 
 
 def offloaded(model):

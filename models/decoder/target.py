@@ -344,10 +344,11 @@ class HFDecoder(RunningTarget):
     @property
     def pads(self) -> bool:
         """Rotary frequencies that depend on the longest prompt change the shorter ones, and so do positions that count
-        padding.
+        padding; a limit at which the cache is dropped is one of each prompt.
         """
         if self._pads is None:
-            self._pads = self.padding and not self.rotary and (not self.probed or probe.pads(self))
+            fixed = not self.rotary and not self.restarts
+            self._pads = self.padding and fixed and (not self.probed or probe.pads(self))
         return self._pads
 
     def join(self, state: State, other: State, take: list[int]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.models.lookup.context import LONG, ContextDrafter
-from visspec.types import Draft, Drafter, Outcome, Passes, Scores, State, Structure, Verdict
+from visspec.types import Draft, Drafter, Outcome, Scores, State, Structure, Verdict
 
 NODES, LEVELS = 16, 16  # of a copy, at most
 
@@ -49,11 +49,11 @@ class MergedDrafter(Drafter):
         return self.trained.structures
 
     @property
-    def passes(self) -> Passes | None:  # type: ignore[override]
+    def passes(self) -> Any:  # type: ignore[override]
         return self.trained.passes
 
     @property
-    def recorder(self) -> Passes | None:  # type: ignore[override]
+    def recorder(self) -> Any:  # type: ignore[override]
         return self.trained.recorder
 
     def restrict_to_chains(self) -> None:

@@ -229,7 +229,7 @@ class Captions(AbstractContextManager):
                 inputs = process_batch(self.processor, [image], [bare.prompt or ""])
             length, new = inputs["input_ids"].shape[1], self.generate.get("max_new_tokens") or 0
             if self.context is not None and length + new > self.context:
-                raise ValueError(f"{record.id}: prompt of {length} tokens and {new} new ones exceed {self.context}")
+                raise ValueError(f"{record.id}: {length} + {new} tokens exceed {self.context}, the model's context")
             if self.fast.model.device.type == "cuda":
                 inputs = {k: v.pin_memory() for k, v in inputs.items()}
             return bare, inputs

@@ -163,7 +163,7 @@ def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any
         raise ValueError(f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected texts")
     parts = {**entry, **given}
     if lost := [name for name in entry if entry[name] is None and name not in given]:
-        raise ValueError(f"parts: got no {lost[0]}, which is not in {folder}, expected parts={{{lost[0]!r}: ...}}")
+        raise ValueError(f"parts: got no {lost[0]}, expected parts={{{lost[0]!r}: ...}}: it is not in {folder}")
     return parts
 
 

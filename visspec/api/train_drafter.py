@@ -135,7 +135,7 @@ class Prompts:
         inputs = prepare(self.processor, chats, media, self.model)
         length = inputs["input_ids"].shape[1]
         if self.context is not None and length + self.max_new_tokens > self.context:
-            raise ValueError(f"prompt of {length} tokens and {self.max_new_tokens} new ones exceed {self.context}")
+            raise ValueError(f"{length} + {self.max_new_tokens} tokens exceed {self.context}, the model's context")
         return inputs
 
     def answered(self, request: Request, items: list[Item]) -> AnsweredRequest:
