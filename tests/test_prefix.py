@@ -142,7 +142,10 @@ def test_captioner_drafter(captioner):
     from visspec.io import included
 
     model, processor = captioner
-    scenes, quick = included.scenes(None, processor), visspec.accelerate(model, tokenizer=processor, adaptive=False)
+    scenes, quick = (
+        included.scenes(None, processor),
+        visspec.accelerate(model, "vispec", tokenizer=processor, adaptive=False),
+    )
     pairs = list(zip(scenes.images(3), (row["questions"] for row in scenes.rows)))
     records = [
         Record(f"{n}-{i}", image, prompt=q) for i, (image, own) in enumerate(pairs) for n, q in enumerate(own[:5])

@@ -332,6 +332,8 @@ def summarise(rows: Iterable[dict]) -> dict:
     `strict` and `strict_tasks` are None if any row has no strict verdict.
     """
     rows = list(rows)
+    if not rows:
+        raise ValueError("there is no result row to summarise")
     tags = [tag for tag in TASKS if any(r["tag"] == tag for r in rows)]
     tags += [tag for tag in dict.fromkeys(r["tag"] for r in rows) if tag not in TASKS]
     prompts: dict[str, bool] = {}

@@ -58,4 +58,4 @@ def test_a_round_waits_for_nothing_on_a_gpu(small):
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["bench", "kernels", "--device", "cuda"]) == 2
-    assert "device: this torch can't use 'cuda'" in capsys.readouterr().err
+    assert "device: got 'cuda', which this torch can't use" in capsys.readouterr().err
