@@ -41,6 +41,7 @@ REACH = 2  # times the largest measured size: larger ones are not tried yet
 PRIOR_RATE, PRIOR_WEIGHT = 0.7, 2.0
 MISSES = 2 / 3  # share of a narrower structure's misses that are expected of a wider one before it was drafted
 GAIN, DOUBTED_GAIN = 1.02, 1.06  # over plain decoding that a draft must promise; the second after drafts did not pay
+COPY_GAIN = 1.5  # over drafts by levels that a copy must promise, because its probabilities are known less well
 FIRST_REST, LONGEST_REST = 8, 256  # rounds
 VAIN = 8  # rounds in turn in which no node pays before a drafter of nodes rests
 FIRST_PROBE, PROBES = 16, 512  # rounds before the second plain pass, and most rounds between two
@@ -339,7 +340,7 @@ class AdaptiveLength(DraftLengthPolicy):
             passes, beside = costs.passes, costs.counted.at(1)
             if 1 not in passes.seconds:
                 return 1
-            best, speed = 1, max(GAIN * expected[0] / (passes.seconds[1] + beside), offer)
+            best, speed = 1, max(GAIN * expected[0] / (passes.seconds[1] + beside), COPY_GAIN * offer)
             for size in SIZES[1:]:
                 if size > min(REACH * max(passes.seconds), 2 * len(expected)):  # it may be padded to a cheaper size
                     break
