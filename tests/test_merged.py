@@ -1,5 +1,7 @@
 """A trained drafter merged with copies of what text repeats."""
 
+from types import SimpleNamespace as Bag
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from visspec import registry
 from visspec.api import loading
 from visspec.api.captions import prepare
 from visspec.io import included
+from visspec.loop.draft_length import AdaptiveLength
 from visspec.models.lookup.merged import MergedDrafter
 from visspec.testing import check_drafter
 
@@ -51,6 +54,19 @@ def test_known_answers_are_copied(captioner, inputs):
     first = len(asked)
     fast.run(**inputs, max_new_tokens=24, do_sample=False)
     assert first > 0 and len(asked) == first
+
+
+def test_copies_pay_where_the_trained_drafter_does_not():
+    policy = AdaptiveLength(8)
+    policy.copies, policy.rounds = 16, 99
+    costs = policy.at()
+    costs.passes.seconds, costs.rounds, costs.next_probe = {1: 1.0, 2: 1.05, 4: 1.1}, 99, 999
+    for accepted in (1, 9):
+        for _ in range(50):
+            policy.acceptance().learn(8, [accepted], [accepted < 9])
+        state = Bag(budget=99, rows=[0], trace=Bag(gave_up=0, context=0))
+        assert policy.depth(state) == 16 and (state.offer[0] == 0) == (accepted == 1)
+        assert (state.worth([1.0, 1.3, 1.4, 1.5]) > 1) == (accepted == 1)
 
 
 def test_the_trained_drafter_is_asked_where_nothing_repeats():

@@ -267,7 +267,8 @@ class AdaptiveLength(DraftLengthPolicy):
                     trace.requested = limit
                 elif self.copies:
                     speed, offered, structure = self._fastest(limit, costs)
-                    state.offer, state.worth = (offered, structure), partial(self._worth, costs, speed)
+                    state.offer = offered, structure
+                    state.worth = partial(self._worth, costs, speed if offered else 0.0)
                     trace.requested = max(limit, min(self.copies, state.budget - 1))
                 else:
                     trace.requested, trace.structure = self._choose(limit, costs)
@@ -333,7 +334,7 @@ class AdaptiveLength(DraftLengthPolicy):
         """How many nodes pay, the root included; 1 for plain decoding, or where drafts by levels are faster.
 
         Args:
-            offer: Tokens per second of drafts by levels.
+            offer: Tokens per second of drafts by levels; 0.0 where these do not pay.
             expected: Tokens that a pass over 1, 2, ... nodes is expected to commit.
         """
         with self._lock:
@@ -406,9 +407,7 @@ class AdaptiveLength(DraftLengthPolicy):
         if levels:
             beside = costs.counted.at(1) if trace.counted else costs.draft(trace.structure).at(levels)
             usual = costs.passes.at(trace.nodes) + beside
-            known = (
-                costs.passes.counts.get(trace.nodes, 0) > 1
-            )  # then a machine that stood still costs the draft nothing
+            known = costs.passes.counts.get(trace.nodes, 0) > 1  # then the draft is not charged for a stall
             seconds = usual if known else min(seconds, 2 * usual)
             costs.dearest = max(costs.dearest, seconds)
             spent = seconds - costs.step * sum(committed) / len(committed)
