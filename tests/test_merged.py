@@ -80,6 +80,9 @@ def test_the_trained_drafter_is_asked_where_nothing_repeats():
 def test_copies_of_drafters_that_copy_anyway(tmp_path):
     model = model_of("llama")
     assert not isinstance(registry.drafter("ngram:copies=true", model)[0], MergedDrafter)
+    assert registry.drafter("none:copies=true", model)[0] is None
+    with pytest.raises(ValueError, match=r"^copies: got maybe, expected true or false"):
+        registry.drafter("ngram:copies=maybe", model)
     (home := tmp_path / "a:b").mkdir()
     assert registry.split(f"{home}:copies=true,width=2") == (str(home), {"copies": True, "width": 2})
     assert registry.joined(home, {"copies": True, "width": 2}) == f"{home}:copies=true,width=2"

@@ -268,9 +268,11 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     name, options = split(str(spec))
-    if options.pop("copies", False):
-        found, name = drafter(joined(name, options), model, family)
-        merges = not found.traits.counts_nodes  # the others copy anyway
+    if copies := options.pop("copies", False):
+        if copies is not True or family is not None:
+            raise ValueError(f"copies: got {copies}, expected true or false, and a model of text")
+        found, name = drafter(joined(name, options), model)
+        merges = found is not None and not found.traits.counts_nodes  # the others copy anyway
         return load("visspec.models.lookup.merged:MergedDrafter")(found) if merges else found, name
     known, shipped = table("drafter"), included.table().drafters
     if name in table("order"):
