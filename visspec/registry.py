@@ -128,10 +128,12 @@ def split(spec: str) -> tuple[str, dict[str, Any]]:
     """A drafter's name, or a folder, and its options. The path of a folder may have a colon."""
     if is_named(spec.partition(":")[0]):
         return parse(spec)
+    if Path(spec).is_dir():
+        return spec, {}
     folder, _, options = spec.rpartition(":")
-    if Path(folder).is_dir() and "=" in options and not Path(spec).is_dir():
+    if "=" in options and Path(folder).is_dir():
         return folder, parse(f"folder:{options}")[1]
-    return (spec, {}) if Path(spec).is_dir() else parse(spec)
+    return parse(spec)
 
 
 def joined(name: str | Path, options: dict[str, Any]) -> str:

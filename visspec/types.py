@@ -472,9 +472,7 @@ class DrafterTraits:
     partial: bool = False  # it runs some of the target's own layers (`Target.partial`)
     any_order: bool = False  # it drafts for any-order targets alone
     counts_nodes: bool = False  # it asks `State.worth` how many nodes of its draft pay
-    copies: int = (
-        0  # most levels of what it copies where text repeats, by nodes that pay; elsewhere it drafts `State.offer`
-    )
+    copies: int = 0  # most levels of its copies, as many nodes as pay; where none pay, it drafts `State.offer`
     own_noise: bool = False  # draws that it reports come from numbers of its own, which serve several rounds
     ahead: int = (
         0  # distributions of so many later codes after each node that it reads, of any-order targets: `aux["ahead"]`

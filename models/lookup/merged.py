@@ -49,11 +49,11 @@ class MergedDrafter(Drafter):
         return self.trained.structures
 
     @property
-    def passes(self) -> Any:  # type: ignore[override]
+    def passes(self) -> Any:
         return self.trained.passes
 
     @property
-    def recorder(self) -> Any:  # type: ignore[override]
+    def recorder(self) -> Any:
         return self.trained.recorder
 
     def restrict_to_chains(self) -> None:

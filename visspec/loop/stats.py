@@ -124,9 +124,8 @@ def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[s
     pieces, before = [], ""
     for end, kind in enumerate(origin, start=1):
         text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        pieces.append(
-            (text[len(before) if text.startswith(before) else len(before) - 1 :], kind)
-        )  # it may complete one
+        whole = text.startswith(before)  # else the token completes the last character
+        pieces.append((text[len(before) - (not whole) :], kind))
         before = text
     return pieces
 
