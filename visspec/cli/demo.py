@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
+PUBLISHED = ("captioner-smollm2", None)  # those of shapes where `make real` has fetched the language model
 PAINTERS = {  # and what they draw
     "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
@@ -57,12 +58,20 @@ class Options:
     gallery: Path | None = option(
         "draw with every family of painters; plain and accelerated pictures beside each other", None, writes="file"
     )
+    race: Path | None = option(
+        "a GIF of plain and accelerated decoding in real time, and nothing else", None, writes="file"
+    )
 
 
 def run(arguments: Options) -> int:
     """Caption held-out scenes both ways, draw both ways, print and write out/index.html. Returns 0 when all words and
     pictures are equal.
     """
+    if arguments.race:
+        from visspec.cli import race
+
+        race.write(arguments.race)
+        return 0
     import torch
     from rich.console import Console
 
@@ -109,10 +118,11 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     from visspec.loop.stats import COLOURS
 
     images = included.scenes(name).images(count, first=FIRST)
-    captioner, drafter = WORLDS[name]
+    real = name == "shapes" and (included.PUBLISHED / "smollm2").is_dir()
+    captioner, drafter = PUBLISHED if real else WORLDS[name]
     model, processor = loading.load(captioner)
-    fast = accelerate(model, drafter, tokenizer=processor.tokenizer)
-    options = {"max_new_tokens": 128, "do_sample": False}
+    fast = accelerate(model, drafter or "auto", tokenizer=processor.tokenizer)
+    options = {"max_new_tokens": 160, "do_sample": False}
     inputs = [prepare(processor, [image], PROMPT, model) for image in images]
     for generate in (model.generate, fast.generate, fast.generate):
         generate(**inputs[0], **options)

@@ -1,0 +1,127 @@
+"""`visspec demo --race FILE`: plain decoding beside accelerated decoding, in real time, as an animated GIF.
+
+Every token and every code appears at the time at which it was committed. First a caption, against transformers'
+`generate`; then a picture, against plain decoding in our loop.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from PIL import Image, ImageDraw, ImageFont
+from transformers.generation.streamers import BaseStreamer
+
+from visspec.api import loading
+from visspec.api.accelerate import accelerate
+from visspec.api.captions import PROMPT, prepare
+from visspec.api.grid import MARGIN
+from visspec.api.images import ImagePipeline
+from visspec.io import included
+from visspec.loop.stats import COLOURS, text_pieces
+
+STEP = 0.05  # seconds of a frame
+WAIT = 2.0  # seconds after the slower one has finished
+WIDTH, HEIGHT, SIDE = 920, 330, 256  # pixels of the animation, and the side of a picture
+PAPER, INK = "#ffffff", "#1b1b1b"
+FIRST, PROMPT_OF_PAINTER = 206, "a photo of three stars"  # a held-out scene, and a prompt
+
+
+class Clock(BaseStreamer):
+    """Seconds at which each token arrived."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.start = perf_counter()
+
+    def put(self, value) -> None:
+        self.seconds += [perf_counter() - self.start] * value.numel()
+
+    def end(self) -> None:
+        pass
+
+    def round(self, pipe, number, tokens, tensors) -> dict:
+        """A callback of an `ImagePipeline`."""
+        self.seconds += [perf_counter() - self.start] * (tokens - len(self.seconds))
+        return {}
+
+
+@dataclass
+class Lane:
+    """One of the two racers: its name, and the seconds at which each of its tokens was there."""
+
+    name: str
+    seconds: list[float]
+    pieces: list[tuple[str, str]]  # text and origin of each token; none for a picture
+    picture: Image.Image | None = None
+
+    def draw(self, frame: Image.Image, left: int, now: float) -> None:
+        """Draw what is there after so many seconds, in the column that begins at `left`."""
+        pen, done, top = ImageDraw.Draw(frame), bisect_right(self.seconds, now), 5 * MARGIN
+        pen.text((left, MARGIN), f"{self.name}   {min(now, self.seconds[-1]):.2f} s", fill=INK, font=font_of(18))
+        if self.picture is not None:
+            columns = round(len(self.seconds) ** 0.5)
+            patch = self.picture.width // columns
+            for code in range(done):
+                x, y = code % columns * patch, code // columns * patch
+                frame.paste(self.picture.crop((x, y, x + patch, y + patch)), (left + x, top + y))
+        x, y, font, right = left, top, font_of(16), left + WIDTH // 2 - 2 * MARGIN
+        for text, origin in self.pieces[:done]:
+            if x + font.getlength(text) > right:
+                x, y, text = left, y + 22, text.lstrip()
+            pen.text((x, y), text, fill=COLOURS[origin], font=font)
+            x += int(font.getlength(text))
+
+
+def font_of(size: int) -> ImageFont.FreeTypeFont:
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont)  # as of every font that is asked for by size
+    return font
+
+
+def captions(name: str) -> list[Lane]:
+    """An included captioner on a held-out scene, by `generate` and by ours."""
+    model, processor = loading.load(name)
+    fast = accelerate(model, tokenizer=processor.tokenizer)
+    inputs = prepare(processor, included.scenes("shapes").images(1, first=FIRST), PROMPT, model)
+    lanes = []
+    for title, generate in (("transformers", model.generate), ("visspec", fast.generate)):
+        for _ in range(2):  # the first one warms up
+            clock = Clock()
+            output = generate(**inputs, max_new_tokens=160, do_sample=False, streamer=clock)
+        tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+        origins = ["plain"] * len(tokens) if title == "transformers" else fast.last_state.trace.origin[0]
+        lanes.append(Lane(title, clock.seconds[-len(tokens) :], text_pieces(processor.tokenizer, tokens, origins)))
+    return lanes
+
+
+def pictures(name: str, prompt: str) -> list[Lane]:
+    """An included painter, by plain decoding and by its default."""
+    lanes = []
+    for title, preset in (("plain decoding", "plain"), ("visspec", "gumbel")):
+        pipe = ImagePipeline.from_pretrained(name, preset=preset)
+        pipe.set_progress_bar_config(disable=True)
+        for _ in range(2):  # the first one warms up
+            clock = Clock()
+            made = pipe(prompt, seed=0, callback_on_step_end=clock.round)
+        picture = made.images[0].resize((SIDE, SIDE))
+        lanes.append(Lane(title, clock.seconds, [], picture))
+    return lanes
+
+
+def write(file: Path) -> None:
+    """Run both races and write the animation."""
+    real = (included.PUBLISHED / "smollm2").is_dir()  # `make real`
+    races = captions("captioner-smollm2" if real else "captioner"), pictures("painter", PROMPT_OF_PAINTER)
+    frames: list[Image.Image] = []
+    for lanes in races:
+        last = max(lane.seconds[-1] for lane in lanes)
+        for number in range(int((last + WAIT) / STEP)):
+            frame = Image.new("RGB", (WIDTH, HEIGHT), PAPER)
+            for place, lane in enumerate(lanes):
+                lane.draw(frame, MARGIN + place * WIDTH // 2, number * STEP)
+            frames.append(frame.quantize(64))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    frames[0].save(file, save_all=True, append_images=frames[1:], duration=int(1000 * STEP), loop=0, optimize=True)
