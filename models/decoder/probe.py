@@ -252,9 +252,7 @@ def _probe(target: HFDecoder) -> ProbeResult:
                 path_RPV = torch.cat([_alone(target, row, widths) for row in range(2)])
             error, limit = _difference(tree_RPV, path_RPV, exact)
             if error <= limit:
-                if target.masks.backend.name == ragged.VARLEN:  # which takes another way for chains
-                    error, limit = _difference(_in_a_draft(target, chain=True), path_RPV, exact)
-                return ProbeResult(_unlike(name, error) if error > limit else None, padding=padding, error=error)
+                return ProbeResult(padding=padding, error=error)
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing of the model
     except Exception as raised:
