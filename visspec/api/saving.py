@@ -29,24 +29,6 @@ DEEPEST = 4096  # levels that a file may ask for
 Component = DrafterSpec | Acceptance | Order
 PLAIN = (bool, int, float, str, tuple, list, type(None))
 logger = logging.getLogger(__name__)
-METHOD = """from functools import partial
-
-from visspec.api import custom_generate
-
-generate = partial(custom_generate.generate, drafter={drafter!r}, acceptance={acceptance!r})
-"""
-METHOD_CARD = """---
-library_name: transformers
-tags:
-- custom_generate
----
-
-Speculative decoding by visspec (`pip install visspec`), drafter `{drafter}`, rule `{acceptance}`:
-
-    model.generate(**inputs, custom_generate="owner/name", trust_remote_code=True)
-
-`drafter=` and `acceptance=` take other names, as in `visspec.accelerate`.
-"""
 
 
 def save(folder: str | Path, components: Mapping[str, Any], family: object = None, /, **options: Any) -> None:
@@ -117,19 +99,6 @@ def drafter_of(folder: str | Path) -> DrafterSpec:
     """The drafter that a model's folder names, as `registry.drafter` takes it; None where it names none, or is none."""
     root = Path(folder)
     return _named("drafter", root, checkpoint.read_json(root, FILE).get("drafter")) if (root / FILE).is_file() else None
-
-
-def write_method(folder: str | Path, names: Mapping[str, Any]) -> None:
-    """Write transformers' layout of a repository with a decoding method; a README that is there stays."""
-    for name, value in names.items():
-        if name not in ("drafter", "acceptance") or not isinstance(value, str):
-            raise ValueError(f"{name}: got {value!r} to write, expected drafter and acceptance alone, by name")
-    root = Path(folder) / "custom_generate"
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "generate.py").write_text(METHOD.format(**names))
-    (root / "requirements.txt").write_text("visspec\n")
-    if not (readme := root.parent / "README.md").exists():
-        readme.write_text(METHOD_CARD.format(**names))
 
 
 # --- one entry, read --------------------------------------------------------------------------------------------------
