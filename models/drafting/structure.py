@@ -1,7 +1,7 @@
 """Structure and length of drafts as values, for drafters that build them level by level.
 
 Structure (`StructuredDrafter.shaped(tree=...)`): chains, trees grown from the drafter's distributions (EAGLE-2,
-OPT-Tree) and static ones (EAGLE-1, Sequoia, counts of nodes a depth). Length: `loop.draft_length` chooses the levels of
+OPT-Tree) and static ones (EAGLE-1, counts of nodes a depth). Length: `loop.draft_length` chooses the levels of
 a round for all rows; `StopCriteria` ends the chain of a row earlier, by the drafter's own distribution. It does so on
 the device, by marking nodes as not real. The host learns of it with the verdict, and drafts in the next round at most
 one level more than the longest row, or twice as many where that was as long as it could be.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Self
 
 import torch
@@ -27,13 +26,11 @@ from torch import Tensor
 
 from visspec import tree as trees
 from visspec.distributions import Categorical
-from visspec.io.checkpoint import read_json
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.sampling import sample_distribution, warp
-from visspec.types import MAX_NODES, OWN, Draft, Drafter, Outcome, State, Structure
+from visspec.types import OWN, Draft, Drafter, Outcome, State, Structure
 
 TREES = ("chain", "dynamic", "opt", "eagle")
-RANKS = "acceptance_by_rank"  # of a file: a list for every depth, of how often the child of each rank is accepted
 
 
 @dataclass(frozen=True)
@@ -142,9 +139,8 @@ class StructuredDrafter(Drafter):
 
         tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of its `nodes`
             nodes with the most expected accepted nodes by its own distributions (OPT-Tree, arXiv 2406.17276); "eagle",
-            the static tree of EAGLE-1; a JSON file of acceptance by rank, as `visspec tune --trees` writes it, for the
-            optimal tree of `nodes` nodes (Sequoia); counts of nodes a depth, "4-8-8". Default: chains, or "dynamic" for
-            a `width` above 1.
+            the static tree of EAGLE-1; counts of nodes a depth, "4-8-8". Default: chains, or "dynamic" for a `width`
+            above 1.
         entropy, confidence: of chains, as in `StopCriteria`.
 
         Raises ValueError for anything else.
@@ -168,7 +164,7 @@ class StructuredDrafter(Drafter):
         elif tree == "opt":
             self.width = self.nodes
         elif tree != "dynamic":
-            self.paths = static(tree, self.nodes)
+            self.paths = static(tree)
             depths = [len(path) for path in self.paths]
             self.width = max(map(depths.count, depths))
             self.traits = replace(self.traits, levels=depths[-1])
@@ -235,34 +231,10 @@ def ranking(logits_BWV: Tensor, state: State, level: int) -> Tensor:
     return logits_BWV.log_softmax(dim=-1)
 
 
-def static(tree: str, nodes: int) -> feature_tree.Paths:
-    """The static tree of a name, a file or counts, see `StructuredDrafter.shaped`."""
+def static(tree: str) -> feature_tree.Paths:
+    """The static tree of a name or counts, see `StructuredDrafter.shaped`."""
     if tree == "eagle":
         return feature_tree.EAGLE
-    if tree.endswith(".json"):
-        return optimal(read_ranks(tree), nodes)
     if all(part.isascii() and part.isdigit() for part in tree.split("-")):
         return feature_tree.spread(feature_tree.parse(tree))
-    raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}, a JSON file or counts like '4-8-8'")
-
-
-def optimal(rates: list[list[float]], nodes: int) -> feature_tree.Paths:
-    """The static tree of at most `nodes` nodes with the most expected accepted ones. rates: a list for every depth, of
-    how often the child of each rank is accepted.
-    """
-    ranked = [[(rate, rank) for rank, rate in enumerate(row)] for row in rates]
-    paths = feature_tree.likeliest(nodes, lambda depth: ranked[depth] if depth < len(ranked) else [])
-    if not paths:
-        raise ValueError(f"tree: got rates {rates!r}, expected one above 0 at the first depth")
-    return paths
-
-
-def read_ranks(path: str) -> list[list[float]]:
-    """Acceptance by rank of a file. Raises ValueError in a sentence."""
-    found = read_json(Path(path).parent, Path(path).name).get(RANKS)
-    rows = found if isinstance(found, list) else []
-    wrong = [x for row in rows for x in (row if isinstance(row, list) else [row]) if type(x) not in (int, float)]
-    lists = all(isinstance(row, list) and 0 < len(row) <= feature_tree.MOST_CHILDREN for row in rows)
-    if wrong or not lists or not 0 < len(rows) < MAX_NODES or not all(0 <= x <= 1 for row in rows for x in row):
-        raise ValueError(f"tree: {path} has no {RANKS!r} of probabilities, expected a list of ranks for every depth")
-    return rows
+    raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}, or counts like '4-8-8'")

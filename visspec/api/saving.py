@@ -162,8 +162,6 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         else:
             made.save_pretrained(staged, record)
         # what a published head sees of pictures is in its configuration now
-        if str(options.get("tree", "")).endswith(".json"):
-            raise ValueError(f"drafter: got tree={options['tree']}, expected no file outside of the folder")
         stays = {k: v for k, v in options.items() if k in registry.SHAPE or not isinstance(v, str)}
         kept = registry.joined("", stays)[1:]
         return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}
