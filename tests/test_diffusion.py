@@ -221,7 +221,7 @@ def test_models_of_masked_tokens_are_told_by_form(tmp_path):
     modern_bert().save_pretrained(tmp_path / "folder")
     drafter, _ = registry.drafter(f"{tmp_path / 'folder'}:mask=5,steps=2,block=8", target)
     assert type(drafter) is DiffusionModel and (drafter.mask, drafter.each) == (5, 4)
-    assert registry.drafter(f"{tmp_path / 'folder'}:mask=5,entropy=0.5", target)[0].stop.entropy == 0.5
+    assert registry.drafter(f"{tmp_path / 'folder'}:mask=5,tree=2-2", target)[0].width == 2
 
 
 BAD = {

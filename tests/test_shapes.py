@@ -1,39 +1,29 @@
-"""Structure and length of drafts as values: trees that are optimal, chains that stop; the output stays what it is."""
+"""Structure of drafts as a value: trees that are optimal; the output stays what it is."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import visspec
-from tests.distributions import context_law, plain_law, total_variation
+from tests.distributions import context_law
 from tests.doubles import NEW, one_sentence
 from tests.test_eagle import make
-from tests.test_positions import SIZE, Chain, process_law
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
 from visspec import tree as trees
-from visspec.models.block.diffusion_trained import DiffusionDrafter
-from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting import structure as values
-from visspec.models.drafting.structure import Chain as Built
-from visspec.models.drafting.structure import StopCriteria
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.sampling import Uniform
 from visspec.testing import check_drafter
-from visspec.types import MAX_NODES, DraftLengthPolicy, Sampling
+from visspec.types import DraftLengthPolicy
 
 VALUES = {
     "eagle2": ({"width": 3, "nodes": 9}, {"tree": "dynamic"}),
     "opt": ({"nodes": 7}, {"tree": "opt"}),
     "eagle": ({}, {"tree": "eagle"}),
     "counts": ({}, {"tree": "3-4-2"}),
-    "entropy": ({}, {"entropy": 1.2}),
-    "confidence": ({}, {"confidence": 0.1}),
-    "both": ({}, {"entropy": 1.2, "confidence": 0.1}),
 }
 
 
@@ -92,7 +82,7 @@ def test_tokens_with_any_structure(value, family):
 
 
 def test_the_rule_of_draws_takes_each_kind():
-    for value in ("eagle2", "opt", "counts", "both"):
+    for value in ("eagle2", "opt", "counts"):
         drafter = shaped("llama", *VALUES[value])
         fast = visspec.accelerate(model_of("llama"), drafter, acceptance="rejection", adaptive=False)
         fast.generate(**prompt("llama", ["9", "4"]), max_new_tokens=NEW, do_sample=True, seed=1)
@@ -164,96 +154,9 @@ def test_budget_tree_is_optimal():
     assert less > 5
 
 
-# --- chains that stop -------------------------------------------------------------------------------------------------
-
-
-class Stopping(Chain):
-    """The chains of `test_positions` through the builder, with a stop."""
-
-    def __init__(self, q, stop):
-        super().__init__(q)
-        self.stop = stop
-
-    def draft(self, committed, numbers, depth):
-        window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
-        state = SimpleNamespace(
-            noise=Uniform.of(window),
-            request=SimpleNamespace(sampling=Sampling(temperature=1.0)),
-            pending=torch.tensor([committed[-1]]),
-        )
-        chain = self.builder(state)
-        for _ in range(depth):
-            chain.add(self.q((*committed, *(int(t) for t in chain.tokens))).log()[None])
-        return chain.finish()
-
-    def builder(self, state):
-        return Built(state, self.stop)
-
-
-class Choosy(Stopping):
-    """The negative control: a level is there or not by its own token."""
-
-    def builder(self, state):
-        chain = Built(state, self.stop)
-        chain.real = chain.real[:1]  # what ends the chain behind a level ends it before
-        return chain
-
-
 @pytest.fixture
 def unwarped(monkeypatch):
     monkeypatch.setattr(values, "warp", lambda logits, sampling: logits)  # in float64
-
-
-STOPS = [StopCriteria(confidence=0.5), StopCriteria(entropy=0.75), StopCriteria(entropy=0.7, confidence=0.35)]
-
-
-@pytest.mark.parametrize("stop", STOPS, ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_stop_keeps_the_law_of_draws(stop, seed, unwarped):
-    p, drafter = context_law(2, seed), Stopping(context_law(2, seed + 7), stop)
-    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
-
-
-def test_own_token_stop_is_seen(unwarped):
-    p, drafter = context_law(2, 0), Choosy(context_law(2, 7), STOPS[0])
-    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
-
-
-def test_where_a_stop_ends_chains():
-    """Four laws of four ids: certain, even, certain, certain. Behind the even one nothing is drafted."""
-    sure, even = torch.tensor([0.0, 9.0, 0.0, 0.0]), torch.zeros(4)
-    state = SimpleNamespace(noise=None, request=SimpleNamespace(sampling=Sampling()), pending=torch.tensor([5, 5]))
-    for stop, real in (
-        (StopCriteria(entropy=0.5), [True] * 3 + [False] * 2),
-        (StopCriteria(confidence=0.3), [True] * 3 + [False] * 2),
-        (StopCriteria(confidence=0.2), [True] * 5),
-        (StopCriteria(entropy=1.3), [True] * 5),
-    ):
-        chain = Built(state, stop)
-        for logits in (sure, even, sure, sure):
-            chain.add(torch.stack([sure, logits]))
-        draft = chain.finish()
-        assert draft.real.tolist() == [[True] * 5, real], stop
-        assert draft.value[0].tolist() == [5, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("kind", ["feature", "small", "flash", "dflash", "diffusion"])
-def test_next_draft_length(kind):
-    """A law of many ids ends every chain behind its first level: rounds after the first draft two. Not with draws."""
-    model = model_of("llama")
-    drafter = {
-        "feature": lambda: make("llama", 0), "small": lambda: SmallModel(llama(seed=1), model),
-        "flash": lambda: EagleDrafter.for_model(model, fusion="sum", block=3),
-        "dflash": lambda: BlockDrafter.for_model(model, layers=1, block=6),
-        "diffusion": lambda: DiffusionDrafter.for_model(model, layers=1, block=6),
-    }[kind]().shaped(confidence=0.999)  # fmt: skip
-    for rule, most in (("exact", 2), ("rejection", drafter.traits.levels)):
-        fast = visspec.accelerate(model, drafter, acceptance=rule, adaptive=False)
-        fast.generate(**prompt("llama", ["9"]), max_new_tokens=12, do_sample=True, temperature=1.5, seed=1)
-        levels = [r.levels for r in fast.last_state.trace.rounds]
-        assert levels[0] == drafter.traits.levels and max(levels[1:-1]) <= most and len(levels) > 4
-        assert rule == "exact" or max(levels[1:3]) > 2
-    assert MAX_NODES > 2
 
 
 # --- as options -------------------------------------------------------------------------------------------------------
@@ -263,7 +166,7 @@ def test_shapes_are_options_of_a_checkpoint(tmp_path):
     make("llama", 0).save_pretrained(tmp_path / "head", {})
     read = lambda options: registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))[0]  # noqa: E731
     assert read("tree=eagle").paths == feature_tree.EAGLE and read("tree=eagle").traits.levels == 5
-    assert read("tree=opt,nodes=9").width == 9 and read("confidence=0.3").stop == StopCriteria(confidence=0.3)
+    assert read("tree=opt,nodes=9").width == 9
     assert read("tree=chain,width=4").width == 1 and read("tree=3").paths == ((0,), (1,), (2,))
 
 
@@ -272,10 +175,7 @@ BAD = {
     "tree=dynamic": "tree: got 'dynamic' with width 1",
     "tree=none.json": "tree: got 'none.json', expected one of",
     "tree=4-0": "shape: got '4-0'",
-    "entropy=-1": "entropy: got -1",
-    "confidence=1": "confidence: got 1",
-    "confidence=0.5,width=3": "entropy, confidence: got 0.0, 0.5 for trees",
-    "confidence=high": "confidence: got high, expected a finite number",
+    "confidence=0.5": "drafter: head does not take 'confidence', expected tree",
 }
 
 
@@ -299,7 +199,6 @@ def test_shapes_saved(tmp_path):
         visspec.accelerate(model, f"{tmp_path / 'head'}:{options}").save_pretrained(tmp_path / options)
         again = visspec.Accelerated.from_pretrained(tmp_path / options).drafter
         assert set(again.paths) == set(found)
-    for shape in ({"tree": "eagle"}, {"confidence": 0.2}):
-        with pytest.raises(ValueError, match="as its weights have it"):
-            made = EagleDrafter(head.head, model).shaped(**shape)
-            visspec.accelerate(model, made).save_pretrained(tmp_path / "y")
+    with pytest.raises(ValueError, match="as its weights have it"):
+        made = EagleDrafter(head.head, model).shaped(tree="eagle")
+        visspec.accelerate(model, made).save_pretrained(tmp_path / "y")

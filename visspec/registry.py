@@ -32,7 +32,7 @@ KINDS = {"drafter": "drafters", "rule": "rules", "length": "lengths", "order": "
          "layout": "layouts", "preset": "presets", "recipe": "recipes", "model": "models"}  # fmt: skip
 ARGUMENTS = {"rule": "acceptance", "recipe": "preset"}  # the argument that takes a name, where it is not the kind
 PLUGINS = "visspec.plugins"
-SHAPE = ("tree", "entropy", "confidence")  # options of every `StructuredDrafter`
+SHAPE = ("tree", "confidence")  # options of `shaped` of drafters that build their drafts
 CHECKPOINTS = included.FOLDER  # of the included models, a folder each
 _plugins_called = False
 _added: set[tuple[str, str]] = set()  # (kind, name) that `register` has added

@@ -178,7 +178,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
     def _chains(self) -> bool:
         """Whether it drafts chains, a level a call of the network."""
-        return self.width == 1 and self.stop is None and self.config.block == 1
+        return self.width == 1 and self.config.block == 1
 
     def refresh(self) -> None:
         super().refresh()
@@ -198,7 +198,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         if self.config.block > 1:
             return self._propose_blocks(state, depth)
         calls = self.passes or self.recorder
-        if calls is None or self.stop is not None:
+        if calls is None:
             return super().propose(state, depth)
         memory: FeatureMemory = state.memory
         more = ahead(memory, depth)
@@ -276,7 +276,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         ahead_BKd = spread(self._catch_up(memory, depth))
         if self.structure(state).width > 1:
             return self.block_tree(state, self._logits(ahead_BKd[:, :depth]))
-        chain = Chain(state, self.stop)
+        chain = Chain(state)
         while True:
             chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
             if len(chain.tokens) == depth:

@@ -191,8 +191,7 @@ def _entry(what: str, thing: Component) -> str | None:
 def _options(drafter: Drafter) -> dict[str, Any]:
     """What of a drafter around a network its constructor's options have set: its numbers and names."""
     kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
-    shape = {name: vars(drafter).get(name) for name in ("paths", "stop")}
-    return kept | shape | {"traits": drafter.traits}
+    return kept | {"paths": vars(drafter).get("paths"), "traits": drafter.traits}
 
 
 # --- names ------------------------------------------------------------------------------------------------------------
