@@ -26,7 +26,7 @@ from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.feature_drafting import FeatureDrafting
-from visspec.models.eagle.head import EagleHead, LowRank
+from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.layer import FeatureMemory, head_logits, stored_rows
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
 from visspec.types import Draft, Scores, State, TrainingBatch
@@ -129,8 +129,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
             self.head.keep(ids)
         weight = self.lm_head.weight
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] == self.config.hidden:
-            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.trained.device)
-            own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
+            self.head.lm_head.weight.copy_(weight[ids.to(weight.device)])
         self.refresh()
 
     def _like(self, target: PreTrainedModel) -> Tensor:
