@@ -106,8 +106,6 @@ class HFDecoder(RunningTarget):
         self.probed = check and self.device.type != "meta"
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
-        if self.probed:
-            probe.check_prompt(self)
         self._pads: bool | None = None
         self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept one (`prefix`)
         hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
