@@ -52,7 +52,7 @@ class Options(DrawingOptions, ScenesOptions):
         "preset, file of `visspec tune` or name=drafter/rule; repeat; default: all presets", None, repeat=True
     )
     reference: Path | None = option("folder of photographs: judge --prompts by FID and CLIPScore", None)
-    extractor: str = option("of --reference: inception, random-conv, timm:NAME, or a model", "inception")
+    extractor: str = option("of --reference: inception, random-conv, or a model", "inception")
     clip: str = option("CLIP model of CLIPScore, with --reference; or none", "openai/clip-vit-large-patch14")
     quality: Count | None = option(
         "images a method that are judged (default: as --count with --reference, else none): FID and CLIPScore of"
