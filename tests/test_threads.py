@@ -219,9 +219,9 @@ def test_a_rule_serves_two_targets(rule):
         weight.copy_(weight.flip(0) ** 3)
     first, second = pipeline(), ImagePipeline(other, tiny_images.Words())
     asked = {"prompt": TEXTS, "seed": 1, "drafter": "jacobi:redraw=maximal,window=4", "output_type": "latent"}
-    expected = [p(**asked, acceptance=copy.deepcopy(rule)).stats[0].displacement_per_token for p in (first, second)]
+    expected = [p(**asked, acceptance=copy.deepcopy(rule)).stats[0].drift_per_token for p in (first, second)]
     assert expected[0] != expected[1]
-    again = [p(**asked, acceptance=rule).stats[0].displacement_per_token for p in (first, second, first)]
+    again = [p(**asked, acceptance=rule).stats[0].drift_per_token for p in (first, second, first)]
     assert again == [*expected, expected[0]]
 
 

@@ -111,7 +111,6 @@ class Verdict:
     length: Tensor  # (B,) nodes on the path, node 0 included
     next: Tensor  # (B, *X) bonus, residual or repaired value: the next pending node
     drift: Tensor | None = None  # (B,) estimate or bound of this round's total variation; None: exact, or not measured
-    displacement: Tensor | None = None  # (B,) expected latent distance to the exact rule's result, summed
 
 
 @dataclass(frozen=True)
@@ -298,7 +297,7 @@ class State:
     rows: list[int]
     output: Any  # a `loop.output.TokenBuffer`, which the target chooses
     noise: Any = None  # random numbers, `sampling.BufferedNoise`; None with greedy sampling
-    meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
+    drift: Tensor | None = None  # (original rows,) summed over the rounds
     memory: Any = None  # the drafter's per-request state
     target: Target | None = None  # for drafters that run its layers or read its keys and values
     # given the tokens that drafts of 1, 2, ... nodes (the root included) are expected to commit, how many nodes pay

@@ -30,7 +30,6 @@ QUALITY = {  # field -> (name, whether lower is better)
     "clipscore": ("CLIPScore", False),
     "strict": ("strict score", False),
     "right": ("share of right pictures", False),
-    "latent_displacement": ("latent displacement", True),
 }
 TERMS = (
     ("tau", "tau, bonus included"),

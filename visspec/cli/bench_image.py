@@ -187,7 +187,6 @@ class ImageArm:
         self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
-        self.displacement: list[float] = []
 
     def __call__(self, prompt: tuple[int, list[str]]) -> speed.ArmRun:
         index, texts = prompt
@@ -197,8 +196,6 @@ class ImageArm:
         seconds = time.perf_counter() - start
         self.outputs.append(out)
         stats, trace = out.stats[0], out.traces[0]
-        if stats.displacement_per_token is not None:
-            self.displacement.append(stats.displacement_per_token)
         tokens = [t.tolist() for t in out.tokens]
         return speed.ArmRun.of_trace(seconds, tokens, trace, trace.times["prefill"], drift=stats.drift_per_token)
 
@@ -265,7 +262,6 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     maps = mean_map([acceptance_map(grid, arm.whole) for out in outputs for grid in out.maps])
     row |= dict(zip(("acceptance_map", "acceptance_map_n"), maps))
     row["drift_per_token"] = speed.drift(found)
-    row["latent_displacement"] = float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None
     costs = {key: value for key, value in speed.ideal(plain, found).items() if key != "gap"}
     return row | costs | {"time_s": speed.time_by_stage(found)}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept.local import Local, sampled_distributions
-from visspec.loop.decode import decode, stage
+from visspec.loop.decode import add_drift, decode, stage
 from visspec.loop.out_of_order import OutOfOrderDecoder, Places, decode_wavefront
 from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Order, Request, State, Target
 
@@ -81,9 +81,7 @@ class RejectedRegions(Order):
         with stage(state.trace, "accept"):
             p_BNV = logits_BNV.softmax(-1)
             again_BN = self.rule.again(p_BNV, drafted_BN, real_BN, decoder.columns)
-            costs = self.rule.cost(sampled_distributions(p_BNV, greedy), drafted_BN, ~again_BN)
-            for name, gained_B in zip(("drift", "displacement"), costs):
-                state.meters[name] = state.meters.get(name, 0.0) + gained_B
+            add_drift(state, self.rule.drift(sampled_distributions(p_BNV, greedy), drafted_BN, ~again_BN))
             decoder.accepted_mask[:, places] = ~again_BN
             todo = [[u for u, a in zip(places, row) if a] for row in again_BN.tolist()]
         decoder.reject(todo)

@@ -57,7 +57,7 @@ def decode_wavefront(
     schedule(decoder)
     if audited:
         with stage(trace, "audit"):
-            state.meters["drift"] = audit(decoder)
+            state.drift = audit(decoder)
     decoder.finish()
     return state
 
