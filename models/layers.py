@@ -48,7 +48,7 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def load_exactly(kind: Any, argument: str, where: object, **options: Any) -> Any:
+def load_exactly(kind: Any, argument: str, where: object, **options: object) -> Any:
     """A model of transformers with exactly the tensors of a folder or hub id; else ValueError, with the argument."""
     try:
         with quiet():  # what it would report of the tensors is said below, in one sentence

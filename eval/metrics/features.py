@@ -214,7 +214,7 @@ def _extract(folder: str | Path, extractor: FeatureExtractor, batch_size: int) -
 
 
 def result(
-    name: str, generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor, **values: Any
+    name: str, generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor, **values: object
 ) -> dict:
     """A result row: name, values, both counts, extractor and problems.
 

@@ -307,7 +307,7 @@ class HFDecoder(RunningTarget):
         ids: Tensor,
         positions: Tensor,
         recorded: bool = False,
-        **more: Any,
+        **more: object,
     ) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
         recorded = recorded or self.watched or self.head_states or self.last_layer is not None

@@ -94,13 +94,13 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         }
 
     @classmethod
-    def config_for(cls, target: PreTrainedModel, **options: Any) -> EagleConfig:
+    def config_for(cls, target: PreTrainedModel, **options: object) -> EagleConfig:
         if not content_ids(target.config) or options.get("image_latents") == 0:  # a decoder of text, or as good as one
             options |= {"images": "blind" if options.get("images") == "blind" else "none", "image_latents": 0}
         return super().config_for(target, **options)
 
     @classmethod
-    def for_model(cls, target: PreTrainedModel, *, seed: int = 0, **options: Any) -> Self:
+    def for_model(cls, target: PreTrainedModel, *, seed: int = 0, **options: object) -> Self:
         """As that of the base class. A head of its own starts as the target's rows of the first ids; `keep` of the
         network chooses others.
         """

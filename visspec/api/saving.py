@@ -31,7 +31,7 @@ PLAIN = (bool, int, float, str, tuple, list, type(None))
 logger = logging.getLogger(__name__)
 
 
-def save(folder: str | Path, components: Mapping[str, Any], family: object = None, /, **options: Any) -> None:
+def save(folder: str | Path, components: Mapping[str, Any], family: object = None, /, **options: object) -> None:
     """Write a pipeline's components, or an accelerated model's, which may lack a processor. options: of the model's;
     family: of an image model.
 

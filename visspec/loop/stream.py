@@ -32,7 +32,7 @@ Together = Callable[[Sequence[Request]], Request | None]
 class Answer:
     """The result of one request. With an error, `tokens` are those that came before it."""
 
-    id: Any
+    id: object
     tokens: list[int] = field(default_factory=list)
     ended: str | None = None  # as `stats.ended_by`
     origin: list[str] = field(default_factory=list)  # of each token, as in `types.Trace`
@@ -77,7 +77,7 @@ class Row:
 
         return caught
 
-    def call_user(self, call: Callable, *arguments: Any) -> Any:
+    def call_user(self, call: Callable, *arguments: object) -> Any:
         """What a call of the user's returns; None if it raises, or something has before."""
         if self.error is None:
             try:
