@@ -65,7 +65,7 @@ def test_prompts_are_names_of_classes(pipe):
 
 
 def test_drafter_head_calls(pipe, written):
-    drafter = SmallMAR.from_pretrained(written / "drafter", pipe.model, wait=4)
+    drafter = SmallMAR.from_pretrained(written / "drafter", pipe.model)
     out = pipe(PROMPTS[:2], seed=[1, 2], drafter=drafter, output_type="latent")
     stats, trace = out.stats[0], out.traces[0]
     drafted = sum(r.levels for r in trace.rounds)

@@ -34,21 +34,19 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 class Local(Acceptance[Gumbel]):
     """tau: required pooled probability; k: number of codes pooled; radius: dilation of rejections.
 
-    rows: image rows verified per pass, None for all. window: how far the row above must be ahead when an island is
-    generated (ZipAR, ICML 2025); None for raster order. tau above 1 rejects everything, 0 nothing.
+    window: how far the row above must be ahead when an island is generated (ZipAR, ICML 2025); None for raster order.
+    tau above 1 rejects everything, 0 nothing.
     """
 
     traits = RuleTraits(whole_images=True)
 
-    def __init__(
-        self, tau: float = 0.05, radius: int = 1, k: int = 8, rows: int | None = None, window: int | None = None
-    ):
+    def __init__(self, tau: float = 0.05, radius: int = 1, k: int = 8, window: int | None = None):
         if not tau >= 0:
             raise ValueError(f"tau: got {tau}, expected a probability of at least 0 (above 1 rejects everything)")
-        for name, value, least in (("radius", radius, 0), ("k", k, 1), ("rows", rows, 1), ("window", window, 1)):
+        for name, value, least in (("radius", radius, 0), ("k", k, 1), ("window", window, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
-        self.tau, self.radius, self.k, self.rows, self.window = tau, radius, k, rows, window
+        self.tau, self.radius, self.k, self.window = tau, radius, k, window
         self.codes = 0  # of the codebook; ids from there on are grammar
         self.near_Vk: Tensor | None = None
 
