@@ -159,13 +159,6 @@ class Request:
         given = [False] * len(order) if self.known is None else (self.known[row] != FREE).tolist()
         return [place for place in order if given[place]] + [place for place in order if not given[place]]
 
-    @cached_property
-    def stride(self) -> int:
-        """Positions between a token and the one below it; synchronises once."""
-        assert self.grid is not None
-        ends = 0 if self.fixed is None else int((self.fixed[: self.max_new_tokens] != FREE).sum())
-        return self.grid[1] + (ends >= self.grid[0])  # plus one if every row ends with a grammar token
-
 
 class Tokenizer(Protocol):
     """Turns texts into ids and back, as those of transformers do."""
