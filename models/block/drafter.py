@@ -154,9 +154,9 @@ class BlockModel(StructuredDrafter):
         export.write(self, folder, export.form_for(self))
         write_provenance(folder, provenance)
 
-    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, private: bool | None = None) -> str:
+        """Upload what `save_pretrained` writes. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None

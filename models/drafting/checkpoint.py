@@ -138,9 +138,9 @@ class NetworkDrafter(Generic[TargetT]):
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
         write(folder, self.head, provenance, dtype)
 
-    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, private: bool | None = None) -> str:
+        """Upload what `save_pretrained` writes. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
 
 def read_config(folder: str | Path, kind: type[Any]) -> Any:

@@ -171,9 +171,9 @@ class Accelerated:
         parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels", "batch_invariant")}
         saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
-    def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
+    def push_to_hub(self, repo_id: str, private: bool | None = None) -> str:
         """Upload what `save_pretrained` writes. Returns the URL."""
-        return hub.push(repo_id, self.save_pretrained, private, message)
+        return hub.push(repo_id, self.save_pretrained, private)
 
     @property
     def setup(self) -> DecodingSetup[HFDecoder]:
