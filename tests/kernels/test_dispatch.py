@@ -44,8 +44,8 @@ class Count(TorchDispatchMode):
 
 
 def tree_arguments(case, depth, branch):
-    blank = dict.fromkeys(("mass", "neighbours", "delta", "lam"))
-    return {**blank, **case, "depth": depth, "branch": branch}
+    rule = {name: case.get(name) for name in ("mass", "neighbours", "delta", "lam")}
+    return {**case, **rule, "depth": depth, "branch": branch}
 
 
 @pytest.mark.parametrize("rows", [1, 4])
