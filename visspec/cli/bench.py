@@ -169,6 +169,16 @@ def throughput(
     return {"items_per_second": sum(map(len, groups)) / sum(seconds["stream"]), "over_transformers": ratio}
 
 
+def choice_of(fast: Accelerated) -> dict[str, str]:
+    """Fields of a record: the drafter that "auto" stands for, and why."""
+    return {"auto": fast.name, "why": fast.last_stats.why if fast.last_stats else ""}
+
+
+def choice_in_words(record: Mapping[str, Any]) -> str | None:
+    """What "auto" stands for in a record, or None."""
+    return f"auto: drafter {record['auto']}, because {record['why']}" if "auto" in record else None
+
+
 def stream_in_words(record: Mapping[str, Any], items: str) -> str | None:
     """The throughput in a record, or None."""
     if "items_per_second" not in record:
