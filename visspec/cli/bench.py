@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
-from visspec.api.accelerate import Accelerated
+from visspec.api.accelerate import Accelerated, default_drafter
 from visspec.api.sources import Record, RecordStream
 from visspec.cli.arguments import JsonOption
 from visspec.eval.bench.clock import seconds_of, waiter
@@ -171,7 +171,7 @@ def throughput(
 
 def choice_of(fast: Accelerated) -> dict[str, str]:
     """Fields of a record: the drafter that "auto" stands for, and why."""
-    return {"auto": fast.name, "why": fast.last_stats.why if fast.last_stats else ""}
+    return {"auto": fast.name, "why": default_drafter(fast.model)[1]}
 
 
 def choice_in_words(record: Mapping[str, Any]) -> str | None:
