@@ -19,13 +19,6 @@ from visspec.eval.metrics.detectors import (
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 80, 3), dtype=np.uint8))
 
 
-def swin(*features: str):
-    from transformers import SwinConfig
-
-    small = {"embed_dim": 8, "depths": [1] * 4, "num_heads": [1] * 4, "window_size": 2}
-    return SwinConfig(image_size=64, out_features=list(features), **small)
-
-
 # --- Mask2Former ---
 
 
