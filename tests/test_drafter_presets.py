@@ -305,7 +305,6 @@ def test_text_comes_first_and_pictures_more_and_more(data):
 @pytest.mark.parametrize("options,sentence", [
     ({"preset": "eagle4"}, "preset: got 'eagle4', expected a name of `visspec list recipes`, such as eagle"),
     ({"preset": "msd", "image_latents": 3}, "image_latents: got 3 with the preset 'msd', which has no such value"),
-    ({"head_rank": 4}, "head_rank: got 4, which does not go with"),
     ({"preset": "eagle2", "block": 4}, "block: got 4 with the preset 'eagle2', which has no such value"),
     ({"preset": "vispec", "layers": 2}, "layers: got 2 with the preset 'vispec', which has no such value"),
     ({"preset": "dflash", "block": 1}, "block: got 1, expected a whole number from 2"),
