@@ -32,7 +32,7 @@ class DrafterTraining(HardwareOptions):
     loss: Literal["tv", "soft_ce", "kl"] = option("between the drafter's law and the target's", "tv")
     preset: str | None = option(
         "context: a table for the default drafter, in minutes and without data; a published drafter: eagle, eagle3,"
-        " flash, ...; of images: image-eagle, distilled (docs/drafters.md)",
+        " flash, ...; of images: image-eagle, distilled (docs/train.md)",
         None,
     )
     image_latents: Positive | None = option("vectors that stand for an image (1)", None)
@@ -41,7 +41,6 @@ class DrafterTraining(HardwareOptions):
         " (eagle3: 32000, others: the target's head)",
         None,
     )
-    head_rank: Positive | None = option("rank of that head (whole)", None)
     block: Positive | None = option("of flash (5), dflash, ddtree, dspark, dflash2 (16), deer (15): places", None)
     layers: Positive | None = option(
         "of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's), distilled (3)", None

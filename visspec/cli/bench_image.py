@@ -26,6 +26,7 @@ from visspec.cli.bench_image_quality import (
     as_arguments,
     by_detector,
     by_photos,
+    check_folder,
     judge,
     numbers,
     plain_setup,
@@ -52,7 +53,7 @@ class Options(DrawingOptions, ScenesOptions):
         "preset, file of `visspec tune` or name=drafter/rule; repeat; default: all presets", None, repeat=True
     )
     reference: Path | None = option("folder of photographs: judge --prompts by FID and CLIPScore", None)
-    extractor: str = option("of --reference: inception, random-conv, timm:NAME, or a model", "inception")
+    extractor: str = option("of --reference: inception, random-conv, or a model", "inception")
     clip: str = option("CLIP model of CLIPScore, with --reference; or none", "openai/clip-vit-large-patch14")
     quality: Count | None = option(
         "images a method that are judged (default: as --count with --reference, else none): FID and CLIPScore of"
@@ -97,10 +98,14 @@ def run(arguments: Options) -> None:
             device = resolve_device(arguments.device)
             judges = by_photos(texts[:quality], photos, arguments.extractor, arguments.clip, device)
         texts = texts[: arguments.count]
+    arms = {name: (pipe, method) for name, method in ({"plain": plain_setup(pipe)} | methods).items()}
+    arms |= {name: (other, plain_setup(other)) for name, other in others.items()}
+    if judges is not None and arguments.out is not None:
+        check_folder(arguments.out, arms, judges, options, seed)
     record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
     if judges is not None:
         home = arguments.json.resolve().parent if arguments.json else None
-        judge(pipe, record, methods, options, judges, seed, arguments.out, home, others)
+        judge(record, arms, options, judges, seed, arguments.out, home)
     arguments.end(record, view(record))
 
 
@@ -187,7 +192,6 @@ class ImageArm:
         self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
-        self.displacement: list[float] = []
 
     def __call__(self, prompt: tuple[int, list[str]]) -> speed.ArmRun:
         index, texts = prompt
@@ -197,8 +201,6 @@ class ImageArm:
         seconds = time.perf_counter() - start
         self.outputs.append(out)
         stats, trace = out.stats[0], out.traces[0]
-        if stats.displacement_per_token is not None:
-            self.displacement.append(stats.displacement_per_token)
         tokens = [t.tolist() for t in out.tokens]
         return speed.ArmRun.of_trace(seconds, tokens, trace, trace.times["prefill"], drift=stats.drift_per_token)
 
@@ -265,7 +267,6 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     maps = mean_map([acceptance_map(grid, arm.whole) for out in outputs for grid in out.maps])
     row |= dict(zip(("acceptance_map", "acceptance_map_n"), maps))
     row["drift_per_token"] = speed.drift(found)
-    row["latent_displacement"] = float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None
     costs = {key: value for key, value in speed.ideal(plain, found).items() if key != "gap"}
     return row | costs | {"time_s": speed.time_by_stage(found)}
 
