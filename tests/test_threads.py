@@ -187,6 +187,21 @@ def test_another_thread_ends_all_calls():
     assert len(pipe(TEXTS[0], seed=0, output_type="latent").images) == 1
 
 
+def test_weights_stay_until_last_call(monkeypatch):
+    """Offloading: one call's end must not take the weights away from another."""
+    pipe, moves = pipeline(drafter=None), []
+    monkeypatch.setattr(pipe, "_move", lambda where: moves.append(str(where)))
+    pipe.enable_model_cpu_offload("cpu")
+    streams = [pipe.stream(TEXTS[:2], seed=0, batch_size=1, output_type="latent") for _ in range(2)]
+    for stream in streams:
+        next(stream)
+    streams[0].close()
+    assert moves == ["cpu", "cpu"] and len(next(streams[1]).images) == 1
+    streams[1].close()
+    assert moves == ["cpu"] * 3
+    assert pipe(TEXTS[0], seed=0, output_type="latent").images and moves == ["cpu"] * 5
+
+
 @pytest.mark.parametrize(
     "rule",
     [Lantern(k=3, delta=0.3), LanternPlus(k=3, lam=3.0), GraphedRule(Lantern(k=3, delta=0.3))],
