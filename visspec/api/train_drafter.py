@@ -41,7 +41,7 @@ from visspec.train.validation import measure
 from visspec.types import Request
 
 # Options of a drafter's network.
-NETWORK = ("image_latents", "draft_vocab", "head_rank", "block", "layers", "intermediate")
+NETWORK = ("image_latents", "draft_vocab", "block", "layers", "intermediate")
 STEPS, STEP_ROWS, GROUP = 2000, 8, 8
 
 
