@@ -47,7 +47,7 @@ MODEL_LEVELS = (  # the same within `models/`: what kinds share, then the famili
 )
 DERIVED = {"randar": "llamagen"}  # a family that is another one with something more
 MODEL_TABLES = ("assistants", "published")  # which family a loaded model or a folder is of
-LIBRARIES = {"transformers", "diffusers", "timm", "torchvision", "PIL", "rich", "tqdm", "accelerate", "tokenizers"}
+LIBRARIES = {"transformers", "diffusers", "torchvision", "PIL", "rich", "tqdm", "accelerate", "tokenizers"}
 MAY_USE = {room: LIBRARIES for room in ("models", "eval", "api", "cli", "toys")} | {"io": {"PIL"}}
 TOP_LEVEL = len(LEVELS)  # the package itself
 

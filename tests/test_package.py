@@ -146,6 +146,7 @@ NOT_IMPORTED = {  # by our code
     "torchvision",  # transformers' image processors import it
     "pytest-xdist", "pytest-timeout", "ruff", "mypy",  # tools of the Makefile
     "ipykernel",  # runs the notebooks
+    "timm",  # vision towers of some classes of transformers
 }  # fmt: skip
 
 

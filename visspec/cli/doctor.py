@@ -7,7 +7,7 @@ import platform
 
 from visspec.cli.arguments import NoOptions
 
-NEEDED = "torch transformers diffusers timm torchvision pillow safetensors tqdm rich jinja2".split()
+NEEDED = "torch transformers diffusers torchvision pillow safetensors tqdm rich jinja2".split()
 OPTIONAL = {
     "triton": "kernels on a CUDA device",
     "torch_fidelity": "FID with the original Inception weights",
