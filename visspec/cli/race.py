@@ -86,13 +86,14 @@ def captions(name: str) -> list[Lane]:
     model, processor = loading.load(name)
     fast = accelerate(model, tokenizer=processor.tokenizer)
     inputs = prepare(processor, included.scenes("shapes").images(1, first=FIRST), PROMPT, model)
-    lanes = []
-    for title, generate in (("transformers", model.generate), ("visspec", fast.generate)):
+    prompt, lanes = inputs["input_ids"].shape[1], []
+    for title in ("transformers", "visspec"):
         for _ in range(2):  # the first one warms up
-            clock = Clock()
-            output = generate(**inputs, max_new_tokens=160, do_sample=False, streamer=clock)
-        tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
-        origins = ["plain"] * len(tokens) if title == "transformers" else fast.last_state.trace.origin[0]
+            options = {"max_new_tokens": 160, "do_sample": False, "streamer": (clock := Clock())}
+            run = fast.run(**inputs, **options) if title == "visspec" else None
+            output = model.generate(**inputs, **options) if run is None else run.output
+        tokens = output[0, prompt:].tolist()
+        origins = ["plain"] * len(tokens) if run is None else run.state.trace.origin[0]
         lanes.append(Lane(title, clock.seconds[-len(tokens) :], text_pieces(processor.tokenizer, tokens, origins)))
     return lanes
 
