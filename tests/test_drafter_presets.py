@@ -55,7 +55,7 @@ def data(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_preset_trains_and_is_exact(data, tmp_path, name):
-    more = {"draft_vocab": 40, "head_rank": 5} if name == "eagle3" else {}
+    more = {"eagle3": {"draft_vocab": 40, "head_rank": 5}, "vispec": {"draft_vocab": 40}}.get(name, {})
     found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
     model, preset = model_of("llava"), RECIPES[name]
@@ -121,7 +121,7 @@ def test_a_rollout_is_what_drafting_says(name, preset):
     if preset.startswith("features"):
         drafter = EagleDrafter.for_model(model, image_latents=0 if "blind" in preset else 2)
     else:
-        more = {"draft_vocab": 40} if preset == "eagle3" else {}
+        more = {"draft_vocab": 40} if preset in ("eagle3", "vispec") else {}
         drafter = EagleDrafter.for_model(model, **of_preset(preset, model, more)[0])
     taught = partial(drafter.trained_logits, tokens=None)
     target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
@@ -316,8 +316,7 @@ def test_text_comes_first_and_pictures_more_and_more(data):
 @pytest.mark.parametrize("options,sentence", [
     ({"preset": "eagle4"}, "preset: got 'eagle4', expected a name of `visspec list recipes`, such as eagle"),
     ({"preset": "msd", "image_latents": 3}, "image_latents: got 3 with the preset 'msd', which has no such value"),
-    ({"preset": "eagle2", "draft_vocab": 30}, "draft_vocab: got 30 with the preset 'eagle2'"),
-    ({"draft_vocab": 30}, "draft_vocab: got 30 without a preset, which has no such value"),
+    ({"head_rank": 4}, "head_rank: got 4, which does not go with"),
     ({"preset": "eagle2", "block": 4}, "block: got 4 with the preset 'eagle2', which has no such value"),
     ({"preset": "vispec", "layers": 2}, "layers: got 2 with the preset 'vispec', which has no such value"),
     ({"preset": "dflash", "block": 1}, "block: got 1, expected a whole number from 2"),

@@ -41,8 +41,12 @@ class DrafterTraining(HardwareOptions):
         "of drafts: tree=chain, or a tree such as width=4,nodes=16 (the fastest of a few on held-out items)", None
     )
     image_latents: Positive | None = option("vectors that stand for an image (1)", None)
-    draft_vocab: Positive | None = option("of eagle3: ids that its own head predicts (32000)", None)
-    head_rank: Positive | None = option("of eagle3: rank of that head (whole)", None)
+    draft_vocab: Positive | None = option(
+        "of one-layer drafters: the most frequent ids of the target's answers, which a head of its own predicts"
+        " (eagle3: 32000, others: the target's head)",
+        None,
+    )
+    head_rank: Positive | None = option("rank of that head (whole)", None)
     block: Positive | None = option("of flash (5), dflash, ddtree, dspark, dflash2 (16), deer (15): places", None)
     layers: Positive | None = option(
         "of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's), distilled (3)", None
