@@ -21,16 +21,9 @@ from tests.tiny import EOS, IMAGE, PAD, VOCAB, model_of
 
 SHAPE = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}, "count": {"enum": [1, 2, 12]}}}
 SHAPE |= {"required": ["colour", "count"], "additionalProperties": False}
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "ground": {"type": "string", "pattern": "^[a-z]{1,4}$"},
-        "first": SHAPE,
-        "seen": {"type": "boolean"},
-    },
-    "required": ["ground", "first", "seen"],
-    "additionalProperties": False,
-}
+SCHEMA: dict[str, Any] = {"type": "object", "required": ["ground", "first", "seen"], "additionalProperties": False}
+SCHEMA["properties"] = {"ground": {"type": "string", "pattern": "^[a-z]{1,4}$"}, "first": SHAPE}
+SCHEMA["properties"]["seen"] = {"type": "boolean"}
 LONGEST = 120  # tokens
 
 
@@ -65,14 +58,11 @@ def json_model() -> nn.Module:
 
 def json_processor() -> tf.LlavaProcessor:
     """The model's processor."""
+    images = tf.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
     return tf.LlavaProcessor(
-        image_processor=tf.CLIPImageProcessor(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}),
-        tokenizer=tokenizer(),
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        image_token=f"<{IMAGE}>",
+        images, tokenizer(), patch_size=4, vision_feature_select_strategy="default", image_token=f"<{IMAGE}>",
         num_additional_image_tokens=1,
-    )
+    )  # fmt: skip
 
 
 def record(tokens: list[int]) -> Any:
@@ -150,14 +140,6 @@ def _outlines_xgrammar() -> dict[str, Any]:
     return {"logits_processor": [XGrammarLogitsProcessor(compiled(any_whitespace=False), "torch")]}
 
 
-def _outlines_llguidance() -> dict[str, Any]:
-    pytest.importorskip("outlines")
-    from outlines.backends.llguidance import LLGuidanceLogitsProcessor
-
-    llg_tokenizer, grammar = _llguidance_grammar()
-    return {"logits_processor": [LLGuidanceLogitsProcessor(grammar, llg_tokenizer, "torch")]}
-
-
 def _lm_format_enforcer() -> dict[str, Any]:
     pytest.importorskip("lmformatenforcer")
     tokenization.PreTrainedTokenizerBase = PreTrainedTokenizerBase  # where its 0.11.3 imports it from
@@ -174,6 +156,5 @@ PACKAGES: dict[str, Callable[[], dict[str, Any]]] = {  # generate's arguments, w
     "llguidance": _llguidance,
     "outlines": _outlines,
     "outlines-xgrammar": _outlines_xgrammar,
-    "outlines-llguidance": _outlines_llguidance,
     "lm-format-enforcer": _lm_format_enforcer,
 }

@@ -1,6 +1,5 @@
 """The any-order painter: its folder, the pipeline's habits, inpainting, and published weights."""
 
-import json
 import re
 
 import numpy as np
@@ -18,8 +17,6 @@ from tests.tiny_images import painter_processor
 from visspec import ImagePipeline, registry
 from visspec.api import saving
 from visspec.api.image_call import ORIGINS
-from visspec.cli import bench_image
-from visspec.cli.main import main
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
@@ -296,28 +293,6 @@ def test_preset_equals_plain_decoding(pipe, name):
     assert fast.stats[0].faults == 0 and fast.stats[0].rounds <= plain.stats[0].rounds
     assert not preset.drafter.startswith("ahead") or fast.stats[0].rounds < plain.stats[0].rounds
     assert saving.portable_name("order", preset.order) == preset.order and preset.source
-
-
-def test_other_painters_refuse_them():
-    made = ImagePipeline.from_pretrained("painter")
-    for name in PRESETS:
-        with pytest.raises(ValueError, match="any-order models"):
-            made.setup(**registry.preset(name, "any order").method)
-
-
-def test_bench_image_any_order(tmp_path, capsys):
-    """The order of plain decoding is the family's own, halton; codes in another order have another joint law."""
-    folder, record = tmp_path / "painter", tmp_path / "r.json"
-    ImagePipeline(fresh(), painter_processor()).save_pretrained(folder)
-    argv = ["bench", "image", "--model", str(folder), "--count", "1", "--json", str(record), "--world", "shapes"]
-    assert main(argv) == 0
-    said = capsys.readouterr().out
-    rows = {row["name"]: row for row in json.loads(record.read_text())["rows"]}
-    assert {"plain", "gumbel", *PRESETS} <= set(rows) and "left out: distilled" in said
-    assert rows["gumbel"]["promises_tokens"] and rows["gumbel"]["identical"] == 1
-    assert not any(rows[name]["promises_tokens"] for name in PRESETS)
-    assert all(rows[name]["guarantee"] == "exact" and rows[name]["drafter"] for name in PRESETS)
-    assert bench_image.parse_method("assd", "any order")[1] == "ahead:levels=4/exact/spread"
 
 
 # --- the included painter ---------------------------------------------------------------------------------------------

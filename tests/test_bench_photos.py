@@ -77,7 +77,7 @@ def test_the_page_answers_the_question_with_its_commands(home, monkeypatch, caps
         assert main(shlex.split(word)[1:]) == 0
 
 
-def test_scores_are_those_of_the_metrics_on_the_kept_images(home, capsys):
+def test_scores_are_those_of_the_metrics_on_the_kept_images(home, capsys, monkeypatch):
     tiny.painter(home / "model")
     call = ["bench", "image", "--model", "model", "--prompts", "coco.txt", "--method", "plain", "--method", "coupled"]
     call += ["--count", "4", "--reference", "photos", *TINY, "--out", "drawn", "--json", "a.json"]
@@ -93,6 +93,7 @@ def test_scores_are_those_of_the_metrics_on_the_kept_images(home, capsys):
     files = {path: path.stat().st_mtime_ns for path in (home / "drawn").rglob("*.png")}
     assert len(files) == 8 and main(call) == 0, "a run goes on where it was"
     assert files == {path: path.stat().st_mtime_ns for path in (home / "drawn").rglob("*.png")}
+    monkeypatch.setattr("visspec.cli.bench_image.bench", lambda *_, **__: pytest.fail("a folder is refused first"))
     assert "got seed 1" in refused(capsys, *call, "--seed", "1")
     (home / "coco.txt").write_text("a red cube\nanother\na cube\nred\n")
     assert "has the image of another prompt, expected another folder" in refused(capsys, *call)

@@ -149,23 +149,6 @@ def test_confidence_loss():
     assert bool((Confidence(8, 0)(torch.randn(5, 8), None) == 0).all()), "an untrained one says one half of everything"
 
 
-def test_selector_loss():
-    drafter = BlockDrafter.for_model(model_of("llava"), layers=1, block=5, selector=4, candidates=6)
-    torch.nn.init.normal_(drafter.head.candidate_selector.successor_codebook)
-    lesson, found = lesson_for(drafter), []
-    for weight in (0.0, 2.0):
-        torch.manual_seed(0)  # the first anchor
-        found += Step(drafter, TrainingOptions(unroll=1, opening=1.0, selector_weight=weight))(lesson, "soft_ce")[:1]
-    torch.manual_seed(0)
-    ((hidden, weight, _),) = drafter.rollout(lesson, 1)
-    before, after = (lesson.ids[:, lesson.prompt_length + i :][:, : hidden.shape[1]] for i in (0, 1))
-    logits = drafter.trained_logits(hidden, before)
-    scores, ids = drafter.head.sequential.scores(logits, hidden, before, after)
-    p = lesson.logits.gather(-1, ids).softmax(-1)
-    each = -(p * scores.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(found[1] - found[0], 2 * (each * weight).sum() / weight.sum())
-
-
 # --- structure and length of blocks -----------------------------------------------------------------------------------
 
 

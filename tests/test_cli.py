@@ -23,7 +23,7 @@ from tests.doubles import refused
 from visspec import registry
 from visspec.api import loading
 from visspec.api.captions import PROMPT
-from visspec.cli import bench_image, demo, doctor
+from visspec.cli import demo, doctor
 from visspec.cli.main import COMMANDS, main
 from visspec.io import included
 from visspec.io.files import Journal
@@ -322,26 +322,3 @@ def test_help_is_light(argv):
     )
     done = subprocess.run([sys.executable, "-P", "-c", program, *argv], check=True, capture_output=True, timeout=100)
     assert argv != ["--version"] or done.stdout.decode() == f"visspec {visspec.__version__}\n"
-
-
-def line(name, guarantee="exact", **more):
-    figures = {"nfe": 1024.0, "nfe_reduction": 12.34, "ms_per_nfe": 1234.5, "speedup": 12.34, "drift_per_token": 0.1234}
-    return {"name": name, "guarantee": guarantee, "speedup_ci95": [10.12, 12.34], "latent_displacement": None} | (
-        figures | more
-    )
-
-
-def test_the_table_of_bench_image_cuts_nothing_off():
-    rows = [
-        line("coupled-lantern", "approximate", geneval=0.886, fd=123.4),
-        line("plain", "exact for the declared target"),
-        line("islands", "approximate", drift_per_token=None),
-    ]
-    stock = {"cache": "dynamic", "seconds_per_image": 6.6, "nfe": 144}
-    record = {"n_prompts": 24, "batch_size": 1, "guidance_scale": 2.0, "stock": stock, "rows": rows}
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(bench_image.view(record))
-    text = console.export_text()
-    words = set(text.replace("│", " ").replace("┃", " ").split())
-    assert "…" not in text and "head calls" not in text and "FD of pairs" not in text, "columns without a figure"
-    assert words >= set("coupled-lantern approximate 123.400 10.12..12.34 1024.0 1234.5 stock measured".split())

@@ -18,7 +18,7 @@ from tests.doubles import (
     opened,
     stock,
 )
-from tests.tiny import FAMILIES, IMAGE, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
+from tests.tiny import DISTINCT, FAMILIES, IMAGE, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
 from visspec import tree as trees
 from visspec.loop.decode import apply_verdict
 from visspec.types import Verdict
@@ -26,7 +26,6 @@ from visspec.types import Verdict
 BRANCHING = (-1, 0, 0, 1, 1, 3, 2, 5)
 CASES = [(name, shape) for name in FAMILIES for shape in shapes(name)]
 each_case = pytest.mark.parametrize("name,shape", CASES, ids=[f"{n}-{s}" for n, s in CASES])
-each_family = pytest.mark.parametrize("name", FAMILIES)
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # logits have a spread of 3 and more; measured differences are below 2e-5
 
 
@@ -131,7 +130,7 @@ def test_greedy_equals_stock(name, shape):
             assert model.last_stats.tau > 1.2, f"{kind}: trees must be accepted in part"
 
 
-@each_family
+@pytest.mark.parametrize("name", DISTINCT)
 def test_rows_do_not_depend_on_their_batch(name):
     """A row of a ragged batch decodes as it does alone, greedy and sampled, drafted and not."""
     rows = shapes(name)["ragged"]
@@ -205,7 +204,7 @@ def test_pictures_reach_the_answer(name):
     assert new_tokens(output, inputs) != stock(name, "several")
 
 
-@each_family
+@pytest.mark.parametrize("name", FAMILIES)
 def test_answers_vary(name):
     """Control of the fixtures: a model that repeats one token would hide most faults."""
     assert max(len(set(row)) for shape in ("several", "ragged") for row in stock(name, shape)) >= 8

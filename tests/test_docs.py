@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import visspec
 from tests import test_convert as published
 from tests import test_lantern_drafters as lantern
+from tests import test_videos as videos
 from tests import tiny_images as tiny
 from tests.grammars import SCHEMA, json_model, json_processor
 from tests.layouts import chameleon_vq_names, filled
@@ -52,6 +53,7 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQG
 SHORT = {  # what makes a command short, and says of small models what the authors' sizes do not
     "train drafter .*--prompts": "--steps 2 --rows 2 --eval-rows 2 --overwrite",
     "train drafter": "--steps 2 --rows 2 --max-new-tokens 8 --overwrite",
+    "(caption photos|bench caption)": "--max-new-tokens 8",
     "tune": "--max-new-tokens 4 --count 4 --lengths 2 --drafters ngram",
     "convert llamagen": "--size 16 --heads 4",
     "convert (randar|mar)": "--heads 4",
@@ -85,7 +87,33 @@ def test_every_line_names_what_is_there(monkeypatch):
                 )
 
 
+def test_links_lead_somewhere():
+    """Files of links, and the headings behind a #."""
+    heads = {
+        page: {
+            re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-")
+            for head in re.findall(r"^#+ (.+)$", text, re.M)
+        }
+        for page, text in PAGES.items()
+    }
+    for page, text in PAGES.items():
+        home = ROOT if page in ("README.md", "CONTRIBUTING.md") else ROOT / "docs"
+        for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
+            file, _, anchor = link.partition("#")
+            if "://" not in link:
+                assert not file or (home / file).exists(), (page, link)
+                assert not anchor or anchor in heads[Path(file).name or page], (page, link)
+
+
 # --- what stands for the names of a page ------------------------------------------------------------------------------
+
+
+def reading(home: Path) -> dict[str, Any]:
+    """The published models that README names, tiny and random, as transformers saves them."""
+    tiny.janus_pro(home / "deepseek-community" / "Janus-Pro-1B")
+    for part in (videos.model(), videos.processor()):
+        part.save_pretrained(home / "Qwen" / "Qwen2.5-VL-7B-Instruct")
+    return {}
 
 
 def captioning(home: Path) -> dict[str, Any]:
@@ -193,6 +221,7 @@ def evaluating(home: Path) -> dict[str, Any]:
 
 
 NAMES = {
+    "README.md": reading,
     "captions.md": captioning,
     "drafters.md": drafting,
     "extend.md": extending,
@@ -229,6 +258,17 @@ def run(line: str, home: Path) -> int:
         shutil.rmtree(shlex.split(line, comments=True)[-1], ignore_errors=True)
     more = next((words for command, words in SHORT.items() if re.match(f"visspec {command}", line)), "")
     return main(shlex.split(f"{line.partition(' #')[0]} {more}")[1:])
+
+
+@pytest.mark.slow
+def test_janus_is_drawn_by_six_lines_of_readme(home):
+    (snippet,) = (block for kind, block in BLOCK.findall(PAGES["README.md"]) if "Janus" in block)
+    names = reading(home)
+    exec(snippet, names)
+    assert sum(bool(line.strip()) for line in snippet.splitlines()) <= 6 and (home / "stars.png").is_file()
+    plain = names["pipe"]("a photo of three stars", num_images_per_prompt=4, seed=0, preset="plain")
+    assert [codes.tolist() for codes in names["out"].tokens] == [codes.tolist() for codes in plain.tokens]
+    assert len({image.tobytes() for image in names["out"].images}) == 4
 
 
 @pytest.mark.slow

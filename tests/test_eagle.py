@@ -105,39 +105,6 @@ def test_image_latents_reach_drafts():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize(("name", "shape", "latents"), CASES)
-def test_a_short_chain_is_the_beginning_of_a_longer_one(name, shape, latents):
-    drafter, model, chains = make(name, latents), model_of(name), []
-    for depth in range(1, 6):
-        request = request_of(model, prompt(name, shapes(name)[shape]), temperature=0, max_new_tokens=NEW, seed=0)
-        _, _, state, _ = opened(drafter, request)
-        chains.append(drafter.propose(state, depth).value)
-    assert all(torch.equal(chain, chains[-1][:, : chain.shape[1]]) for chain in chains)
-    assert len(set(chains[-1].flatten().tolist())) > 4
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize(("name", "shape", "latents"), CASES)
-def test_a_tree_one_node_wide_is_the_chain(name, shape, latents):
-    """Its nodes see what is read and what they hang from, also where rows differ in length; its last level is read by
-    no pass.
-    """
-    drafter, model, features, passes = make(name, latents), model_of(name), [], []
-    drafter.nodes = 5
-    drafter.layer.read = lambda *args, own=drafter.layer.read: passes.append(1) or own(*args)
-    drafter._logits = lambda feature, own=drafter._logits: features.append(feature.flatten(0, -2)) or own(feature)
-    request = request_of(model, prompt(name, shapes(name)[shape]), temperature=0, max_new_tokens=NEW, seed=0)
-    chain = drafter.propose(opened(drafter, request)[2], 5)
-    state = opened(drafter, request)[2]
-    tree = drafter._tree(state, state.memory, drafter._catch_up(state.memory, 5), 5)
-    assert torch.equal(tree.value, chain.value)
-    assert tree.tree.parent.tolist() == [[-1, 0, 1, 2, 3, 4]] * len(state.rows)
-    assert len(features) == len(passes) == 10
-    for single, grown in zip(features[:5], features[5:]):
-        torch.testing.assert_close(grown, single, rtol=1e-3, atol=1e-4)
-
-
-@torch.inference_mode()
 def test_a_tree_may_keep_one_node():
     drafter, model = EagleDrafter.for_model(model_of("llama"), seed=1, image_latents=0), model_of("llama")
     drafter = EagleDrafter(drafter.head, model, width=3, nodes=1)

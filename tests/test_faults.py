@@ -182,15 +182,6 @@ def test_image_ids_and_empty_drafts_are_no_faults():
         )
 
 
-def test_image_ids_are_never_drafted():
-    answers = stock("llava", "ragged")
-    model = fast("llava", Oracle(answers))
-    model.generate(**prompt("llava", shapes("llava")["ragged"]), **GREEDY)
-    pairs = [pair for rows in zip(answers, model.last_state.trace.origin) for pair in zip(*rows)]
-    said = [origin for token, origin in pairs if token == IMAGE]
-    assert said and "drafted" not in said
-
-
 BAD_LAWS = {
     "nan": lambda d, s: with_q(d, lambda q: q[:, 2].fill_(float("nan"))),
     "inf": lambda d, s: with_q(d, lambda q: q[:, 2, 5].fill_(float("inf"))),

@@ -258,16 +258,6 @@ def test_ragged_rows_build_no_mask_each_round(wrong, monkeypatch):
     assert len(rounds) > 6 and len(built_masks) <= len(expected)  # the first, and one where rows leave
 
 
-def test_the_store_is_allocated_once(monkeypatch):
-    sizes, grown = [], []
-    allocate, grow = SlotCache._allocate, SlotCache._grown
-    monkeypatch.setattr(SlotCache, "_allocate", lambda *args: sizes.append(args[2]) or allocate(*args))
-    monkeypatch.setattr(SlotCache, "_grown", lambda *args: grown.append(1) or grow(*args))
-    inputs = prompt("llama", ["9"])
-    fast("llama", None).generate(**inputs, max_new_tokens=300, do_sample=False)
-    assert not grown and len(sizes) == 4 and 310 <= sizes[0] <= 310 + 129
-
-
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 3), (4, 8)])
 def test_heads_that_do_not_divide_are_refused_before_work(heads, key_heads):
     model = llama(num_attention_heads=heads, num_key_value_heads=key_heads)

@@ -20,7 +20,7 @@ from tests.replays import Standin, recording
 from tests.test_recurrent import model_of as recurrent
 from tests.test_threads import hurried as hurried
 from tests.test_threads import together
-from tests.tiny import FAMILIES, llama, model_of, prompt, shapes
+from tests.tiny import DISTINCT, FAMILIES, llama, model_of, prompt, shapes
 from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
@@ -111,7 +111,7 @@ def eager_passes(target) -> list[int]:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("name", RECORDED)
+@pytest.mark.parametrize("name", [each for each in DISTINCT if each.values[0] in RECORDED])
 def test_every_family(name, standin):
     """Pictures, videos, padding and windows; one row and several in turn. Eager passes are compared with recordings."""
     for shape in sorted(set(shapes(name)) & {("ragged", "one")[RECORDED.index(name) % 2], "video"}):
@@ -317,12 +317,6 @@ def test_short_requests(standin, monkeypatch):
         found = quick.generate(**asked, max_new_tokens=new)
         assert torch.equal(found, model.generate(**asked, max_new_tokens=new))
         assert (recorder.graphs, len(seen)) == (graphs_made, eager), new
-    verify, rooms = quick.target.verify, []
-    quick.target.verify = lambda state, draft: rooms.append(state.cache.slots.keys[0].shape[2]) or verify(state, draft)
-    for new in (7, 8):  # a prompt that moves into other stores takes no room for its answer
-        quick.generate(**asked, max_new_tokens=new)
-    assert rooms[0] > 7 and rooms[6:8] == [3, 16]
-    del quick.target.verify
     two = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "do_sample": False, "max_new_tokens": 7}
     assert torch.equal(quick.generate(**two), model.generate(**two)) and recorder.graphs == 1
 

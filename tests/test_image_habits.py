@@ -25,7 +25,6 @@ from visspec.api import saving
 from visspec.api.images import ImagePipeline
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of, prompt_of
-from visspec.models.image_codes.target import Family
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import State
 
@@ -140,18 +139,6 @@ def test_negative_prompts_that_are_refused(monkeypatch):
     ):
         with one_sentence(re.escape(start)):
             caller(text, negative_prompt=negative, output_type="latent", **more)
-
-
-def test_a_family_of_ones_own_without_negative_prompts_is_told():
-    class Own(Family):
-        name = "own"
-
-        def prompt(self, texts, guided, layout=None):
-            return len(texts)
-
-    family = Own()
-    assert prompt_of(family, ["a"], True, None) == 1
-    assert refused(lambda: prompt_of(family, ["a"], True, None, ["b"])).startswith("negative_prompt: got 'b', expected")
 
 
 def test_unknown_negative_words_warn(pipe):

@@ -17,7 +17,7 @@ import torch
 
 from tests import tiny_images as tiny
 from tests.doubles import drafted, one_sentence
-from tests.image_cases import CASES, NEGATIVE, TEXTS, Case, draw, expected, llamagen_model, made, named
+from tests.image_cases import CASES, TEXTS, Case, draw, expected, llamagen_model, made, named
 from visspec import registry
 from visspec import tree as trees
 from visspec.api.images import ImagePipeline
@@ -266,16 +266,6 @@ def test_chameleon_prompts_end_as_its_style_says():
         embeds = prompt.embeds[1, prompt.attention[1]]
         ids = torch.tensor([model.config.vocabulary_map[n] for n in bare])
         assert embeds.equal(model.get_input_embeddings()(ids))
-
-
-def test_the_pipeline_draws_in_the_size_it_is_asked_for():
-    pipe = ImagePipeline(tiny.emu3(), tiny.emu3_processor())
-    pipe.family.negative = NEGATIVE
-    found = pipe(TEXTS, height=4, width=10, output_type="pt", seed=0)
-    assert [tuple(image.shape) for image in found.images] == [(3, 4, 10)] * 3
-    assert [len(tokens) for tokens in found.tokens] == [10] * 3
-    alone = pipe(TEXTS[1], height=4, width=10, output_type="latent", seed=1)
-    assert alone.tokens[0].equal(found.tokens[1])
 
 
 def test_codes_become_pixels_through_a_codec():

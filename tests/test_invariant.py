@@ -231,6 +231,8 @@ def test_no_prefix_is_kept():
     found = list(fast("none").stream(entries, slots=1, max_new_tokens=4, do_sample=False, prefix_cache=kept))
     assert all(answer.tokens == found[0].tokens for answer in found) and kept.hits == 0
     assert "batch_invariant" in kept.refused
+    with one_sentence("prefix_cache: got 1024 with batch_invariant=True, which reads each prompt in one pass"):
+        fast("none").stream(entries, prefix_cache=1024)
 
 
 def test_padding_behind_a_prompt_is_refused():

@@ -93,18 +93,6 @@ def test_presets_have_the_drafter_of_the_painter():
 # --- several tokens in a pass -----------------------------------------------------------------------------------------
 
 
-def test_full_parallel_is_plain(pipe):
-    plain = pipe(PROMPTS[:2], seed=[1, 2], acceptance="coupled:window=1")
-    seen, order = [], ParallelMAR(16)
-    watch = {"callback_on_step_end": lambda pipe, step, *rest: seen.append(step) or {}}
-    out = pipe(PROMPTS[:2], seed=[1, 2], acceptance="coupled:window=1", order=order, **watch)
-    assert len(seen) == 16
-    for one, two in zip(plain.tokens, out.tokens):
-        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
-    assert out.traces[0].calls == plain.traces[0].calls
-    assert all((a == b).all() for a, b in zip(out.passes, plain.passes))
-
-
 def test_fewer_passes_in_the_bench(pipe):
     ways = {"four": "none/coupled:window=1/parallel:iterations=4"}
     others = {"two steps": pipe.with_parts({"denoising_steps": 2})}

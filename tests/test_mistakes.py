@@ -61,10 +61,19 @@ MISTAKES = {
     "caption {}/photo.png --report page.html": "--report: got it without --out",
     "caption {}/photo.png --schema {}/gone.json": "--schema: got",
     "generate": "prompt: got none, expected at least one",
+    "generate ''": "prompt: got an empty one. Say what to draw.",
+    "generate ' ' --ray --out x": "prompt: got an empty one. Say what to draw.",
     "generate x -n 0": "-n: got 0, expected a whole number of at least 1",
     "generate x -n 4 --out pic.png": "--out: got pic.png for 4 pictures, expected a folder",
     "generate x --preset copled": "such as coupled",
     "generate x --model paintr": "such as painter",
+    "generate x --model captioner": "'llava' draws no images",
+    "bench image --model captioner": "'llava' draws no images",
+    "bench image --model painter --prompts {}/gone.txt": "gone.txt",
+    "bench image --model painter --method coupled=jacobi": "expected a preset or name=drafter/acceptance",
+    "convert llamagenn {}/x.pt --out {}/out": "such as llamagen",
+    "convert llamagen {}/gone.pt --vq {}/gone.pt --out {}/out": "gone.pt",
+    "caption {}/photo.png --model deepseek-ai/Janus-Pro-1B": "deepseek-ai/Janus-Pro-1B is no folder",
     "generate x --prompts {}/gone.txt": "gone.txt",
     "generate x --image {}/photo.png": "both --image and --mask",
     "generate x --retry-failed": "--retry-failed: got it without --ray",
@@ -82,6 +91,7 @@ MISTAKES = {
     "bench text": "--model",
     "serve --port 99999999": "--port: got 99999999, expected a number from 0 to 65535",
     "serve --slots 0": "--slots",
+    "serve --batch-invariant --prefix-cache 9": "--prefix-cache: got it with --batch-invariant, which keeps no prompts",
     "serve --host 999.1.1.1": "--host, --port: can't listen on 999.1.1.1, 8000",
     "answer {}/photo.png x --drafts captioner captioner --model captioner --template {y}": "{question} and {paths}",
     "convert lantern {}/empty --out {}/out": "checkpoint: {}/empty has no config.json",
@@ -92,6 +102,7 @@ MISTAKES = {
     "generate x --seed 99999999999999999999": "--seed: got 99999999999999999999, expected a whole number from 0",
     "generate x --guidance-scale abc": "--guidance-scale: got abc, expected a number",
     "generate --prompts {}/photo.png": "expected a text in UTF-8",
+    "generate --prompts {}/blank.jsonl": "got a line without a prompt",
 }
 
 
@@ -108,6 +119,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("files")
     Image.new("RGB", (48, 48), "red").save(root / "photo.png")
     (root / "photo.txt").write_text("a photo of a red ring\n")
+    (root / "blank.jsonl").write_text('{"prompt": " "}\n')
     (root / "empty").mkdir()
     return root
 

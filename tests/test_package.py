@@ -100,15 +100,18 @@ def assert_found_in(site: Path, cwd: Path, further: str) -> str:
     return run.stdout
 
 
-def test_checkout_before_package(tmp_path):
-    """Plain python in the repository root takes ./visspec; models, kernels and eval stand beside it, not in it."""
+@pytest.mark.parametrize("installed", ["", "editable"])
+def test_checkout_before_package(installed, tmp_path):
+    """Plain python in the repository root takes ./visspec; models, kernels and eval stand beside it, not in it, and are
+    not those of another clone that is installed.
+    """
     shutil.copytree(ROOT / "visspec", tmp_path / "visspec", ignore=shutil.ignore_patterns("__pycache__"))
-    for part in ("models", "kernels", "eval"):
+    for part in ("models", "models/zoo", "kernels", "eval"):
         (tmp_path / part).mkdir()
         (tmp_path / part / "__init__.py").write_text("")
     program = (
         "import sys\n"
-        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in f.__module__]\n"  # as a wheel is found
+        f"sys.meta_path = [f for f in sys.meta_path if {bool(installed)} or 'editable' not in f.__module__]\n"
         "import visspec, visspec.models, visspec.kernels, visspec.eval\n"
         "print(visspec.__file__, visspec.models.__file__)\n"
     )

@@ -135,31 +135,6 @@ def test_features_and_cache_as_fresh(name):
             torch.testing.assert_close(mine[b, :, :length], theirs[b, :, : real.shape[1]][:, real[b]], **close)
 
 
-def test_captioner_drafter(captioner):
-    """Whose drafter of ViSpec's kind compresses the image slots."""
-    from visspec.api.captions import Captions
-    from visspec.api.sources import Record
-    from visspec.io import included
-
-    model, processor = captioner
-    scenes, quick = (
-        included.scenes(None, processor),
-        visspec.accelerate(model, "vispec", tokenizer=processor, adaptive=False),
-    )
-    pairs = list(zip(scenes.images(3), (row["questions"] for row in scenes.rows)))
-    records = [
-        Record(f"{n}-{i}", image, prompt=q) for i, (image, own) in enumerate(pairs) for n, q in enumerate(own[:5])
-    ]
-    found = []
-    for room in (0, 1 << 24):
-        cache = PrefixCache(room)
-        captions = Captions(quick, processor, max_new_tokens=24, slots=4, prefix_cache=cache)(records)
-        found.append(sorted((c.path, c.text, c.rounds, c.pieces) for c in captions))
-    assert found[0] == found[1] and len(found[0]) == 15
-    assert cache.hits == 12 and cache.misses == 3 and len(cache) == 3
-    assert any(rounds < len(pieces) - 1 for _, _, rounds, pieces in found[0])
-
-
 def test_other_image_is_a_miss():
     entries = questions("llava", 1, max_new_tokens=3)[:2]
     entries[1]["pixel_values"] = entries[1]["pixel_values"].clone()

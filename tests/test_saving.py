@@ -85,6 +85,9 @@ def test_a_model_knows_its_drafter(tmp_path):
         assert fast.name == name and visspec.accelerate(model, "ngram").name == "ngram"
         fast.save_pretrained(folder / "again")
         assert visspec.Accelerated.from_pretrained(folder / "again").name == name
+        chosen = json.loads((folder / "again" / "visspec.json").read_text())["drafter"] == "auto"
+        assert chosen == (name == "context"), "what the library chose is chosen again, and what a folder names is named"
+        assert visspec.accelerate(type(bare).from_pretrained(folder / "again")).name == name
     (folder / "visspec.json").write_text('{"drafter": {"folder": "../elsewhere"}}')
     with pytest.raises(ValueError, match="drafter of"):
         visspec.accelerate(model)

@@ -76,22 +76,6 @@ def test_bootstrap_brackets_the_mean_and_repeats():
     assert math.log(high) == pytest.approx(centre + spread, abs=0.15 * spread)
 
 
-@pytest.mark.parametrize(
-    "ratio, reach, words",
-    [
-        (0.5, 3.0, "a slowdown: 2.00 times the time"),
-        (0.999, 3.0, "a slowdown: 1.00 times the time"),
-        (1.0, 3.0, "1.00 times faster"),
-        (2.5, 3.0, "2.50 times faster"),
-        (3.5, 3.0, "3.50 times faster, SUSPECT: more than tau 3.00"),
-        (float("nan"), 3.0, "not measured"),
-        (2.0, 0.0, "2.00 times faster"),  # an arm whose tau is not known
-    ],
-)
-def test_words(ratio, reach, words):
-    assert speed.in_words(ratio, reach) == words
-
-
 def arms_of(log, failing=()):
     """Three arms that log their calls; `failing` holds (arm, prompt) pairs that raise."""
 

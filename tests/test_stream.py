@@ -13,7 +13,7 @@ import visspec
 from tests import tiny_classes
 from tests.doubles import Double, drafted, fast
 from tests.test_eagle import make
-from tests.tiny import FAMILIES, llama, model_of, prompt, shapes, single_row
+from tests.tiny import DISTINCT, llama, model_of, prompt, shapes, single_row
 from visspec import tree as trees
 from visspec.loop.stream import Stream
 from visspec.models.decoder import probe
@@ -68,7 +68,7 @@ class Guesser(Double):
         return drafted(nodes, trees.static(parent))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_rows_are_as_alone_in_every_family(name):
     quick = fast(name, "ngram")
     entries = prompts(name)

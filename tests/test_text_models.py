@@ -67,6 +67,10 @@ def test_train_and_export_a_drafter(preset, form, answers, folder, tmp_path, cap
     ids = torch.arange(5, 25)[None]
     fast = visspec.accelerate(model, tmp_path / "d")
     assert fast.generate(ids, max_new_tokens=9).equal(model.generate(ids, max_new_tokens=9, do_sample=False))
+    entries = [{"input_ids": ids[:, :n]} for n in (20, 9, 14)]
+    for answer in fast.stream(entries, slots=2, max_new_tokens=9, do_sample=False):
+        expected = model.generate(**entries[answer.id], max_new_tokens=9, do_sample=False)[0]
+        assert answer.tokens == expected[entries[answer.id]["input_ids"].shape[1] :].tolist()
     if form is not None:
         assert main(["export", str(tmp_path / "d"), "--form", form, "--out", str(tmp_path / form)]) == 0
 
@@ -184,7 +188,7 @@ def test_a_table_for_the_default_drafter(folder, tmp_path, capsys):
         visspec.accelerate(small, tmp_path / "d")
 
 
-def test_auto_is_the_same_everywhere(folder, tmp_path):
+def test_auto_is_the_same_everywhere(folder, tmp_path, capsys):
     """A drafter that was trained into the model's folder, from every entry point."""
     home = shutil.copytree(folder, tmp_path / "model")
     argv = ["train", "drafter", "--target", home, "--data", home / "data.jsonl", "--out", home / "drafter"]
@@ -199,8 +203,9 @@ def test_auto_is_the_same_everywhere(folder, tmp_path):
     assert [type(fast.drafter).__name__ for fast in found] == ["MergedDrafter"] * len(found)
     short = ["--max-new-tokens", "2", "--count", "1", "--json", str(tmp_path / "b")]
     assert main(["bench", "text", "--model", str(home), *short]) == 0
-    rows = json.loads((tmp_path / "b").read_text())["rows"]
-    assert f"{home / 'drafter'}:copies=true" in {row["name"] for row in rows}
+    record = json.loads((tmp_path / "b").read_text())
+    assert "auto" in {row["name"] for row in record["rows"]} and record["auto"] == "drafter"
+    assert "auto: drafter drafter, because it is in the model's folder" in " ".join(capsys.readouterr().out.split())
 
 
 def test_bench_text(folder, tmp_path):
@@ -230,12 +235,19 @@ def test_tune_takes_prompts(folder, tmp_path):
     assert visspec.accelerate(model, preset=tmp_path / "p.json").name in ("ngram", "none", "plain")
 
 
-@pytest.mark.parametrize(
-    "command", ["caption {}/x.png", "caption {} --out {}/o.jsonl", "bench caption", "tune --images {}"]
-)
+@pytest.mark.parametrize("command", [
+    "caption {}/x.png", "caption {} --out {}/o.jsonl", "bench caption", "tune --images {}",
+    "answer {}/x.png what --drafts {} {}",
+])  # fmt: skip
 def test_a_text_model_sees_no_pictures(command, folder, capsys):
     said = refused(capsys, *command.replace("{}", str(folder)).split(), "--model", folder)
     assert f"{folder} generates text and sees no pictures" in said and "visspec bench text" in said
+
+
+@pytest.mark.parametrize("command", ["generate x", "bench image"])
+def test_a_text_model_draws_nothing(command, folder, capsys):
+    said = refused(capsys, *command.split(), "--model", folder)
+    assert "'llama' draws no images" in said and "`bench text`" in said
 
 
 def test_serve_answers_a_chat(folder):

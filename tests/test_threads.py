@@ -12,18 +12,14 @@ import torch
 
 import visspec
 from tests import tiny_images
-from tests.doubles import Grower, drafted, stock
+from tests.doubles import Grower, stock
 from tests.tiny import llama, llava, model_of, prompt, shapes
-from visspec import tree as trees
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.lantern import Lantern, LanternPlus
-from visspec.accept.rejection import Rejection
 from visspec.api.images import ImagePipeline
-from visspec.distributions import Categorical
 from visspec.models.decoder import probe
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.types import Scores
 
 THREADS = 8
 TEXTS = ["a", "b c", "d e f"]
@@ -223,39 +219,6 @@ def test_a_rule_serves_two_targets(rule):
     assert expected[0] != expected[1]
     again = [p(**asked, acceptance=rule).stats[0].displacement_per_token for p in (first, second, first)]
     assert again == [*expected, expected[0]]
-
-
-def test_one_replay_at_a_time(hurried):
-    def record(call):
-        verdict = call()
-
-        def replay():
-            new = call()
-            for name, value in vars(new).items():
-                if value is not None:
-                    getattr(verdict, name).copy_(value)
-
-        return verdict, replay
-
-    rule, g = GraphedRule(Rejection(), record=record), torch.Generator().manual_seed(0)
-    tree = trees.static((-1, 0, 0, 1, 1, 3))
-    cases = []
-    for seed in range(8):
-        draft = drafted(torch.randint(6, (2, 6), generator=g), tree)
-        scores = Scores(Categorical(2.0 * torch.randn(2, 6, 6, generator=g)))
-        noise = rule.make_noise([torch.Generator().manual_seed(seed + 10 * b) for b in range(2)], 6)
-        cases.append((draft, scores, noise, Rejection()(draft, scores, noise)))
-
-    def job(draft, scores, noise, want):
-        def call():
-            for _ in range(10):
-                found = rule(draft, scores, noise)
-                assert torch.equal(found.path, want.path) and torch.equal(found.next, want.next)
-
-        return call
-
-    together([job(*case) for case in cases])
-    assert len(rule.recordings) == 1
 
 
 @pytest.mark.parametrize("learned", [False, True], ids=["ngram", "features"])

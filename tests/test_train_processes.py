@@ -83,7 +83,7 @@ def test_tensor_parallel_target(tmp_path):
     pytest.importorskip("accelerate", reason="accelerate is not installed (pip install 'visspec[train]')")
     launch(tmp_path, "parallel_target")
     whole = captions("cpu")
-    assert whole["none"] == whole["stock"] and captions("balanced") == whole
+    assert whole["vispec"] == whole["stock"] and captions("balanced") == whole
     for rank in range(2):
         found = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert found.pop("rows") == whole["rows"] // 2

@@ -33,7 +33,7 @@ TEMPLATE = (
 
 @cache
 def processor() -> tf.Qwen2_5_VLProcessor:
-    names = [SPECIAL.get(i, f"w{i}") for i in range(tiny.VOCAB)] + ["<unk>"]
+    names = [SPECIAL.get(i, "<unk>" if i == 3 else f"w{i}") for i in range(tiny.VOCAB)]
     tokenizer = word_tokenizer(names, pad_token="<pad>", image_token=SPECIAL[90], video_token=SPECIAL[91])
     sizes = {"patch_size": 2, "size": {"shortest_edge": 64, "longest_edge": 8 * SIDE**2}}
     pixels, frames = tf.Qwen2VLImageProcessor(**sizes), tf.Qwen2VLVideoProcessor(**sizes)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import transformers as tf
 from torch import Tensor, nn
@@ -279,6 +280,8 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 VISUAL = [name for name, family in FAMILIES.items() if family.visual]
 VIDEOS = [name for name, family in FAMILIES.items() if family.video]
+TWINS = {"qwen2", "pixtral", "qwen2_vl", "idefics3", "internvl"}  # rows, positions and pictures are as another's
+DISTINCT = [pytest.param(name, marks=[pytest.mark.nightly] * (name in TWINS)) for name in FAMILIES]
 
 
 @functools.cache

@@ -5,6 +5,7 @@ Models are built outside inference mode whoever asks first: weights made in it w
 
 from __future__ import annotations
 
+import copy
 import functools
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import diffusers
 import pytest
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers.models.emu3.configuration_emu3 import Emu3TextConfig, Emu3VQVAEConfig
 from transformers.models.janus.configuration_janus import JanusVisionConfig, JanusVQVAEConfig
 
@@ -53,6 +54,29 @@ def janus(seed: int = 0):
         generation_kwargs={"boi_token_id": BOI},
     )  # fmt: skip
     return model
+
+
+def janus_pro(where: Path) -> None:
+    """The tiny Janus with the files and special tokens of deepseek-community/Janus-Pro-1B, as transformers saves them.
+
+    Its generation settings have no `do_sample`, and its tokenizer puts the begin of a sentence in front of a prompt.
+    """
+    special = {
+        "pad_token": "<｜▁pad▁｜>", "bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>",
+        "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_placeholder>",
+    }  # fmt: skip
+    words = ["<unk>", "a", "photo", "of", "three", "stars", "<｜User｜>", "<｜Assistant｜>"]
+    names = [*list(special.values())[:4], *words, *(f"w{i}" for i in range(26)), *list(special.values())[4:]]
+    tokenizer = word_tokenizer(names, **special)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=[special["bos_token"], "$A"], special_tokens=[(special["bos_token"], BOS)]
+    )
+    pixels = tf.JanusImageProcessor(size={"height": 8 * SIDE, "width": 8 * SIDE})
+    model = copy.deepcopy(janus())
+    ids = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS}
+    model.generation_config = tf.GenerationConfig(**ids, guidance_scale=5, generation_kwargs={"boi_token_id": BOI})
+    model.save_pretrained(where)
+    tf.JanusProcessor(pixels, tokenizer, num_image_tokens=SIDE * SIDE).save_pretrained(where)
 
 
 @functools.cache

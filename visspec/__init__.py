@@ -6,10 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-if find_spec(f"{__name__}.models") is None:  # ./visspec of a checkout, found before the installed package
-    __path__.append(str(Path(__file__).resolve().parent.parent))  # models, kernels and eval stand beside it
-
 from visspec.io.version import VERSION as __version__
+
+# models, kernels and eval stand beside ./visspec of a checkout. Where it is found before an installed package, they are
+# missing, or those of another clone, with which this one must not be mixed.
+_root, _models = Path(__file__).resolve().parent.parent, find_spec(f"{__name__}.models")
+if _models is None or ((_root / "models" / "zoo").is_dir() and Path(str(_models.origin)).resolve().parents[1] != _root):
+    __path__.append(str(_root))
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent until the application configures logging
 _PUBLIC = {

@@ -34,7 +34,7 @@ class Preset(NamedTuple):
         return "/".join(filter(None, (self.drafter, self.acceptance, self.order)))
 
 
-PRESETS: dict[str, dict[str, Preset]] = {  # by name, then by what the model generates; docs/presets.md compares them
+PRESETS: dict[str, dict[str, Preset]] = {  # by name, then by what the model generates; docs/methods.md compares them
     "plain": {
         "text": Preset("none", "exact", "no drafting, in our loop"),
         "codes": Preset("none", "exact", "no drafting, in our loop"),
@@ -105,7 +105,7 @@ SUM = {"fusion": "sum", "positions": "index"}
 FEATURES = {"unroll": 1, "opening": 1.0, "feature_weight": 10.0}  # smooth L1 of features, and a tenth of cross-entropy
 BLOCKS = {"unroll": 1, "opening": 1.0}  # cross-entropy
 TREES = {"width": 10, "nodes": 60}
-RECIPES = {  # `visspec train drafter --preset`; docs/drafters.md says what each sees of the picture
+RECIPES = {  # `visspec train drafter --preset`; docs/train.md says what each sees of the picture
     "eagle": Recipe(
         "EAGLE (arXiv 2401.15077)", "all slots", {**SUM, "images": "slots", "levels": 5}, FEATURES, {"tree": "eagle"}
     ),

@@ -102,7 +102,8 @@ class PrefixCache:
     adapters change; `clear` it yourself after a change through `.data`, which PyTorch does not count.
     """
 
-    def __init__(self, room: int = ROOM):
+    def __init__(self, room: int | None = None):
+        room = ROOM if room is None else room
         if not isinstance(room, int) or isinstance(room, bool) or room < 0:
             raise ValueError(f"prefix_cache: got {room!r}, expected a number of bytes, or 0 for none")
         self.room, self.bytes, self.hits, self.misses = room, 0, 0, 0

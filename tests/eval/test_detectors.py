@@ -21,13 +21,6 @@ from visspec.eval.metrics.geneval import evaluate_image
 IMAGE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (48, 80, 3), dtype=np.uint8))
 
 
-def swin(*features: str):
-    from transformers import SwinConfig
-
-    small = {"embed_dim": 8, "depths": [1] * 4, "num_heads": [1] * 4, "window_size": 2}
-    return SwinConfig(image_size=64, out_features=list(features), **small)
-
-
 def inside(detection: Detection, image: Image.Image) -> bool:
     x0, y0, x1, y1 = detection.box
     return 0 <= x0 <= x1 <= image.width and 0 <= y0 <= y1 <= image.height

@@ -18,7 +18,7 @@ from visspec.accept.rejection import Rejection
 from visspec.api.images import ORIGINS, ImagePipeline
 from visspec.cli import bench_caption as bench
 from visspec.cli import bench_image
-from visspec.cli.bench_image_quality import by_detector, judge
+from visspec.cli.bench_image_quality import by_detector, judge, plain_setup
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.paired import ArmRun
 from visspec.eval.metrics import intervals
@@ -70,9 +70,10 @@ def image_record(tmp_path_factory):
         texts = [p["prompt"] for p in few[:2]]
         record = bench_image.bench(pipe, texts, SEEDS, {}, warmup=1)
         judges = by_detector(scenes, 2)
-        judge(pipe, record, SEEDS, {}, judges, 0, home / "pictures", home)
+        arms = {row["name"]: (pipe, SEEDS.get(row["name"], plain_setup(pipe))) for row in record["rows"]}
+        judge(record, arms, {}, judges, 0, home / "pictures", home)
         spare = {"rows": [{"name": "plain"}]}
-        judge(pipe, spare, SEEDS, {}, judges, 0, None, home)
+        judge(spare, arms, {}, judges, 0, None, home)
     (home / "image.json").write_text(json.dumps(record))
     return SimpleNamespace(path=home / "image.json", record=json.loads(json.dumps(record)), spare=spare["rows"][0])
 

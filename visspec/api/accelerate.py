@@ -26,13 +26,14 @@ from visspec.loop.stats import Stats
 from visspec.loop.stream import Answer
 from visspec.models.attention.draft_attention import implementation
 from visspec.models.decoder import mtp_layer
-from visspec.models.decoder.prefix import ROOM, PrefixCache
+from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
 from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
 OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})  # of an Accelerated
+NAMED = "the model's folder names it"  # why "auto" took a drafter
 BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved model
 
 
@@ -169,6 +170,8 @@ class Accelerated:
         """
         words = {} if self.tokenizer is None else {"processor": self.tokenizer}
         parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels", "batch_invariant")}
+        if self._why not in ("", NAMED):
+            parts["drafter"] = "auto"  # which takes the same drafter again
         saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
@@ -291,7 +294,7 @@ class Accelerated:
         *,
         slots: int = 8,
         ahead: int | None = None,
-        prefix_cache: int | PrefixCache = ROOM,
+        prefix_cache: int | PrefixCache | None = None,
         **options: Any,
     ) -> Generator[Answer, None, None]:
         """Results of many prompts as they are ready (continuous batching): a row enters the batch as another leaves.
@@ -301,12 +304,17 @@ class Accelerated:
         They are read as slots come free; None says that none is waiting now. options: arguments for the prompts that
         don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once. ahead: prompts prefilled at
         once (default: slots); as many more may stand ready. prefix_cache: bytes of prompts' keys and values that are
-        kept for those that begin alike (the same image asked twice), 0 for none, or a `PrefixCache` that outlives the
-        stream. A row's tokens are those that it has alone. An error of a prompt is its result. Raises ValueError if the
-        drafter's rows can't enter a batch.
+        kept for those that begin alike (the same image asked twice), 512 MiB by default, 0 for none, or a `PrefixCache`
+        that outlives the stream; `batch_invariant` keeps none. A row's tokens are those that it has alone. An error of
+        a prompt is its result. Raises ValueError if the drafter's rows can't enter a batch.
         """
         setup = self.setup
         queueing.check(setup, slots, ahead, options)
+        if prefix_cache and not isinstance(prefix_cache, PrefixCache) and self._options.batch_invariant:
+            raise ValueError(
+                f"prefix_cache: got {prefix_cache} with batch_invariant=True, which reads each prompt in one pass and"
+                " keeps none. Leave it out."
+            )
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
         builder = queueing.RequestBuilder(self.model, setup, options, prefixes)
         if setup.target.widths is not None:
@@ -398,7 +406,7 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     found: DrafterSpec
     trained: str | Path | None
     if found := saving.drafter_of(folder) if folder else None:
-        trained, why = None, "the model's folder names it"
+        trained, why = None, NAMED
     elif trained := registry.own_drafter(cast(ConfiguredModel, model)):
         why = "it is in the model's folder"
     elif mtp_layer.in_files(model):

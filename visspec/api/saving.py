@@ -25,6 +25,7 @@ from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
 
 FILE = "visspec.json"
 ENTRIES = ("drafter", "acceptance", "order", "levels", "batch_invariant", "parts")
+AUTO = "auto"  # the drafter of `accelerate.default_drafter`
 DEEPEST = 4096  # levels that a file may ask for
 Component = DrafterSpec | Acceptance | Order
 PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -116,7 +117,8 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 def drafter_of(folder: str | Path) -> DrafterSpec:
     """The drafter that a model's folder names, as `registry.drafter` takes it; None where it names none, or is none."""
     root = Path(folder)
-    return _named("drafter", root, checkpoint.read_json(root, FILE).get("drafter")) if (root / FILE).is_file() else None
+    entry = checkpoint.read_json(root, FILE).get("drafter") if (root / FILE).is_file() else None
+    return None if entry == AUTO else _named("drafter", root, entry)
 
 
 def write_method(folder: str | Path, names: Mapping[str, Any]) -> None:
@@ -139,6 +141,8 @@ def _named(what: str, folder: Path, entry: Json) -> str | None:
     """The drafter, rule or order of an entry; a drafter may be the folder of its weights."""
     if entry is None and what != "acceptance":
         return None
+    if what == "drafter" and entry == AUTO:
+        return AUTO
     if what == "drafter" and isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
@@ -178,6 +182,8 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         return None
     if isinstance(drafter, (str, Path)):
         text = str(drafter)
+        if text == AUTO:
+            return AUTO
         name, options = registry.split(text)
         if registry.is_named(name) or not (Path(name).is_dir() or hub.names(name)):
             return portable_name("drafter", text)

@@ -21,7 +21,7 @@ from visspec.api.completions import ChatBody, RequestError
 from visspec.api.schemas import JsonGrammars
 from visspec.io.images import MAX_PIXELS
 from visspec.loop.stream import Answer
-from visspec.models.decoder.prefix import ROOM, PrefixCache
+from visspec.models.decoder.prefix import PrefixCache
 from visspec.types import Processor
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class TextWorker:
         slots: int = 8,
         max_new_tokens: int = 512,
         max_pixels: int = MAX_PIXELS,
-        prefix_cache: int = ROOM,
+        prefix_cache: int | None = None,
     ):
         fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
         self.name, self.fast, self.processor, self.slots = name, fast, processor, slots

@@ -328,7 +328,7 @@ def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
     try:
         text = line.decode().strip()
         entry = loads(text) if is_json else {"prompt": text}
-        if isinstance(entry["prompt"], str) and entry["prompt"]:
+        if isinstance(entry["prompt"], str) and entry["prompt"].strip():
             return Record(str(name if entry.get("id") is None else entry["id"]), prompt=entry["prompt"])
     except (ValueError, KeyError, TypeError):
         pass

@@ -34,7 +34,7 @@ class DrafterTraining(HardwareOptions):
     loss: Literal["tv", "soft_ce", "kl"] = option("between the drafter's law and the target's", "tv")
     preset: str | None = option(
         "context: a table for the default drafter, in minutes and without data; a published drafter: eagle, eagle3,"
-        " flash, ...; of images: image-eagle, distilled (docs/drafters.md)",
+        " flash, ...; of images: image-eagle, distilled (docs/train.md)",
         None,
     )
     structure: str | None = option(

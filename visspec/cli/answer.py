@@ -34,7 +34,7 @@ def run(arguments: Options) -> None:
     loaded: dict[str, verdict.Member] = {}
     for name in (*arguments.drafts, arguments.model):
         if name not in loaded:
-            model, processor = load(name, **arguments.hardware)
+            model, processor = load(name, needs_pictures=True, **arguments.hardware)
             loaded[name] = verdict.Member(name, accelerate(model, arguments.drafter), processor)
     members, judge = [loaded[name] for name in arguments.drafts], loaded[arguments.model]
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
-from visspec.api.accelerate import Accelerated
+from visspec.api.accelerate import Accelerated, default_drafter
 from visspec.api.sources import Record, RecordStream
 from visspec.cli.arguments import JsonOption
 from visspec.eval.bench.clock import seconds_of, waiter
@@ -167,6 +167,16 @@ def throughput(
             seconds[name].append(seconds_of(partial(arms[name], part), waiter(fast.model.device))[0])
     ratio = statistics.median(slow / quick for slow, quick in zip(seconds["transformers"], seconds["stream"]))
     return {"items_per_second": sum(map(len, groups)) / sum(seconds["stream"]), "over_transformers": ratio}
+
+
+def choice_of(fast: Accelerated) -> dict[str, str]:
+    """Fields of a record: the drafter that "auto" stands for, and why."""
+    return {"auto": fast.name, "why": default_drafter(fast.model)[1]}
+
+
+def choice_in_words(record: Mapping[str, Any]) -> str | None:
+    """What "auto" stands for in a record, or None."""
+    return f"auto: drafter {record['auto']}, because {record['why']}" if "auto" in record else None
 
 
 def stream_in_words(record: Mapping[str, Any], items: str) -> str | None:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from visspec import tree as trees
 from visspec.api import loading, requests, sources
-from visspec.api.accelerate import Accelerated, accelerate, default_drafter
+from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.captions import PROMPT, default_prompt, prepare
 from visspec.cli import bench, bench_data
 from visspec.cli.arguments import SamplingOptions, TargetOptions
@@ -84,7 +84,7 @@ def run(arguments: Options) -> None:
         images = scenes.images(max(min(most, len(scenes.rows)), arguments.count))
     if not images:
         raise ValueError(f"images: got none that can be read, expected some in {', '.join(arguments.images or [])}")
-    drafters: Sequence[Any] = arguments.drafter or [default_drafter(model)[0]]
+    drafters = arguments.drafter or ["auto"]
     images, warm = images[: arguments.count], images[arguments.count :]
     record = bench_caption(model, processor, images, arguments, drafters, assistant, warm, data)
     arguments.end(record, *views(record))
@@ -138,6 +138,7 @@ def bench_caption(
             row["categories"] = categories(runs, data, arguments.temperature > 0, names[spec])
         rows.append(row)
     record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
+    record |= bench.choice_of(ours["auto"]) if "auto" in ours else {}
     record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
     if data is not None and "categories" in record:
         record["turns_left_out"] = sum(prompt.later for prompt in data)
@@ -276,7 +277,7 @@ def views(record: dict[str, Any]) -> list[Table]:
         f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
         f"\nequality: {OTHER_TOKENS if by_law else equality.in_words(record['equality'])}"
     )
-    if said := bench.stream_in_words(record, "images"):
+    for said in filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "images"))):
         caption += f"\n{said}"
     title = f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
     rows = [{"name": name, "compared": record["compared"], **row} for name, row in record["baselines"].items()]

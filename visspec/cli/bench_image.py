@@ -26,6 +26,7 @@ from visspec.cli.bench_image_quality import (
     as_arguments,
     by_detector,
     by_photos,
+    check_folder,
     judge,
     numbers,
     plain_setup,
@@ -97,10 +98,14 @@ def run(arguments: Options) -> None:
             device = resolve_device(arguments.device)
             judges = by_photos(texts[:quality], photos, arguments.extractor, arguments.clip, device)
         texts = texts[: arguments.count]
+    arms = {name: (pipe, method) for name, method in ({"plain": plain_setup(pipe)} | methods).items()}
+    arms |= {name: (other, plain_setup(other)) for name, other in others.items()}
+    if judges is not None and arguments.out is not None:
+        check_folder(arguments.out, arms, judges, options, seed)
     record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
     if judges is not None:
         home = arguments.json.resolve().parent if arguments.json else None
-        judge(pipe, record, methods, options, judges, seed, arguments.out, home, others)
+        judge(record, arms, options, judges, seed, arguments.out, home)
     arguments.end(record, view(record))
 
 

@@ -32,6 +32,7 @@ from visspec.io.files import loads, same_settings, write_json
 from visspec.io.images import image_files, open_image
 
 Drawn = tuple[Path, RecordImage]  # the file of a picture, and what the record says of it
+Arms = Mapping[str, tuple[ImagePipeline, str]]  # by name, a pipeline and its "drafter/rule"
 REFERENCES = 4  # renders of each prompt that the distance is taken to
 SHOWN = 8  # images a method keeps in the record
 REFERENCE_SEED = 20261121
@@ -105,8 +106,8 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
 
 
 def judge(
-    pipe: ImagePipeline, record: dict[str, Any], methods: Mapping[str, str], options: dict[str, Any], judges: Judges,
-    seed: int, folder: Path | None, home: Path | None = None, others: Mapping[str, ImagePipeline] | None = None,
+    record: dict[str, Any], arms: Arms, options: dict[str, Any], judges: Judges, seed: int, folder: Path | None,
+    home: Path | None = None,
 ) -> None:  # fmt: skip
     """Draw the judges' prompts with every method and add scores and distances to the rows, in place.
 
@@ -118,8 +119,7 @@ def judge(
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
-            source = (others or {}).get(line["name"], pipe)
-            drawn = draw(source, methods.get(line["name"], plain_setup(pipe)), judges.prompts, options, seed, root)
+            drawn = draw(*arms[line["name"]], judges.prompts, options, seed, root)
             reference = reference or judges.reference(open_image(drawn[0][0]).width)
             found, verdicts = judges.score(root, drawn)
             table = features.read_features(root, extractor)
@@ -155,14 +155,20 @@ def record_image(path: Path, picture: RecordImage, home: Path | None) -> RecordI
     return replace(picture, png=small_png(open_image(path)))
 
 
-def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[Drawn]:
-    """One image a prompt in GenEval's folder layout, those that are missing; image i has the seed `seed + i`. Beside
-    each is a JSON file with the map of its tokens. Raises ValueError for a folder with images of other prompts, or of
-    another method, seed or model.
+def check_folder(folder: Path, arms: Arms, judges: Judges, options: dict[str, Any], seed: int) -> None:
+    """Raises ValueError for a folder that holds images of another run, before anything is measured."""
+    for name, arm in arms.items():
+        prepare_folder(*arm, judges.prompts, options, seed, folder / name)
+
+
+def prepare_folder(
+    pipe: ImagePipeline, method: str, prompts: Sequence[dict], options: dict[str, Any], seed: int, root: Path
+) -> list[Drawn]:
+    """The files of one image a prompt in GenEval's folder layout; image i has the seed `seed + i`. Raises ValueError
+    for a folder with images of other prompts, or of another method, seed or model.
     """
     about = {"model": getattr(pipe.model.config, "_name_or_path", ""), "method": method, "seed": seed, **options}
     same_settings(root.with_name(f"{root.name}.about.json"), root, about)
-    whole = not pipe.setup(**as_arguments(method)).order.raster
     entries = []
     for i, prompt in enumerate(prompts):
         known = root / f"{i:05d}" / "metadata.jsonl"
@@ -170,6 +176,15 @@ def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: 
             raise ValueError(f"--out: {known.parent} has the image of another prompt, expected another folder")
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
         entries.append((path, RecordImage(prompt["prompt"], seed + i)))
+    return entries
+
+
+def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[Drawn]:
+    """Draw the images that a folder lacks. Beside each is a JSON file with the map of its tokens. Raises ValueError as
+    `prepare_folder` does.
+    """
+    entries = prepare_folder(pipe, method, prompts, options, seed, root)
+    whole = not pipe.setup(**as_arguments(method)).order.raster
     missing = [entry for entry in entries if not entry[0].exists()]
     for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
         group = missing[start : start + 16]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from visspec.api import loading
-from visspec.api.accelerate import accelerate, default_drafter
+from visspec.api.accelerate import accelerate
 from visspec.api.captions import prepare
 from visspec.cli import bench
 from visspec.cli.arguments import SamplingOptions
@@ -60,9 +60,10 @@ def run(arguments: Options) -> None:
     arguments.begin()
     prompts = in_turns(read_prompts(arguments.prompts), lambda prompt: prompt.kind)[: arguments.count]
     model, tokenizer = loading.load(arguments.model, **arguments.hardware)
-    record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or [str(default_drafter(model)[0])])
+    record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or ["auto"])
     title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
-    arguments.end(record, table(title, record["rows"], COLUMNS, bench.stream_in_words(record, "prompts"), ["prompts"]))
+    said = filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "prompts")))
+    arguments.end(record, table(title, record["rows"], COLUMNS, "\n".join(said), ["prompts"]))
 
 
 def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
@@ -128,6 +129,7 @@ def bench_text(
         if isinstance(arm := arms[line["name"]], CaptionArm):
             line["guarantee"] = arm.fast.setup.guarantee
     record = {"bench": "text", "rows": rows, "failures": failures, "n_prompts": len(prompts)}
+    record |= bench.choice_of(ours["auto"].fast) if "auto" in ours else {}
     if size == 1:
         record["prompt_lookup_num_tokens"] = arms["prompt_lookup"].options["prompt_lookup_num_tokens"]
     if arguments.stream:

@@ -23,7 +23,7 @@ PAINTERS = {  # and what they draw
 }
 ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
 GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-mar", "painter-var"), ANIMALS)
-# The fastest preset, by what a painter draws, that draws the pictures of plain decoding (docs/presets.md); of vectors,
+# The fastest preset, by what a painter draws, that draws the pictures of plain decoding (docs/methods.md); of vectors,
 # pictures of its distribution.
 PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}
 SIDE = 192  # pixels of a picture of the gallery

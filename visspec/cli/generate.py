@@ -48,6 +48,8 @@ class Options(RayOptions, DrawingOptions):
     workers: Positive = option("processes, with --ray", 2)
 
     def __post_init__(self) -> None:
+        if not all(text.strip() for text in self.prompt):
+            raise ValueError("prompt: got an empty one. Say what to draw.")
         if len(self.prompt) > 1 and not any(" " in text for text in self.prompt):
             self.prompt = [" ".join(self.prompt)]  # a prompt without quotes
 

@@ -25,8 +25,8 @@ class Options(ModelOptions):
     max_new_tokens: Positive = option("of an answer that asks for no number", 512)
     max_body: Positive = option("bytes of a request", 20_000_000)
     max_pixels: Positive = option("of a request's images together", 64_000_000)
-    prefix_cache: int = option(
-        "bytes of prompts kept for those that begin alike, such as chats that go on; 0: none", 1 << 29
+    prefix_cache: int | None = option(
+        "bytes of prompts kept for those that begin alike, such as chats that go on; 0: none (default: 512 MiB)", None
     )
     grace: Positive = option("seconds for running answers after SIGTERM", 60)
 
@@ -35,6 +35,10 @@ def run(arguments: Options) -> int:
     """Serve until SIGTERM or Ctrl-C; what runs is finished then."""
     from visspec.api.sources import need
 
+    if arguments.batch_invariant and arguments.prefix_cache:
+        raise ValueError(
+            "--prefix-cache: got it with --batch-invariant, which keeps no prompts. Leave one of them out."
+        )
     _, _, uvicorn = (need(package, "serve", "serve") for package in ("fastapi", "openai", "uvicorn"))
     from visspec.api.images import ImagePipeline
     from visspec.api.server import LOCAL, Service, application
