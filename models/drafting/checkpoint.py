@@ -164,7 +164,7 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
     if data.pop("kind", None) != kind.kind:
         raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
     fields = {f.name: f for f in dataclasses.fields(kind.config_class)}
-    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
     strange, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
     if strange or missing:
         found = f"the unknown entry {shorten(strange[0])}" if strange else f"no entry {missing[0]!r}"
